@@ -1,0 +1,28 @@
+"""Digests: what the bytes were when we wrote them."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import orjson
+
+Bytes = bytes | bytearray | memoryview
+
+
+def sha256(data: Bytes) -> str:
+    """SHA-256 of the bytes, in lower-case hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_of(blocks: Iterable[Bytes]) -> tuple[str, int]:
+    """SHA-256 and size in bytes of a stream, read once."""
+    digest, size = hashlib.sha256(), 0
+    for block in blocks:
+        digest.update(block)
+        size += len(block)
+    return digest.hexdigest(), size
+
+
+def canonical(value: Mapping[str, Any]) -> bytes:
+    """JSON with sorted keys and no spaces: the same record, the same bytes, on any machine."""
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)

@@ -1,0 +1,54 @@
+"""What can go wrong, in words that say what a person can do about it.
+
+Transient faults are retried where they happen. What is raised is one of these, and
+every message is a sentence for whoever started the run.
+"""
+
+
+class MillraceError(Exception):
+    """The base of everything that Millrace raises on purpose."""
+
+
+class ConfigurationError(MillraceError):
+    """Something that was asked for cannot be: the message says what to write instead."""
+
+
+class NotFoundError(MillraceError):
+    """No such object."""
+
+
+class ExistsError(MillraceError):
+    """A create-if-absent met an object that is already there."""
+
+
+class DeniedError(MillraceError):
+    """The credentials do not allow it, or are not known to the store."""
+
+
+class ChangedError(MillraceError):
+    """An object is no longer the one that was meant (its ETag, size or time differs)."""
+
+
+class UnavailableError(MillraceError):
+    """The store could not be reached, or kept failing until the time budget was spent."""
+
+
+class ConflictError(MillraceError):
+    """Something else was committed under this name: two runs disagree about its content."""
+
+
+class CorruptError(MillraceError):
+    """Bytes that were read are not the bytes that were recorded."""
+
+
+class WorkerError(MillraceError):
+    """A worker process ended without finishing what it was given."""
+
+
+def one_line(error: BaseException) -> str:
+    """The first paragraph of an error's message, on one line.
+
+    obstore appends a dump of its own structures below it, which helps nobody at a terminal.
+    """
+    text = str(error).split("\n\nDebug source", 1)[0]
+    return " ".join(text.split()) or type(error).__name__

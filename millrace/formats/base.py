@@ -1,0 +1,44 @@
+"""A format: how samples become the bytes of a shard."""
+
+from typing import Protocol
+
+from millrace.sources.base import Sample
+
+
+class BadSampleError(Exception):
+    """The format cannot hold this sample; the message is the reason for the quarantine."""
+
+
+class Encoder(Protocol):
+    """One shard being encoded into a buffer of its own.
+
+    Attributes:
+        samples: How many it holds.
+        size: How many bytes the shard would have if it were closed now.
+    """
+
+    samples: int
+
+    @property
+    def size(self) -> int: ...
+
+    def add(self, sample: Sample, limit: int) -> bool:
+        """Append a sample, unless the shard would then be larger than the limit.
+
+        An empty shard takes a sample of any size.
+
+        Returns:
+            Whether it was taken.
+
+        Raises:
+            BadSampleError: The format cannot hold it.
+        """
+        ...
+
+    def close(self) -> memoryview:
+        """The finished shard: a view of the buffer, valid until the next `reset`."""
+        ...
+
+    def reset(self) -> None:
+        """Begin the next shard in the same buffer."""
+        ...

@@ -1,0 +1,118 @@
+"""WebDataset: shards are tar files, a sample is the members that share a key.
+
+The bytes are those of webdataset's own ``TarWriter(mtime=0)``: the same on every run and
+machine. The members' headers (ustar, POSIX.1-1988) are put together from a template, straight
+into one buffer that is used again for the next shard.
+"""
+
+import mmap
+import tarfile
+
+from millrace.formats.base import BadSampleError
+from millrace.sources.base import Sample
+
+EXTENSION = "tar"
+WRITER = {"webdataset": "ustar-1"}  # a change of the bytes is a change of this
+
+_BLOCK = 512
+_RECORD = 10240  # tar's end is padded to a whole record, as tarfile does
+_ZEROS = bytes(_RECORD + 2 * _BLOCK)
+_NAME = 100
+_LARGEST = 8**11 - 1
+
+_MODE_OWNER = b"0000444\00000000\00000000\0"
+_MTIME = b"00000000000\0"
+_TAIL = b"0" + bytes(100) + b"ustar\x0000" + b"bigdata".ljust(32, b"\0") * 2 + bytes(16 + 167)
+_CONSTANT = sum(_MODE_OWNER) + sum(_MTIME) + sum(_TAIL) + 8 * ord(" ")
+
+
+class TarEncoder:
+    """A tar file in a buffer.
+
+    Args:
+        capacity: Bytes to begin with; a sample that is larger makes it grow.
+    """
+
+    def __init__(self, capacity: int = 1 << 20) -> None:
+        self._buffer = mmap.mmap(-1, capacity)  # no page of it exists before it is written
+        self._end = 0
+        self.samples = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the shard if it were closed now, its two empty blocks and padding included."""
+        return _padded(self._end + 2 * _BLOCK, _RECORD)
+
+    def add(self, sample: Sample, limit: int) -> bool:
+        """Append a sample's members, unless the shard would then be larger than the limit."""
+        key = sample.key
+        members: list[tuple[bytes, bytes]] = []
+        end = self._end
+        for extension in sorted(sample.fields):
+            data = sample.fields[extension]
+            header = _header(f"{key}.{extension}", len(data))
+            members.append((header, data))
+            end += len(header) + len(data) + -len(data) % _BLOCK
+        if self.samples and _padded(end + 2 * _BLOCK, _RECORD) > limit:
+            return False
+        self._reserve(end)
+        at, buffer = self._end, self._buffer
+        for header, data in members:
+            body = at + len(header)
+            buffer[at:body] = header
+            after = body + len(data)
+            buffer[body:after] = data
+            at = after + -len(data) % _BLOCK
+            buffer[after:at] = _ZEROS[: at - after]
+        self._end = at
+        self.samples += 1
+        return True
+
+    def close(self) -> memoryview:
+        """The finished tar file."""
+        size = self.size
+        self._reserve(size)
+        self._buffer[self._end : size] = _ZEROS[: size - self._end]
+        return memoryview(self._buffer)[:size]
+
+    def reset(self) -> None:
+        """Begin the next tar file in the same buffer."""
+        self._end = 0
+        self.samples = 0
+
+    def _reserve(self, size: int) -> None:
+        if size > len(self._buffer):
+            # A new buffer, not a longer one: whoever uploaded from the old may still look at it.
+            larger = mmap.mmap(-1, max(size, 2 * len(self._buffer)))
+            larger[: self._end] = self._buffer[: self._end]
+            self._buffer = larger
+
+
+def _padded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def _header(name: str, size: int) -> bytes:
+    """A member's header: 512 bytes, more for a name that ustar cannot hold."""
+    if len(name) > _NAME or not name.isascii() or size > _LARGEST:
+        return _pax_header(name, size)
+    raw = name.encode()
+    octal = b"%011o\0" % size
+    return b"%b%b%b%b%06o\0 %b" % (
+        raw.ljust(_NAME, b"\0"),
+        _MODE_OWNER,
+        octal,
+        _MTIME,
+        _CONSTANT + sum(raw) + sum(octal),
+        _TAIL,
+    )
+
+
+def _pax_header(name: str, size: int) -> bytes:
+    """Tarfile's own header, with a record before it for what ustar cannot hold (POSIX.1-2001)."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mode, info.mtime, info.uname, info.gname = size, 0o444, 0, "bigdata", "bigdata"
+    try:
+        return info.tobuf(tarfile.PAX_FORMAT)
+    except (ValueError, UnicodeEncodeError) as error:
+        raise BadSampleError(f"no tar member can have its name: {error}") from error

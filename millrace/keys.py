@@ -1,0 +1,171 @@
+"""Every object name that Millrace reads or writes is built and parsed here, and nowhere else.
+
+Numbers are zero-padded, so that a listing is in order.
+"""
+
+import re
+from dataclasses import dataclass
+
+from millrace.errors import ConfigurationError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
+_SPLIT = re.compile(r"[a-z]+-\d{5,}")
+_SHARD = re.compile(r"(?P<split>[a-z]+-\d{5,})-(?P<n>\d{6,})")
+
+
+def checked_name(name: str, *, what: str) -> str:
+    """A name that is safe as part of a key, on every store we know.
+
+    Raises:
+        ConfigurationError: It is empty, too long, or has a character that some store changes.
+    """
+    name = name.strip("/")
+    if not _NAME.fullmatch(name) or len(name) > 200:
+        raise ConfigurationError(
+            f"{what} {name!r} cannot be part of an object's name: write letters, digits, "
+            "'.', '_' and '-', with '/' between folders, at most 200 characters."
+        )
+    return name
+
+
+def split_name(partition: str, number: int) -> str:
+    """``train-00007``: the name of one split of a dataset."""
+    return f"{partition}-{number:05d}"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardName:
+    """A split and a number within it: ``train-00007-000012``."""
+
+    split: str
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.split}-{self.n:06d}"
+
+    @classmethod
+    def parse(cls, stem: str) -> "ShardName | None":
+        """The shard that a name such as ``train-00007-000012`` means, or None if it means none."""
+        match = _SHARD.fullmatch(stem)
+        return cls(match["split"], int(match["n"])) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetKeys:
+    """The objects of one dataset.
+
+    Attributes:
+        dataset: Its name: a prefix below the store's URL.
+    """
+
+    dataset: str
+
+    def __post_init__(self) -> None:
+        checked_name(self.dataset, what="The dataset's name")
+
+    @property
+    def plan(self) -> str:
+        return f"{self.dataset}/plan.json"
+
+    @property
+    def manifest(self) -> str:
+        return f"{self.dataset}/manifest.json"
+
+    @property
+    def index(self) -> str:
+        return f"{self.dataset}/index.json"
+
+    @property
+    def listings(self) -> str:
+        return f"{self.dataset}/splits/"
+
+    @property
+    def shards(self) -> str:
+        return f"{self.dataset}/shards/"
+
+    @property
+    def commits(self) -> str:
+        return f"{self.dataset}/commits/"
+
+    @property
+    def quarantined(self) -> str:
+        return f"{self.dataset}/quarantine/"
+
+    def listing(self, split: str, digest: str) -> str:
+        """The files of a split, for sources that are made of many."""
+        return f"{self.listings}{split}-{digest[:16]}.jsonl"
+
+    def shard(self, name: ShardName, extension: str) -> str:
+        return f"{self.shards}{name}.{extension}"
+
+    def commit(self, name: ShardName) -> str:
+        return f"{self.commits}{name}.json"
+
+    def commits_of(self, split: str) -> str:
+        """The prefix that the commits of a split share; its end has it too."""
+        return f"{self.commits}{split}-"
+
+    def end(self, split: str) -> str:
+        return f"{self.commits}{split}-end.json"
+
+    def quarantine(self, name: ShardName) -> str:
+        return f"{self.quarantined}{name}.jsonl"
+
+    def parse_commit(self, key: str) -> "ShardName | None":
+        """The shard whose commit this key is, or None if it is not a shard's commit."""
+        stem = key.removeprefix(self.commits)
+        if stem == key or not stem.endswith(".json"):
+            return None
+        return ShardName.parse(stem.removesuffix(".json"))
+
+    def parse_end(self, key: str) -> str | None:
+        """The split whose end this key is, or None if it is not a split's end."""
+        stem = key.removeprefix(self.commits)
+        if stem == key or not stem.endswith("-end.json"):
+            return None
+        split = stem.removesuffix("-end.json")
+        return split if _SPLIT.fullmatch(split) else None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseKeys:
+    """The objects of one lease: an epoch each time that it changes hands.
+
+    Attributes:
+        scope: What the leases of a run stand under: a dataset's name, a run.
+        name: What is held.
+    """
+
+    scope: str
+    name: str
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.scope}/lease/{self.name}/"
+
+    def epoch(self, number: int) -> str:
+        """Who took it: created once."""
+        return f"{self.prefix}{number:06d}.json"
+
+    def beat(self, number: int) -> str:
+        """The holder's heartbeat: overwritten while it is held."""
+        return f"{self.prefix}{number:06d}.beat"
+
+    def end(self, number: int) -> str:
+        """Given back: created once."""
+        return f"{self.prefix}{number:06d}.end"
+
+    def parse(self, key: str) -> tuple[int, str] | None:
+        """The epoch's number and which of the three this key is (``json``, ``beat``, ``end``)."""
+        match = re.fullmatch(re.escape(self.prefix) + r"(\d{6,})\.(json|beat|end)", key)
+        return (int(match[1]), match[2]) if match else None
+
+
+def clock_probe(scope: str, holder: str) -> str:
+    """An object that is written only to read the store's clock off it."""
+    return f"{scope}/lease/clock/{holder}"
+
+
+def leases(scope: str) -> str:
+    """The prefix of every lease under a scope."""
+    return f"{scope}/lease/"

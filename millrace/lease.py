@@ -1,0 +1,259 @@
+"""Leases: who holds what, for how long, by the store's clock.
+
+Each time that a lease changes hands a new epoch is created, and only one caller can create it.
+Its holder overwrites a heartbeat beside it; whoever has not been heard of for the lease's time
+may be followed. A lease makes sure that work is not done twice for nothing. It is no lock: what
+must happen once is a `commit_once`.
+"""
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from millrace import errors
+from millrace.keys import LeaseKeys, clock_probe
+from millrace.records import commit_once, fetch
+from millrace.storage import Stat, Store, create, head, list_objects, put
+
+SHORTEST = timedelta(seconds=3)  # heartbeats come three times as often, and at most one a second
+_RESOLUTION = timedelta(seconds=2)  # of Last-Modified, and of the clock read off it
+
+
+class Holder(BaseModel):
+    """Who holds a lease: enough for a person to find it, and for its neighbours to see it die.
+
+    Attributes:
+        id: Unique to this holder.
+        host: The machine's name.
+        machine: The boot and the process namespace, in which ``pid`` means something.
+        pid: The process.
+        started: When the process started, in the kernel's ticks.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    host: str
+    machine: str
+    pid: int
+    started: str
+
+    @classmethod
+    def this_process(cls) -> "Holder":
+        """A new holder in this process."""
+        pid = os.getpid()
+        return cls(
+            id=secrets.token_hex(8),
+            host=socket.gethostname(),
+            machine=_machine(),
+            pid=pid,
+            started=_started(pid) or "",
+        )
+
+    @property
+    def seen_dead(self) -> bool:
+        """Whether it is known to be gone, because it ran here and its process does not."""
+        return (
+            self.machine != ""
+            and self.machine == _machine()
+            and (_started(self.pid) != self.started)
+        )
+
+
+class Epoch(BaseModel):
+    """The record of one holder's time."""
+
+    model_config = ConfigDict(frozen=True)
+
+    holder: Holder
+    ttl: timedelta
+
+
+@dataclass(slots=True)
+class StoreClock:
+    """The store's time of day, read once off an object written for it."""
+
+    base: datetime
+    read_at: float
+
+    @classmethod
+    def read(cls, store: Store, scope: str, holder: Holder) -> "StoreClock":
+        """Read the clock. Two requests."""
+        key = clock_probe(scope, holder.id)
+        before = time.monotonic()
+        put(store, key, b"")
+        after = time.monotonic()
+        return cls(head(store, key).last_modified, (before + after) / 2)
+
+    def now(self) -> datetime:
+        """The time by the store's clock, to about a second."""
+        return self.base + timedelta(seconds=time.monotonic() - self.read_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A lease that another has.
+
+    Attributes:
+        holder: Who.
+        until: When it ends by the store's clock, should the holder not be heard of again.
+    """
+
+    holder: Holder
+    until: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A lease that is ours, until it ends or is given back."""
+
+    store: Store = field(repr=False)
+    keys: LeaseKeys
+    epoch: int
+    holder: Holder
+    ttl: timedelta
+
+    def beat(self) -> None:
+        """Say that the holder lives. One request; at most one a second."""
+        put(self.store, self.keys.beat(self.epoch), self.holder.id.encode())
+
+    def hurried(self) -> "Lease":
+        """The same lease, that does not try for long: for a process that is about to end."""
+        spec = self.store.spec.model_copy(update={"patience": timedelta(seconds=2)})
+        return replace(self, store=replace(self.store, spec=spec))
+
+    def release(self) -> None:
+        """Give it back, so that the next one need not wait."""
+        try:
+            create(self.store, self.keys.end(self.epoch), self.holder.id.encode())
+        except errors.ExistsError:
+            return
+
+
+def acquire(
+    store: Store, keys: LeaseKeys, holder: Holder, ttl: timedelta, clock: StoreClock
+) -> Lease | Held:
+    """Take a lease if it is free, given back, or its holder is not heard of.
+
+    Args:
+        store: Where it stands.
+        keys: Its names.
+        holder: Who wants it.
+        ttl: For how long without a heartbeat.
+        clock: The store's.
+
+    Returns:
+        The lease, or who has it.
+
+    Raises:
+        ConfigurationError: The time is too short for heartbeats.
+    """
+    if ttl < SHORTEST:
+        raise errors.ConfigurationError(
+            f"A lease lasts at least {SHORTEST.total_seconds():g} seconds."
+        )
+    number, held = _current(store, keys, clock)
+    if held is not None:
+        return held
+    commit = commit_once(store, keys.epoch(number + 1), Epoch(holder=holder, ttl=ttl))
+    if commit.mine:
+        return Lease(store, keys, number + 1, holder, ttl)
+    return Held(commit.record.holder, clock.now() + commit.record.ttl)
+
+
+def held_by(store: Store, keys: LeaseKeys, clock: StoreClock) -> Held | None:
+    """Who has a lease now; None if it is free."""
+    return _current(store, keys, clock)[1]
+
+
+def _current(store: Store, keys: LeaseKeys, clock: StoreClock) -> tuple[int, Held | None]:
+    """The newest epoch's number (-1 before the first) and who has it, if somebody has."""
+    epochs: dict[int, dict[str, Stat]] = {}
+    for stat in list_objects(store, keys.prefix):
+        parsed = keys.parse(stat.key)
+        if parsed:
+            epochs.setdefault(parsed[0], {})[parsed[1]] = stat
+    if not epochs:
+        return -1, None
+    number = max(epochs)
+    newest = epochs[number]
+    if "end" in newest or "json" not in newest:
+        return number, None
+    record = fetch(store, keys.epoch(number), Epoch)
+    heard = max(stat.last_modified for stat in newest.values())
+    until = heard.astimezone(UTC) + record.ttl + _RESOLUTION
+    if record.holder.seen_dead or until < clock.now():
+        return number, None
+    return number, Held(record.holder, until)
+
+
+class Heartbeat:
+    """A thread that keeps leases alive while the work goes on.
+
+    Use it as a context: leaving it gives back what is still held.
+    """
+
+    def __init__(self, ttl: timedelta) -> None:
+        self._pause = max(1.0, ttl.total_seconds() / 3)
+        self._leases: dict[str, Lease] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> "Heartbeat":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        for lease in list(self._leases.values()):
+            with contextlib.suppress(errors.MillraceError):  # else it ends by itself
+                lease.hurried().release()
+
+    def keep(self, lease: Lease) -> None:
+        """Beat for this lease from now on."""
+        with self._lock:
+            self._leases[lease.keys.prefix] = lease
+
+    def release(self, lease: Lease) -> None:
+        """Stop beating for it and give it back."""
+        with self._lock:
+            self._leases.pop(lease.keys.prefix, None)
+        lease.release()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._pause):
+            with self._lock:
+                leases = list(self._leases.values())
+            for lease in leases:
+                try:
+                    lease.beat()
+                except errors.MillraceError:
+                    continue  # the next beat may come through; else the lease ends, as it should
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str | None:
+    """When a process started, in ticks; None if there is none, or only its remains."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in {"Z", "X"} else fields[19]

@@ -1,0 +1,217 @@
+"""What a dataset commits: its plan, the ledger of its shards, its manifest."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Committed(BaseModel):
+    """A record: never changed once it is committed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FileRef(Committed):
+    """One file of a source, as it was when the plan was made.
+
+    Attributes:
+        path: Below the source's URL.
+        size: Bytes.
+        etag: The store's ETag; of a local file its size and time of change.
+    """
+
+    path: str
+    size: int
+    etag: str
+
+
+class ByteRange(Committed):
+    """A split that is the rows which begin within a range of one file.
+
+    Attributes:
+        file: Which file.
+        number: The file's place in the source's listing, for the samples' keys.
+        start: Where the range begins, in bytes.
+        end: One past its last byte.
+    """
+
+    kind: Literal["bytes"] = "bytes"
+    file: FileRef
+    number: int
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the source that this split covers."""
+        return self.end - self.start
+
+
+class FileGroup(Committed):
+    """A split that is a list of samples, each of one or more files.
+
+    Attributes:
+        listing: The key of the list.
+        sha256: Of the list.
+        samples: How many samples it has.
+        size: Bytes of all their files.
+    """
+
+    kind: Literal["files"] = "files"
+    listing: str
+    sha256: str
+    samples: int
+    size: int
+
+
+Piece = Annotated[ByteRange | FileGroup, Field(discriminator="kind")]
+
+
+class Split(Committed):
+    """A part of a dataset that one worker cuts into shards, independent of every other.
+
+    Attributes:
+        name: ``train-00007``.
+        partition: ``train``, or ``val`` for what is held out.
+        piece: Which samples.
+    """
+
+    name: str
+    partition: str
+    piece: Piece
+
+
+class SourceRecord(Committed):
+    """A source at a revision.
+
+    Attributes:
+        kind: Which of `millrace.sources`.
+        url: Where it is.
+        settings: What else its samples depend on.
+        files: How many files.
+        size: Bytes of all of them.
+        sha256: Of the listing: paths, sizes, ETags.
+    """
+
+    kind: str
+    url: str
+    settings: dict[str, Any]
+    files: int
+    size: int
+    sha256: str
+
+
+class Layout(Committed):
+    """What the bytes of the shards depend on, besides the samples.
+
+    Attributes:
+        format: Which of `millrace.formats`.
+        writer: The writer's version, and the versions of what encodes.
+        shard_bytes: A shard is closed before it would be larger.
+        shard_samples: A shard is closed when it has as many samples.
+    """
+
+    format: str
+    writer: dict[str, str]
+    shard_bytes: int
+    shard_samples: int
+
+
+class Plan(Committed):
+    """How a dataset is cut: a pure function of the source at its revision and these settings.
+
+    Attributes:
+        dataset: Its name.
+        source: What is read.
+        layout: What is written.
+        seed: Of the shuffle; None keeps the source's order.
+        holdout: The share of the bytes that is held out for validation.
+        split_bytes: About how many bytes of the source make a split.
+        splits: All of them, in the order of their names.
+    """
+
+    dataset: str
+    source: SourceRecord
+    layout: Layout
+    seed: int | None
+    holdout: float
+    split_bytes: int
+    splits: tuple[Split, ...]
+
+
+class ShardCommit(Committed):
+    """One entry of the ledger.
+
+    Attributes:
+        split: The split's name.
+        n: Which shard of it.
+        key: The shard's key; None if every row since the last commit was quarantined.
+        size: Bytes of the shard.
+        sha256: Of the shard.
+        samples: How many samples it holds.
+        start: The cursor of its first row: where the source is read from to make it again.
+        next: The cursor after its last row: where to go on.
+        quarantine: The key of its bad rows, if it has any.
+        quarantined: How many.
+    """
+
+    split: str
+    n: int
+    key: str | None
+    size: int
+    sha256: str
+    samples: int
+    start: int
+    next: int
+    quarantine: str | None = None
+    quarantined: int = 0
+
+
+class SplitEnd(Committed):
+    """A split has no more rows: what it became.
+
+    Attributes:
+        split: Its name.
+        commits: How many commits it has.
+        samples: In all its shards.
+        size: Bytes of all its shards.
+        quarantined: Rows put aside.
+    """
+
+    split: str
+    commits: int
+    samples: int
+    size: int
+    quarantined: int
+
+
+class ManifestShard(Committed):
+    """A shard as a reader of the dataset needs it."""
+
+    key: str
+    partition: str
+    samples: int
+    size: int
+    sha256: str
+
+
+class Manifest(Committed):
+    """A dataset that is complete.
+
+    Attributes:
+        dataset: Its name.
+        plan: SHA-256 of the plan it was made by.
+        format: Of its shards.
+        shards: All of them, in the order of their keys.
+        samples: In all shards, by partition.
+        size: Bytes of all shards.
+        quarantined: Rows put aside.
+    """
+
+    dataset: str
+    plan: str
+    format: str
+    shards: tuple[ManifestShard, ...]
+    samples: dict[str, int]
+    size: int
+    quarantined: int

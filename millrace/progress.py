@@ -1,0 +1,36 @@
+"""How the engine says what it is doing: by calling a small protocol, never by printing."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+Figure = int | float | str
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that just happened.
+
+    Attributes:
+        name: What happened, in the past tense, dotted from its subject: ``shard.put``.
+        subject: What it happened to: a split, a shard's key.
+        figures: Counts and sizes (samples, bytes, seconds), with their plain names.
+    """
+
+    name: str
+    subject: str = ""
+    figures: Mapping[str, Figure] = field(default_factory=dict[str, Figure])
+
+
+class Progress(Protocol):
+    """Whoever wants to know.
+
+    It is called in the thread that drives the work, and the worker that sent the event
+    waits until it returns: what is slow belongs in a thread of its own.
+    """
+
+    def __call__(self, event: Event) -> None: ...
+
+
+def silent(event: Event) -> None:
+    """Ignore what is reported."""

@@ -1,0 +1,144 @@
+"""Records: what was committed, once, and what everybody may rely on from then on.
+
+`commit_once` is one create-if-absent PUT, the only primitive of coordination that every store
+we know has. The body carries a nonce, so that after a lost answer "was it me?" has an answer.
+"""
+
+import secrets
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from typing import Generic, TypeVar
+
+import orjson
+from pydantic import BaseModel, ValidationError
+
+from millrace import errors
+from millrace.digest import canonical
+from millrace.storage import Stat, Store, create, list_objects, read
+
+R = TypeVar("R", bound=BaseModel)
+
+_VERSION = 1
+_AT_ONCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Commit(Generic[R]):
+    """What stands under a key after `commit_once`.
+
+    Attributes:
+        record: What is there: ours, or what another committed before us.
+        mine: Whether this call committed it.
+    """
+
+    record: R
+    mine: bool
+
+
+def commit_once(store: Store, key: str, record: R) -> Commit[R]:
+    """Commit a record under a key, unless one is there. One request where nobody else wants it.
+
+    Args:
+        store: Where to.
+        key: From `millrace.keys`.
+        record: What to commit.
+
+    Returns:
+        What is there now. Of several callers exactly one sees ``mine``, also when answers are
+        lost and requests repeated. Whoever is not it compares the record with its own.
+
+    Raises:
+        UnavailableError: Neither the write nor the answer came through: it is not known whether
+            the record was committed. Calling again finds out.
+    """
+    nonce = secrets.token_hex(16)
+    body = canonical(
+        {
+            "kind": type(record).__name__,
+            "version": _VERSION,
+            "nonce": nonce,
+            "record": record.model_dump(mode="json"),
+        }
+    )
+    try:
+        create(store, key, body)
+    except (errors.ExistsError, errors.UnavailableError) as error:
+        try:
+            there, its_nonce = _decoded(store, key, type(record), read(store, key))
+        except (errors.NotFoundError, errors.UnavailableError):
+            raise error from None
+        return Commit(there, mine=its_nonce == nonce)
+    return Commit(record, mine=True)
+
+
+def commit_same(store: Store, key: str, record: R) -> Commit[R]:
+    """Commit a record that everybody who does this work would commit alike.
+
+    Raises:
+        ConflictError: Another record is there; the fields that differ are named.
+    """
+    commit = commit_once(store, key, record)
+    if not commit.mine and commit.record != record:
+        raise errors.ConflictError(
+            f"{store.url_of(key)} was committed by another run, and differs in "
+            f"{', '.join(differences(commit.record, record))}."
+        )
+    return commit
+
+
+def differences(one: BaseModel, other: BaseModel) -> list[str]:
+    """The names of the fields in which two records of one kind differ."""
+    return [
+        name for name in type(one).model_fields if getattr(one, name) != getattr(other, name, None)
+    ]
+
+
+def fetch(store: Store, key: str, kind: type[R]) -> R:
+    """The record under a key.
+
+    Raises:
+        NotFoundError: None was committed.
+        CorruptError: What is there is no such record.
+    """
+    return _decoded(store, key, kind, read(store, key))[0]
+
+
+def committed(
+    store: Store,
+    prefix: str,
+    kind: type[R],
+    *,
+    wanted: Callable[[Stat], bool] = lambda _: True,
+) -> Iterator[tuple[Stat, R]]:
+    """The records whose keys start with a prefix, read 32 at a time, in the listing's order.
+
+    Args:
+        store: Where to look.
+        prefix: From `millrace.keys`.
+        kind: What they are.
+        wanted: Which of the listed objects to read.
+    """
+    found = (stat for stat in list_objects(store, prefix) if wanted(stat))
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="records") as pool:
+        while batch := list(islice(found, _AT_ONCE * 8)):
+            yield from zip(
+                batch, pool.map(lambda stat: fetch(store, stat.key, kind), batch), strict=True
+            )
+
+
+def _decoded(store: Store, key: str, kind: type[R], body: bytes) -> tuple[R, str]:
+    try:
+        envelope = orjson.loads(body)
+        version, its_kind, nonce = envelope["version"], envelope["kind"], envelope["nonce"]
+        if version == _VERSION and its_kind == kind.__name__:
+            return kind.model_validate_json(orjson.dumps(envelope["record"])), str(nonce)
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValidationError) as error:
+        raise errors.CorruptError(
+            f"{store.url_of(key)} is not a record of Millrace's; was it written by hand?"
+        ) from error
+    raise errors.CorruptError(
+        f"{store.url_of(key)} is a {its_kind} of version {version}; this Millrace reads "
+        f"{kind.__name__} of version {_VERSION}. Another version wrote it."
+    )

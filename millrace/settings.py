@@ -1,0 +1,116 @@
+"""Settings files: YAML or TOML, with ``${VAR}`` filled in from the environment.
+
+``${VAR:-default}`` gives a default; ``$${VAR}`` is the text ``${VAR}`` itself.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from millrace.errors import ConfigurationError
+
+_VARIABLE = re.compile(r"\$(\$?)\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def load(path: Path, model: type[M], environ: Mapping[str, str] | None = None) -> M:
+    """Read a settings file into a model.
+
+    Args:
+        path: A ``.yaml``, ``.yml`` or ``.toml`` file.
+        model: What the file describes.
+        environ: Where ``${VAR}`` is looked up; the process's environment by default.
+
+    Raises:
+        ConfigurationError: No such file, not YAML or TOML, a variable that is not set (named
+            with its file and line, all of them at once), or values the model refuses. No value
+            is repeated in the message: it could be a secret.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigurationError(
+            f"There is no settings file at {path}. `millrace init` writes one to start from."
+        ) from None
+    data = _parse(path, text)
+    if not isinstance(data, dict):
+        raise ConfigurationError(f"{path} should hold settings by name, as `millrace init` writes.")
+    missing: list[str] = []
+    filled = _fill(data, os.environ if environ is None else environ, missing)  # pyright: ignore[reportUnknownArgumentType]
+    if missing:
+        places = "; ".join(f"{name} ({path}, line {_line(text, name)})" for name in missing)
+        raise ConfigurationError(
+            f"Not set in the environment: {places}. Export it, or write ${{NAME:-default}}."
+        )
+    return validated(model, filled, where=str(path))
+
+
+def validated(model: type[M], data: object, *, where: str) -> M:
+    """Check data against a model; what it refuses becomes one sentence without the values."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        faults = "; ".join(
+            f"{'.'.join(str(part) for part in fault['loc']) or 'settings'}: {fault['msg']}"
+            for fault in error.errors(include_input=False, include_url=False)
+        )
+        raise ConfigurationError(f"{where}: {faults}.") from None
+
+
+def _parse(path: Path, text: str) -> object:
+    try:
+        match path.suffix.lower():
+            case ".yaml" | ".yml":
+                return yaml.safe_load(text)
+            case ".toml":
+                return tomllib.loads(text)
+            case other:
+                raise ConfigurationError(
+                    f"{path}: a settings file ends in .yaml, .yml or .toml, not {other!r}."
+                )
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ConfigurationError(f"{path}{line}: not valid YAML: {error.problem}.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"{path}: not valid TOML: {error}.") from None
+
+
+def _fill(value: Any, environ: Mapping[str, str], missing: list[str]) -> Any:
+    match value:
+        case str():
+            return _VARIABLE.sub(lambda match: _lookup(match, environ, missing), value)
+        case dict():
+            return {k: _fill(v, environ, missing) for k, v in value.items()}  # pyright: ignore[reportUnknownVariableType]
+        case list():
+            return [_fill(item, environ, missing) for item in value]  # pyright: ignore[reportUnknownVariableType]
+        case _:
+            return value
+
+
+def _lookup(match: re.Match[str], environ: Mapping[str, str], missing: list[str]) -> str:
+    escaped, name, default = match.groups()
+    if escaped:
+        return match.group(0)[1:]
+    if name in environ:
+        return environ[name]
+    if default is not None:
+        return default
+    if name not in missing:
+        missing.append(name)
+    return ""
+
+
+def _line(text: str, name: str) -> int:
+    use = re.compile(r"\$\{" + name + r"[:}]")
+    for number, line in enumerate(text.splitlines(), start=1):
+        if use.search(line) and not line.lstrip().startswith("#"):
+            return number
+    return 1

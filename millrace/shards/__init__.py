@@ -1,0 +1,36 @@
+"""Stream a dataset into shards in a store, each exactly once, resumable on any machine."""
+
+from millrace.shards.gc import Garbage, collect_garbage
+from millrace.shards.pipeline import (
+    ShardReport,
+    plan_dataset,
+    run_from_file,
+    run_pipeline,
+    shard_dataset,
+)
+from millrace.shards.settings import CutSettings, PipelineSettings, RunSettings, SourcePlace
+from millrace.shards.status import DatasetStatus, SplitState, SplitStatus, find_datasets, status
+from millrace.shards.verify import Fault, Verification, sealed, verify
+
+__all__ = [
+    "CutSettings",
+    "DatasetStatus",
+    "Fault",
+    "Garbage",
+    "PipelineSettings",
+    "RunSettings",
+    "ShardReport",
+    "SourcePlace",
+    "SplitState",
+    "SplitStatus",
+    "Verification",
+    "collect_garbage",
+    "find_datasets",
+    "plan_dataset",
+    "run_from_file",
+    "run_pipeline",
+    "sealed",
+    "shard_dataset",
+    "status",
+    "verify",
+]

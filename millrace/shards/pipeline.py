@@ -1,0 +1,161 @@
+"""The whole way: plan, cut, seal. What the flow, the command and Python call alike."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from millrace import settings
+from millrace.keys import DatasetKeys
+from millrace.models.dataset import Manifest, Plan
+from millrace.progress import Event, Progress, silent
+from millrace.records import fetch
+from millrace.shards.plan import make_plan, pin_plan
+from millrace.shards.pool import run_splits
+from millrace.shards.seal import seal
+from millrace.shards.settings import PipelineSettings
+from millrace.shards.worker import Job
+from millrace.storage import exists, open_store
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReport:
+    """A dataset that is sealed, and what this run had to do for it.
+
+    Attributes:
+        url: Of the dataset.
+        manifest_key: Below the store's URL.
+        manifest: What was sealed.
+        splits: How many the plan has.
+        seconds: That this run took.
+        made: Shards that this run committed; the others were there before, or made elsewhere.
+        samples_made: In those.
+        bytes_made: Of those.
+    """
+
+    url: str
+    manifest_key: str
+    manifest: Manifest = field(repr=False)
+    splits: int
+    seconds: float
+    made: int
+    samples_made: int
+    bytes_made: int
+
+    @property
+    def samples(self) -> int:
+        """Samples in the dataset."""
+        return sum(self.manifest.samples.values())
+
+
+def plan_dataset(config: PipelineSettings) -> Plan:
+    """How a dataset would be cut: reads the source's listing, writes nothing.
+
+    Raises:
+        NotFoundError: The source has no files.
+    """
+    keys = DatasetKeys(config.dataset)
+    return make_plan(keys, config.source, open_store(config.source.store), config.cut)[0]
+
+
+def shard_dataset(config: PipelineSettings, *, progress: Progress = silent) -> ShardReport:
+    """Cut a dataset into shards in a store, each exactly once, and seal its manifest.
+
+    May be killed at any time, anywhere: running it again, on any machine, goes on from what is
+    committed. Several runs at once share the splits.
+
+    Args:
+        config: Which dataset, from where, to where, and how.
+        progress: Called in this thread at each boundary.
+
+    Raises:
+        ConflictError: The dataset was planned otherwise.
+        ChangedError: The source is not what it was when the dataset was planned.
+        MillraceError: What else stopped it; its sentence says what to do.
+    """
+    began = time.monotonic()
+    store = open_store(config.store)
+    keys = DatasetKeys(config.dataset)
+    plan, listings = make_plan(keys, config.source, open_store(config.source.store), config.cut)
+    plan = pin_plan(store, keys, plan, listings)
+    progress(
+        Event(
+            "plan.committed",
+            keys.plan,
+            {"splits": len(plan.splits), "bytes": plan.source.size, "files": plan.source.files},
+        )
+    )
+    counted = _Counted(progress)
+    if exists(store, keys.manifest):
+        manifest = fetch(store, keys.manifest, Manifest)
+    else:
+        run_splits(
+            store,
+            keys,
+            _jobs(config, plan),
+            workers=config.run.workers,
+            lease=config.run.lease,
+            progress=counted,
+        )
+        manifest = seal(store, keys, plan, progress)
+    return ShardReport(
+        url=store.url_of(config.dataset),
+        manifest_key=keys.manifest,
+        manifest=manifest,
+        splits=len(plan.splits),
+        seconds=time.monotonic() - began,
+        made=counted.shards,
+        samples_made=counted.samples,
+        bytes_made=counted.size,
+    )
+
+
+def run_pipeline(
+    config: PipelineSettings, *, prefix: str | None = None, progress: Progress = silent
+) -> ShardReport:
+    """`shard_dataset` under another dataset name, if one is given."""
+    if prefix is not None:
+        config = config.model_copy(update={"dataset": prefix})
+    return shard_dataset(config, progress=progress)
+
+
+def run_from_file(
+    path: str | Path, *, prefix: str | None = None, progress: Progress = silent
+) -> ShardReport:
+    """`run_pipeline` with the settings of a YAML or TOML file.
+
+    Raises:
+        ConfigurationError: The file is missing, wrong, or names a variable that is not set.
+    """
+    return run_pipeline(
+        settings.load(Path(path), PipelineSettings), prefix=prefix, progress=progress
+    )
+
+
+def _jobs(config: PipelineSettings, plan: Plan) -> list[Job]:
+    return [
+        Job(
+            dataset=plan.dataset,
+            layout=plan.layout,
+            source=plan.source,
+            source_store=config.source.store,
+            store=config.store,
+            split=split,
+            uploads=config.run.uploads,
+        )
+        for split in plan.splits
+    ]
+
+
+class _Counted:
+    """Passes events on, and counts what this run commits."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.shards = self.samples = self.size = 0
+
+    def __call__(self, event: Event) -> None:
+        if event.name == "shard.committed":
+            self.shards += 1
+            self.samples += int(event.figures["samples"])
+            self.size += int(event.figures["bytes"])
+        self._progress(event)

@@ -1,0 +1,297 @@
+"""Splits side by side: worker processes on this machine, each split claimed by a lease.
+
+Runs on several machines share a dataset by these leases: a split that another holds is left to
+it, and taken over if it is not heard of. A worker that dies is replaced, and its split goes on
+from the ledger.
+"""
+
+import contextlib
+import logging
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import orjson
+
+from millrace import errors
+from millrace.keys import DatasetKeys, LeaseKeys
+from millrace.lease import Heartbeat, Held, Holder, Lease, StoreClock, acquire
+from millrace.models.dataset import SplitEnd
+from millrace.progress import Event, Progress
+from millrace.shards.worker import Job, run_job
+from millrace.storage import Store, list_objects
+
+logger = logging.getLogger(__name__)
+
+_LOOK_AGAIN = 1.0  # seconds until splits that others hold are looked at again
+_LIVES = 3  # workers that may die over one split without a commit of it
+
+
+def run_splits(
+    store: Store,
+    keys: DatasetKeys,
+    jobs: list[Job],
+    *,
+    workers: int,
+    lease: timedelta,
+    progress: Progress,
+) -> None:
+    """Cut every split that has not ended, here or by whoever holds it, and return when all have.
+
+    Args:
+        store: Where the dataset is.
+        keys: Its names.
+        jobs: One a split.
+        workers: Processes side by side; 0 works in this one.
+        lease: How long a claim outlives its holder.
+        progress: Called in this thread.
+
+    Raises:
+        WorkerError: Workers keep dying over a split.
+        MillraceError: What a worker raised. The others are stopped; a later run goes on.
+    """
+    waiting = _Waiting(store, keys, jobs)
+    holder = Holder.this_process()
+    clock = StoreClock.read(store, keys.dataset, holder)
+    with Heartbeat(lease) as heartbeat:
+        claims = _Claims(store, keys, holder, lease, clock, heartbeat)
+        if workers == 0:
+            _in_this_process(waiting, claims, progress)
+        else:
+            with _Crew(min(workers, max(1, len(jobs)))) as crew:
+                _Driver(crew, waiting, claims, progress).run()
+
+
+@dataclass(slots=True)
+class _Claims:
+    """Our leases on splits."""
+
+    store: Store
+    keys: DatasetKeys
+    holder: Holder
+    ttl: timedelta
+    clock: StoreClock
+    heartbeat: Heartbeat
+
+    def claim(self, split: str) -> Lease | Held:
+        keys = LeaseKeys(self.keys.dataset, split)
+        lease = acquire(self.store, keys, self.holder, self.ttl, self.clock)
+        if isinstance(lease, Lease):
+            self.heartbeat.keep(lease)
+        return lease
+
+
+class _Waiting:
+    """The splits that nobody here works on yet."""
+
+    def __init__(self, store: Store, keys: DatasetKeys, jobs: list[Job]) -> None:
+        self._store, self._keys = store, keys
+        self._jobs = deque(jobs)
+        self._elsewhere: list[Job] = []
+        self.drop_ended()
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs or self._elsewhere)
+
+    def drop_ended(self) -> None:
+        """Forget those that have ended, and look again at those that others hold."""
+        ended = {self._keys.parse_end(s.key) for s in list_objects(self._store, self._keys.commits)}
+        self._jobs = deque(j for j in (*self._jobs, *self._elsewhere) if j.split.name not in ended)
+        self._elsewhere = []
+
+    def put_back(self, job: Job) -> None:
+        self._jobs.appendleft(job)
+
+    def claimable(self, claims: _Claims) -> tuple[Job, Lease] | None:
+        """The next split that nobody holds, with our lease on it."""
+        while self._jobs:
+            job = self._jobs.popleft()
+            lease = claims.claim(job.split.name)
+            if isinstance(lease, Lease):
+                return job, lease
+            logger.info("%s is held by %s until %s", job.split.name, lease.holder.host, lease.until)
+            self._elsewhere.append(job)
+        return None
+
+
+def _in_this_process(waiting: _Waiting, claims: _Claims, progress: Progress) -> None:
+    pause = threading.Event()
+    while waiting:
+        claimed = waiting.claimable(claims)
+        if claimed is None:
+            pause.wait(_LOOK_AGAIN)
+            waiting.drop_ended()
+            continue
+        job, lease = claimed
+        run_job(job, progress)
+        claims.heartbeat.release(lease)
+
+
+class _Driver:
+    """Hands splits to workers, and acts on what they say."""
+
+    def __init__(
+        self, crew: "_Crew", waiting: _Waiting, claims: _Claims, progress: Progress
+    ) -> None:
+        self._crew, self._waiting, self._claims = crew, waiting, claims
+        self._progress = progress
+        self._deaths: Counter[str] = Counter()
+
+    def run(self) -> None:
+        looked = time.monotonic()
+        while self._waiting or self._crew.busy:
+            for worker in self._crew.idle():
+                claimed = self._waiting.claimable(self._claims)
+                if claimed is None:
+                    break
+                worker.start(*claimed)
+            heard = self._crew.hear(timeout=_LOOK_AGAIN if self._waiting else None)
+            if self._waiting and time.monotonic() - looked > _LOOK_AGAIN:
+                self._waiting.drop_ended()
+                looked = time.monotonic()
+            if heard is not None:
+                self._act(*heard)
+
+    def _act(self, worker: "_Worker", message: dict[str, Any]) -> None:
+        match message:
+            case {"event": [number, name, subject, figures]}:
+                if name == "shard.committed" and worker.task:
+                    self._deaths.pop(worker.task[0].split.name, None)
+                self._progress(Event(name, subject, {**figures, "pid": worker.pid}))
+                worker.say({"acknowledged": number})
+            case {"ended": end}:
+                SplitEnd.model_validate(end)
+                _, lease = worker.finish()
+                self._claims.heartbeat.release(lease)
+            case {"failed": [kind, text]}:
+                raise getattr(errors, kind, errors.WorkerError)(text)
+            case _:
+                self._bury(worker)
+
+    def _bury(self, worker: "_Worker") -> None:
+        how = worker.how_it_ended()
+        self._crew.replace(worker)
+        self._progress(Event("worker.lost", figures={"pid": worker.pid, "how": how}))
+        logger.warning("worker %d %s; another takes its place", worker.pid, how)
+        if worker.task is None:
+            return
+        job, lease = worker.finish()
+        split = job.split.name
+        self._claims.heartbeat.release(lease)
+        self._deaths[split] += 1
+        if self._deaths[split] >= _LIVES:
+            raise errors.WorkerError(
+                f"{_LIVES} workers in a row died over {split}; the last {how}. If that was for "
+                "memory, lower shard_bytes, uploads or workers, and run it again: it goes on from "
+                "the last commit."
+            )
+        self._waiting.put_back(job)
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """One worker process, as its driver sees it."""
+
+    process: "subprocess.Popen[bytes]"
+    task: tuple[Job, Lease] | None = field(default=None, repr=False)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def start(self, job: Job, lease: Lease) -> None:
+        self.task = job, lease
+        self.say({"job": job.reveal()})
+
+    def finish(self) -> tuple[Job, Lease]:
+        assert self.task is not None, "a worker without a split said that it ended one"
+        task, self.task = self.task, None
+        return task
+
+    def say(self, message: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it is dead, as its own pipe will say
+            self.process.stdin.write(orjson.dumps(message) + b"\n")
+            self.process.stdin.flush()
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.endswith(b"\n"):
+                yield orjson.loads(line)
+
+    def how_it_ended(self) -> str:
+        code = self.process.wait()
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"exited with code {code}"
+
+    def stop(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()  # it takes that as the end, at once
+        try:
+            self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class _Crew:
+    """The workers, and one queue of what they say."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._said: queue.SimpleQueue[tuple[_Worker, dict[str, Any]]] = queue.SimpleQueue()
+        self._workers: list[_Worker] = []
+
+    def __enter__(self) -> "_Crew":
+        for _ in range(self._size):
+            self._hire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            worker.stop()
+
+    @property
+    def busy(self) -> bool:
+        return any(worker.task for worker in self._workers)
+
+    def idle(self) -> list[_Worker]:
+        return [worker for worker in self._workers if not worker.task]
+
+    def hear(self, timeout: float | None) -> tuple[_Worker, dict[str, Any]] | None:
+        """What a worker says next; an empty message means that it is no more."""
+        try:
+            worker, message = self._said.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        return (worker, message) if worker in self._workers else None
+
+    def replace(self, worker: _Worker) -> None:
+        self._workers.remove(worker)
+        self._hire()
+
+    def _hire(self) -> None:
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from millrace.shards.worker import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        worker = _Worker(process)
+        self._workers.append(worker)
+        threading.Thread(target=self._listen, args=(worker,), name="crew", daemon=True).start()
+
+    def _listen(self, worker: _Worker) -> None:
+        for message in worker.lines():
+            self._said.put((worker, message))
+        self._said.put((worker, {}))

@@ -1,0 +1,108 @@
+"""The seal: a manifest made from the ledger, when every split has ended."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import orjson
+
+from millrace import errors
+from millrace.digest import canonical, sha256
+from millrace.keys import DatasetKeys
+from millrace.models.dataset import Manifest, ManifestShard, Plan, ShardCommit, SplitEnd
+from millrace.progress import Event, Progress
+from millrace.records import commit_same, fetch
+from millrace.shards.split import ledger
+from millrace.storage import Store, put
+
+
+def seal(store: Store, keys: DatasetKeys, plan: Plan, progress: Progress) -> Manifest:
+    """Commit the manifest, and write the index that readers of WebDataset know.
+
+    Raises:
+        ConflictError: The ledger is not whole, or another manifest is there.
+    """
+    entries = sorted(ledger(store, keys), key=lambda e: (e.split, e.n))
+    with ThreadPoolExecutor(32) as pool:
+        names = [split.name for split in plan.splits]
+        ends = list(pool.map(lambda name: fetch(store, keys.end(name), SplitEnd), names))
+    _check(entries, ends)
+    manifest = _manifest(keys, plan, entries)
+    progress(Event("manifest.sealing", keys.manifest, {"shards": len(manifest.shards)}))
+    put(store, keys.index, wids_index(manifest, keys))
+    progress(Event("index.put", keys.index))
+    sealed = commit_same(store, keys.manifest, manifest).record
+    progress(
+        Event(
+            "manifest.sealed",
+            keys.manifest,
+            {"shards": len(sealed.shards), "bytes": sealed.size, **sealed.samples},
+        )
+    )
+    return sealed
+
+
+def wids_index(manifest: Manifest, keys: DatasetKeys) -> bytes:
+    """The shards as webdataset's index files list them (wids-shard-index-v1).
+
+    URLs are relative to the index. Our digests are SHA-256; there is no ``md5sum``.
+    """
+    shards = [
+        {
+            "url": shard.key.removeprefix(f"{keys.dataset}/"),
+            "nsamples": shard.samples,
+            "filesize": shard.size,
+            "sha256": shard.sha256,
+        }
+        for shard in manifest.shards
+    ]
+    index = {
+        "__kind__": "wids-shard-index-v1",
+        "wids_version": 1,
+        "name": manifest.dataset,
+        "shardlist": shards,
+    }
+    return orjson.dumps(index, option=orjson.OPT_INDENT_2)
+
+
+def plan_digest(plan: Plan) -> str:
+    """SHA-256 of a plan: which one a manifest was made by."""
+    return sha256(canonical(plan.model_dump(mode="json")))
+
+
+def _check(entries: list[ShardCommit], ends: list[SplitEnd]) -> None:
+    by_split: dict[str, list[ShardCommit]] = {end.split: [] for end in ends}
+    for entry in entries:
+        by_split[entry.split].append(entry)
+    for end in ends:
+        own = by_split[end.split]
+        whole = [entry.n for entry in own] == list(range(end.commits))
+        if not whole or sum(entry.samples for entry in own) != end.samples:
+            raise errors.ConflictError(
+                f"The ledger of {end.split} is not what its end says ({len(own)} commits of "
+                f"{end.commits}): somebody deleted from it. Shard it under another name."
+            )
+
+
+def _manifest(keys: DatasetKeys, plan: Plan, entries: list[ShardCommit]) -> Manifest:
+    partitions = {split.name: split.partition for split in plan.splits}
+    samples = dict.fromkeys(sorted(set(partitions.values())), 0)
+    for entry in entries:
+        samples[partitions[entry.split]] += entry.samples
+    return Manifest(
+        dataset=keys.dataset,
+        plan=plan_digest(plan),
+        format=plan.layout.format,
+        shards=tuple(
+            ManifestShard(
+                key=entry.key,
+                partition=partitions[entry.split],
+                samples=entry.samples,
+                size=entry.size,
+                sha256=entry.sha256,
+            )
+            for entry in entries
+            if entry.key is not None
+        ),
+        samples=samples,
+        size=sum(entry.size for entry in entries),
+        quarantined=sum(entry.quarantined for entry in entries),
+    )

@@ -1,0 +1,81 @@
+"""What a person says to have a dataset sharded."""
+
+import os
+from datetime import timedelta
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field
+
+from millrace.sources import SourceSettings
+from millrace.storage import StoreSpec
+
+LARGEST_SHARD = 1 << 30
+
+
+class CutSettings(BaseModel):
+    """How the dataset is cut. The plan pins these: they cannot change under the same name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    shard_bytes: ByteSize = Field(
+        default=ByteSize(64 << 20),
+        ge=10240,
+        le=LARGEST_SHARD,
+        description="A shard is closed before it would be larger, such as 64MiB; at most 1GiB. "
+        "Memory follows it: shard_bytes × (uploads + 1) × workers.",
+    )
+    shard_samples: int = Field(
+        default=100_000, ge=1, description="A shard is closed when it has as many samples."
+    )
+    split_bytes: ByteSize = Field(
+        default=ByteSize(512 << 20),
+        ge=1024,
+        description="About how many bytes of the source one worker takes at a time.",
+    )
+    seed: int | None = Field(
+        default=0, description="Of the shuffle; null keeps the source's own order."
+    )
+    holdout: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=0.9,
+        description="The share of the source's bytes that is held out as the partition `val`.",
+    )
+
+
+class RunSettings(BaseModel):
+    """How the work is done. Never changes what comes out."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    workers: int = Field(
+        default_factory=lambda: os.cpu_count() or 1,
+        ge=0,
+        le=256,
+        description="Processes that cut splits side by side; 0 does all in this process.",
+    )
+    uploads: int = Field(
+        default=2, ge=1, le=32, description="Shards that each worker uploads at once."
+    )
+    lease: timedelta = Field(
+        default=timedelta(seconds=30),
+        ge=timedelta(seconds=3),
+        description="How long a split stays claimed by a machine that is not heard of.",
+    )
+
+
+class SourcePlace(SourceSettings):
+    """A source: where it is, and which samples it gives."""
+
+    store: StoreSpec = Field(description="The folder or prefix that the files are in.")
+
+
+class PipelineSettings(BaseModel):
+    """One dataset from its source to its shards: what `millrace run FILE` reads."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dataset: str = Field(description="The dataset's name: a prefix below the store's URL.")
+    source: SourcePlace
+    store: StoreSpec = Field(description="Where the shards go.")
+    cut: CutSettings = CutSettings()
+    run: RunSettings = RunSettings()

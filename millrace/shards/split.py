@@ -1,0 +1,271 @@
+"""One split: read → encode → hash → put → commit, the stages overlapping.
+
+A shard is a pure function of the split's samples and the plan's layout, so any machine that goes
+on where another was killed makes the same bytes. The next shard is encoded while the last ones
+are hashed and uploaded; their commits are made in order, so the ledger has no gaps.
+"""
+
+import queue
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import orjson
+
+from millrace import errors
+from millrace.digest import sha256, sha256_of
+from millrace.formats.base import BadSampleError, Encoder
+from millrace.formats.webdataset import EXTENSION, TarEncoder
+from millrace.keys import DatasetKeys, ShardName
+from millrace.models.dataset import Layout, ShardCommit, Split, SplitEnd
+from millrace.progress import Event, Progress
+from millrace.records import commit_same, committed, fetch
+from millrace.sources import BadRow, Row, Source
+from millrace.storage import Store, create, exists, list_objects, stream
+
+
+def run_split(
+    store: Store,
+    source: Source,
+    keys: DatasetKeys,
+    layout: Layout,
+    split: Split,
+    *,
+    uploads: int,
+    progress: Progress,
+) -> SplitEnd:
+    """Make what is missing of a split's shards, and commit its end.
+
+    Args:
+        store: Where the shards go.
+        source: Where the samples come from.
+        keys: The dataset's names.
+        layout: What the shards look like.
+        split: Which samples.
+        uploads: Shards on their way at once. Memory: ``shard_bytes * (uploads + 1)``.
+        progress: Told at each boundary, in the thread that reached it.
+
+    Raises:
+        ChangedError: The source is not what the plan says; nothing of it was mixed in.
+        ConflictError: A shard or commit is already there with another content.
+    """
+    if exists(store, keys.end(split.name)):
+        return fetch(store, keys.end(split.name), SplitEnd)
+    last = _last_commit(store, keys, split.name)
+    cursor, number = (last.next, last.n + 1) if last else (0, 0)
+    progress(Event("split.opened", split.name, {"cursor": cursor, "commits": number}))
+    with _Shipping(store, keys, split.name, layout, number, uploads, progress) as shipping:
+        batch = shipping.begin(cursor)
+        rows = iter(source.rows(split.piece, cursor))
+        for row in rows:
+            batch = _take(batch, row, layout, shipping)
+        if batch.encoder.samples or batch.bad:
+            shipping.ship(batch)
+    return _end(store, keys, split.name, progress)
+
+
+def _take(batch: "_Batch", row: Row, layout: Layout, shipping: "_Shipping") -> "_Batch":
+    """Add a row to a batch; returns the batch that the next row belongs to."""
+    if not isinstance(row, BadRow):
+        try:
+            if not batch.encoder.add(row, layout.shard_bytes):
+                batch = shipping.ship(batch)
+                batch.encoder.add(row, layout.shard_bytes)
+        except BadSampleError as error:
+            row = BadRow(row.key, str(error), b"", row.next)
+    if isinstance(row, BadRow):
+        batch.put_aside(row)
+    batch.next = row.next
+    if not batch.halfway and 2 * batch.encoder.size >= layout.shard_bytes:
+        batch.halfway = True
+        shipping.progress(Event("shard.half", str(batch.name), {"samples": batch.encoder.samples}))
+    if batch.encoder.samples >= layout.shard_samples or batch.bad_bytes >= layout.shard_bytes:
+        return shipping.ship(batch)
+    return batch
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The rows of one commit: a shard being encoded, and what is put aside meanwhile."""
+
+    name: ShardName
+    encoder: Encoder
+    start: int
+    next: int
+    bad: list[bytes] = field(default_factory=list[bytes])
+    bad_bytes: int = 0
+    halfway: bool = False
+
+    def put_aside(self, row: BadRow) -> None:
+        line = orjson.dumps(
+            {
+                "where": row.where,
+                "reason": row.reason,
+                "data": row.data.decode("utf-8", "backslashreplace"),
+            }
+        )
+        self.bad.append(line)
+        self.bad_bytes += len(line)
+
+
+class _Shipping:
+    """The threads that hash, upload and commit, and the buffers that go round between them."""
+
+    def __init__(
+        self,
+        store: Store,
+        keys: DatasetKeys,
+        split: str,
+        layout: Layout,
+        number: int,
+        uploads: int,
+        progress: Progress,
+    ) -> None:
+        self.progress = progress
+        self._store, self._keys, self._split = store, keys, split
+        self._number = number
+        self._free: queue.SimpleQueue[Encoder] = queue.SimpleQueue()
+        for _ in range(uploads + 1):
+            self._free.put(TarEncoder(layout.shard_bytes))
+        self._puts = ThreadPoolExecutor(uploads, thread_name_prefix="put")
+        self._commits = ThreadPoolExecutor(1, thread_name_prefix="commit")
+        self._pending: list[Future[None]] = []
+        self._broken = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        # Also when reading failed: what was cut before the fault is good, and may be finished.
+        self._puts.shutdown(wait=True)
+        self._commits.shutdown(wait=True)
+        if error is None:
+            self._raise_faults(self._pending)
+
+    def begin(self, cursor: int) -> _Batch:
+        """The next batch, once a buffer is free."""
+        encoder = self._free.get()
+        encoder.reset()
+        batch = _Batch(ShardName(self._split, self._number), encoder, cursor, cursor)
+        self._number += 1
+        return batch
+
+    def ship(self, batch: _Batch) -> _Batch:
+        """Send a batch on its way; returns the one that follows it."""
+        put = self._puts.submit(self._put, batch)
+        self._pending.append(self._commits.submit(self._commit, batch, put))
+        following = self.begin(batch.next)
+        self._raise_faults([f for f in self._pending if f.done()])
+        self._pending = [f for f in self._pending if not f.done()]
+        return following
+
+    @staticmethod
+    def _raise_faults(finished: list[Future[None]]) -> None:
+        for future in finished:
+            future.result()
+
+    def _put(self, batch: _Batch) -> ShardCommit:
+        name, samples, key, size, digest = batch.name, batch.encoder.samples, None, 0, ""
+        try:
+            if samples:
+                shard = batch.encoder.close()
+                key, size, digest = self._keys.shard(name, EXTENSION), len(shard), sha256(shard)
+                self.progress(Event("shard.encoded", key, {"samples": samples, "bytes": size}))
+                _create_same(self._store, key, shard, digest)
+        finally:
+            self._free.put(batch.encoder)
+        quarantine = None
+        if batch.bad:
+            quarantine, body = self._keys.quarantine(name), b"\n".join(batch.bad)
+            _create_same(self._store, quarantine, body, sha256(body))
+        self.progress(Event("shard.put", str(name), {"samples": samples, "bytes": size}))
+        return ShardCommit(
+            split=name.split,
+            n=name.n,
+            key=key,
+            size=size,
+            sha256=digest,
+            samples=samples,
+            start=batch.start,
+            next=batch.next,
+            quarantine=quarantine,
+            quarantined=len(batch.bad),
+        )
+
+    def _commit(self, batch: _Batch, put: Future[ShardCommit]) -> None:
+        if self._broken:
+            return  # one before it failed, and the ledger has no gaps
+        self._broken = True
+        commit = put.result()
+        commit_same(self._store, self._keys.commit(batch.name), commit)
+        self._broken = False
+        figures = {
+            "samples": commit.samples,
+            "bytes": commit.size,
+            "quarantined": commit.quarantined,
+        }
+        self.progress(Event("shard.committed", commit.key or str(batch.name), figures))
+
+
+def _create_same(store: Store, key: str, data: memoryview | bytes, digest: str) -> None:
+    """Create an object, or find that exactly these bytes are there already.
+
+    Raises:
+        ConflictError: Others are.
+    """
+    try:
+        create(store, key, data)
+    except errors.ExistsError:
+        there, size = sha256_of(stream(store, key))
+        if there != digest:
+            raise errors.ConflictError(
+                f"{store.url_of(key)} is already there with other bytes ({size} of SHA-256 {there}, "
+                f"not {len(data)} of {digest}). Something else writes under this dataset's name: "
+                "use another, or remove that object."
+            ) from None
+
+
+def _last_commit(store: Store, keys: DatasetKeys, split: str) -> ShardCommit | None:
+    names = [
+        name
+        for stat in list_objects(store, keys.commits_of(split))
+        if (name := keys.parse_commit(stat.key)) is not None
+    ]
+    return fetch(store, keys.commit(max(names, key=lambda n: n.n)), ShardCommit) if names else None
+
+
+def ledger(store: Store, keys: DatasetKeys, split: str = "") -> Iterator[ShardCommit]:
+    """The commits of a split, or of the whole dataset, in the listing's order."""
+    prefix = keys.commits_of(split) if split else keys.commits
+    found = committed(
+        store, prefix, ShardCommit, wanted=lambda stat: keys.parse_commit(stat.key) is not None
+    )
+    return (record for _, record in found)
+
+
+def _end(store: Store, keys: DatasetKeys, split: str, progress: Progress) -> SplitEnd:
+    entries = list(ledger(store, keys, split))
+    end = SplitEnd(
+        split=split,
+        commits=len(entries),
+        samples=sum(entry.samples for entry in entries),
+        size=sum(entry.size for entry in entries),
+        quarantined=sum(entry.quarantined for entry in entries),
+    )
+    progress(Event("split.ending", split, {"samples": end.samples, "bytes": end.size}))
+    commit_same(store, keys.end(split), end)
+    progress(
+        Event(
+            "split.ended",
+            split,
+            {"samples": end.samples, "bytes": end.size, "quarantined": end.quarantined},
+        )
+    )
+    return end

@@ -1,0 +1,125 @@
+"""What is going on with a dataset, from the bucket alone."""
+
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+
+from millrace import errors
+from millrace.keys import DatasetKeys, LeaseKeys
+from millrace.lease import Held, Holder, StoreClock, held_by
+from millrace.models.dataset import Plan, ShardCommit, SplitEnd
+from millrace.records import committed, fetch
+from millrace.shards.split import ledger
+from millrace.storage import Store, exists, list_folders
+
+
+class SplitState(StrEnum):
+    """How far a split is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class SplitStatus:
+    """One split.
+
+    Attributes:
+        name: Its name.
+        state: How far it is.
+        shards: Committed.
+        samples: In those.
+        size: Bytes of those.
+        quarantined: Rows put aside.
+        host: Who holds it, while it is running.
+        until: When the holder's lease ends unless it is heard of, by the store's clock.
+    """
+
+    name: str
+    state: SplitState
+    shards: int
+    samples: int
+    size: int
+    quarantined: int
+    host: str = ""
+    until: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetStatus:
+    """A dataset: whether it is sealed, and its splits."""
+
+    dataset: str
+    source: str
+    sealed: bool
+    splits: tuple[SplitStatus, ...]
+
+    @property
+    def ended(self) -> int:
+        return sum(split.state is SplitState.ENDED for split in self.splits)
+
+
+def find_datasets(store: Store) -> list[str]:
+    """The datasets right below a store's URL."""
+    return [name for name in list_folders(store) if exists(store, DatasetKeys(name).plan)]
+
+
+def status(store: Store, dataset: str) -> DatasetStatus:
+    """How far a dataset is. Reads its ledger, and the leases of what has not ended.
+
+    Raises:
+        NotFoundError: There is no plan under this name.
+    """
+    keys = DatasetKeys(dataset)
+    try:
+        plan = fetch(store, keys.plan, Plan)
+    except errors.NotFoundError:
+        raise errors.NotFoundError(
+            f"{store.url_of(dataset)} has no plan: nothing was ever sharded under this name."
+        ) from None
+    ends = {
+        end.split
+        for _, end in committed(
+            store, keys.commits, SplitEnd, wanted=lambda s: keys.parse_end(s.key) is not None
+        )
+    }
+    entries: dict[str, list[ShardCommit]] = {split.name: [] for split in plan.splits}
+    for entry in ledger(store, keys):
+        entries[entry.split].append(entry)
+    clock: StoreClock | None = None
+    splits: list[SplitStatus] = []
+    for name, own in entries.items():
+        held: Held | None = None
+        if name not in ends:
+            clock = clock or _clock(store, dataset)
+            held = held_by(store, LeaseKeys(dataset, name), clock)
+        splits.append(_split(name, own, ended=name in ends, held=held))
+    return DatasetStatus(dataset, plan.source.url, exists(store, keys.manifest), tuple(splits))
+
+
+def _split(name: str, own: list[ShardCommit], *, ended: bool, held: Held | None) -> SplitStatus:
+    state = SplitState.WAITING
+    if ended:
+        state = SplitState.ENDED
+    elif held:
+        state = SplitState.RUNNING
+    return SplitStatus(
+        name=name,
+        state=state,
+        shards=sum(entry.key is not None for entry in own),
+        samples=sum(entry.samples for entry in own),
+        size=sum(entry.size for entry in own),
+        quarantined=sum(entry.quarantined for entry in own),
+        host=held.holder.host if held else "",
+        until=held.until if held else None,
+    )
+
+
+def _clock(store: Store, dataset: str) -> StoreClock:
+    """The store's clock; ours where the credentials may only read."""
+    try:
+        return StoreClock.read(store, dataset, Holder.this_process())
+    except errors.DeniedError:
+        return StoreClock(datetime.now(UTC), time.monotonic())

@@ -1,0 +1,170 @@
+"""The files of a source: a folder or a prefix, listed with what tells a change."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from itertools import islice
+from pathlib import Path
+
+from millrace import errors
+from millrace.models.dataset import FileRef
+from millrace.storage import Backend, Store, list_objects, read, stream
+from millrace.storage.read import BLOCK
+
+
+def list_files(
+    store: Store, *, include: Iterable[str] = ("*",), exclude: Iterable[str] = ()
+) -> list[FileRef]:
+    """The files of a source, in the order of their paths.
+
+    Args:
+        store: The source's store: its URL is the folder, or one file.
+        include: Patterns of paths to take (``*.py`` takes it in every folder).
+        exclude: Patterns of paths to leave.
+
+    Raises:
+        NotFoundError: There is nothing there, or nothing that the patterns take.
+    """
+    include, exclude = list(include), list(exclude)
+
+    def taken(path: str) -> bool:
+        return any(fnmatchcase(path, p) for p in include) and not any(
+            fnmatchcase(path, p) for p in exclude
+        )
+
+    found = _walk(Path(store.location.bucket), taken) if _local(store) else _objects(store, taken)
+    files = sorted(found, key=lambda f: f.path)
+    if not files:
+        raise errors.NotFoundError(
+            f"{store.url} has no files that match {', '.join(include)}. Correct the source's "
+            "url, or its include patterns."
+        )
+    return files
+
+
+def listing_sha256(files: Iterable[FileRef]) -> str:
+    """SHA-256 of a listing: another file, size or ETag gives another digest."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.path}\0{file.size}\0{file.etag}\n".encode())
+    return digest.hexdigest()
+
+
+def read_file(store: Store, file: FileRef) -> bytes:
+    """The whole of a file, as it was when it was listed.
+
+    Raises:
+        ChangedError: It is another now, or gone.
+    """
+    try:
+        if not _local(store):
+            data = read(store, file.path, etag=file.etag)
+        else:
+            with (Path(store.location.bucket) / file.path).open("rb") as opened:
+                data = opened.read()
+                _check(store, file, opened.fileno())
+    except (FileNotFoundError, errors.NotFoundError, errors.ChangedError):
+        raise changed(store, file) from None
+    if len(data) != file.size:
+        raise changed(store, file)
+    return data
+
+
+def read_ahead(store: Store, files: Iterable[FileRef], *, at_once: int = 16) -> Iterator[bytes]:
+    """The contents of small files in order; from a store, several are fetched at once.
+
+    Raises:
+        ChangedError: One is another now, or gone.
+    """
+    if _local(store):
+        yield from (read_file(store, file) for file in files)
+        return
+    remaining = iter(files)
+    with ThreadPoolExecutor(at_once, thread_name_prefix="files") as pool:
+        waiting = [pool.submit(read_file, store, file) for file in islice(remaining, at_once)]
+        while waiting:
+            data = waiting.pop(0).result()
+            if (file := next(remaining, None)) is not None:
+                waiting.append(pool.submit(read_file, store, file))
+            yield data
+
+
+def file_blocks(store: Store, file: FileRef, start: int, *, block: int = BLOCK) -> Iterator[bytes]:
+    """The blocks of a file from an offset on, as it was when it was listed.
+
+    Raises:
+        ChangedError: It is another now, or gone: at the latest before the first block that
+            may be of another content is handed on.
+    """
+    try:
+        if not _local(store):
+            yield from stream(
+                store, file.path, start=start, end=file.size, etag=file.etag, block=block
+            )
+            return
+        with (Path(store.location.bucket) / file.path).open("rb") as opened:
+            opened.seek(start)
+            rest = file.size - start
+            while rest > 0:
+                data = opened.read(min(block, rest))
+                _check(store, file, opened.fileno())
+                if not data:
+                    raise changed(store, file)
+                rest -= len(data)
+                yield data
+    except (FileNotFoundError, errors.NotFoundError, errors.ChangedError):
+        raise changed(store, file) from None
+
+
+def changed(store: Store, file: FileRef) -> errors.ChangedError:
+    """The sentence for a source that is not what the plan says."""
+    return errors.ChangedError(
+        f"{store.url_of(file.path)} has changed since the plan was made, so the run has stopped "
+        "rather than mix two versions. Put the file back, or shard it under a new dataset name."
+    )
+
+
+def _local(store: Store) -> bool:
+    return store.location.backend is Backend.FILE
+
+
+def _check(store: Store, file: FileRef, descriptor: int) -> None:
+    now = os.fstat(descriptor)
+    if now.st_size != file.size or _local_etag(now) != file.etag:
+        raise changed(store, file)
+
+
+def _local_etag(stat: os.stat_result) -> str:
+    # Not the inode: a copy that keeps times (rsync -a, cp -p) is the same source elsewhere.
+    return f"{stat.st_size:x}-{stat.st_mtime_ns:x}"
+
+
+def _objects(store: Store, taken: Callable[[str], bool]) -> Iterator[FileRef]:
+    for stat in list_objects(store):
+        if not taken(stat.key):
+            continue
+        if stat.etag is None:
+            raise errors.ConfigurationError(
+                f"{store.url_of(stat.key)} has no ETag, so a change could not be seen: "
+                "copy the source to a store that gives one."
+            )
+        yield FileRef(path=stat.key, size=stat.size, etag=stat.etag)
+
+
+def _walk(folder: Path, taken: Callable[[str], bool]) -> Iterator[FileRef]:
+    if not folder.is_dir():
+        raise errors.NotFoundError(
+            f"{folder} is no folder. A source's url names a folder or prefix; "
+            "which of its files are taken is said by include."
+        )
+    for parent, folders, names in os.walk(folder):
+        folders.sort()
+        for name in names:
+            file = Path(parent, name)
+            path = file.relative_to(folder).as_posix()
+            if not taken(path) or not file.is_file():  # a link that leads nowhere is no file
+                continue
+            stat = file.stat()
+            yield FileRef(path=path, size=stat.st_size, etag=_local_etag(stat))

@@ -1,0 +1,143 @@
+"""JSON lines: one sample a line, cut into byte ranges.
+
+A range owns the rows that begin in it, so that any cut gives every row to exactly one range.
+The cursor is a byte offset: going on is a seek.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from millrace import errors
+from millrace.models.dataset import ByteRange, FileRef, Piece
+from millrace.sources.base import BadRow, Row, Sample
+from millrace.sources.files import file_blocks
+from millrace.storage import Store
+
+LONGEST_ROW = 256 * 1024 * 1024
+_SHOWN = 64 * 1024
+_BOM = b"\xef\xbb\xbf"
+
+
+class JsonLines:
+    """The rows of JSON-lines files.
+
+    Args:
+        store: Where the files are.
+        columns: Which column becomes which field: extension → column. Text is written as it
+            is, everything else as JSON. None writes each row whole, as ``json``.
+        block: Bytes read at a time.
+    """
+
+    def __init__(
+        self, store: Store, columns: dict[str, str] | None = None, *, block: int = 4 << 20
+    ) -> None:
+        self._store = store
+        self._columns = tuple((columns or {}).items())
+        self._block = block
+
+    def rows(self, piece: Piece, cursor: int) -> Iterator[Row]:
+        """The rows that begin in a byte range, from a byte offset of the file on."""
+        if not isinstance(piece, ByteRange):
+            raise errors.ConfigurationError(f"JSON lines are cut by bytes, not {piece.kind}.")
+        lines = self._lines(piece, cursor)
+        file, number = piece.file, piece.number
+        columns = self._columns
+        loads = orjson.loads
+        for offset, after, line in lines:
+            if not line or line.isspace():
+                continue
+            try:
+                row = loads(line)
+                if type(row) is not dict:
+                    yield self._bad(file, offset, after, line, "not a JSON object")
+                    continue
+                fields = _fields(row, columns) if columns else {"json": line}  # pyright: ignore[reportUnknownArgumentType]
+            except orjson.JSONDecodeError as error:
+                yield self._bad(file, offset, after, line, f"not valid JSON: {error}")
+                continue
+            except KeyError as error:
+                yield self._bad(file, offset, after, line, f"no column {error}")
+                continue
+            except ValueError as error:
+                yield self._bad(file, offset, after, line, str(error))
+                continue
+            yield Sample(f"{number:05d}-{offset:013d}", fields, after)
+
+    def _bad(self, file: FileRef, offset: int, after: int, line: bytes, reason: str) -> BadRow:
+        return BadRow(f"{file.path}, byte {offset}", reason, line[:_SHOWN], after)
+
+    def _lines(self, piece: ByteRange, cursor: int) -> Iterator[tuple[int, int, bytes]]:
+        """Offset, offset after, and bytes (without the newline) of each line of the range."""
+        position = max(cursor, piece.start)
+        # From a cursor we stand at a row's first byte. At the range's own start we may stand in
+        # the middle of a row of the range before: its end is looked for from one byte earlier.
+        seeking = cursor <= piece.start and piece.start > 0
+        if seeking:
+            position -= 1
+        if position >= piece.end:
+            return
+        rest = b""
+        for block in file_blocks(self._store, piece.file, position, block=self._block):
+            lines = (rest + block).split(b"\n") if rest else block.split(b"\n")
+            rest = lines.pop()
+            for line in lines:
+                after = position + len(line) + 1
+                if seeking:
+                    seeking = False
+                else:
+                    yield position, after, self._clean(line, position)
+                position = after
+                if position >= piece.end:
+                    return
+            if len(rest) > LONGEST_ROW:
+                raise errors.ConfigurationError(
+                    f"{piece.file.path}: the row at byte {position} is longer than "
+                    f"{LONGEST_ROW} bytes: is this JSON lines?"
+                )
+        if rest and not seeking:
+            yield position, position + len(rest), self._clean(rest, position)
+
+    @staticmethod
+    def _clean(line: bytes, offset: int) -> bytes:
+        if offset == 0 and line.startswith(_BOM):
+            line = line[len(_BOM) :]
+        return line[:-1] if line.endswith(b"\r") else line
+
+
+def _fields(row: dict[str, Any], columns: tuple[tuple[str, str], ...]) -> dict[str, bytes]:
+    fields: dict[str, bytes] = {}
+    for extension, column in columns:
+        value = row[column]
+        fields[extension] = value.encode() if type(value) is str else orjson.dumps(value)
+    return fields
+
+
+def cut_file(file: FileRef, number: int, split_bytes: int) -> list[ByteRange]:
+    """Cut one file into ranges of about equal size.
+
+    Raises:
+        ConfigurationError: It is compressed, so that nobody can seek in it.
+    """
+    if file.path.endswith((".gz", ".zst", ".bz2", ".xz")):
+        raise errors.ConfigurationError(
+            f"{file.path} is compressed, and a run could not go on in the middle of it: "
+            "decompress it first."
+        )
+    parts = max(1, round(file.size / split_bytes))
+    edges = [file.size * i // parts for i in range(parts + 1)]
+    return [
+        ByteRange(file=file, number=number, start=start, end=end)
+        for start, end in zip(edges, edges[1:], strict=False)
+        if end > start
+    ]
+
+
+def divide(piece: ByteRange, size: int) -> tuple[ByteRange, ByteRange]:
+    """Cut a range in two, the first of so many bytes."""
+    middle = piece.start + size
+    return (
+        piece.model_copy(update={"end": middle}),
+        piece.model_copy(update={"start": middle}),
+    )

@@ -1,0 +1,53 @@
+"""Bytes at a URL: obstore with our defaults. One verb a function, one group of verbs a file."""
+
+from millrace.storage.clients import boto3_client, filesystem
+from millrace.storage.list import list_folders, list_objects
+from millrace.storage.open import (
+    Backend,
+    Credentials,
+    Location,
+    Store,
+    StoreSpec,
+    from_environment,
+    open_store,
+)
+from millrace.storage.read import Stat, exists, head, read, read_range, stream
+from millrace.storage.scoped import Right, scoped
+from millrace.storage.write import (
+    DeleteFailure,
+    abort_stale_uploads,
+    copy,
+    create,
+    delete,
+    open_writer,
+    put,
+)
+
+__all__ = [
+    "Backend",
+    "Credentials",
+    "DeleteFailure",
+    "Location",
+    "Right",
+    "Stat",
+    "Store",
+    "StoreSpec",
+    "abort_stale_uploads",
+    "boto3_client",
+    "copy",
+    "create",
+    "delete",
+    "exists",
+    "filesystem",
+    "from_environment",
+    "head",
+    "list_folders",
+    "list_objects",
+    "open_store",
+    "open_writer",
+    "put",
+    "read",
+    "read_range",
+    "scoped",
+    "stream",
+]

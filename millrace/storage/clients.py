@@ -1,0 +1,110 @@
+"""Other clients for the same store and credentials: boto3 and fsspec.
+
+Each is imported where it is asked for: most processes need neither, and should start quickly.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from millrace.errors import ConfigurationError
+from millrace.storage.open import Backend, Store, endpoint_of, region_of
+
+if TYPE_CHECKING:
+    from fsspec.spec import AbstractFileSystem  # pyright: ignore[reportMissingTypeStubs]
+    from mypy_boto3_s3 import S3Client
+
+
+def boto3_client(store: Store) -> "S3Client":
+    """A boto3 client of the store, for what obstore lacks: multipart housekeeping, bucket settings.
+
+    Checksums only where an operation requires one: newer boto3 sends them as trailers, which R2
+    refuses.
+
+    Raises:
+        ConfigurationError: The store does not speak S3.
+    """
+    if not store.speaks_s3:
+        raise ConfigurationError(f"{store.url} is no S3 store, and boto3 cannot talk to it.")
+    import boto3  # noqa: PLC0415
+    from botocore.config import Config  # noqa: PLC0415
+
+    config = Config(
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        retries={"mode": "standard", "max_attempts": 5},
+        s3={"addressing_style": "path"} if endpoint_of(store) else {},
+    )
+    return boto3.client(  # pyright: ignore[reportUnknownMemberType]
+        "s3",
+        endpoint_url=endpoint_of(store),
+        region_name=region_of(store),
+        verify=str(store.spec.ca_file) if store.spec.ca_file else None,
+        config=config,
+        **key_pair(store),
+    )
+
+
+def key_pair(store: Store) -> dict[str, str]:
+    """The store's credentials under boto3's names; empty where the environment has them."""
+    credentials = store.spec.credentials
+    if credentials is None:
+        return {}
+    pair = {
+        "aws_access_key_id": credentials.access_key_id,
+        "aws_secret_access_key": credentials.secret_access_key.get_secret_value(),
+    }
+    if credentials.session_token:
+        pair["aws_session_token"] = credentials.session_token.get_secret_value()
+    return pair
+
+
+def filesystem(store: Store) -> "tuple[AbstractFileSystem, str]":
+    """An fsspec file system for pyarrow, datasets and pandas, and the folder of the store in it.
+
+    s3fs for S3 and R2, the local one for a folder.
+
+    Returns:
+        The file system, and what to put before a key: ``f"{folder}/{key}"``.
+
+    Raises:
+        ConfigurationError: The store is of another kind.
+    """
+    location = store.location
+    folder = f"{location.bucket}/{location.prefix}".rstrip("/")
+    match location.backend:
+        case Backend.FILE:
+            from fsspec.implementations import local  # noqa: PLC0415
+
+            return local.LocalFileSystem(), location.bucket
+        case Backend.S3 | Backend.R2:
+            return _s3fs(store), folder
+        case Backend.GS | Backend.MEMORY:
+            raise ConfigurationError(
+                f"There is no fsspec file system for {store.url} here: gcsfs serves gs:// with "
+                "Google's credentials, and memory:// is for tests."
+            )
+
+
+def _s3fs(store: Store) -> "AbstractFileSystem":
+    from s3fs import S3FileSystem  # pyright: ignore[reportMissingTypeStubs]  # noqa: PLC0415
+
+    pair = key_pair(store)
+    client: dict[str, Any] = {}
+    if store.spec.ca_file:
+        client["verify"] = str(store.spec.ca_file)
+    if region_of(store):
+        client["region_name"] = region_of(store)
+    return S3FileSystem(
+        key=pair.get("aws_access_key_id"),
+        secret=pair.get("aws_secret_access_key"),
+        token=pair.get("aws_session_token"),
+        endpoint_url=endpoint_of(store),
+        client_kwargs=client,
+        config_kwargs={
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+            **({"s3": {"addressing_style": "path"}} if endpoint_of(store) else {}),
+        },
+        fixed_upload_size=True,  # R2 takes equal parts only
+        use_listings_cache=False,
+        skip_instance_cache=True,  # the cache's key would hold the secret
+    )

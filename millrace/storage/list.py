@@ -1,0 +1,65 @@
+"""List what a store holds, page by page."""
+
+from collections.abc import Iterator
+
+import obstore
+from obstore.exceptions import BaseError
+
+from millrace.storage.open import Backend, Store
+from millrace.storage.read import Stat, stat_of
+from millrace.storage.retry import translated, trying
+
+PAGE = 1000
+
+
+def list_objects(store: Store, prefix: str = "", *, after: str = "") -> Iterator[Stat]:
+    """The objects whose keys start with a prefix, one page in memory at a time.
+
+    In the order of their keys; a folder's are in no order at all. One request a page of 1,000.
+
+    Args:
+        store: Where to look.
+        prefix: What their keys start with: any text, not only whole folder names.
+        after: Only keys that come after this one.
+
+    Raises:
+        DeniedError: The credentials may not list.
+        UnavailableError: The store failed for longer than its time budget.
+    """
+    folder = prefix.rpartition("/")[0]
+    ordered = store.location.backend is not Backend.FILE
+    offset = max(after, _before(prefix)) if ordered else after
+    while True:
+        moved = False
+        pages = obstore.list(store.patient, folder or None, offset=offset or None, chunk_size=PAGE)
+        try:
+            for page in pages:
+                for meta in page:
+                    if not meta["path"].startswith(prefix):
+                        if ordered and meta["path"] > prefix:
+                            return
+                        continue
+                    moved, offset = True, meta["path"]
+                    yield stat_of(meta)
+        except (BaseError, OSError) as error:
+            if not (moved and ordered):
+                raise translated(error, store, prefix) from error
+            continue  # go on after the last key that was seen
+        return
+
+
+def list_folders(store: Store, prefix: str = "") -> list[str]:
+    """The names of the folders right below a prefix (which ends in ``/``, or is empty)."""
+
+    def request() -> list[str]:
+        found = obstore.list_with_delimiter(store.raw, prefix.rstrip("/") or None)
+        return [name.rpartition("/")[2] for name in found["common_prefixes"]]
+
+    return trying(store, prefix, request)
+
+
+def _before(prefix: str) -> str:
+    """A key shortly before every key that starts with the prefix: an offset is exclusive."""
+    if not prefix or prefix.endswith("/") or not prefix.isascii() or prefix[-1] <= "!":
+        return ""
+    return prefix[:-1] + chr(ord(prefix[-1]) - 1) + "~"

@@ -1,0 +1,390 @@
+"""Open a store: bytes at a URL, over obstore, with our defaults."""
+
+import os
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from obstore.store import GCSStore, LocalStore, MemoryStore, ObjectStore, S3Store
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+from millrace.errors import ConfigurationError
+
+_ACCOUNT = re.compile(r"[0-9a-f]{32}(\.(eu|fedramp))?")
+_memory: dict[str, MemoryStore] = {}
+
+
+class Backend(StrEnum):
+    """What kind of place a URL names."""
+
+    FILE = "file"
+    S3 = "s3"
+    R2 = "r2"
+    GS = "gs"
+    MEMORY = "memory"
+
+
+class Credentials(BaseModel):
+    """A key pair of S3's kind, and the token that goes with a temporary one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    access_key_id: str = Field(description="The access key's id.")
+    secret_access_key: SecretStr = Field(description="The access key's secret.")
+    session_token: SecretStr | None = Field(
+        default=None, description="The token of a temporary credential."
+    )
+    expires: datetime | None = Field(
+        default=None, description="When a temporary credential ends (with its time zone)."
+    )
+
+
+class StoreSpec(BaseModel):
+    """Which store, and who we are to it. Can be written in a settings file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str = Field(
+        description="file:///folder, s3://bucket/prefix, r2://account/bucket/prefix, "
+        "gs://bucket/prefix or memory://name."
+    )
+    credentials: Credentials | None = Field(
+        default=None, description="Left out: the environment (AWS_*, GOOGLE_*) is asked."
+    )
+    endpoint: str | None = Field(
+        default=None, description="An S3 endpoint other than the URL's own, such as RGW's."
+    )
+    region: str | None = Field(default=None, description="The S3 region; R2's is always auto.")
+    account_id: str | None = Field(
+        default=None, description="The R2 account, where the URL does not name it."
+    )
+    ca_file: Path | None = Field(
+        default=None, description="A PEM file of certificate authorities to trust for TLS."
+    )
+    options: dict[str, str] = Field(
+        default_factory=dict, description="Further settings for obstore's store, by its names."
+    )
+    patience: timedelta = Field(
+        default=timedelta(minutes=2),
+        description="How long a request is tried again before its error is raised.",
+    )
+
+    def reveal(self) -> dict[str, Any]:
+        """The spec as plain JSON values, secrets included: for the pipe to a process of ours."""
+        data = self.model_dump(mode="json")
+        if self.credentials is not None:
+            data["credentials"]["secret_access_key"] = (
+                self.credentials.secret_access_key.get_secret_value()
+            )
+            if self.credentials.session_token is not None:
+                data["credentials"]["session_token"] = (
+                    self.credentials.session_token.get_secret_value()
+                )
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A store's URL, taken apart.
+
+    Attributes:
+        backend: The kind of place.
+        bucket: The bucket; for a folder its absolute path, in memory the store's name.
+        prefix: What every key starts with, without slashes at its ends.
+        account: The R2 account (with its jurisdiction, as ``0123…ef.eu``), else empty.
+    """
+
+    backend: Backend
+    bucket: str
+    prefix: str = ""
+    account: str = ""
+
+    @classmethod
+    def parse(cls, url: str, *, account_id: str | None = None) -> "Location":
+        """Take a URL apart.
+
+        Raises:
+            ConfigurationError: Not a URL of a store; the message says what to write.
+        """
+        parts = urlsplit(url)
+        if parts.query or parts.fragment or "@" in parts.netloc:
+            raise ConfigurationError(
+                f"The URL of {parts.scheme}://{parts.hostname or ''} holds more than a place: "
+                "write credentials, endpoint and region in their own settings."
+            )
+        path = unquote(parts.path).strip("/")
+        match parts.scheme:
+            case "file" if parts.netloc in {"", "localhost"}:
+                return cls(Backend.FILE, "/" + path)
+            case "s3" | "gs" if parts.netloc:
+                return cls(Backend(parts.scheme), parts.netloc, path)
+            case "r2" if parts.netloc:
+                return cls._r2(parts.netloc, path, account_id)
+            case "memory":
+                return cls(Backend.MEMORY, parts.netloc, path)
+            case "" if url:
+                return cls(Backend.FILE, str(Path(url).expanduser().absolute()))
+            case _:
+                raise ConfigurationError(
+                    f"{url!r} names no store: write file:///folder, s3://bucket/prefix, "
+                    "r2://account/bucket/prefix or gs://bucket/prefix."
+                )
+
+    @classmethod
+    def _r2(cls, host: str, path: str, account_id: str | None) -> "Location":
+        if _ACCOUNT.fullmatch(host):
+            bucket, _, prefix = path.partition("/")
+            if not bucket:
+                raise ConfigurationError(
+                    "An R2 URL is r2://account/bucket/prefix: the bucket is missing."
+                )
+            return cls(Backend.R2, bucket, prefix, host)
+        if not account_id:
+            raise ConfigurationError(
+                f"r2://{host} names no account: write r2://account/bucket/prefix with the account's "
+                "32 hexadecimal digits, or give account_id."
+            )
+        return cls(Backend.R2, host, path, account_id)
+
+    def __str__(self) -> str:
+        if self.backend is Backend.FILE:
+            return Path(self.bucket).as_uri()
+        parts = [self.account, self.bucket, self.prefix]
+        return f"{self.backend}://" + "/".join(part for part in parts if part)
+
+
+@dataclass(slots=True)
+class Throttle:
+    """When the store will hear us again: shared by every thread that uses the store."""
+
+    until: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Store:
+    """A place for bytes. The verbs are functions beside it: ``read``, ``put``, ``list_objects``.
+
+    Attributes:
+        spec: What it was opened from. Its secrets do not print.
+        location: The URL, taken apart.
+        raw: obstore's store that tries once: our verbs try again themselves.
+        patient: obstore's store that tries again by itself: for what takes several requests
+            (multipart uploads, pages of a listing).
+    """
+
+    spec: StoreSpec
+    location: Location
+    raw: ObjectStore
+    patient: ObjectStore
+    throttle: Throttle = field(default_factory=Throttle, repr=False)
+
+    @property
+    def url(self) -> str:
+        """The store's URL, without credentials."""
+        return str(self.location)
+
+    def url_of(self, key: str) -> str:
+        """The URL of one object."""
+        return f"{self.url}/{key}"
+
+    @property
+    def speaks_s3(self) -> bool:
+        """Whether boto3 can talk to it."""
+        return self.location.backend in {Backend.S3, Backend.R2}
+
+
+def open_store(
+    url: str | StoreSpec,
+    *,
+    credentials: Credentials | None = None,
+    endpoint: str | None = None,
+    region: str | None = None,
+    account_id: str | None = None,
+    ca_file: Path | None = None,
+    patience: timedelta | None = None,
+) -> Store:
+    """Open the store at a URL. Nothing is sent until a verb is called.
+
+    Args:
+        url: ``file://``, ``s3://``, ``r2://`` (account id and bucket), ``gs://``, ``memory://``
+            (for tests: the same name is the same store within a process), or a `StoreSpec`.
+        credentials: A key pair; left out, the environment is asked, as obstore documents it.
+        endpoint: An S3 endpoint of your own. R2's follows from the account.
+        region: The S3 region; R2's is always ``auto``.
+        account_id: The R2 account, where the URL does not name it.
+        ca_file: Certificate authorities to trust, PEM.
+        patience: How long a request is tried again before its error is raised.
+
+    Raises:
+        ConfigurationError: The URL names no store, or the settings do not fit it.
+    """
+    if isinstance(url, StoreSpec):
+        spec = url
+    else:
+        spec = StoreSpec(
+            url=url,
+            credentials=credentials,
+            endpoint=endpoint,
+            region=region,
+            account_id=account_id,
+            ca_file=ca_file,
+        )
+    if patience is not None:
+        spec = spec.model_copy(update={"patience": patience})
+    location = Location.parse(
+        spec.url, account_id=spec.account_id or os.environ.get("R2_ACCOUNT_ID")
+    )
+    match location.backend:
+        case Backend.MEMORY:
+            raw = patient = _memory.setdefault(location.bucket, MemoryStore())
+            if location.prefix:
+                raise ConfigurationError("memory://name takes no path: it is for tests.")
+        case Backend.FILE:
+            raw = patient = LocalStore(location.bucket, mkdir=True)
+        case Backend.GS:
+            raw, patient = (_gcs(spec, location, retry) for retry in _retries(spec.patience))
+        case Backend.S3 | Backend.R2:
+            raw, patient = (_s3(spec, location, retry) for retry in _retries(spec.patience))
+    return Store(spec=spec, location=location, raw=raw, patient=patient)
+
+
+def from_environment(environ: Mapping[str, str] | None = None) -> StoreSpec:
+    """The store that the environment names.
+
+    ``STORAGE_BACKEND=local`` with ``LOCAL_STORAGE_PATH``, or ``STORAGE_BACKEND=s3`` with
+    ``CHECKPOINT_BUCKET`` (a bucket, or any URL) and ``AWS_ACCESS_KEY_ID``,
+    ``AWS_SECRET_ACCESS_KEY``, ``AWS_SESSION_TOKEN``, ``AWS_ENDPOINT_URL``, ``AWS_REGION``,
+    ``AWS_CA_BUNDLE``.
+
+    Raises:
+        ConfigurationError: A variable is missing: all missing ones are named.
+    """
+    env = os.environ if environ is None else environ
+    backend = env.get("STORAGE_BACKEND", "local").lower()
+    needed = {"local": ["LOCAL_STORAGE_PATH"], "s3": ["CHECKPOINT_BUCKET"]}.get(backend)
+    if needed is None:
+        raise ConfigurationError(f"STORAGE_BACKEND is {backend!r}: write local or s3.")
+    if env.get("AWS_ACCESS_KEY_ID") or env.get("AWS_SECRET_ACCESS_KEY"):
+        needed += ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"] if backend == "s3" else []
+    missing = [name for name in needed if not env.get(name)]
+    if missing:
+        raise ConfigurationError(f"With STORAGE_BACKEND={backend}, set {' and '.join(missing)}.")
+    if backend == "local":
+        return StoreSpec(url=str(Location.parse(env["LOCAL_STORAGE_PATH"])))
+    bucket = env["CHECKPOINT_BUCKET"]
+    credentials = None
+    if env.get("AWS_ACCESS_KEY_ID"):
+        token = env.get("AWS_SESSION_TOKEN")
+        credentials = Credentials(
+            access_key_id=env["AWS_ACCESS_KEY_ID"],
+            secret_access_key=SecretStr(env["AWS_SECRET_ACCESS_KEY"]),
+            session_token=SecretStr(token) if token else None,
+        )
+    return StoreSpec(
+        url=bucket if "://" in bucket else f"s3://{bucket}",
+        credentials=credentials,
+        endpoint=env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL"),
+        region=env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION"),
+        account_id=env.get("R2_ACCOUNT_ID"),
+        ca_file=Path(env["AWS_CA_BUNDLE"]) if env.get("AWS_CA_BUNDLE") else None,
+    )
+
+
+def endpoint_of(store: Store) -> str | None:
+    """The S3 endpoint a store talks to; None means Amazon's own for the region."""
+    if store.spec.endpoint:
+        return store.spec.endpoint.rstrip("/")
+    if store.location.backend is Backend.R2:
+        return f"https://{store.location.account}.r2.cloudflarestorage.com"
+    return None
+
+
+def region_of(store: Store) -> str | None:
+    """The region to sign for; None means what the environment says."""
+    return "auto" if store.location.backend is Backend.R2 else store.spec.region
+
+
+def _retries(patience: timedelta) -> tuple[dict[str, Any], dict[str, Any]]:
+    once = {"max_retries": 0, "retry_timeout": timedelta(0)}
+    again = {
+        "max_retries": 100,
+        "retry_timeout": patience,
+        "backoff": {
+            "init_backoff": timedelta(milliseconds=100),
+            "max_backoff": timedelta(seconds=10),
+            "base": 2,
+        },
+    }
+    return once, again
+
+
+def _client(spec: StoreSpec, endpoint: str | None) -> dict[str, Any]:
+    client: dict[str, Any] = {
+        # A request that moves no byte for this long is dead; one that moves bytes is not.
+        "timeout": "30m",
+        "read_timeout": "30s",
+        "connect_timeout": "10s",
+        "pool_idle_timeout": "20s",
+        "user_agent": "millrace",
+    }
+    if endpoint and endpoint.startswith("http://"):
+        client["allow_http"] = True
+    if spec.ca_file:
+        client["root_certificate"] = _pem(spec.ca_file)
+    return client
+
+
+def _pem(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise ConfigurationError(f"ca_file {path} cannot be read: {error.strerror}.") from None
+
+
+def _s3(spec: StoreSpec, location: Location, retry: dict[str, Any]) -> S3Store:
+    probe = Store(spec=spec, location=location, raw=MemoryStore(), patient=MemoryStore())
+    endpoint = endpoint_of(probe)
+    config: dict[str, Any] = {
+        # Sent as a header with the whole body's digest, never as a trailer: R2 refuses those.
+        "checksum_algorithm": "SHA256",
+        "conditional_put": "etag",
+    }
+    if endpoint:
+        config |= {"endpoint": endpoint, "virtual_hosted_style_request": False}
+        config["region"] = region_of(probe) or "us-east-1"
+    elif region_of(probe):
+        config["region"] = region_of(probe)
+    if spec.credentials:
+        config["access_key_id"] = spec.credentials.access_key_id
+        config["secret_access_key"] = spec.credentials.secret_access_key.get_secret_value()
+        if spec.credentials.session_token:
+            config["session_token"] = spec.credentials.session_token.get_secret_value()
+    return S3Store(
+        location.bucket,
+        prefix=location.prefix or None,
+        config={**config, **spec.options},
+        client_options=_client(spec, endpoint),
+        retry_config=retry,
+    )
+
+
+def _gcs(spec: StoreSpec, location: Location, retry: dict[str, Any]) -> GCSStore:
+    if spec.credentials:
+        raise ConfigurationError(
+            "gs:// takes Google's credentials, not a key pair: set GOOGLE_APPLICATION_CREDENTIALS, "
+            "or options: {service_account: FILE}."
+        )
+    return GCSStore(
+        location.bucket,
+        prefix=location.prefix or None,
+        config=dict(spec.options),
+        client_options=_client(spec, spec.endpoint),
+        retry_config=retry,
+    )

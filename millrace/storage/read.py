@@ -1,0 +1,156 @@
+"""Read objects: whole, by range, as a stream of blocks, or only what describes them."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+import obstore
+
+from millrace import errors
+from millrace.storage.open import Store
+from millrace.storage.retry import trying
+
+if TYPE_CHECKING:
+    from obstore import GetOptions, ObjectMeta
+
+BLOCK = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """What a store says of an object.
+
+    Attributes:
+        key: Its key, below the store's URL.
+        size: Bytes.
+        etag: The store's name for this content of it; None where the store has none.
+        last_modified: By the store's clock.
+    """
+
+    key: str
+    size: int
+    etag: str | None
+    last_modified: datetime
+
+
+def stat_of(meta: "ObjectMeta") -> Stat:
+    """Our record of obstore's description."""
+    return Stat(meta["path"], meta["size"], meta["e_tag"], meta["last_modified"])
+
+
+def head(store: Store, key: str) -> Stat:
+    """Describe an object. One request.
+
+    Raises:
+        NotFoundError: There is none.
+    """
+    return stat_of(trying(store, key, lambda: obstore.head(store.raw, key)))
+
+
+def exists(store: Store, key: str) -> bool:
+    """Whether there is such an object. One request."""
+    try:
+        head(store, key)
+    except errors.NotFoundError:
+        return False
+    return True
+
+
+def read(store: Store, key: str, *, etag: str | None = None) -> bytes:
+    """The whole of an object, in memory: for records and small files. One request.
+
+    Args:
+        store: Where it is.
+        key: Which.
+        etag: Only this content of it.
+
+    Raises:
+        NotFoundError: There is none.
+        ChangedError: Its ETag is another.
+    """
+
+    def get() -> bytes:
+        return bytes(obstore.get(store.raw, key, options=_if_match(etag)).bytes())
+
+    return trying(store, key, get)
+
+
+def read_range(store: Store, key: str, start: int, end: int, *, etag: str | None = None) -> bytes:
+    """Bytes ``start`` to ``end`` (exclusive) of an object; fewer where it ends before. One request.
+
+    Raises:
+        NotFoundError: There is none.
+        ChangedError: Its ETag is another.
+    """
+    if start >= end:
+        return b""
+    options: GetOptions = {**_if_match(etag), "range": (start, end)}
+
+    def get() -> bytes:
+        return bytes(obstore.get(store.raw, key, options=options).bytes())
+
+    return trying(store, key, get)
+
+
+def stream(
+    store: Store,
+    key: str,
+    *,
+    start: int = 0,
+    end: int | None = None,
+    etag: str | None = None,
+    block: int = BLOCK,
+    ahead: int = 2,
+) -> Iterator[bytes]:
+    """The blocks of an object in order, the next ones being fetched while one is used.
+
+    A body that breaks off costs one block again, not the whole. All blocks are of one content:
+    the first answer's ETag is asked for in every later request.
+
+    Args:
+        store: Where it is.
+        key: Which.
+        start: The first byte.
+        end: One past the last byte; the object's end by default.
+        etag: Only this content of it.
+        block: Bytes a request. Memory is at most ``block * (ahead + 1)``.
+        ahead: Requests on their way besides the block in use.
+
+    Raises:
+        NotFoundError: There is none.
+        ChangedError: It was replaced, before or meanwhile.
+    """
+    if end is None or etag is None:
+        now = head(store, key)
+        if etag is not None and now.etag != etag:
+            raise errors.ChangedError(
+                f"{store.url_of(key)} is no longer the object that was meant."
+            )
+        end, etag = now.size if end is None else min(end, now.size), now.etag
+    offsets = iter(range(start, end, block))
+    with ThreadPoolExecutor(max_workers=max(1, ahead), thread_name_prefix="read") as pool:
+        waiting: list[tuple[int, Future[bytes]]] = []
+        try:
+            while True:
+                while len(waiting) <= ahead and (at := next(offsets, None)) is not None:
+                    stop = min(at + block, end)
+                    part = pool.submit(read_range, store, key, at, stop, etag=etag)
+                    waiting.append((stop - at, part))
+                if not waiting:
+                    return
+                size, part = waiting.pop(0)
+                data = part.result()
+                if len(data) != size:
+                    raise errors.ChangedError(
+                        f"{store.url_of(key)} is shorter than it was when it was listed."
+                    )
+                yield data
+        finally:
+            for _, part in waiting:
+                part.cancel()
+
+
+def _if_match(etag: str | None) -> "GetOptions":
+    return {} if etag is None else {"if_match": etag}

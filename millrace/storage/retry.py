@@ -1,0 +1,157 @@
+"""Try a request again, with full jitter, until its time budget is spent.
+
+obstore tries again by itself too, but neither with full jitter nor with regard to
+``Retry-After``: a store's answer reaches us as a status and a body. So every verb that is one
+request is tried by obstore once, and again here. Where a store of S3's kind said 429 or 503,
+one signed HEAD of the same key reads the header that obstore does not show, and every thread
+that uses the store waits as long as it says.
+"""
+
+import random
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from email.utils import parsedate_to_datetime
+from functools import cache
+from typing import TypeVar
+
+import obstore
+import urllib3
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    NotFoundError,
+    NotModifiedError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+
+from millrace import errors
+from millrace.storage.open import Store
+
+T = TypeVar("T")
+
+_STATUS = re.compile(r"non-2xx status code: (\d{3})")
+_FIRST_BACKOFF = 0.1
+_LONGEST_BACKOFF = 10.0
+_RETRIED_4XX = {408, 429}
+
+
+def trying(store: Store, key: str, call: Callable[[], T]) -> T:
+    """Make one request, and again while it fails for reasons that pass.
+
+    Args:
+        store: Whose time budget (``spec.patience``) and throttle apply.
+        key: What the request is about, for the error's sentence.
+        call: One request through ``store.raw``. It may have been carried out although its
+            answer was lost, so it must bear repeating.
+
+    Raises:
+        NotFoundError, ExistsError, ChangedError, DeniedError: At once.
+        UnavailableError: The budget is spent; the last fault is its cause.
+    """
+    deadline = time.monotonic() + store.spec.patience.total_seconds()
+    attempt = 0
+    while True:
+        _wait_for_throttle(store, deadline)
+        try:
+            return call()
+        except (BaseError, OSError) as error:
+            fault = _final(error, store, key)
+            if fault is not None:
+                raise fault from error
+            pause = _pause(attempt)
+            if _status(error) in {429, 503}:
+                asked = _retry_after(store, key)
+                if asked:
+                    _hold(store, asked)
+                    pause = 0.0
+            if time.monotonic() + pause >= deadline or store.throttle.until >= deadline:
+                raise errors.UnavailableError(
+                    f"{store.url_of(key)}: given up after {attempt + 1} tries "
+                    f"({errors.one_line(error)}). Run it again when the store answers; "
+                    "nothing that was committed is lost."
+                ) from error
+        time.sleep(pause)
+        attempt += 1
+
+
+def translated(error: BaseException, store: Store, key: str) -> errors.MillraceError:
+    """Our error for obstore's, for what obstore has already tried again by itself."""
+    final = _final(error, store, key)
+    return final or errors.UnavailableError(f"{store.url_of(key)}: {errors.one_line(error)}")
+
+
+def _pause(attempt: int) -> float:
+    """Full jitter: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/ ."""
+    return random.uniform(0.0, min(_LONGEST_BACKOFF, _FIRST_BACKOFF * 2.0**attempt))
+
+
+def _status(error: BaseException) -> int | None:
+    match = _STATUS.search(str(error))
+    return int(match[1]) if match else None
+
+
+def _final(error: BaseException, store: Store, key: str) -> errors.MillraceError | None:
+    where = store.url_of(key)
+    status = _status(error)
+    match error:
+        case FileNotFoundError() | NotFoundError():
+            return errors.NotFoundError(f"There is no {where}.")
+        case AlreadyExistsError() | FileExistsError():
+            return errors.ExistsError(f"{where} is already there.")
+        case PreconditionError() | NotModifiedError():
+            return errors.ChangedError(f"{where} is no longer the object that was meant.")
+        case PermissionDeniedError() | UnauthenticatedError() | PermissionError():
+            return errors.DeniedError(
+                f"{where}: the store refuses these credentials. Check that they are for this "
+                "bucket and prefix, and allow what is being done."
+            )
+        case OSError():
+            return errors.MillraceError(f"{where}: {errors.one_line(error)}.")
+        case _ if status is not None and 400 <= status < 500 and status not in _RETRIED_4XX:
+            return errors.MillraceError(f"{where}: the store answered {errors.one_line(error)}")
+        case _:
+            return None
+
+
+def _wait_for_throttle(store: Store, deadline: float) -> None:
+    while (rest := min(store.throttle.until, deadline) - time.monotonic()) > 0:
+        time.sleep(rest)
+
+
+def _hold(store: Store, pause: float) -> None:
+    with store.throttle.lock:
+        store.throttle.until = max(store.throttle.until, time.monotonic() + pause)
+
+
+@cache
+def _pool(ca_file: str | None) -> urllib3.PoolManager:
+    return urllib3.PoolManager(ca_certs=ca_file, timeout=5.0, retries=False)
+
+
+def _retry_after(store: Store, key: str) -> float:
+    """Seconds that the store asks us to wait; 0 where it does not say."""
+    if not store.speaks_s3:
+        return 0.0
+    try:
+        url = obstore.sign(store.raw, "HEAD", key, timedelta(minutes=1))  # pyright: ignore[reportArgumentType]
+        pool = _pool(str(store.spec.ca_file) if store.spec.ca_file else None)
+        answer = pool.request("HEAD", url)
+    except (BaseError, OSError, urllib3.exceptions.HTTPError):
+        return 0.0  # the jittered pause stands
+    return seconds_of(answer.headers.get("Retry-After", ""))
+
+
+def seconds_of(retry_after: str) -> float:
+    """The seconds of a ``Retry-After`` header, which is a number or a date (RFC 9110, 10.2.3)."""
+    try:
+        return max(0.0, float(retry_after))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except (TypeError, ValueError):
+        return 0.0

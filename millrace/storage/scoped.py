@@ -1,0 +1,162 @@
+"""Credentials for one prefix and a while: what a machine that is not ours may hold.
+
+R2's are made here, without a request: a JWT signed with the parent's secret
+(https://developers.cloudflare.com/r2/api/s3/tokens/, temporary access credentials). S3's come
+from STS: the parent assumes a role, with a session policy that leaves it the prefix only.
+"""
+
+import base64
+import hashlib
+import hmac
+import time
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+from pydantic import SecretStr
+
+from millrace.errors import ConfigurationError, DeniedError
+from millrace.storage.clients import key_pair
+from millrace.storage.open import Backend, Credentials, Store, endpoint_of, open_store, region_of
+
+LONGEST = timedelta(days=7)
+
+
+class Right(StrEnum):
+    """What a scoped credential may do."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+def scoped(
+    store: Store,
+    prefix: str,
+    ttl: timedelta,
+    *,
+    right: Right = Right.READ,
+    role_arn: str | None = None,
+) -> Store:
+    """The same store, through credentials that reach one prefix only, for a while.
+
+    Args:
+        store: R2 or S3, opened with a key pair that reaches at least the prefix.
+        prefix: Below the store's URL: only keys that start with it.
+        ttl: How long the credentials last; R2 allows 7 days, STS what the role allows.
+        right: Read, or read and write.
+        role_arn: For S3, the role to assume; R2 needs none.
+
+    Raises:
+        ConfigurationError: The store, the prefix or the time do not fit.
+        DeniedError: STS refuses.
+    """
+    if not prefix.strip("/"):
+        raise ConfigurationError("Scoped credentials are for a prefix: name one.")
+    if not timedelta(0) < ttl <= LONGEST:
+        raise ConfigurationError("Scoped credentials last between a second and 7 days.")
+    full = f"{store.location.prefix}/{prefix}" if store.location.prefix else prefix
+    match store.location.backend:
+        case Backend.R2:
+            credentials = _r2(store, full, ttl, right)
+        case Backend.S3 if role_arn:
+            credentials = _sts(store, full, ttl, right, role_arn)
+        case Backend.S3:
+            raise ConfigurationError("For S3, name the role to assume: role_arn=...")
+        case _:
+            raise ConfigurationError(f"{store.url} has no scoped credentials: R2 and S3 have.")
+    return open_store(store.spec.model_copy(update={"credentials": credentials}))
+
+
+def _r2(store: Store, prefix: str, ttl: timedelta, right: Right) -> Credentials:
+    parent = store.spec.credentials
+    endpoint = endpoint_of(store)
+    if parent is None or endpoint is None:
+        raise ConfigurationError(
+            "Scoped R2 credentials are made from a key pair: open it with one."
+        )
+    now = int(time.time())
+    claims: dict[str, Any] = {
+        "bucket": store.location.bucket,
+        "scope": "object-read-write" if right is Right.WRITE else "object-read-only",
+        "paths": {"prefixPaths": [prefix], "objectPaths": []},
+        "sub": store.location.account.partition(".")[0],
+        "iss": parent.access_key_id,
+        "aud": urlsplit(endpoint).netloc,
+        "iat": now,
+        "exp": now + int(ttl.total_seconds()),
+    }
+    token = _jwt(claims, parent.secret_access_key.get_secret_value())
+    return Credentials(
+        access_key_id=parent.access_key_id,
+        secret_access_key=SecretStr(hashlib.sha256(token.encode()).hexdigest()),
+        session_token=SecretStr(base64.b64encode(b"jwt/" + token.encode()).decode()),
+        expires=datetime.fromtimestamp(claims["exp"], UTC),
+    )
+
+
+def _jwt(claims: dict[str, Any], secret: str) -> str:
+    """A JSON Web Token, HS256 (RFC 7519)."""
+
+    def part(data: bytes) -> bytes:
+        return base64.urlsafe_b64encode(data).rstrip(b"=")
+
+    signed = part(orjson.dumps({"alg": "HS256", "typ": "JWT"})) + b"." + part(orjson.dumps(claims))
+    signature = hmac.new(secret.encode(), signed, hashlib.sha256).digest()
+    return (signed + b"." + part(signature)).decode()
+
+
+def _sts(store: Store, prefix: str, ttl: timedelta, right: Right, role_arn: str) -> Credentials:
+    import boto3  # noqa: PLC0415
+    from botocore.exceptions import ClientError  # noqa: PLC0415
+
+    client = boto3.client(  # pyright: ignore[reportUnknownMemberType]
+        "sts",
+        endpoint_url=endpoint_of(store),
+        region_name=region_of(store) or "us-east-1",
+        verify=str(store.spec.ca_file) if store.spec.ca_file else None,
+        **key_pair(store),
+    )
+    try:
+        answer = client.assume_role(
+            RoleArn=role_arn,
+            RoleSessionName="millrace",
+            DurationSeconds=int(ttl.total_seconds()),
+            Policy=orjson.dumps(session_policy(store.location.bucket, prefix, right)).decode(),
+        )
+    except ClientError as error:
+        raise DeniedError(
+            f"STS refuses to let these credentials assume {role_arn}: "
+            f"{error.response.get('Error', {}).get('Code', 'no reason given')}."
+        ) from error
+    given = answer["Credentials"]
+    return Credentials(
+        access_key_id=given["AccessKeyId"],
+        secret_access_key=SecretStr(given["SecretAccessKey"]),
+        session_token=SecretStr(given["SessionToken"]),
+        expires=given["Expiration"],
+    )
+
+
+def session_policy(bucket: str, prefix: str, right: Right) -> dict[str, Any]:
+    """An IAM policy for one prefix of a bucket."""
+    actions = ["s3:GetObject"]
+    if right is Right.WRITE:
+        actions += ["s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"]
+    return {
+        "Version": "2012-10-17",
+        "Statement": [
+            {
+                "Effect": "Allow",
+                "Action": actions,
+                "Resource": [f"arn:aws:s3:::{bucket}/{prefix}*"],
+            },
+            {
+                "Effect": "Allow",
+                "Action": ["s3:ListBucket"],
+                "Resource": [f"arn:aws:s3:::{bucket}"],
+                "Condition": {"StringLike": {"s3:prefix": [f"{prefix}*"]}},
+            },
+        ],
+    }

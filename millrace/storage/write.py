@@ -1,0 +1,201 @@
+"""Write objects: whole, only if absent, as a stream; copy and delete them."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
+
+from millrace import errors
+from millrace.storage.clients import boto3_client
+from millrace.storage.open import Backend, Store
+from millrace.storage.retry import translated, trying
+
+Bytes = bytes | bytearray | memoryview
+
+PART = 16 * 1024 * 1024
+_BATCH = 1000
+
+
+def put(store: Store, key: str, data: Bytes) -> None:
+    """Write an object, replacing what is there. One request.
+
+    Raises:
+        DeniedError: The credentials may not write here.
+    """
+    trying(store, key, lambda: obstore.put(store.raw, key, data, use_multipart=False))
+
+
+def create(store: Store, key: str, data: Bytes) -> None:
+    """Write an object if there is none under this key. One request; of several at once, one wins.
+
+    Raises:
+        ExistsError: There is one. It may be ours: an earlier try may have been carried out
+            although its answer was lost. Whoever must know compares the content, as
+            `millrace.records.commit_once` does.
+        DeniedError: The credentials may not write here.
+    """
+
+    def request() -> None:
+        try:
+            obstore.put(store.raw, key, data, mode="create", use_multipart=False)
+        except AlreadyExistsError as error:
+            if "status code: 409" in str(error):
+                _see(store, key)
+            raise
+
+    try:
+        trying(store, key, request)
+    except errors.NotFoundError as error:
+        if store.location.backend is Backend.FILE:
+            raise
+        raise errors.NotFoundError(
+            f"{store.url}: there is no such bucket. Create it, or correct the URL."
+        ) from error
+
+
+def _see(store: Store, key: str) -> None:
+    """Ask whether an object is there: 409 can also mean that another create may yet fail."""
+    try:
+        obstore.head(store.raw, key)
+    except FileNotFoundError as error:
+        raise GenericError("The store is still deciding between two creates.") from error
+
+
+class Writer(Protocol):
+    """Where the bytes of a streamed object go."""
+
+    def write(self, data: bytes, /) -> int:
+        """Take the next bytes; waits while enough parts are on their way."""
+        ...
+
+
+@contextlib.contextmanager
+def open_writer(
+    store: Store, key: str, *, part: int = PART, concurrency: int = 4
+) -> Iterator[Writer]:
+    """Write an object whose size is not known beforehand.
+
+    It appears under its key when the block ends, all of it; when the block raises, not at all.
+    Parts are equal in size, as R2 demands. Memory is about ``part * (concurrency + 1)``.
+
+    Args:
+        store: Where to.
+        key: Its key; what is there is replaced.
+        part: Bytes a part: at least 5 MiB, and a ten-thousandth of the object.
+        concurrency: Parts on their way at once.
+    """
+    writer = obstore.open_writer(store.patient, key, buffer_size=part, max_concurrency=concurrency)
+    begun = datetime.now(UTC)
+    try:
+        yield writer
+        writer.close()
+    except BaseException as error:
+        # Never closed, so never published; its parts would be billed until somebody aborts them.
+        del writer
+        with contextlib.suppress(errors.MillraceError, BaseError):
+            abort_stale_uploads(store, begun - timedelta(minutes=5), prefix=key, newer=True)
+        if isinstance(error, BaseError | OSError):
+            raise translated(error, store, key) from error
+        raise
+
+
+def copy(store: Store, source: str, target: str) -> None:
+    """Copy an object within a store, without its bytes coming here where the store can.
+
+    Raises:
+        NotFoundError: There is no such source.
+    """
+    trying(store, source, lambda: obstore.copy(store.raw, source, target))
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteFailure:
+    """A key that could not be deleted, and why."""
+
+    key: str
+    reason: str
+
+
+def delete(store: Store, keys: Iterable[str]) -> list[DeleteFailure]:
+    """Delete objects, a thousand a request where the store can. One that is gone is a success.
+
+    Returns:
+        What could not be deleted; the others are gone.
+    """
+    failures: list[DeleteFailure] = []
+    remaining = iter(keys)
+    while batch := list(islice(remaining, _BATCH)):
+        try:
+            trying(store, batch[0], lambda batch=batch: obstore.delete(store.raw, batch))
+        except errors.MillraceError:
+            failures += _delete_singly(store, batch)
+    return failures
+
+
+def _delete_singly(store: Store, keys: list[str]) -> list[DeleteFailure]:
+    failures: list[DeleteFailure] = []
+    for key in keys:
+        try:
+            trying(store, key, lambda key=key: obstore.delete(store.raw, key))
+        except errors.NotFoundError:
+            continue
+        except errors.MillraceError as error:
+            failures.append(DeleteFailure(key, errors.one_line(error)))
+    return failures
+
+
+def abort_stale_uploads(
+    store: Store, moment: datetime, *, prefix: str = "", newer: bool = False
+) -> list[str]:
+    """Abort uploads that were begun and never finished: they are billed, and no listing shows them.
+
+    Args:
+        store: Where to look. On a folder these are the hidden halves of a killed process.
+        moment: Those begun before it.
+        prefix: Only keys that start with this.
+        newer: Those begun after the moment instead.
+
+    Returns:
+        The keys whose uploads were aborted.
+    """
+
+    def chosen(begun: datetime) -> bool:
+        return (begun > moment) if newer else (begun < moment)
+
+    if store.location.backend is Backend.FILE:
+        return _remove_halves(Path(store.location.bucket), prefix, chosen)
+    if not store.speaks_s3:
+        return []  # memory keeps none, and GCS drops its own after a week
+    client = boto3_client(store)
+    full = f"{store.location.prefix}/{prefix}" if store.location.prefix else prefix
+    aborted: list[str] = []
+    pages = client.get_paginator("list_multipart_uploads").paginate(
+        Bucket=store.location.bucket, Prefix=full
+    )
+    for page in pages:
+        for upload in page.get("Uploads", []):
+            key, upload_id = upload.get("Key"), upload.get("UploadId")
+            if key is None or upload_id is None or not chosen(upload.get("Initiated", moment)):
+                continue
+            client.abort_multipart_upload(Bucket=store.location.bucket, Key=key, UploadId=upload_id)
+            aborted.append(key)
+    return aborted
+
+
+def _remove_halves(folder: Path, prefix: str, chosen: Callable[[datetime], bool]) -> list[str]:
+    removed: list[str] = []
+    for half in folder.rglob("*#*"):
+        name, _, number = half.name.rpartition("#")
+        key = half.with_name(name).relative_to(folder).as_posix()
+        if not (number.isdigit() and key.startswith(prefix) and half.is_file()):
+            continue
+        if chosen(datetime.fromtimestamp(half.stat().st_mtime, UTC)):
+            half.unlink(missing_ok=True)
+            removed.append(key)
+    return removed
