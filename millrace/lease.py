@@ -244,7 +244,7 @@ class Heartbeat:
 def _machine() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+        return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return ""
 

@@ -121,11 +121,13 @@ def committed(
         wanted: Which of the listed objects to read.
     """
     found = (stat for stat in list_objects(store, prefix) if wanted(stat))
+
+    def pair(stat: Stat) -> tuple[Stat, R]:
+        return stat, fetch(store, stat.key, kind)
+
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="records") as pool:
         while batch := list(islice(found, _AT_ONCE * 8)):
-            yield from zip(
-                batch, pool.map(lambda stat: fetch(store, stat.key, kind), batch), strict=True
-            )
+            yield from pool.map(pair, batch)
 
 
 def _decoded(store: Store, key: str, kind: type[R], body: bytes) -> tuple[R, str]:

@@ -7,7 +7,7 @@ import orjson
 from millrace import errors
 from millrace.digest import canonical, sha256
 from millrace.keys import DatasetKeys
-from millrace.models.dataset import Manifest, ManifestShard, Plan, ShardCommit, SplitEnd
+from millrace.models.dataset import Manifest, ManifestShard, Plan, ShardCommit, Split, SplitEnd
 from millrace.progress import Event, Progress
 from millrace.records import commit_same, fetch
 from millrace.shards.split import ledger
@@ -22,8 +22,11 @@ def seal(store: Store, keys: DatasetKeys, plan: Plan, progress: Progress) -> Man
     """
     entries = sorted(ledger(store, keys), key=lambda e: (e.split, e.n))
     with ThreadPoolExecutor(32) as pool:
-        names = [split.name for split in plan.splits]
-        ends = list(pool.map(lambda name: fetch(store, keys.end(name), SplitEnd), names))
+
+        def end(split: Split) -> SplitEnd:
+            return fetch(store, keys.end(split.name), SplitEnd)
+
+        ends = list(pool.map(end, plan.splits))
     _check(entries, ends)
     manifest = _manifest(keys, plan, entries)
     progress(Event("manifest.sealing", keys.manifest, {"shards": len(manifest.shards)}))

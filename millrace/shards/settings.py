@@ -21,7 +21,7 @@ class CutSettings(BaseModel):
         ge=10240,
         le=LARGEST_SHARD,
         description="A shard is closed before it would be larger, such as 64MiB; at most 1GiB. "
-        "Memory follows it: shard_bytes × (uploads + 1) × workers.",
+        "Memory follows it: shard_bytes * (uploads + 1) * workers.",
     )
     shard_samples: int = Field(
         default=100_000, ge=1, description="A shard is closed when it has as many samples."

@@ -226,9 +226,9 @@ def _create_same(store: Store, key: str, data: memoryview | bytes, digest: str) 
         there, size = sha256_of(stream(store, key))
         if there != digest:
             raise errors.ConflictError(
-                f"{store.url_of(key)} is already there with other bytes ({size} of SHA-256 {there}, "
-                f"not {len(data)} of {digest}). Something else writes under this dataset's name: "
-                "use another, or remove that object."
+                f"{store.url_of(key)} is already there with other bytes ({size} of SHA-256 "
+                f"{there}, not {len(data)} of {digest}). Something else writes under this "
+                "dataset's name: use another, or remove that object."
             ) from None
 
 

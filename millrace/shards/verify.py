@@ -92,11 +92,12 @@ def sealed(store: Store, keys: DatasetKeys) -> Manifest:
 def _checked(
     pool: ThreadPoolExecutor, store: Store, manifest: Manifest, *, digests: bool
 ) -> Iterator[tuple[ManifestShard, str]]:
+    def pair(shard: ManifestShard) -> tuple[ManifestShard, str]:
+        return shard, _fault(store, shard, digests=digests)
+
     shards = iter(manifest.shards)
     while batch := list(islice(shards, 256)):
-        yield from zip(
-            batch, pool.map(lambda s: _fault(store, s, digests=digests), batch), strict=True
-        )
+        yield from pool.map(pair, batch)
 
 
 def _fault(store: Store, shard: ManifestShard, *, digests: bool) -> str:

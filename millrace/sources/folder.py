@@ -115,7 +115,8 @@ class Folder:
         body = read(self._dataset, piece.listing)
         if sha256(body) != piece.sha256:
             raise errors.CorruptError(
-                f"{self._dataset.url_of(piece.listing)} is not the listing that the plan was made with."
+                f"{self._dataset.url_of(piece.listing)} is not the listing that the plan was "
+                "made with: something wrote under this dataset's name."
             )
         groups = decode_listing(body)[cursor:]
         contents = read_ahead(self._store, (file for group in groups for file in group.files))

@@ -5,6 +5,7 @@ The cursor is a byte offset: going on is a seek.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import orjson
@@ -129,7 +130,7 @@ def cut_file(file: FileRef, number: int, split_bytes: int) -> list[ByteRange]:
     edges = [file.size * i // parts for i in range(parts + 1)]
     return [
         ByteRange(file=file, number=number, start=start, end=end)
-        for start, end in zip(edges, edges[1:], strict=False)
+        for start, end in pairwise(edges)
         if end > start
     ]
 

@@ -3,7 +3,7 @@
 Each is imported where it is asked for: most processes need neither, and should start quickly.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from millrace.errors import ConfigurationError
 from millrace.storage.open import Backend, Store, endpoint_of, region_of
@@ -11,6 +11,14 @@ from millrace.storage.open import Backend, Store, endpoint_of, region_of
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem  # pyright: ignore[reportMissingTypeStubs]
     from mypy_boto3_s3 import S3Client
+
+
+class KeyPair(TypedDict, total=False):
+    """A key pair under boto3's names."""
+
+    aws_access_key_id: str
+    aws_secret_access_key: str
+    aws_session_token: str
 
 
 def boto3_client(store: Store) -> "S3Client":
@@ -43,12 +51,12 @@ def boto3_client(store: Store) -> "S3Client":
     )
 
 
-def key_pair(store: Store) -> dict[str, str]:
+def key_pair(store: Store) -> KeyPair:
     """The store's credentials under boto3's names; empty where the environment has them."""
     credentials = store.spec.credentials
     if credentials is None:
         return {}
-    pair = {
+    pair: KeyPair = {
         "aws_access_key_id": credentials.access_key_id,
         "aws_secret_access_key": credentials.secret_access_key.get_secret_value(),
     }
@@ -72,9 +80,9 @@ def filesystem(store: Store) -> "tuple[AbstractFileSystem, str]":
     folder = f"{location.bucket}/{location.prefix}".rstrip("/")
     match location.backend:
         case Backend.FILE:
-            from fsspec.implementations import local  # noqa: PLC0415
+            from fsspec import filesystem as named  # noqa: PLC0415 # pyright: ignore
 
-            return local.LocalFileSystem(), location.bucket
+            return named("file"), location.bucket
         case Backend.S3 | Backend.R2:
             return _s3fs(store), folder
         case Backend.GS | Backend.MEMORY:

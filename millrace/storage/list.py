@@ -31,7 +31,9 @@ def list_objects(store: Store, prefix: str = "", *, after: str = "") -> Iterator
     offset = max(after, _before(prefix)) if ordered else after
     while True:
         moved = False
-        pages = obstore.list(store.patient, folder or None, offset=offset or None, chunk_size=PAGE)
+        pages = obstore.list(  # pyright: ignore[reportUnknownMemberType] - of its Arrow overload
+            store.patient, folder or None, offset=offset or None, chunk_size=PAGE
+        )
         try:
             for page in pages:
                 for meta in page:
@@ -52,7 +54,9 @@ def list_folders(store: Store, prefix: str = "") -> list[str]:
     """The names of the folders right below a prefix (which ends in ``/``, or is empty)."""
 
     def request() -> list[str]:
-        found = obstore.list_with_delimiter(store.raw, prefix.rstrip("/") or None)
+        found = obstore.list_with_delimiter(  # pyright: ignore[reportUnknownMemberType]
+            store.raw, prefix.rstrip("/") or None
+        )
         return [name.rpartition("/")[2] for name in found["common_prefixes"]]
 
     return trying(store, prefix, request)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
 from obstore.store import GCSStore, LocalStore, MemoryStore, ObjectStore, S3Store
@@ -147,8 +147,8 @@ class Location:
             return cls(Backend.R2, bucket, prefix, host)
         if not account_id:
             raise ConfigurationError(
-                f"r2://{host} names no account: write r2://account/bucket/prefix with the account's "
-                "32 hexadecimal digits, or give account_id."
+                f"r2://{host} names no account: write r2://account/bucket/prefix with the "
+                "account's 32 hexadecimal digits, or give account_id."
             )
         return cls(Backend.R2, host, path, account_id)
 
@@ -311,7 +311,7 @@ def region_of(store: Store) -> str | None:
     return "auto" if store.location.backend is Backend.R2 else store.spec.region
 
 
-def _retries(patience: timedelta) -> tuple[dict[str, Any], dict[str, Any]]:
+def _retries(patience: timedelta) -> tuple[Any, Any]:
     once = {"max_retries": 0, "retry_timeout": timedelta(0)}
     again = {
         "max_retries": 100,
@@ -325,7 +325,7 @@ def _retries(patience: timedelta) -> tuple[dict[str, Any], dict[str, Any]]:
     return once, again
 
 
-def _client(spec: StoreSpec, endpoint: str | None) -> dict[str, Any]:
+def _client(spec: StoreSpec, endpoint: str | None) -> Any:
     client: dict[str, Any] = {
         # A request that moves no byte for this long is dead; one that moves bytes is not.
         "timeout": "30m",
@@ -348,7 +348,7 @@ def _pem(path: Path) -> str:
         raise ConfigurationError(f"ca_file {path} cannot be read: {error.strerror}.") from None
 
 
-def _s3(spec: StoreSpec, location: Location, retry: dict[str, Any]) -> S3Store:
+def _s3(spec: StoreSpec, location: Location, retry: Any) -> S3Store:
     probe = Store(spec=spec, location=location, raw=MemoryStore(), patient=MemoryStore())
     endpoint = endpoint_of(probe)
     config: dict[str, Any] = {
@@ -369,13 +369,13 @@ def _s3(spec: StoreSpec, location: Location, retry: dict[str, Any]) -> S3Store:
     return S3Store(
         location.bucket,
         prefix=location.prefix or None,
-        config={**config, **spec.options},
+        config=cast("Any", {**config, **spec.options}),
         client_options=_client(spec, endpoint),
         retry_config=retry,
     )
 
 
-def _gcs(spec: StoreSpec, location: Location, retry: dict[str, Any]) -> GCSStore:
+def _gcs(spec: StoreSpec, location: Location, retry: Any) -> GCSStore:
     if spec.credentials:
         raise ConfigurationError(
             "gs:// takes Google's credentials, not a key pair: set GOOGLE_APPLICATION_CREDENTIALS, "
@@ -384,7 +384,7 @@ def _gcs(spec: StoreSpec, location: Location, retry: dict[str, Any]) -> GCSStore
     return GCSStore(
         location.bucket,
         prefix=location.prefix or None,
-        config=dict(spec.options),
+        config=cast("Any", spec.options),
         client_options=_client(spec, spec.endpoint),
         retry_config=retry,
     )

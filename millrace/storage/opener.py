@@ -9,7 +9,7 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-from webdataset import gopen  # pyright: ignore[reportMissingTypeStubs]
+from webdataset.gopen import gopen_schemes  # pyright: ignore[reportUnknownVariableType]
 
 from millrace.errors import ConfigurationError
 from millrace.storage.open import Backend, Store
@@ -22,7 +22,7 @@ def register(store: Store) -> None:
     """Have webdataset open this store's URLs with this store's credentials."""
     _stores[store.url] = store
     if store.location.backend is not Backend.FILE:  # files it opens itself
-        gopen.gopen_schemes[store.location.backend.value] = _open
+        gopen_schemes[store.location.backend.value] = _open
 
 
 class _Blocks(io.RawIOBase):

@@ -14,19 +14,19 @@ from collections.abc import Callable
 from datetime import timedelta
 from email.utils import parsedate_to_datetime
 from functools import cache
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import obstore
 import urllib3
 from obstore.exceptions import (
     AlreadyExistsError,
     BaseError,
-    NotFoundError,
     NotModifiedError,
     PermissionDeniedError,
     PreconditionError,
     UnauthenticatedError,
 )
+from obstore.store import S3Store
 
 from millrace import errors
 from millrace.storage.open import Store
@@ -94,11 +94,13 @@ def _status(error: BaseException) -> int | None:
     return int(match[1]) if match else None
 
 
-def _final(error: BaseException, store: Store, key: str) -> errors.MillraceError | None:
+def _final(  # noqa: PLR0911 - one answer a fault
+    error: BaseException, store: Store, key: str
+) -> errors.MillraceError | None:
     where = store.url_of(key)
     status = _status(error)
     match error:
-        case FileNotFoundError() | NotFoundError():
+        case FileNotFoundError():
             return errors.NotFoundError(f"There is no {where}.")
         case AlreadyExistsError() | FileExistsError():
             return errors.ExistsError(f"{where} is already there.")
@@ -137,7 +139,7 @@ def _retry_after(store: Store, key: str) -> float:
     if not store.speaks_s3:
         return 0.0
     try:
-        url = obstore.sign(store.raw, "HEAD", key, timedelta(minutes=1))  # pyright: ignore[reportArgumentType]
+        url = obstore.sign(cast("S3Store", store.raw), "HEAD", key, timedelta(minutes=1))
         pool = _pool(str(store.spec.ca_file) if store.spec.ca_file else None)
         answer = pool.request("HEAD", url)
     except (BaseError, OSError, urllib3.exceptions.HTTPError):

@@ -1,7 +1,7 @@
 """Write objects: whole, only if absent, as a stream; copy and delete them."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import islice
@@ -78,7 +78,7 @@ class Writer(Protocol):
 @contextlib.contextmanager
 def open_writer(
     store: Store, key: str, *, part: int = PART, concurrency: int = 4
-) -> Iterator[Writer]:
+) -> Generator[Writer]:
     """Write an object whose size is not known beforehand.
 
     It appears under its key when the block ends, all of it; when the block raises, not at all.
