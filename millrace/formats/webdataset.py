@@ -20,9 +20,9 @@ _ZEROS = bytes(_RECORD + 2 * _BLOCK)
 _NAME = 100
 _LARGEST = 8**11 - 1
 
-_MODE_OWNER = b"0000444\00000000\00000000\0"
-_MTIME = b"00000000000\0"
-_TAIL = b"0" + bytes(100) + b"ustar\x0000" + b"bigdata".ljust(32, b"\0") * 2 + bytes(16 + 167)
+_MODE_OWNER = b"0000444\x00" + b"0000000\x00" * 2
+_MTIME = b"00000000000\x00"
+_TAIL = b"0" + bytes(100) + b"ustar\x00" + b"00" + b"bigdata".ljust(32, b"\x00") * 2 + bytes(183)
 _CONSTANT = sum(_MODE_OWNER) + sum(_MTIME) + sum(_TAIL) + 8 * ord(" ")
 
 
@@ -97,9 +97,9 @@ def _header(name: str, size: int) -> bytes:
     if len(name) > _NAME or not name.isascii() or size > _LARGEST:
         return _pax_header(name, size)
     raw = name.encode()
-    octal = b"%011o\0" % size
-    return b"%b%b%b%b%06o\0 %b" % (
-        raw.ljust(_NAME, b"\0"),
+    octal = b"%011o\x00" % size
+    return b"%b%b%b%b%06o\x00 %b" % (
+        raw.ljust(_NAME, b"\x00"),
         _MODE_OWNER,
         octal,
         _MTIME,

@@ -80,9 +80,9 @@ def filesystem(store: Store) -> "tuple[AbstractFileSystem, str]":
     folder = f"{location.bucket}/{location.prefix}".rstrip("/")
     match location.backend:
         case Backend.FILE:
-            from fsspec import filesystem as named  # noqa: PLC0415 # pyright: ignore
+            import fsspec  # noqa: PLC0415 # pyright: ignore[reportMissingTypeStubs]
 
-            return named("file"), location.bucket
+            return fsspec.filesystem("file"), location.bucket
         case Backend.S3 | Backend.R2:
             return _s3fs(store), folder
         case Backend.GS | Backend.MEMORY:
