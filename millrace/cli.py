@@ -1,0 +1,314 @@
+"""The command ``millrace``: the engine for people at a terminal.
+
+Other packages add commands through the entry point group ``millrace.commands``.
+"""
+
+import logging
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from functools import wraps
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from millrace import errors
+
+if TYPE_CHECKING:
+    from millrace.models.dataset import Plan
+    from millrace.shards import DatasetStatus, PipelineSettings, ShardReport
+    from millrace.storage import Store
+
+_EXAMPLE = """\
+# A dataset, from its source to its shards. `millrace run THIS_FILE` cuts it, and goes on where
+# it was stopped. ${NAME} is filled in from the environment, ${NAME:-value} with a default.
+
+dataset: my-dataset             # a prefix below the store's URL
+
+source:
+  kind: jsonl                   # a sample a line; `files` makes one of each file
+  include: ["*.jsonl"]
+  columns: {txt: text}          # field: column; leave it out to keep each row whole, as json
+  store:
+    url: file:///path/to/a/folder     # or s3://bucket/prefix, r2://account/bucket/prefix, gs://
+
+store:
+  url: ${MILLRACE_STORE:-file:///tmp/millrace-store}
+  # url: r2://${R2_ACCOUNT_ID}/${R2_BUCKET}/datasets
+  # credentials:
+  #   access_key_id: ${R2_WRITE_ACCESS_KEY_ID}
+  #   secret_access_key: ${R2_WRITE_SECRET_ACCESS_KEY}
+
+cut:                            # pinned by the plan: cannot change under the same name
+  shard_bytes: 64MiB
+  split_bytes: 512MiB
+  seed: 0                       # of the shuffle; null keeps the source's order
+  holdout: 0.0                  # the share held out as the partition `val`
+
+run:                            # never changes what comes out
+  workers: 2                    # memory: shard_bytes * (uploads + 1) * workers
+  uploads: 2
+"""
+
+
+class _Commands(click.Group):
+    """The engine's commands, and those that installed packages add."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        added = {point.name for point in entry_points(group="millrace.commands")}
+        return sorted({*super().list_commands(ctx), *added})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        own = super().get_command(ctx, cmd_name)
+        if own is not None:
+            return own
+        for point in entry_points(group="millrace.commands", name=cmd_name):
+            return point.load()
+        return None
+
+
+def _said(command: Callable[..., int | None]) -> Callable[..., None]:
+    """Exit with what the command returns; an error of ours is a sentence and exit code 1."""
+
+    @wraps(command)
+    def run(*args: Any, **options: Any) -> None:
+        try:
+            code = command(*args, **options)
+        except errors.ConfigurationError as error:
+            click.echo(f"millrace: {error}", err=True)
+            sys.exit(2)
+        except errors.MillraceError as error:
+            click.echo(f"millrace: {error}", err=True)
+            sys.exit(1)
+        except KeyboardInterrupt:
+            click.echo("\nStopped. Run it again: it goes on where it was.", err=True)
+            sys.exit(130)
+        sys.exit(code or 0)
+
+    return run
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="millrace")
+@click.option("-v", "--verbose", is_flag=True, help="Say what the engine logs.")
+def main(*, verbose: bool) -> None:
+    """Shard datasets into an object store, and look after them there."""
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(message)s"
+    )
+
+
+_settings_file = click.argument(
+    "settings", type=click.Path(path_type=Path), default="millrace.yaml"
+)
+_prefix = click.option("--prefix", metavar="NAME", help="Another dataset name than the file's.")
+
+
+@main.command()
+@click.argument("path", type=click.Path(path_type=Path), default="millrace.yaml")
+@_said
+def init(path: Path) -> int:
+    """Write a settings file to start from."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(_EXAMPLE)
+    except FileExistsError:
+        raise errors.ConfigurationError(
+            f"{path} is already there. Move it away, or name another file."
+        ) from None
+    click.echo(f"Wrote {path}. Set its source and store, then: millrace plan {path}")
+    return 0
+
+
+@main.command()
+@_settings_file
+@_prefix
+@_said
+def plan(settings: Path, prefix: str | None) -> int:
+    """Show how a dataset would be cut. Writes nothing."""
+    from millrace.shards import plan_dataset
+
+    config = _config(settings, prefix)
+    _show_plan(plan_dataset(config), config)
+    return 0
+
+
+@main.command()
+@_settings_file
+@_prefix
+@_said
+def run(settings: Path, prefix: str | None) -> int:
+    """Shard a dataset, or go on where a run was stopped."""
+    from millrace.progress_bar import ProgressBar
+    from millrace.shards import shard_dataset
+
+    config = _config(settings, prefix)
+    with ProgressBar() as progress:
+        report = shard_dataset(config, progress=progress)
+    _show_report(report)
+    return 0
+
+
+@main.command()
+@click.argument("settings_or_url")
+@click.argument("dataset", required=False)
+@click.option("--quick", is_flag=True, help="Only sizes: reads no shard.")
+@_said
+def verify(settings_or_url: str, dataset: str | None, *, quick: bool) -> int:
+    """Hold every shard against the manifest. Exit code 1 if one is missing or differs."""
+    from millrace.shards import verify as check
+
+    store, name = _place(settings_or_url, dataset)
+    result = check(store, name, digests=not quick)
+    for fault in result.faults:
+        click.echo(f"{store.url_of(fault.key)}: {fault.reason}")
+    what = "sizes and SHA-256" if result.digests else "sizes"
+    click.echo(
+        f"{result.shards - len(result.faults)} of {result.shards} shards are as the manifest says "
+        f"({what}, {_size(result.size)})."
+    )
+    return 0 if result.good else 1
+
+
+@main.command()
+@click.argument("settings_or_url")
+@click.argument("dataset", required=False)
+@_said
+def status(settings_or_url: str, dataset: str | None) -> int:
+    """Say how far a dataset is, from the bucket alone. Without DATASET: all below the URL."""
+    from millrace.shards import find_datasets
+    from millrace.shards import status as look
+
+    if dataset is None and "://" in settings_or_url:
+        from millrace.storage import open_store
+
+        store = open_store(settings_or_url)
+        names = find_datasets(store)
+        if not names:
+            raise errors.NotFoundError(f"There is no dataset right below {store.url}.")
+    else:
+        store, name = _place(settings_or_url, dataset)
+        names = [name]
+    for name in names:
+        _show_status(look(store, name))
+    return 0
+
+
+@main.command()
+@click.argument("settings_or_url")
+@click.argument("dataset", required=False)
+@click.option("--delete", is_flag=True, help="Delete it; otherwise it is only shown.")
+@click.option("--min-age", type=float, default=1.0, show_default=True, help="Hours.")
+@_said
+def gc(settings_or_url: str, dataset: str | None, *, delete: bool, min_age: float) -> int:
+    """Find what no record of a dataset names: leftovers of runs that were killed."""
+    from millrace.shards import collect_garbage
+
+    store, name = _place(settings_or_url, dataset)
+    found = collect_garbage(store, name, dry_run=not delete, min_age=timedelta(hours=min_age))
+    for key in found.keys:
+        click.echo(store.url_of(key))
+    for failure in found.failures:
+        click.echo(f"{store.url_of(failure.key)}: {failure.reason}", err=True)
+    done = "Deleted" if found.deleted else "Would delete (with --delete)"
+    click.echo(f"{done} {len(found.keys)} objects, {_size(found.size)}.")
+    return 1 if found.failures else 0
+
+
+def _config(path: Path, prefix: str | None) -> "PipelineSettings":
+    from millrace.settings import load
+    from millrace.shards import PipelineSettings
+
+    config = load(path, PipelineSettings)
+    return config.model_copy(update={"dataset": prefix}) if prefix else config
+
+
+def _place(settings_or_url: str, dataset: str | None) -> "tuple[Store, str]":
+    from millrace.storage import open_store
+
+    if "://" not in settings_or_url:
+        config = _config(Path(settings_or_url), dataset)
+        return open_store(config.store), config.dataset
+    if not dataset:
+        raise errors.ConfigurationError("After a URL, name the dataset: URL DATASET.")
+    return open_store(settings_or_url), dataset
+
+
+def _size(size: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _table(*columns: str) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    return table
+
+
+def _print(table: Any) -> None:
+    from rich.console import Console
+
+    Console().print(table)
+
+
+def _show_plan(made: "Plan", config: "PipelineSettings") -> None:
+    table = _table("partition", "splits", "source bytes")
+    for partition in sorted({split.partition for split in made.splits}):
+        own = [split for split in made.splits if split.partition == partition]
+        size = sum(split.piece.size for split in own)
+        table.add_row(partition, str(len(own)), _size(size))
+    click.echo(
+        f"{made.dataset}: {made.source.files} files, {_size(made.source.size)} of "
+        f"{made.source.kind} at {made.source.url}"
+    )
+    _print(table)
+    memory = made.layout.shard_bytes * (config.run.uploads + 1) * max(1, config.run.workers)
+    click.echo(
+        f"Shards of at most {_size(made.layout.shard_bytes)}; "
+        f"{config.run.workers} workers hold at most {_size(memory)} of them in memory."
+    )
+
+
+def _show_report(report: "ShardReport") -> None:
+    manifest = report.manifest
+    rate = report.bytes_made / report.seconds / 1e6
+    click.echo(
+        f"{report.url}: {report.samples} samples in {len(manifest.shards)} shards, "
+        f"{_size(manifest.size)}, from {report.splits} splits."
+    )
+    click.echo(
+        f"This run made {report.made} shards, {_size(report.bytes_made)} in {report.seconds:.1f} s "
+        f"({rate:.0f} MB/s)."
+    )
+    if manifest.quarantined:
+        click.echo(
+            f"{manifest.quarantined} rows made no sample: they are kept, each with its reason, "
+            f"below {report.url}/quarantine/."
+        )
+    click.echo(f"Sealed by {report.manifest_key}.")
+
+
+def _show_status(found: "DatasetStatus") -> None:
+    state = "sealed" if found.sealed else f"{found.ended} of {len(found.splits)} splits ended"
+    click.echo(f"{found.dataset}: {state}, from {found.source}")
+    table = _table("split", "state", "shards", "samples", "bytes", "quarantined", "held by")
+    for split in found.splits:
+        table.add_row(
+            split.name,
+            split.state,
+            str(split.shards),
+            str(split.samples),
+            _size(split.size),
+            str(split.quarantined),
+            f"{split.host} until {split.until:%H:%M:%S}" if split.until else "",
+        )
+    _print(table)

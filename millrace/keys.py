@@ -166,6 +166,11 @@ def clock_probe(scope: str, holder: str) -> str:
     return f"{scope}/lease/clock/{holder}"
 
 
+def write_probe(scope: str, nonce: str) -> str:
+    """An object that is written and removed only to find out whether that is allowed."""
+    return f"{scope}/_probe-{nonce}" if scope else f"_probe-{nonce}"
+
+
 def leases(scope: str) -> str:
     """The prefix of every lease under a scope."""
     return f"{scope}/lease/"

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from millrace.sources.base import Sample
+from millrace.models.sample import Sample
 
 
 class BadSampleError(Exception):

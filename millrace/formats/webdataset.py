@@ -9,7 +9,7 @@ import mmap
 import tarfile
 
 from millrace.formats.base import BadSampleError
-from millrace.sources.base import Sample
+from millrace.models.sample import Sample
 
 EXTENSION = "tar"
 WRITER = {"webdataset": "ustar-1"}  # a change of the bytes is a change of this

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from millrace import errors
 from millrace.keys import DatasetKeys, split_name
 from millrace.models.dataset import ByteRange, FileRef, Piece, SourceRecord, Split
-from millrace.sources.base import BadRow, Row, Sample, Source
+from millrace.models.sample import BadRow, Row, Sample
+from millrace.sources.base import Source
 from millrace.sources.files import list_files, listing_sha256
 from millrace.sources.folder import Folder, Group, encode_listing, groups_of, piece_of
 from millrace.sources.jsonl import JsonLines, cut_file, divide

@@ -15,7 +15,7 @@ import orjson
 from millrace import errors
 from millrace.digest import sha256
 from millrace.models.dataset import FileGroup, FileRef, Piece
-from millrace.sources.base import BadRow, Row, Sample
+from millrace.models.sample import BadRow, Row, Sample
 from millrace.sources.files import read_ahead
 from millrace.storage import Store, read
 

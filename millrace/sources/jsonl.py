@@ -12,7 +12,7 @@ import orjson
 
 from millrace import errors
 from millrace.models.dataset import ByteRange, FileRef, Piece
-from millrace.sources.base import BadRow, Row, Sample
+from millrace.models.sample import BadRow, Row, Sample
 from millrace.sources.files import file_blocks
 from millrace.storage import Store
 

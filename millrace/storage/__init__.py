@@ -1,5 +1,6 @@
 """Bytes at a URL: obstore with our defaults. One verb a function, one group of verbs a file."""
 
+from millrace.storage.check import check
 from millrace.storage.clients import boto3_client, filesystem
 from millrace.storage.list import list_folders, list_objects
 from millrace.storage.open import (
@@ -34,6 +35,7 @@ __all__ = [
     "StoreSpec",
     "abort_stale_uploads",
     "boto3_client",
+    "check",
     "copy",
     "create",
     "delete",

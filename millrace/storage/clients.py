@@ -82,7 +82,7 @@ def filesystem(store: Store) -> "tuple[AbstractFileSystem, str]":
         case Backend.FILE:
             import fsspec  # noqa: PLC0415 # pyright: ignore[reportMissingTypeStubs]
 
-            return fsspec.filesystem("file"), location.bucket
+            return fsspec.filesystem("file"), location.bucket  # pyright: ignore[reportUnknownMemberType]
         case Backend.S3 | Backend.R2:
             return _s3fs(store), folder
         case Backend.GS | Backend.MEMORY:

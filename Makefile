@@ -1,0 +1,57 @@
+# Each target makes .venv by itself, with what it needs and no more.
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench soak ui format
+SHELL := /bin/bash
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Nothing of a run may be sent anywhere but to its own Prefect server.
+export DO_NOT_TRACK := 1
+export PREFECT_SERVER_ANALYTICS_ENABLED := false
+
+help:
+	@echo "make demo    shard a real corpus into a folder, and read it back"
+	@echo "make ui      look at the demo's runs in the Prefect UI (port 4200)"
+	@echo "make test    run the tests (root and Debian: installs what they need with apt)"
+	@echo "make lint    ruff, pyright, import-linter"
+	@echo "make bench   print the benchmarks' tables"
+	@echo "make soak    run the long kill and fault matrices"
+
+.venv/base: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) --editable .
+	@touch $@
+
+.venv/dev: .venv/base
+	$(PIP) --editable ".[dev]"
+	@touch $@
+
+demo: .venv/base
+	@$(BIN)/python -m examples.demo
+
+ui: .venv/base
+	@$(BIN)/python -m examples.demo --ui
+
+lint: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: .venv/dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: .venv/dev
+	@deployments/test-servers.sh
+	$(BIN)/python -m pytest
+
+bench: .venv/dev
+	@deployments/test-servers.sh
+	$(BIN)/python -m benchmarks.shards
+	$(BIN)/python -m benchmarks.resume
+
+soak: .venv/dev
+	@deployments/test-servers.sh
+	$(BIN)/python -m tests.soak

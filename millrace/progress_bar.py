@@ -1,0 +1,60 @@
+"""Progress of sharding on a terminal."""
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from millrace.progress import Event
+
+
+class ProgressBar:
+    """A bar that counts splits, and shows what was committed and how fast."""
+
+    def __init__(self) -> None:
+        self._bar = Progress(
+            TextColumn("splits"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[shards]} shards  {task.fields[samples]} samples"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+        )
+        self._task = self._bar.add_task("splits", total=None, shards=0, samples=0)
+        self._shards = self._samples = 0
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(self, event: Event) -> None:
+        match event.name:
+            case "plan.committed":
+                self._bar.update(self._task, total=float(event.figures["splits"]))
+            case "shard.committed":
+                self._shards += 1
+                self._samples += int(event.figures["samples"])
+                self._bar.update(self._task, shards=self._shards, samples=self._samples)
+            case "split.ended":
+                self._bar.advance(self._task)
+            case "worker.lost":
+                self._bar.console.print(
+                    f"A worker {event.figures['how']}; another takes its place."
+                )
+            case _:
+                pass

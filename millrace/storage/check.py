@@ -1,0 +1,61 @@
+"""Find out what credentials may do before anything depends on it."""
+
+import secrets
+
+from millrace import errors
+from millrace.keys import write_probe
+from millrace.storage.list import list_objects
+from millrace.storage.open import Store
+from millrace.storage.read import head
+from millrace.storage.scoped import Right
+from millrace.storage.write import create, delete
+
+
+def check(store: Store, right: Right, scope: str = "") -> None:
+    """Do once what a right is for, and leave nothing behind.
+
+    Reading: one page of a listing. Writing, besides that: an empty object is created under a
+    name of its own, described and removed.
+
+    Args:
+        store: Opened with the credentials in question.
+        right: What they must allow.
+        scope: The prefix that they must allow it under, such as a dataset's name.
+
+    Raises:
+        DeniedError: They do not; the message says what was refused.
+        NotFoundError: There is no such bucket.
+        UnavailableError: The store does not answer.
+    """
+    prefix = f"{scope}/" if scope else ""
+    try:
+        next(list_objects(store, prefix), None)
+    except errors.NotFoundError:
+        raise errors.NotFoundError(
+            f"{store.url}: there is no such bucket. Create it, or correct the URL."
+        ) from None
+    except errors.DeniedError as error:
+        raise _refused(store, scope, "list objects") from error
+    if right is Right.WRITE:
+        _check_write(store, scope)
+
+
+def _check_write(store: Store, scope: str) -> None:
+    probe = write_probe(scope, secrets.token_hex(8))
+    try:
+        create(store, probe, b"")
+    except errors.DeniedError as error:
+        raise _refused(store, scope, "create objects") from error
+    try:
+        head(store, probe)
+    except errors.DeniedError as error:
+        raise _refused(store, scope, "read objects") from error
+    finally:
+        failures = delete(store, [probe])
+    if failures:
+        raise _refused(store, scope, f"delete objects ({store.url_of(probe)} stays behind)")
+
+
+def _refused(store: Store, scope: str, what: str) -> errors.DeniedError:
+    where = store.url_of(scope) if scope else store.url
+    return errors.DeniedError(f"{where}: the store does not let these credentials {what}.")
