@@ -1,0 +1,1 @@
+"""What runs, in which order, with which parameters. One flow a file."""

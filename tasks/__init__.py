@@ -1,0 +1,1 @@
+"""One step each, as Prefect sees it: retries, limits, progress, reports."""

@@ -1,0 +1,211 @@
+"""A bucket: a place in an object store, and who we are to it."""
+
+from enum import StrEnum
+from typing import Any, ClassVar, Literal
+
+from prefect.blocks.core import Block
+from prefect_aws import AwsCredentials
+from pydantic import (
+    Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    field_serializer,
+    field_validator,
+)
+
+from millrace import errors
+from millrace.storage import Backend, Credentials, Location, Right, Store, StoreSpec, open_store
+from millrace.storage import check as check_store
+
+_HIDDEN = "*" * 8
+
+
+class Role(StrEnum):
+    """What a bucket is for."""
+
+    GRADIENTS = "gradients"
+    DATASET = "dataset"
+    AGGREGATOR = "aggregator"
+
+
+class Bucket(Block):
+    """A bucket with a role, and one key pair for reading and one for writing it.
+
+    A flow opens it with the right that it needs and gets no more than that.
+
+    Example:
+        Open a bucket for reading:
+        ```python
+        from blocks import Bucket
+
+        bucket = Bucket.load("BLOCK_NAME")
+        store = bucket.open("read")
+        ```
+    """
+
+    _block_type_name = "Millrace Bucket"
+    _block_type_slug = "millrace-bucket"
+    _logo_url: ClassVar[Any] = (
+        "https://cdn.sanity.io/images/3ugk85nk/production/"
+        "d74b16fe84ce626345adf235a47008fea2869a60-225x225.png"
+    )
+    _documentation_url: ClassVar[Any] = "https://developers.cloudflare.com/r2/api/tokens/"
+    _description = (
+        "A bucket in Cloudflare R2 or any S3 with one role (gradients, dataset or aggregator), "
+        "and one key pair for reading and one for writing it."
+    )
+    _code_example = """
+from blocks import Bucket
+
+bucket = Bucket.load("BLOCK_NAME")
+store = bucket.open("read")
+"""
+
+    role: Role = Field(description="What the bucket is for.")
+    url: str = Field(
+        description="Where it is: `r2://account/bucket`, `s3://bucket` or `gs://bucket`, with "
+        "`/prefix` after it if the role has only a part of the bucket."
+    )
+    account_id: str | None = Field(
+        default=None,
+        title="Account ID",
+        description="The R2 account, if the URL does not name it.",
+    )
+    read_credentials: AwsCredentials | None = Field(
+        default=None,
+        repr=False,
+        title="Read credentials",
+        description="A key pair that may list and read. With neither pair, the environment of "
+        "whoever opens the bucket is asked.",
+    )
+    write_credentials: AwsCredentials | None = Field(
+        default=None,
+        repr=False,
+        title="Write credentials",
+        description="A key pair that may list, read, write and delete.",
+    )
+    mirrors: list[str] = Field(
+        default_factory=list,
+        description="Where else the same objects are: URLs that the read credentials reach too, "
+        "or names of other Millrace Bucket blocks.",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _names_a_store(cls, url: str) -> str:
+        if "://" not in url:
+            raise ValueError("write r2://account/bucket, s3://bucket, gs://bucket or file:///path")
+        return url
+
+    @field_serializer("read_credentials", "write_credentials", mode="wrap")
+    def _without_token(
+        self, value: Any, handler: SerializerFunctionWrapHandler, info: SerializationInfo
+    ) -> Any:
+        # prefect-aws does not take a session token for a secret.
+        data = handler(value)
+        if isinstance(data, dict) and not (info.context or {}).get("include_secrets"):
+            return {**data, "aws_session_token": data.get("aws_session_token") and _HIDDEN}
+        return data
+
+    def spec(self, right: Right | Literal["read", "write"]) -> StoreSpec:
+        """Where the bucket is, with the credentials for one right.
+
+        Raises:
+            ConfigurationError: The block has no such credentials, or they are of a kind that
+                does not work outside of this process.
+        """
+        return self._spec(self.url, Right(right))
+
+    def open(self, right: Right | Literal["read", "write"]) -> Store:
+        """The bucket's store, with just this right. Nothing is sent yet.
+
+        Raises:
+            ConfigurationError: As for `spec`.
+        """
+        return open_store(self.spec(right))
+
+    def check(self, right: Right | Literal["read", "write"], scope: str = "") -> None:
+        """Make sure that the credentials may do what they are for. At most five small requests.
+
+        Args:
+            right: Which credentials.
+            scope: The prefix that will be worked under, such as a dataset's name.
+
+        Raises:
+            DeniedError: They may not.
+            ConfigurationError: As for `spec`.
+        """
+        try:
+            check_store(self.open(right), Right(right), scope)
+        except errors.DeniedError as error:
+            raise errors.DeniedError(
+                f"{error} They are the {Right(right)} credentials of {self._called}: correct "
+                "them there (`millrace setup` writes them from R2_* variables)."
+            ) from error
+
+    def mirror_specs(self) -> list[StoreSpec]:
+        """The mirrors, with their read credentials.
+
+        Raises:
+            ConfigurationError: As for `spec`.
+            ValueError: A mirror is the name of a block that does not exist.
+        """
+        return [
+            self._spec(mirror, Right.READ) if "://" in mirror else _named(mirror).spec(Right.READ)
+            for mirror in self.mirrors
+        ]
+
+    @property
+    def _called(self) -> str:
+        name = self._block_document_name
+        return f"the Millrace Bucket block {name!r}" if name else f"the bucket {self.url}"
+
+    def _spec(self, url: str, right: Right) -> StoreSpec:
+        spec = StoreSpec(url=url, account_id=self.account_id)
+        backend = Location.parse(url, account_id=self.account_id).backend
+        if backend not in {Backend.S3, Backend.R2}:
+            return spec
+        chosen, other = self.read_credentials, self.write_credentials
+        if right is Right.WRITE:
+            chosen, other = other, chosen
+        if chosen is None:
+            if other is None:
+                return spec
+            raise errors.ConfigurationError(
+                f"To {right} {url}, {right} credentials are needed, and {self._called} has none: "
+                f"add them there, or run `millrace setup`."
+            )
+        return spec.model_copy(update=self._known(chosen, right))
+
+    def _known(self, aws: AwsCredentials, right: Right) -> dict[str, Any]:
+        """What a prefect-aws block says, as fields of a `StoreSpec`."""
+        if aws.assume_role_arn or aws.profile_name or not aws.aws_access_key_id:
+            raise errors.ConfigurationError(
+                f"The {right} credentials of {self._called} need an access key id and its secret: "
+                "a profile or an assumed role does not reach the processes that do the work."
+            )
+        client = aws.aws_client_parameters
+        if client.verify is False:
+            raise errors.ConfigurationError(
+                f"The {right} credentials of {self._called} turn the verification of TLS off: "
+                "name the authority's certificate instead (Certificate Authority Bundle)."
+            )
+        secret = aws.aws_secret_access_key
+        if secret is None:
+            raise errors.ConfigurationError(
+                f"The {right} credentials of {self._called} have no secret access key."
+            )
+        return {
+            "credentials": Credentials(
+                access_key_id=aws.aws_access_key_id,
+                secret_access_key=secret,
+                session_token=aws.aws_session_token,  # pyright: ignore[reportArgumentType]
+            ),
+            "endpoint": client.endpoint_url,
+            "region": aws.region_name,
+            "ca_file": client.verify_cert_path,
+        }
+
+
+def _named(name: str) -> Bucket:
+    return Bucket.load(name)  # pyright: ignore[reportReturnType] - sync here

@@ -1,0 +1,59 @@
+"""Who we are to Vast.ai."""
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from prefect.blocks.abstract import CredentialsBlock
+from pydantic import Field, SecretStr
+
+from millrace.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from vastai import VastAI  # pyright: ignore[reportMissingTypeStubs]
+
+
+class VastCredentials(CredentialsBlock):
+    """The API key of a Vast.ai account, which rents and pays for machines.
+
+    Example:
+        Ask for offers:
+        ```python
+        from blocks import VastCredentials
+
+        vast = VastCredentials.load("BLOCK_NAME")
+        offers = vast.get_client().search_offers(query="gpu_name=RTX_4090")
+        ```
+    """
+
+    _block_type_name = "Vast.ai Credentials"
+    _block_type_slug = "vast-credentials"
+    _logo_url: ClassVar[Any] = (
+        "https://raw.githubusercontent.com/PrefectHQ/prefect/"
+        "420d0d6a78bb6df1fc18bcf188fdad43c1d22ea9/assets/block-logos/secret.png"
+    )
+    _documentation_url: ClassVar[Any] = "https://docs.vast.ai/"
+    _description = "The API key of a Vast.ai account, which rents and pays for machines."
+    _code_example = """
+from blocks import VastCredentials
+
+vast = VastCredentials.load("BLOCK_NAME")
+offers = vast.get_client().search_offers(query="gpu_name=RTX_4090")
+"""
+
+    api_key: SecretStr = Field(title="API key", description="From the account's page of keys.")
+    server_url: str | None = Field(
+        default=None, title="Server URL", description="Another address of Vast's API."
+    )
+
+    def get_client(self, *_: Any, **__: Any) -> "VastAI":
+        """Vast's own SDK, signed in.
+
+        Raises:
+            ConfigurationError: The SDK is not installed.
+        """
+        try:
+            from vastai import VastAI  # pyright: ignore[reportMissingTypeStubs]  # noqa: PLC0415
+        except ModuleNotFoundError as error:
+            raise ConfigurationError(
+                "Vast's SDK is not installed here: pip install 'millrace[vast]'."
+            ) from error
+        return VastAI(api_key=self.api_key.get_secret_value(), server_url=self.server_url)

@@ -1,0 +1,48 @@
+"""Hold sealed datasets against their manifests, by hand or every night."""
+
+from enum import StrEnum
+
+from prefect import flow
+
+from blocks import Bucket
+from millrace.errors import CorruptError
+from millrace.shards import Verification
+from millrace.storage import Right
+from tasks.places import check_right, spec_of
+from tasks.verifying import report_verifications, sealed_datasets, verify_shards
+
+
+class Depth(StrEnum):
+    """How closely shards are looked at."""
+
+    SIZES = "sizes"
+    BYTES = "bytes"
+
+
+@flow(name="verify-datasets")
+def verify_datasets(
+    bucket: Bucket | str,
+    datasets: list[str] | None = None,
+    depth: Depth = Depth.SIZES,
+) -> dict[str, Verification]:
+    """Check that every shard of sealed datasets is there, and is what was written.
+
+    Args:
+        bucket: A Millrace Bucket block with read credentials, or the URL of a folder.
+        datasets: Which ones. Left out: all that are right below the bucket's URL.
+        depth: `sizes` asks for each shard's size; `bytes` reads all of it and compares digests.
+    """
+    place = spec_of(bucket, Right.READ)
+    check_right(bucket, Right.READ)
+    found = {
+        dataset: verify_shards(place, dataset, digests=depth is Depth.BYTES)
+        for dataset in datasets or sealed_datasets(place)
+    }
+    report_verifications(place.url, found)
+    faults = sum(len(seen.faults) for seen in found.values())
+    if faults:
+        raise CorruptError(
+            f"{faults} shards of {place.url} are missing or differ: the report names each. "
+            "Shard the dataset again under another name, or bring the objects back."
+        )
+    return found

@@ -1,0 +1,65 @@
+"""A small picture for a report: a rate over time, as SVG that stands in a Markdown artifact."""
+
+import base64
+import math
+from collections.abc import Mapping
+from xml.sax.saxutils import escape
+
+_WIDTH, _HEIGHT = 720, 240
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 36, 44
+_INNER, _TALL = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+_FLOOR = _TOP + _TALL
+_BARS = 60
+_INK, _GREY, _LINE, _BAR = "#1f2937", "#4b5563", "#d1d5db", "#2563eb"
+
+
+def pace_plot(pace: Mapping[int, int], seconds: float, title: str) -> str:
+    """Bars of MB/s over the seconds of a run, as a data URI.
+
+    Args:
+        pace: Bytes in each second.
+        seconds: How long the run was.
+        title: Above the picture.
+    """
+    span = max(1, math.ceil(max(seconds, max(pace, default=0) + 1)))
+    width = math.ceil(span / _BARS)
+    bars = [0.0] * math.ceil(span / width)
+    for second, size in pace.items():
+        bars[second // width] += size / width / 1e6
+    top = _round_up(max(bars))
+    step = _INNER / len(bars)
+    drawn = [_text(_LEFT, 20, title, _INK, "start")]
+    for part in (0.0, 0.5, 1.0):
+        y = _FLOOR - part * _TALL
+        drawn.append(f'<path d="M{_LEFT} {y}H{_WIDTH - _RIGHT}" stroke="{_LINE}"/>')
+        drawn.append(_text(_LEFT - 8, y + 4, f"{top * part:g}", _GREY, "end"))
+        drawn.append(_text(_LEFT + part * _INNER, _FLOOR + 18, f"{part * len(bars) * width:g}"))
+    for number, value in enumerate(bars):
+        x, tall = _LEFT + number * step, value / top * _TALL
+        size = f'width="{max(1.0, step - 1):.2f}" height="{tall:.2f}"'
+        drawn.append(f'<rect x="{x:.2f}" y="{_FLOOR - tall:.2f}" {size} fill="{_BAR}"/>')
+    drawn.append(_text(_LEFT + _INNER / 2, _HEIGHT - 8, "seconds since the start", _INK))
+    middle = _TOP + _TALL / 2
+    drawn.append(f'<g transform="rotate(-90 16 {middle})">{_text(16, middle, "MB/s", _INK)}</g>')
+    return _data_uri("".join(drawn))
+
+
+def _text(x: float, y: float, words: str, colour: str = _GREY, anchor: str = "middle") -> str:
+    place = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{colour}"'
+    return f"<text {place}>{escape(words)}</text>"
+
+
+def _data_uri(inside: str) -> str:
+    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
+    font = 'font-family="sans-serif" font-size="12"'
+    ground = f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>'
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>{ground}{inside}</svg>'
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+
+
+def _round_up(value: float) -> float:
+    """The next 1, 2 or 5 times a power of ten."""
+    if value <= 0:
+        return 1.0
+    unit = 10.0 ** math.floor(math.log10(value))
+    return next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= value)

@@ -1,0 +1,86 @@
+"""Shard a dataset, and say what came of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+
+from millrace import shards
+from millrace.shards import PipelineSettings, ShardReport
+from tasks.plot import pace_plot
+from tasks.progress import LiveProgress
+from tasks.retries import PAUSES, passing
+from tasks.words import artifact_key, count, duration, rate, size
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """What a run came to.
+
+    Attributes:
+        report: The engine's own.
+        pace: Bytes committed in each second of the run.
+    """
+
+    report: ShardReport
+    pace: Mapping[int, int] = field(repr=False)
+
+
+@task(cache_policy=NO_CACHE, retries=3, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def cut_shards(settings: PipelineSettings) -> Sharded:
+    """Cut what is missing of a dataset and seal it. Killed or cancelled, a later run goes on.
+
+    Call it, do not submit it: a task in another thread does not hear that it is cancelled.
+    """
+    with LiveProgress(artifact_key("progress", settings.dataset)) as progress:
+        report = shards.shard_dataset(settings, progress=progress)
+    return Sharded(report, dict(progress.pace))
+
+
+@task(cache_policy=NO_CACHE)
+def report_shards(made: Sharded) -> None:
+    """Leave a report that a person wants to read."""
+    create_markdown_artifact(
+        describe(made),
+        key=artifact_key("shards", made.report.manifest.dataset),
+        description=f"The dataset {made.report.manifest.dataset}, sealed",
+    )
+
+
+def describe(made: Sharded) -> str:
+    """The report, as Markdown."""
+    report, manifest = made.report, made.report.manifest
+    whole = (
+        f"**{manifest.dataset}** is complete: {count(report.samples, 'sample')} in "
+        f"{count(len(manifest.shards), 'shard')}, {size(manifest.size)}."
+    )
+    own = "All of it was there before this run."
+    if report.made:
+        own = (
+            f"This run made {count(report.made, 'shard')} of them in "
+            f"{duration(report.seconds)}, {rate(report.bytes_made, report.seconds)}."
+        )
+    rows = {
+        "Splits": f"{report.splits:,}",
+        "Shards": f"{len(manifest.shards):,}",
+        **{
+            f"Samples in `{partition}`": f"{samples:,}"
+            for partition, samples in manifest.samples.items()
+        },
+        "Bytes": f"{manifest.size:,}",
+        "Made by this run": f"{count(report.made, 'shard')}, {size(report.bytes_made)}, "
+        f"{count(report.samples_made, 'sample')}",
+        "Rate of this run": rate(report.bytes_made, report.seconds) if report.made else "-",
+        "Rows put aside": f"{manifest.quarantined:,}"
+        + (f" (below `{report.url}/quarantine/`)" if manifest.quarantined else ""),
+        "Manifest": f"`{report.manifest_key}`",
+        "Dataset": f"`{report.url}`",
+    }
+    lines = [f"{whole} {own}", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in rows.items()]
+    if made.pace:
+        picture = pace_plot(made.pace, report.seconds, f"{manifest.dataset}: bytes committed")
+        lines += ["", f"![MB/s over the seconds of this run]({picture})"]
+    return "\n".join(lines) + "\n"

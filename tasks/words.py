@@ -1,0 +1,36 @@
+"""Numbers as a person reads them."""
+
+import re
+
+
+def size(count: float) -> str:
+    """Bytes: ``23.4 GB``."""
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} PB"
+
+
+def rate(count: float, seconds: float) -> str:
+    """Bytes a second: ``85.0 MB/s``."""
+    return f"{count / max(seconds, 1e-9) / 1e6:.1f} MB/s"
+
+
+def duration(seconds: float) -> str:
+    """``4 min 12 s``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def count(number: int, thing: str) -> str:
+    """``1 shard``, ``1,200 shards``."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
+def artifact_key(*parts: str) -> str:
+    """A key that Prefect takes: lower case letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower()).strip("-")
