@@ -1,0 +1,277 @@
+"""A real Prefect server of the tests' own, and workers for it, each a process."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.request import urlopen
+from uuid import UUID
+
+import psutil
+import pytest
+
+from tests.servers.process import REPOSITORY, Child, free_ports
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import FlowRun
+
+T = TypeVar("T")
+
+PATIENCE = 120.0  # seconds until what is waited for is taken to have failed
+
+
+def until(look: Callable[[], T | None], what: str) -> T:
+    """Wait for something to be seen in another process; the first that is not None or False."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        seen = look()
+        if seen is not None and seen is not False:
+            return seen
+        time.sleep(0.05)
+    raise AssertionError(f"{what}: not seen within {PATIENCE:g} s")
+
+
+class PrefectServer:
+    """A server on a free port, with a home and a database of its own."""
+
+    def __init__(self, home: Path) -> None:
+        """Start it, and wait until it answers."""
+        (port,) = free_ports(1)
+        self.home = home
+        self.url = f"http://127.0.0.1:{port}/api"
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if "PREFECT" not in name},
+            "PREFECT_HOME": str(home),
+            "PREFECT_API_URL": self.url,
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "2",
+            "DO_NOT_TRACK": "1",
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        }
+        home.mkdir(parents=True)
+        self.log = home / "server.log"
+        # `setpriv` would not end what `prefect server start` starts: this is what it starts.
+        app = ["-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
+        address = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
+        with _environment(self.environment):
+            self._child = Child([sys.executable, *app, *address], log=self.log, folder=REPOSITORY)
+        until(self._answers, "the Prefect server")
+
+    def stop(self) -> None:
+        """Stop it."""
+        self._child.stop()
+
+    def client(self) -> "SyncPrefectClient":
+        """A client of it."""
+        from prefect.client.orchestration import SyncPrefectClient
+
+        return SyncPrefectClient(self.url)
+
+    def prefect(
+        self, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run Prefect's command line in the repository."""
+        return self.run("prefect", "--no-prompt", *arguments, environment=environment)
+
+    def run(
+        self, *command: str, environment: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command that is to use this server."""
+        return subprocess.run(
+            command,
+            cwd=REPOSITORY,
+            env={**self.environment, **(environment or {})},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+
+    def start(self, deployment: str, *, watch: bool = True, **parameters: Any) -> "Started":
+        """``prefect deployment run``, and by default ``--watch`` until it has ended."""
+        said = self.prefect(
+            "deployment", "run", deployment, "--params", json.dumps(parameters),
+            *(["--watch", "--watch-timeout", str(int(PATIENCE))] if watch else []),
+        )  # fmt: skip
+        found = re.search(r"UUID: ([0-9a-f-]{36})", said.stdout)
+        assert found, said.stdout + said.stderr
+        return Started(UUID(found[1]), said.returncode, said.stdout + said.stderr)
+
+    def flow_run(self, run: UUID) -> "FlowRun":
+        """A flow run as the server has it now."""
+        with self.client() as client:
+            return client.read_flow_run(run)
+
+    def wait(self, run: UUID, *states: str) -> "FlowRun":
+        """Wait until a flow run is in one of these states, by their names."""
+
+        def look() -> "FlowRun | None":
+            now = self.flow_run(run)
+            return now if now.state is not None and now.state.name in states else None
+
+        return until(look, f"flow run {run} in {' or '.join(states)}")
+
+    def artifacts(self, run: UUID) -> dict[str, Any]:
+        """The artifacts of a flow run: key to data."""
+        from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+
+        with self.client() as client:
+            found = client.read_artifacts(
+                artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run]))
+            )
+        return {artifact.key or "": artifact.data for artifact in found}
+
+    def logs(self, run: UUID) -> str:
+        """What a flow run and its tasks logged, as the API gives it."""
+        from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+
+        lines: list[str] = []
+        with self.client() as client:
+            while True:
+                page = client.read_logs(
+                    LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run])), offset=len(lines)
+                )
+                if not page:
+                    return "\n".join(lines)
+                lines += [entry.message for entry in page]
+
+    def tables(self) -> Iterator[tuple[str, str]]:
+        """Every value in the server's database, with the name of its table."""
+        with contextlib.closing(sqlite3.connect(self.home / "prefect.db")) as database:
+            names = database.execute("select name from sqlite_master where type = 'table'")
+            for (table,) in names.fetchall():
+                for row in database.execute(f'select * from "{table}"'):
+                    for value in row:
+                        text = value.decode("latin-1") if isinstance(value, bytes) else str(value)
+                        yield table, text
+
+    def _answers(self) -> bool:
+        if not self._child.running():
+            raise AssertionError(f"The Prefect server ended:\n{self._child.tail(40)}")
+        with contextlib.suppress(OSError), urlopen(f"{self.url}/health", timeout=5) as answer:
+            return answer.status == 200
+        return False
+
+
+@dataclass(frozen=True)
+class Started:
+    """What ``prefect deployment run`` came to."""
+
+    run: UUID
+    code: int
+    output: str
+
+
+class Worker:
+    """A process worker, in a process group of its own."""
+
+    def __init__(self, server: PrefectServer, folder: Path, pool: str = "millrace") -> None:
+        """Start one."""
+        self.log = folder / "worker.log"
+        self._process = subprocess.Popen(
+            ["prefect", "worker", "start", "--pool", pool, "--limit", "4"],
+            stdout=self.log.open("ab"),
+            stderr=subprocess.STDOUT,
+            cwd=folder,  # not the repository: nothing may depend on where a worker stands
+            env={**server.environment, "PREFECT_WORKER_QUERY_SECONDS": "0.5"},
+            start_new_session=True,
+            # A shell that runs in the background has it ignored, and Prefect stops by it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,  # noqa: PLW1509
+        )
+
+    def descendants(self) -> list[psutil.Process]:
+        """The flow runs' processes, and theirs."""
+        return psutil.Process(self._process.pid).children(recursive=True)
+
+    def stop(self) -> None:
+        """Stop it in order."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(15)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL it and all that it has started, as a power cut would."""
+        if self._process.poll() is None:
+            processes = self.descendants()
+            self._process.kill()
+            for process in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(processes, timeout=PATIENCE)
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """What a child started in the block inherits."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
+    """A Prefect server with our work pool, limit, automation and deployments, and no block."""
+    server = PrefectServer(tmp_path_factory.mktemp("prefect") / "home")
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def prefect_api(prefect_server: PrefectServer) -> Iterator[PrefectServer]:
+    """The server, and this process as its client."""
+    from prefect.settings import (
+        PREFECT_API_URL,
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+        PREFECT_HOME,
+        temporary_settings,
+    )
+
+    with temporary_settings(
+        {
+            PREFECT_API_URL: prefect_server.url,
+            PREFECT_HOME: prefect_server.home,
+            PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,
+        }
+    ):
+        yield prefect_server
+
+
+@pytest.fixture(scope="session")
+def deployed(prefect_server: PrefectServer) -> PrefectServer:
+    """The server after ``prefect deploy --all``."""
+    pool = prefect_server.prefect("work-pool", "create", "millrace", "--type", "process")
+    assert pool.returncode == 0, pool.stdout + pool.stderr
+    limit = prefect_server.prefect("gcl", "create", "millrace-uploads", "--limit", "8")
+    assert limit.returncode == 0, limit.stdout + limit.stderr
+    done = prefect_server.prefect("deploy", "--all")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return prefect_server
+
+
+@pytest.fixture
+def worker(deployed: PrefectServer, tmp_path: Path) -> Iterator[Worker]:
+    """A worker for one test."""
+    one = Worker(deployed, tmp_path)
+    try:
+        yield one
+    finally:
+        one.stop()
