@@ -1,0 +1,227 @@
+"""What came out, judged without a line of Millrace.
+
+The bucket is listed with boto3 or the folder walked, shards are read by webdataset itself, records
+by json. Names and formats are those that the design promises, written down here a second time.
+"""
+
+import hashlib
+import io
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+from webdataset.tariterators import group_by_keys, tar_file_expander
+
+_HALF = re.compile(r"#\d+$")  # what a killed process leaves of a file; no store lists it
+_COMMIT = re.compile(r"commits/(?P<split>[a-z]+-\d{5})-(?P<n>\d{6})\.json")
+_END = re.compile(r"commits/(?P<split>[a-z]+-\d{5})-end\.json")
+
+
+class Bucket(Protocol):
+    """Where a dataset is."""
+
+    def names(self) -> list[str]:
+        """Every object there is."""
+        ...
+
+    def read(self, name: str) -> bytes:
+        """The whole of one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A bucket that is a folder."""
+
+    root: Path
+
+    def names(self) -> list[str]:
+        found = [Path(at, name) for at, _, names in os.walk(self.root) for name in names]
+        return sorted(path.relative_to(self.root).as_posix() for path in found)
+
+    def read(self, name: str) -> bytes:
+        return (self.root / name).read_bytes()
+
+
+@dataclass(frozen=True, slots=True)
+class S3Bucket:
+    """A prefix of a bucket behind boto3."""
+
+    client: Any
+    bucket: str
+    prefix: str
+
+    def names(self) -> list[str]:
+        pages = self.client.get_paginator("list_objects_v2").paginate(
+            Bucket=self.bucket, Prefix=f"{self.prefix}/"
+        )
+        found = [stat["Key"] for page in pages for stat in page.get("Contents", [])]
+        return [key.removeprefix(f"{self.prefix}/") for key in found]
+
+    def read(self, name: str) -> bytes:
+        answer = self.client.get_object(Bucket=self.bucket, Key=f"{self.prefix}/{name}")
+        return answer["Body"].read()
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What is wrong with a dataset; all of it empty where nothing is.
+
+    Attributes:
+        lost: Rows of the source that no shard has.
+        doubled: Rows that are there once more than they should be; one nobody wrote counts too.
+        different: Shards that are missing, too many, or of other bytes than the reference's.
+        problems: Records and objects that do not agree, a sentence each.
+        digests: SHA-256 of each shard.
+        halves: Unfinished files of killed processes, which readers of the store do not see.
+    """
+
+    lost: int = 0
+    doubled: int = 0
+    different: int = 0
+    problems: list[str] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+    halves: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        return not (self.lost or self.doubled or self.different or self.problems)
+
+    def __str__(self) -> str:
+        counts = f"lost {self.lost}, doubled {self.doubled}, different {self.different}"
+        return "; ".join([counts, *self.problems])
+
+
+def row_token(name: str, text: bytes) -> str:
+    """What identifies a row: its unique id, and its content."""
+    return f"{name} {hashlib.sha256(text).hexdigest()}"
+
+
+def judge(
+    bucket: Bucket,
+    dataset: str,
+    *,
+    rows: Counter[str],
+    bad_rows: int,
+    reference: Mapping[str, str] | None,
+) -> Verdict:
+    """Hold a finished dataset against what went in.
+
+    Args:
+        bucket: Where it is.
+        dataset: Its name.
+        rows: Tokens of the rows that went in.
+        bad_rows: How many rows went in that make no sample.
+        reference: SHA-256 of each shard of a run that was never disturbed; None: this is it.
+    """
+    verdict = Verdict()
+    names = []
+    for name in bucket.names():
+        if not name.startswith(f"{dataset}/"):
+            verdict.problems.append(f"{name} is outside of the dataset")
+        elif _HALF.search(name):
+            verdict.halves.append(name)
+        else:
+            names.append(name.removeprefix(f"{dataset}/"))
+    with ThreadPoolExecutor(4) as pool:
+        wanted = [name for name in names if not name.startswith("lease/")]
+        read = pool.map(lambda name: (name, bucket.read(f"{dataset}/{name}")), wanted)
+        bodies = dict(read)
+    shards = {name: body for name, body in bodies.items() if name.startswith("shards/")}
+    verdict.digests = {name: hashlib.sha256(body).hexdigest() for name, body in shards.items()}
+    found = {name: list(_rows(name, body)) for name, body in shards.items()}
+    out = Counter(token for tokens in found.values() for token in tokens)
+    verdict.lost = (rows - out).total()
+    verdict.doubled = (out - rows).total()
+    if reference is not None:
+        either = {*reference, *verdict.digests}
+        verdict.different = sum(reference.get(n) != verdict.digests.get(n) for n in either)
+    samples = {name: len(tokens) for name, tokens in found.items()}
+    verdict.problems += _records(dataset, bodies, shards, verdict.digests, samples, bad_rows)
+    return verdict
+
+
+def _rows(name: str, body: bytes) -> Iterator[str]:
+    for sample in group_by_keys(tar_file_expander([{"url": name, "stream": io.BytesIO(body)}])):
+        row = json.loads(sample["json"]) if "json" in sample else {}
+        number = sample["id"].decode() if "id" in sample else row["id"]
+        yield row_token(number, sample["txt"] if "txt" in sample else row["text"].encode())
+
+
+def _records(
+    dataset: str,
+    bodies: dict[str, bytes],
+    shards: dict[str, bytes],
+    digests: dict[str, str],
+    samples: dict[str, int],
+    bad_rows: int,
+) -> Iterator[str]:
+    """What the plan, the ledger, the manifest and the index say that is not so."""
+    missing = {"plan.json", "manifest.json", "index.json"} - set(bodies)
+    if missing:
+        yield f"there is no {', '.join(sorted(missing))}"
+        return
+    there = {
+        n: {"size": len(b), "sha256": digests[n], "samples": samples[n]} for n, b in shards.items()
+    }
+    plan, manifest = (_record(bodies[f"{name}.json"]) for name in ("plan", "manifest"))
+
+    listed = Counter(shard["key"] for shard in manifest["shards"])
+    if listed != Counter(f"{dataset}/{name}" for name in there):
+        yield f"the manifest lists {len(listed)} shards, there are {len(there)}: not the same"
+    for shard in manifest["shards"]:
+        what = there.get(shard["key"].removeprefix(f"{dataset}/"), {})
+        if any(shard[key] != value for key, value in what.items()):
+            yield f"the manifest is wrong about {shard['key']}"
+    if sum(manifest["samples"].values()) != sum(samples.values()):
+        yield f"the manifest counts {manifest['samples']}, there are {sum(samples.values())}"
+
+    index = json.loads(bodies["index.json"])["shardlist"]
+    if Counter((s["url"], s["nsamples"], s["filesize"]) for s in index) != Counter(
+        (name, what["samples"], what["size"]) for name, what in there.items()
+    ):
+        yield "the index does not list exactly the shards there are"
+
+    entries = [_record(body) for name, body in bodies.items() if _COMMIT.fullmatch(name)]
+    for entry in entries:
+        what = there.get(str(entry["key"]).removeprefix(f"{dataset}/"), {})
+        if any(entry[key] != value for key, value in what.items()):
+            yield f"the ledger is wrong about {entry['key']}"
+    if Counter(e["key"] for e in entries if e["key"]) != Counter(f"{dataset}/{n}" for n in there):
+        yield "the ledger does not name each shard exactly once"
+    yield from _ends(plan, entries, bodies)
+
+    aside = {n: b.splitlines() for n, b in bodies.items() if n.startswith("quarantine/")}
+    counted = sum(len(lines) for lines in aside.values())
+    if {f"{dataset}/{name}" for name in aside} != {e["quarantine"] for e in entries} - {None}:
+        yield "the ledger does not name exactly the quarantines there are"
+    if not bad_rows == counted == manifest["quarantined"]:
+        yield (
+            f"{bad_rows} bad rows went in, {counted} are in quarantine, "
+            f"the manifest says {manifest['quarantined']}"
+        )
+
+
+def _ends(
+    plan: dict[str, Any], entries: list[dict[str, Any]], bodies: dict[str, bytes]
+) -> Iterator[str]:
+    ends = {m["split"]: _record(body) for n, body in bodies.items() if (m := _END.fullmatch(n))}
+    if sorted(ends) != [split["name"] for split in plan["splits"]]:
+        yield f"the plan has {len(plan['splits'])} splits, {len(ends)} have ended"
+    for split, end in ends.items():
+        own = sorted((e for e in entries if e["split"] == split), key=lambda e: e["n"])
+        if [e["n"] for e in own] != list(range(end["commits"])):
+            yield f"the commits of {split} are not numbered from 0 to {end['commits']}"
+        if any(one["next"] != other["start"] for one, other in pairwise(own)):
+            yield f"the spans of {split} do not meet"
+
+
+def _record(body: bytes) -> dict[str, Any]:
+    return json.loads(body)["record"]

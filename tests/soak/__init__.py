@@ -1,0 +1,1 @@
+"""The long kill and fault matrices: ``python -m tests.soak``. The tests run a slice of them."""

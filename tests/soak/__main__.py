@@ -1,0 +1,114 @@
+"""``python -m tests.soak``: the whole of the kill and fault matrices, and their counts."""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from random import Random
+
+from tests.servers.r2 import R2Proxy
+from tests.servers.rgw import RGW
+from tests.soak import report
+from tests.soak.case import Case, References
+from tests.soak.faults import r2_place, rgw_place, run_faults
+from tests.soak.kills import Kills
+from tests.soak.material import make_all
+from tests.soak.place import LocalPlace, Place
+from tests.soak.tally import Tally
+from tests.soak.together import Wakes, meet, share, take_over
+
+AT_LEAST = 20  # times that each kind of fault shall fire
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("--kills", type=int, default=212, help="at least so many")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=["kills", "faults"])
+    options = parser.parse_args()
+    began = time.monotonic()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
+        rgw = stack.enter_context(RGW.start(folder / "rgw"))
+        soak = _Soak(folder, rgw, options.seed)
+        good = True
+        if options.only != "faults":
+            good = soak.kills(options.kills) and soak.meetings() and good
+        if options.only != "kills":
+            keys = {rgw.full.access_key_id: rgw.full.secret_access_key}
+            proxy = stack.enter_context(R2Proxy.start(rgw.endpoint, keys, folder / "r2"))
+            good = soak.faults(proxy) and good
+    print(*soak.summary, f"{time.monotonic() - began:.0f} s", sep="\n")
+    return 0 if good else 1
+
+
+class _Soak:
+    """The parts of a soak, each of which prints its counts and says whether all was right."""
+
+    def __init__(self, folder: Path, rgw: RGW, seed: int) -> None:
+        self._folder, self._rgw, self._seed = folder, rgw, seed
+        self._materials = make_all(folder / "material", seed)
+        self._references = References(folder)
+        self._places: list[Place] = [LocalPlace(folder / "store"), rgw_place(rgw, "soak")]
+        self.summary: list[str] = []
+
+    def kills(self, number: int) -> bool:
+        """SIGKILLs."""
+        tally = self._kills("kill", self._places).run(number, tell=_tell)
+        missing = report.never_fired(tally)
+        print(report.kill_table(tally), *(f"never fired: {m}" for m in missing), "", sep="\n")
+        self.summary.append(report.result(f"kills {tally.counted}", tally))
+        return not tally.wrong and not missing and tally.counted >= number
+
+    def meetings(self) -> bool:
+        """Two drivers at once."""
+        dice = Random(f"{self._seed} meetings")
+        shared, taken = Tally(), Tally()
+        for number, workers in enumerate([1, 2, 0] * 2):
+            case = self._case(f"share-{number}", dice, workers)
+            meet(case, share, self._references, shared)
+            _tell(f"{case}: two drivers at once")
+        ways = [(wakes, too) for wakes in Wakes for too in (True, False)]
+        for number, (wakes, too) in enumerate(ways * 2):
+            case = self._case(f"take-{number}", dice, number % 3)
+            meet(case, partial(take_over, workers_too=too, wakes=wakes), self._references, taken)
+            _tell(f"{case}: stopped and taken over, goes on {wakes}")
+        print(*shared.wrong, *taken.wrong, sep="\n")
+        self.summary.append(report.result(f"two at once {shared.cases}", shared))
+        self.summary.append(report.result(f"taken over {taken.cases}", taken))
+        return not shared.wrong and not taken.wrong
+
+    def faults(self, proxy: R2Proxy) -> bool:
+        """A store that fails."""
+        dice = Random(f"{self._seed} faults")
+        kills = self._kills("fault", [r2_place(self._rgw, proxy, "soak")])
+        fired = run_faults(kills, proxy, dice, at_least=AT_LEAST, tell=_tell)
+        print(report.fault_table(fired, kills.tally), "", sep="\n")
+        self.summary.append(report.result(f"faults {sum(fired.values())}", kills.tally))
+        return not kills.tally.wrong and min(fired.values()) >= AT_LEAST
+
+    def _kills(self, name: str, places: Sequence[Place]) -> Kills:
+        dice = Random(f"{self._seed} {name}")
+        runs = self._folder / "runs"
+        return Kills(self._materials, places, self._references, runs, dice, name=name)
+
+    def _case(self, name: str, dice: Random, workers: int) -> Case:
+        return Case(
+            name,
+            dice.choice(self._materials),
+            dice.choice(self._places),
+            self._folder / "runs",
+            workers=workers,
+        )
+
+
+def _tell(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

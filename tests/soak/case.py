@@ -1,0 +1,130 @@
+"""One case: a dataset made in a store of its own, by one driver after another, and then judged."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.oracle import Verdict, judge
+from tests.soak.child import Child, Ended
+from tests.soak.material import Material
+from tests.soak.place import LocalPlace, Place
+
+DATASET = "data/corpus"
+
+
+class CaseError(Exception):
+    """A driver did not end as it should have."""
+
+
+@dataclass(slots=True)
+class Case:
+    """What is made, where, and how.
+
+    Attributes:
+        name: Unique in the soak: a prefix of the place.
+        material: The source.
+        place: Where the shards go.
+        folder: For the children's working directories.
+        workers: Processes of each driver.
+        uploads: Of each worker.
+        store_source: Read the source from the place, not from its folder.
+    """
+
+    name: str
+    material: Material
+    place: Place
+    folder: Path
+    workers: int = 2
+    uploads: int = 2
+    store_source: bool = False
+    children: list[Child] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.material.name} to {self.place.name}, "
+            f"workers {self.workers}, uploads {self.uploads}"
+        )
+
+    def config(self) -> dict[str, Any]:
+        """The pipeline's settings."""
+        if self.store_source:
+            source = self.place.source(self.material)
+        else:
+            source = {"url": self.material.folder.as_uri()}
+        return {
+            "dataset": DATASET,
+            "source": {**self.material.source, "store": source},
+            "store": self.place.spec(self.name),
+            "cut": self.material.cut,
+            "run": {"workers": self.workers, "uploads": self.uploads, "lease": 3},
+        }
+
+    def start(self, do: str = "shard") -> Child:
+        """Another driver, with an empty working directory of its own."""
+        folder = self.folder / self.name / f"run-{len(self.children)}"
+        child = Child({"do": do, "config": self.config()}, folder)
+        self.children.append(child)
+        return child
+
+    def run_undisturbed(self, do: str = "shard") -> dict[str, Any]:
+        """A driver that is never killed; what it reports."""
+        with self.start(do) as child:
+            while not isinstance(heard := child.hear(), Ended):
+                assert heard is not None
+                child.go()
+        return finished(heard)
+
+    def judged(self, reference: Mapping[str, str] | None) -> Verdict:
+        """The oracle's verdict, and whether anything of the drivers was left on the machine."""
+        verdict = self._look(reference)
+        if verdict.good and verdict.halves:
+            self.run_undisturbed("collect")
+            halves = verdict.halves
+            verdict = self._look(reference)
+            verdict.problems += [f"{half} was not collected" for half in verdict.halves]
+            verdict.halves = halves
+        for child in self.children:
+            verdict.problems += [f"process {pid} outlived its driver" for pid in child.orphans()]
+            verdict.problems += [f"{name} was left on the machine" for name in child.leftovers()]
+        return verdict
+
+    def _look(self, reference: Mapping[str, str] | None) -> Verdict:
+        return judge(
+            self.place.bucket(self.name),
+            DATASET,
+            rows=self.material.rows,
+            bad_rows=self.material.bad_rows,
+            reference=reference,
+        )
+
+
+def finished(ended: Ended) -> dict[str, Any]:
+    """What a driver reported that came to its end.
+
+    Raises:
+        CaseError: It did not.
+    """
+    if ended.code != 0 or ended.report is None:
+        raise CaseError(f"a driver ended with code {ended.code}:\n{ended.tail}")
+    return ended.report
+
+
+class References:
+    """The shards of each material, as a run makes them that nobody disturbs."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._place = LocalPlace(folder / "reference")
+        self._known: dict[str, dict[str, str]] = {}
+
+    def of(self, material: Material) -> dict[str, str]:
+        """SHA-256 of each shard."""
+        if material.name not in self._known:
+            case = Case(material.name, material, self._place, self._folder / "runs", workers=1)
+            case.run_undisturbed()
+            verdict = case.judged(None)
+            if not verdict.good:
+                raise CaseError(f"{case}, never disturbed: {verdict}")
+            self._known[material.name] = verdict.digests
+        return self._known[material.name]

@@ -1,0 +1,91 @@
+"""The same cases with a store that fails: each kind of fault befalls 5 % of all requests."""
+
+from collections.abc import Callable
+from random import Random
+
+from tests.servers.faults import Fault, Faults
+from tests.servers.key import Key
+from tests.servers.r2 import R2Proxy
+from tests.servers.rgw import RGW
+from tests.soak.kills import Kills
+from tests.soak.place import S3Place
+from tests.soak.targets import SEALED, Target, Victim, combinations, target_at
+
+EACH = 0.05
+_CASES = 60
+
+
+def bad_weather(seed: int, *, retry_after: float | None = None) -> Faults:
+    """All six kinds, each at 5 % of the requests. A stall ends when the proxy hangs up."""
+    chances = {kind.value: EACH for kind in Fault}
+    return Faults(**chances, seed=seed, retry_after=retry_after, stall_seconds=1.0)
+
+
+def run_faults(
+    kills: Kills,
+    proxy: R2Proxy,
+    dice: Random,
+    *,
+    at_least: int,
+    tell: Callable[[str], None] = print,
+) -> dict[str, int]:
+    """Run cases until each kind of fault has fired often enough; every second one with kills.
+
+    Args:
+        kills: Whose cases go through the proxy.
+        proxy: The proxy.
+        dice: All chance comes from it, save which request meets which fault first.
+        at_least: How often each kind shall fire.
+
+    Returns:
+        How often each kind fired, by the proxy's own count.
+    """
+    proxy.reset()
+    number = 0
+    while min(proxy.counts().values()) < at_least and number < _CASES:
+        proxy.set_faults(
+            bad_weather(dice.randrange(1 << 30), retry_after=dice.choice([None, None, 1.0]))
+        )
+        case = kills.case(number % 4)
+        case.store_source = True
+        chosen = _kills_for(dice, alone=case.workers == 0) if number % 2 else []
+        kills.kill_in(case, chosen)
+        number += 1
+        tell(f"{case}: {proxy.counts()}")
+    fired = proxy.counts()
+    proxy.reset()
+    return fired
+
+
+def _kills_for(dice: Random, *, alone: bool) -> list[Target]:
+    pairs = [
+        (boundary, victim)
+        for boundary, victim in combinations()
+        if boundary != SEALED and (victim is Victim.ALONE) == alone
+    ]
+    return [target_at(dice, *pair) for pair in dice.sample(pairs, 4)]
+
+
+def rgw_place(rgw: RGW, bucket: str) -> S3Place:
+    """A bucket of RGW, spoken to directly."""
+    return _place("rgw", rgw.endpoint, rgw, bucket)
+
+
+def r2_place(rgw: RGW, proxy: R2Proxy, bucket: str) -> S3Place:
+    """The same through the proxy, over TLS and with R2's rules."""
+    place = _place("r2", proxy.endpoint, rgw, bucket)
+    place.region = "auto"
+    place.ca_file = proxy.ca_file
+    return place
+
+
+def _place(name: str, endpoint: str, rgw: RGW, bucket: str) -> S3Place:
+    key: Key = rgw.full
+    return S3Place(
+        name,
+        endpoint,
+        key.access_key_id,
+        key.secret_access_key,
+        rgw.client(key),
+        rgw.create_bucket(bucket),
+    )

@@ -1,0 +1,100 @@
+"""Where a driver, a worker or all of them can be killed.
+
+A boundary is an event that the killed process waits in: it cannot be elsewhere. Besides those,
+processes are killed at an event counted from the start, whichever it is (``any event``), and a few
+milliseconds after one, anywhere in the work (``between``).
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from random import Random
+
+ANY, BETWEEN = "any event", "between"
+DRIVERS_FIRST = ("plan.committed",)
+SPLITS = (
+    "split.opened",
+    "shard.half",
+    "shard.encoded",
+    "shard.put",
+    "shard.committed",
+    "split.ending",
+    "split.ended",
+)
+DRIVERS_LAST = ("manifest.sealing", "index.put")
+SEALED = "manifest.sealed"  # from here on the dataset is complete: such a kill is not counted
+BOUNDARIES = (*DRIVERS_FIRST, *SPLITS, *DRIVERS_LAST, ANY, BETWEEN)
+
+
+class Victim(StrEnum):
+    """Who is killed."""
+
+    DRIVER = "driver"
+    WORKER = "worker"
+    GROUP = "group"
+    ALONE = "alone"
+    """A driver that has no workers and does their work itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One kill to come.
+
+    Attributes:
+        boundary: An event's name, `ANY` or `BETWEEN`.
+        victim: Who.
+        nth: At which of the events that fit.
+        delay: For `BETWEEN`: seconds after it.
+    """
+
+    boundary: str
+    victim: Victim
+    nth: int = 1
+    delay: float = 0.0
+
+
+def combinations() -> list[tuple[str, Victim]]:
+    """Every boundary with everybody who can be killed there."""
+    return [
+        (boundary, victim)
+        for boundary in (*BOUNDARIES, SEALED)
+        for victim in Victim
+        if victim is not Victim.WORKER or boundary in {*SPLITS, ANY, BETWEEN}
+    ]
+
+
+def draw(dice: Random, kills: int) -> list[Target]:
+    """Targets for at least so many counted kills, all combinations in turn."""
+    pairs = combinations()
+    counted = [pair for pair in pairs if pair[0] != SEALED]
+    chosen = list(pairs)
+    while len(chosen) < kills + len(pairs) - len(counted):
+        chosen += dice.sample(counted, len(counted))
+    chosen = chosen[: max(len(pairs), kills + len(pairs) - len(counted))]
+    dice.shuffle(chosen)
+    return [target_at(dice, boundary, victim) for boundary, victim in chosen]
+
+
+def target_at(dice: Random, boundary: str, victim: Victim) -> Target:
+    """A kill at a boundary: which of the events, and how long after it, by chance."""
+    match boundary:
+        case "split.opened" | "shard.half" | "shard.encoded" | "shard.put" | "shard.committed":
+            return Target(boundary, victim, dice.randint(1, 3))
+        case _ if boundary == ANY:
+            return Target(boundary, victim, dice.randint(1, 12))
+        case _ if boundary == BETWEEN:
+            return Target(boundary, victim, dice.randint(1, 9), dice.choice([0, 1, 2, 4, 8]) / 1000)
+        case _:
+            return Target(boundary, victim)
+
+
+def in_order(dice: Random, targets: Iterable[Target]) -> deque[Target]:
+    """Those of one case, in an order in which all can happen: what seals comes last."""
+
+    def place(target: Target) -> float:
+        if target.boundary == SEALED:
+            return 3
+        return 2 if target.boundary in DRIVERS_LAST else dice.random()
+
+    return deque(sorted(targets, key=place))
