@@ -14,19 +14,21 @@ from collections.abc import Callable
 from datetime import timedelta
 from email.utils import parsedate_to_datetime
 from functools import cache
-from typing import TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import obstore
 import urllib3
 from obstore.exceptions import (
     AlreadyExistsError,
     BaseError,
+    GenericError,
     NotModifiedError,
     PermissionDeniedError,
     PreconditionError,
     UnauthenticatedError,
 )
 from obstore.store import S3Store
+from urllib3 import BaseHTTPResponse
 
 from millrace import errors
 from millrace.storage.open import Store
@@ -50,6 +52,7 @@ def trying(store: Store, key: str, call: Callable[[], T]) -> T:
 
     Raises:
         NotFoundError, ExistsError, ChangedError, DeniedError: At once.
+        ConfigurationError: The key is no key.
         UnavailableError: The budget is spent; the last fault is its cause.
     """
     deadline = time.monotonic() + store.spec.patience.total_seconds()
@@ -58,6 +61,10 @@ def trying(store: Store, key: str, call: Callable[[], T]) -> T:
         _wait_for_throttle(store, deadline)
         try:
             return call()
+        except ValueError as error:
+            raise errors.ConfigurationError(
+                f"{key!r} cannot be a key in {store.url}: {errors.one_line(error)}."
+            ) from error
         except (BaseError, OSError) as error:
             fault = _final(error, store, key)
             if fault is not None:
@@ -94,26 +101,38 @@ def _status(error: BaseException) -> int | None:
     return int(match[1]) if match else None
 
 
-def _final(  # noqa: PLR0911 - one answer a fault
-    error: BaseException, store: Store, key: str
-) -> errors.MillraceError | None:
+def _final(error: BaseException, store: Store, key: str) -> errors.MillraceError | None:
+    """Our error for one that will not pass; None for one that may."""
     where = store.url_of(key)
     status = _status(error)
     match error:
-        case FileNotFoundError():
-            return errors.NotFoundError(f"There is no {where}.")
         case AlreadyExistsError() | FileExistsError():
             return errors.ExistsError(f"{where} is already there.")
+        case FileNotFoundError() | NotADirectoryError():
+            status = 404
         case PreconditionError() | NotModifiedError():
-            return errors.ChangedError(f"{where} is no longer the object that was meant.")
+            status = 412
         case PermissionDeniedError() | UnauthenticatedError() | PermissionError():
+            status = 403
+        case OSError():
+            return errors.MillraceError(f"{where}: {errors.one_line(error)}.")
+        case _:
+            pass
+    return None if status is None else _of_status(status, where, error)
+
+
+def _of_status(status: int, where: str, error: BaseException) -> errors.MillraceError | None:
+    match status:
+        case 404:
+            return errors.NotFoundError(f"There is no {where}.")
+        case 304 | 412:
+            return errors.ChangedError(f"{where} is no longer the object that was meant.")
+        case 401 | 403:
             return errors.DeniedError(
                 f"{where}: the store refuses these credentials. Check that they are for this "
                 "bucket and prefix, and allow what is being done."
             )
-        case OSError():
-            return errors.MillraceError(f"{where}: {errors.one_line(error)}.")
-        case _ if status is not None and 400 <= status < 500 and status not in _RETRIED_4XX:
+        case _ if 400 <= status < 500 and status not in _RETRIED_4XX:
             return errors.MillraceError(f"{where}: the store answered {errors.one_line(error)}")
         case _:
             return None
@@ -129,9 +148,23 @@ def _hold(store: Store, pause: float) -> None:
         store.throttle.until = max(store.throttle.until, time.monotonic() + pause)
 
 
+def signed_request(store: Store, method: Literal["HEAD", "DELETE"], key: str) -> BaseHTTPResponse:
+    """One request beside obstore, signed by it: for a header or a verb that it does not show.
+
+    Raises:
+        GenericError: No answer, as obstore would say it.
+    """
+    url = obstore.sign(cast("S3Store", store.raw), method, key, timedelta(minutes=1))
+    pool = _pool(str(store.spec.ca_file) if store.spec.ca_file else None)
+    try:
+        return pool.request(method, url)
+    except urllib3.exceptions.HTTPError as error:
+        raise GenericError(f"No answer to {method} of {key}.") from error
+
+
 @cache
 def _pool(ca_file: str | None) -> urllib3.PoolManager:
-    return urllib3.PoolManager(ca_certs=ca_file, timeout=5.0, retries=False)
+    return urllib3.PoolManager(ca_certs=ca_file, timeout=10.0, retries=False)
 
 
 def _retry_after(store: Store, key: str) -> float:
@@ -139,10 +172,8 @@ def _retry_after(store: Store, key: str) -> float:
     if not store.speaks_s3:
         return 0.0
     try:
-        url = obstore.sign(cast("S3Store", store.raw), "HEAD", key, timedelta(minutes=1))
-        pool = _pool(str(store.spec.ca_file) if store.spec.ca_file else None)
-        answer = pool.request("HEAD", url)
-    except (BaseError, OSError, urllib3.exceptions.HTTPError):
+        answer = signed_request(store, "HEAD", key)
+    except BaseError:
         return 0.0  # the jittered pause stands
     return seconds_of(answer.headers.get("Retry-After", ""))
 

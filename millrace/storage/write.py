@@ -14,7 +14,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 from millrace import errors
 from millrace.storage.clients import boto3_client
 from millrace.storage.open import Backend, Store
-from millrace.storage.retry import translated, trying
+from millrace.storage.retry import signed_request, translated, trying
 
 Bytes = bytes | bytearray | memoryview
 
@@ -134,6 +134,7 @@ def delete(store: Store, keys: Iterable[str]) -> list[DeleteFailure]:
         try:
             trying(store, batch[0], lambda batch=batch: obstore.delete(store.raw, batch))
         except errors.MillraceError:
+            # Told key by key what it is; and some credentials allow only single deletes.
             failures += _delete_singly(store, batch)
     return failures
 
@@ -142,12 +143,22 @@ def _delete_singly(store: Store, keys: list[str]) -> list[DeleteFailure]:
     failures: list[DeleteFailure] = []
     for key in keys:
         try:
-            trying(store, key, lambda key=key: obstore.delete(store.raw, key))
+            trying(store, key, lambda key=key: _delete_one(store, key))
         except errors.NotFoundError:
             continue
         except errors.MillraceError as error:
             failures.append(DeleteFailure(key, errors.one_line(error)))
     return failures
+
+
+def _delete_one(store: Store, key: str) -> None:
+    if not store.speaks_s3:
+        obstore.delete(store.raw, key)
+        return
+    # obstore sends even one key as a batch, which session policies of some servers refuse.
+    answer = signed_request(store, "DELETE", key)
+    if answer.status >= 300:
+        raise GenericError(f"Server returned non-2xx status code: {answer.status}")
 
 
 def abort_stale_uploads(

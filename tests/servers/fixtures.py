@@ -1,0 +1,55 @@
+"""The stand-ins as session fixtures: `rgw`, `r2` in front of it, and `gcs`."""
+
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.servers.gcs import GCSServer
+from tests.servers.r2 import R2Proxy
+from tests.servers.rgw import RGW
+
+
+@pytest.fixture(scope="session")
+def server_folder() -> Iterator[Path]:
+    """Where the servers keep their data; removed at the end, as it may be large."""
+    with tempfile.TemporaryDirectory(prefix="millrace-servers-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="session")
+def rgw(server_folder: Path) -> Iterator[RGW]:
+    """A Ceph RGW."""
+    with RGW.start(server_folder / "rgw") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def r2(rgw: RGW, server_folder: Path) -> Iterator[R2Proxy]:
+    """An R2 over TLS in front of `rgw`: each test finds it without faults, its counts at zero."""
+    keys = {
+        key.access_key_id: key.secret_access_key for key in (rgw.full, rgw.read_only, rgw.other)
+    }
+    with R2Proxy.start(rgw.endpoint, keys, server_folder / "r2") as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _r2_at_rest(request: pytest.FixtureRequest) -> None:
+    if "r2" in request.fixturenames:
+        request.getfixturevalue("r2").reset()
+
+
+@pytest.fixture(scope="session")
+def gcs(server_folder: Path) -> Iterator[GCSServer]:
+    """A Cloud Storage with the bucket ``bucket``."""
+    with GCSServer.start(server_folder / "gcs") as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(rgw: RGW) -> str:
+    """A bucket of `rgw`, and so of `r2`, made for one test, that `rgw.full` owns."""
+    return rgw.create_bucket(f"bucket-{uuid.uuid4().hex[:12]}")

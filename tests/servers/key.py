@@ -1,0 +1,42 @@
+"""An access key, as the stand-ins hand it out."""
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import boto3
+from botocore.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a client signs with."""
+
+    access_key_id: str
+    secret_access_key: str = field(repr=False)
+    session_token: str | None = field(default=None, repr=False)
+
+
+def connect(
+    endpoint: str,
+    key: Key,
+    *,
+    service: str = "s3",
+    region: str = "us-east-1",
+    verify: str | bool | None = None,
+) -> Any:
+    """A boto3 client: path-style, no retries, no checksum that was not asked for."""
+    return cast("Any", boto3).client(
+        service,
+        endpoint_url=endpoint,
+        region_name=region,
+        aws_access_key_id=key.access_key_id,
+        aws_secret_access_key=key.secret_access_key,
+        aws_session_token=key.session_token,
+        verify=verify,
+        config=Config(
+            s3={"addressing_style": "path"},
+            retries={"total_max_attempts": 1},
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        ),
+    )

@@ -1,0 +1,101 @@
+"""Child processes that do not outlive the one that started them."""
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class Child:
+    """A server started by us, in a session of its own, killed by the kernel should we die.
+
+    The kernel's promise (``PR_SET_PDEATHSIG``, set by util-linux's ``setpriv``) is bound to the
+    thread that started the child: start servers from a thread that lives as long as they do, as
+    pytest's main thread does.
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, log: Path, folder: Path, announces: bool = False
+    ) -> None:
+        """Start a server.
+
+        Args:
+            command: The program and its arguments.
+            log: What it prints is appended to this file.
+            folder: Where it runs.
+            announces: It prints a line of JSON when it is ready, for `announced` to read.
+        """
+        self.name = " ".join(command[:3])
+        self.log = log
+        with log.open("ab") as sink:
+            self._process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", "--", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if announces else sink,
+                stderr=sink,
+                cwd=folder,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process id (``setpriv`` has become the server itself)."""
+        return self._process.pid
+
+    def running(self) -> bool:
+        """Whether it still runs."""
+        return self._process.poll() is None
+
+    def announced(self) -> dict[str, Any]:
+        """Wait for the line of JSON that says that it is ready.
+
+        Raises:
+            RuntimeError: It ended without one.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self.kill()
+            raise RuntimeError(f"{self.name} ended before it was ready:\n{self.tail()}")
+        return json.loads(line)
+
+    def tail(self, lines: int = 15) -> str:
+        """The last lines that it printed, for an error message."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def stop(self, patience: float = 10.0) -> None:
+        """Ask it to end, and after ``patience`` seconds ask no longer."""
+        if self.running():
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it with SIGKILL, and wait until it is gone."""
+        if self.running():
+            self._process.kill()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+def python_module(module: str, *arguments: str, log: Path) -> Child:
+    """Start ``python -m module``, which announces that it is ready, from this repository."""
+    command = [sys.executable, "-m", module, *arguments]
+    return Child(command, log=log, folder=REPOSITORY, announces=True)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nothing listens on at this moment."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]

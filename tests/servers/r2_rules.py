@@ -1,0 +1,166 @@
+"""What R2 refuses that another S3 server lets through, as far as a request's head shows it.
+
+Source: Cloudflare R2 documentation, "S3 API compatibility" and "Error codes".
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, unquote
+
+MIB = 1 << 20
+METADATA_LIMIT = 8192
+REGIONS = frozenset({"", "auto", "us-east-1", "wnam", "enam", "weur", "eeur", "apac", "oc"})
+
+REFUSED_HEADERS = (
+    "x-amz-acl", "x-amz-grant-", "x-amz-tagging", "x-amz-object-lock-",
+    "x-amz-bucket-object-lock-", "x-amz-bypass-governance-retention", "x-amz-website-redirect-",
+    "x-amz-server-side-encryption-aws-kms-", "x-amz-server-side-encryption-context",
+    "x-amz-server-side-encryption-bucket-key-",
+)  # fmt: skip
+REFUSED_SUBRESOURCES = frozenset(
+    {
+        "accelerate", "acl", "analytics", "attributes", "inventory", "legal-hold", "logging",
+        "metrics", "notification", "object-lock", "ownershipControls", "policy", "policyStatus",
+        "publicAccessBlock", "replication", "requestPayment", "restore", "retention", "select",
+        "tagging", "torrent", "versionId", "versioning", "versions", "website",
+    }
+)  # fmt: skip
+BUCKET_SUBRESOURCES = ("delete", "location", "uploads", "cors", "lifecycle", "encryption")
+BUCKET_OPERATIONS = {
+    ("HEAD", ""): "HeadBucket",
+    ("GET", ""): "ListObjectsV1",
+    ("PUT", ""): "CreateBucket",
+    ("DELETE", ""): "DeleteBucket",
+    ("POST", "delete"): "DeleteObjects",
+    ("GET", "location"): "GetBucketLocation",
+    ("GET", "uploads"): "ListMultipartUploads",
+    ("GET", "cors"): "GetBucketCors",
+    ("PUT", "cors"): "PutBucketCors",
+    ("DELETE", "cors"): "DeleteBucketCors",
+    ("GET", "lifecycle"): "GetBucketLifecycle",
+    ("PUT", "lifecycle"): "PutBucketLifecycle",
+    ("GET", "encryption"): "GetBucketEncryption",
+}
+OBJECT_OPERATIONS = {
+    ("GET", ""): "GetObject",
+    ("HEAD", ""): "HeadObject",
+    ("PUT", ""): "PutObject",
+    ("DELETE", ""): "DeleteObject",
+    ("POST", "uploads"): "CreateMultipartUpload",
+    ("GET", "uploadId"): "ListParts",
+    ("PUT", "uploadId"): "UploadPart",
+    ("POST", "uploadId"): "CompleteMultipartUpload",
+    ("DELETE", "uploadId"): "AbortMultipartUpload",
+}
+COUNTED_WRITES = frozenset({"PutObject", "CopyObject", "CompleteMultipartUpload"})
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The rules that a test may want to bend."""
+
+    min_part: int = 5 * MIB
+    """The smallest part of a multipart upload but for its last, in bytes."""
+    write_interval: float = 1.0
+    """Seconds between two writes to one key; 0: as many as one likes."""
+
+
+class RefusedError(Exception):
+    """A request that is answered with an error of S3's."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        """Say how it is answered."""
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What a request asks for, in S3's words."""
+
+    name: str
+    bucket: str
+    key: str
+    query: Mapping[str, str]
+
+
+def operation(method: str, path: str, query: str, headers: Mapping[str, str]) -> Operation:
+    """Name the operation of a path-style request."""
+    bucket, _, key = unquote(path).removeprefix("/").partition("/")
+    fields = dict(parse_qsl(query, keep_blank_values=True))
+    if not bucket:
+        name = "ListBuckets" if method == "GET" else "Unknown"
+    elif not key:
+        name = _on_bucket(method, fields)
+    else:
+        name = _on_object(method, fields, copies="x-amz-copy-source" in headers)
+    return Operation(name, bucket, key, fields)
+
+
+def check_head(
+    asked: Operation, headers: Mapping[str, str], *, has_body: bool, region: str
+) -> None:
+    """Refuse what R2 refuses whoever asks.
+
+    Raises:
+        RefusedError: It is refused.
+    """
+    refused = [name for name in headers if name.lower().startswith(REFUSED_HEADERS)]
+    refused += [name for name in asked.query if name in REFUSED_SUBRESOURCES]
+    if "kms" in headers.get("x-amz-server-side-encryption", ""):
+        refused.append("x-amz-server-side-encryption")
+    if asked.name == "Unknown":
+        refused.append("This operation")
+    if refused:
+        raise RefusedError(501, "NotImplemented", f"{refused[0]} is not implemented.")
+    if (
+        "aws-chunked" in headers.get("content-encoding", "")
+        or headers.get("x-amz-content-sha256", "").startswith("STREAMING-")
+        or "x-amz-trailer" in headers
+    ):
+        message = "STREAMING payloads and trailing checksums are not implemented."
+        raise RefusedError(501, "NotImplemented", message)
+    if region not in REGIONS:
+        raise RefusedError(400, "InvalidRegionName", f"The region name '{region}' is not valid.")
+    if has_body and "content-length" not in headers and "x-amz-copy-source" not in headers:
+        raise RefusedError(411, "MissingContentLength", "Content-Length is required.")
+    custom = [(name, headers[name]) for name in headers if name.lower().startswith("x-amz-meta-")]
+    if sum(len(name) - len("x-amz-meta-") + len(value) for name, value in custom) > METADATA_LIMIT:
+        raise RefusedError(400, "MetadataTooLarge", "Custom metadata exceeds 8,192 bytes.")
+
+
+def check_parts(sizes: Sequence[int], rules: Rules) -> None:
+    """Refuse a multipart upload whose parts are not as R2 wants them.
+
+    Args:
+        sizes: Of the parts in their order, in bytes.
+        rules: How small a part may be.
+
+    Raises:
+        RefusedError: Parts are too small, or differ.
+    """
+    if not sizes:
+        return
+    *leading, last = sizes
+    if any(size < rules.min_part for size in leading):
+        message = "Your proposed upload is smaller than the minimum allowed object size."
+        raise RefusedError(400, "EntityTooSmall", message)
+    if len(set(leading)) > 1 or (leading and last > leading[0]):
+        message = "All non-trailing parts must have the same length."
+        raise RefusedError(400, "InvalidPart", message)
+
+
+def _on_bucket(method: str, query: Mapping[str, str]) -> str:
+    if query.get("list-type") == "2" and method == "GET":
+        return "ListObjectsV2"
+    subresource = next((name for name in BUCKET_SUBRESOURCES if name in query), "")
+    return BUCKET_OPERATIONS.get((method, subresource), "Unknown")
+
+
+def _on_object(method: str, query: Mapping[str, str], *, copies: bool) -> str:
+    subresource = next((name for name in ("uploadId", "uploads") if name in query), "")
+    if copies and method == "PUT":
+        return "UploadPartCopy" if subresource else "CopyObject"
+    return OBJECT_OPERATIONS.get((method, subresource), "Unknown")

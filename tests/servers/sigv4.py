@@ -1,0 +1,167 @@
+"""AWS Signature Version 4 for S3, written apart from the clients that it judges.
+
+Source: "Authenticating Requests (AWS Signature Version 4)", Amazon S3 API reference: the signature
+in the ``Authorization`` header, and in the query of a presigned URL.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from urllib.parse import quote, unquote_to_bytes
+
+ALGORITHM = "AWS4-HMAC-SHA256"
+TOKEN = "x-amz-security-token"
+UNRESERVED = "-_.~"
+
+
+class MalformedError(ValueError):
+    """What should be a signature is not one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A signature as a request carries it."""
+
+    access_key_id: str
+    scope: str
+    """``date/region/service/aws4_request``."""
+    signed_headers: tuple[str, ...]
+    value: str
+    presigned: bool
+    """It stands in the query."""
+
+    @property
+    def region(self) -> str:
+        """The region that was signed for."""
+        return self.scope.split("/")[1]
+
+
+def found(headers: Mapping[str, str], query: str) -> Signature | None:
+    """The signature of a request; None if it is anonymous.
+
+    Raises:
+        MalformedError: There is one, and it cannot be read.
+    """
+    authorization = headers.get("Authorization", "")
+    presigned = dict(_pairs(query))
+    try:
+        if authorization.startswith(ALGORITHM):
+            words = authorization.removeprefix(ALGORITHM).split(",")
+            fields = dict(word.strip().split("=", 1) for word in words)
+            return _signature(
+                fields["Credential"], fields["SignedHeaders"], fields["Signature"], presigned=False
+            )
+        if "X-Amz-Signature" in presigned:
+            return _signature(
+                unquote_to_bytes(presigned["X-Amz-Credential"]).decode(),
+                unquote_to_bytes(presigned["X-Amz-SignedHeaders"]).decode(),
+                presigned["X-Amz-Signature"],
+                presigned=True,
+            )
+    except (KeyError, ValueError) as error:
+        raise MalformedError("The signature is not readable.") from error
+    if authorization:
+        raise MalformedError(f"The authorization is not {ALGORITHM}.")
+    return None
+
+
+def compute(
+    secret: str,
+    *,
+    method: str,
+    path: str,
+    query: str,
+    headers: Mapping[str, str],
+    signature: Signature,
+) -> str:
+    """The signature that a request should carry.
+
+    Args:
+        secret: The secret access key.
+        method: The HTTP method.
+        path: The path as it stands in the request line, encoded.
+        query: The query as it stands there.
+        headers: The headers, by name in any case.
+        signature: Which headers it covers, and the date, region and service.
+    """
+    query_fields = dict(_pairs(query))
+    if signature.presigned:
+        stamp = query_fields.get("X-Amz-Date", "")
+        payload = "UNSIGNED-PAYLOAD"
+    else:
+        stamp = headers.get("x-amz-date", "")
+        payload = headers.get("x-amz-content-sha256", "")
+    listed = "".join(
+        f"{name}:{' '.join(headers.get(name, '').split())}\n" for name in signature.signed_headers
+    )
+    canonical = "\n".join(
+        (
+            method,
+            quote(unquote_to_bytes(path), safe="/" + UNRESERVED),
+            "&".join(
+                f"{name}={value}"
+                for name, value in sorted(_pairs(query))
+                if name != "X-Amz-Signature"
+            ),
+            listed,
+            ";".join(signature.signed_headers),
+            payload,
+        )
+    )
+    digest = hashlib.sha256(canonical.encode()).hexdigest()
+    return _hmac(
+        _key(secret, signature.scope), "\n".join((ALGORITHM, stamp, signature.scope, digest))
+    ).hex()
+
+
+def without_token(
+    signature: Signature, headers: MutableMapping[str, str], query: str
+) -> tuple[Signature, str]:
+    """Drop the session token from ``headers``; the signature and query that are left."""
+    headers.pop(TOKEN, None)
+    signed = tuple(name for name in signature.signed_headers if name != TOKEN)
+    kept = [word for word in query.split("&") if word.split("=", 1)[0].lower() != TOKEN]
+    return (
+        Signature(
+            signature.access_key_id, signature.scope, signed, signature.value, signature.presigned
+        ),
+        "&".join(kept),
+    )
+
+
+def authorization(signature: Signature, value: str) -> str:
+    """The ``Authorization`` header with another signature in it."""
+    return (
+        f"{ALGORITHM} Credential={signature.access_key_id}/{signature.scope}, "
+        f"SignedHeaders={';'.join(signature.signed_headers)}, Signature={value}"
+    )
+
+
+def _signature(credential: str, headers: str, value: str, *, presigned: bool) -> Signature:
+    access_key_id, scope = credential.split("/", 1)
+    if scope.count("/") != 3:
+        raise MalformedError(f"The scope {scope} is not date/region/service/aws4_request.")
+    return Signature(access_key_id, scope, tuple(headers.split(";")), value, presigned)
+
+
+def _pairs(query: str) -> list[tuple[str, str]]:
+    """The query's names and values, each encoded the one canonical way."""
+    words = (word.partition("=") for word in query.split("&") if word)
+    return [(encoded(name), encoded(value)) for name, _, value in words]
+
+
+def encoded(text: str) -> str:
+    """Percent-encode a name or value of a query, encoded or not, the one canonical way."""
+    return quote(unquote_to_bytes(text.replace("+", "%20")), safe=UNRESERVED)
+
+
+def _key(secret: str, scope: str) -> bytes:
+    key = f"AWS4{secret}".encode()
+    for part in scope.split("/"):
+        key = _hmac(key, part)
+    return key
+
+
+def _hmac(key: bytes, text: str) -> bytes:
+    return hmac.new(key, text.encode(), hashlib.sha256).digest()

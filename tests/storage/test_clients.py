@@ -1,0 +1,153 @@
+import io
+import secrets
+from datetime import UTC, datetime, timedelta
+
+import pyarrow.parquet
+import pytest
+import webdataset
+from pydantic import SecretStr
+
+from millrace import errors
+from millrace.storage import (
+    Right,
+    abort_stale_uploads,
+    boto3_client,
+    delete,
+    exists,
+    filesystem,
+    list_objects,
+    open_store,
+    put,
+    read,
+    scoped,
+)
+from millrace.storage.opener import register
+from tests.storage.test_contract import spec_of
+
+
+def tar_of(texts: dict[str, bytes]) -> bytes:
+    target = io.BytesIO()
+    with webdataset.TarWriter(target, encoder=False) as writer:
+        for key, text in texts.items():
+            writer.write({"__key__": key, "txt": text})
+    return target.getvalue()
+
+
+# webdataset leaves a local file for the garbage collector to close.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("kind", ["local", "rgw", "r2"])
+def test_webdataset_reads_shards_straight_from_a_private_bucket(kind, request):
+    store = open_store(spec_of(kind, request))
+    texts = {f"k{i}": secrets.token_bytes(50_000) for i in range(60)}
+    put(store, "a b/shard-000000.tar", tar_of(texts))
+    register(store)
+    samples = webdataset.WebDataset(
+        [store.url_of("a b/shard-000000.tar")], shardshuffle=False, empty_check=True
+    )
+    assert {s["__key__"]: s["txt"] for s in samples} == texts
+
+
+def test_webdataset_is_not_opened_a_store_that_nobody_registered(request):
+    store = open_store(spec_of("rgw", request))
+    register(store)
+    with pytest.raises(errors.ConfigurationError, match="register"):
+        list(webdataset.WebDataset(["s3://other/a.tar"], shardshuffle=False))
+
+
+@pytest.mark.parametrize("kind", ["local", "rgw", "r2"])
+def test_pyarrow_reads_and_writes_through_the_same_credentials(kind, request):
+    store = open_store(spec_of(kind, request))
+    files, folder = filesystem(store)
+    table = pyarrow.table({"a": list(range(1000))})
+    pyarrow.parquet.write_table(table, f"{folder}/t.parquet", filesystem=files)
+    assert pyarrow.parquet.read_table(f"{folder}/t.parquet", filesystem=files) == table
+    assert [stat.key for stat in list_objects(store)] == ["t.parquet"]
+
+
+@pytest.mark.parametrize("kind", ["rgw", "r2"])
+def test_uploads_that_were_never_finished_are_aborted_by_age(kind, request):
+    store = open_store(spec_of(kind, request))
+    client = boto3_client(store)
+    bucket = store.location.bucket
+    begun = client.create_multipart_upload(Bucket=bucket, Key="below/here/a/half")
+    assert begun["UploadId"]
+    now = datetime.now(UTC)
+    assert abort_stale_uploads(store, now - timedelta(days=1)) == []
+    assert abort_stale_uploads(store, now + timedelta(days=1), prefix="b") == []
+    assert abort_stale_uploads(store, now + timedelta(days=1)) == ["below/here/a/half"]
+    assert "Uploads" not in client.list_multipart_uploads(Bucket=bucket)
+
+
+def test_the_halves_of_a_killed_process_are_removed_from_a_folder(tmp_path):
+    store = open_store(tmp_path.as_uri())
+    put(store, "a/b", b"whole")
+    (tmp_path / "a" / "b#1").write_bytes(b"half")
+    (tmp_path / "a" / "b#x").write_bytes(b"not ours")
+    assert abort_stale_uploads(store, datetime.now(UTC) + timedelta(days=1)) == ["a/b"]
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["b", "b#x"]
+
+
+class TestScopedR2:
+    @pytest.fixture
+    def store(self, request):
+        return open_store(spec_of("r2", request))
+
+    def test_a_reader_reaches_its_prefix_and_nothing_else(self, store):
+        put(store, "mine/a", b"mine")
+        put(store, "other/a", b"other")
+        reader = scoped(store, "mine/", timedelta(minutes=5))
+        assert read(reader, "mine/a") == b"mine"
+        assert [stat.key for stat in list_objects(reader, "mine/")] == ["mine/a"]
+        for refused in (
+            lambda: read(reader, "other/a"),
+            lambda: put(reader, "mine/b", b""),
+            lambda: list(list_objects(reader, "other/")),
+        ):
+            with pytest.raises(errors.DeniedError):
+                refused()
+
+    def test_a_writer_writes_below_its_prefix_only(self, store):
+        writer = scoped(store, "mine/", timedelta(minutes=5), right=Right.WRITE)
+        put(writer, "mine/a", b"mine")
+        assert read(store, "mine/a") == b"mine"
+        with pytest.raises(errors.DeniedError):
+            put(writer, "other/a", b"")
+        assert not exists(store, "other/a")
+
+    def test_it_ends_when_it_says(self, store):
+        ends = scoped(store, "mine/", timedelta(seconds=30)).spec.credentials.expires
+        assert timedelta(0) < ends - datetime.now(UTC) <= timedelta(seconds=30)
+
+
+def test_an_s3_store_is_scoped_by_sts(request, rgw):
+    store = open_store(spec_of("rgw", request))
+    put(store, "mine/a", b"mine")
+    put(store, "other/a", b"other")
+    role = rgw.create_role(f"role-{secrets.token_hex(4)}")
+    reader = scoped(store, "mine/", timedelta(minutes=15), role_arn=role)
+    assert read(reader, "mine/a") == b"mine"
+    writer = scoped(store, "mine/", timedelta(minutes=15), right=Right.WRITE, role_arn=role)
+    put(writer, "mine/c", b"")
+    assert delete(writer, ["mine/c"]) == []
+    assert not exists(store, "mine/c")
+    assert [failure.key for failure in delete(writer, ["other/a"])] == ["other/a"]
+    for refused in (lambda: read(reader, "other/a"), lambda: put(reader, "mine/b", b"")):
+        with pytest.raises(errors.DeniedError):
+            refused()
+
+
+@pytest.mark.parametrize(
+    ("prefix", "ttl", "said"),
+    [("", timedelta(hours=1), "name one"), ("a/", timedelta(days=8), "7 days")],
+)
+def test_a_scope_without_bounds_is_refused(prefix, ttl, said, request):
+    store = open_store(spec_of("memory", request))
+    with pytest.raises(errors.ConfigurationError, match=said):
+        scoped(store, prefix, ttl)
+
+
+def test_scoped_secrets_do_not_print(request):
+    store = scoped(open_store(spec_of("r2", request)), "a/", timedelta(hours=1))
+    secret = store.spec.credentials.secret_access_key
+    assert isinstance(secret, SecretStr)
+    assert secret.get_secret_value() not in repr(store)

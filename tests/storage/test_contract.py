@@ -1,0 +1,278 @@
+"""What every store promises: the same tests, whatever is behind the URL."""
+
+import secrets
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from pydantic import SecretStr
+
+from millrace import errors
+from millrace.storage import (
+    Backend,
+    Credentials,
+    Store,
+    StoreSpec,
+    abort_stale_uploads,
+    copy,
+    create,
+    delete,
+    exists,
+    head,
+    list_folders,
+    list_objects,
+    open_store,
+    open_writer,
+    put,
+    read,
+    read_range,
+    stream,
+)
+
+ACCOUNT = "0123456789abcdef0123456789abcdef"
+MIB = 1 << 20
+
+
+def credentials(key) -> Credentials:
+    return Credentials(
+        access_key_id=key.access_key_id, secret_access_key=SecretStr(key.secret_access_key)
+    )
+
+
+def spec_of(kind: str, request: pytest.FixtureRequest, right: str = "full") -> StoreSpec:
+    match kind:
+        case "local":
+            return StoreSpec(url=request.getfixturevalue("tmp_path").as_uri())
+        case "memory":
+            return StoreSpec(url=f"memory://{secrets.token_hex(8)}")
+        case "rgw":
+            server = request.getfixturevalue("rgw")
+            return StoreSpec(
+                url=f"s3://{request.getfixturevalue('bucket')}/below/here",
+                endpoint=server.endpoint,
+                credentials=credentials(getattr(server, right)),
+            )
+        case "r2":
+            server, proxy = request.getfixturevalue("rgw"), request.getfixturevalue("r2")
+            return StoreSpec(
+                url=f"r2://{ACCOUNT}/{request.getfixturevalue('bucket')}/below/here",
+                endpoint=proxy.endpoint,
+                ca_file=proxy.ca_file,
+                credentials=credentials(getattr(server, right)),
+            )
+        case "gcs":
+            server = request.getfixturevalue("gcs")
+            return StoreSpec(
+                url=f"gs://bucket/{secrets.token_hex(8)}",
+                endpoint=server.endpoint,
+                options=server.store_config()["config"],
+            )
+        case _:
+            raise AssertionError(kind)
+
+
+@pytest.fixture(params=["local", "memory", "rgw", "r2", "gcs"])
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    return open_store(spec_of(request.param, request))
+
+
+def keys_of(store: Store, prefix: str = "", after: str = "") -> list[str]:
+    return sorted(stat.key for stat in list_objects(store, prefix, after=after))
+
+
+def test_what_is_put_is_read_back_whole_and_by_range(store):
+    data = secrets.token_bytes(100_000)
+    put(store, "a/b c+ü.bin", data)
+    assert read(store, "a/b c+ü.bin") == data
+    assert read_range(store, "a/b c+ü.bin", 10, 20) == data[10:20]
+    assert read_range(store, "a/b c+ü.bin", 99_990, 200_000) == data[99_990:]
+    assert read_range(store, "a/b c+ü.bin", 5, 5) == b""
+
+
+def test_a_put_replaces_what_was_there(store):
+    put(store, "a", b"one")
+    put(store, "a", memoryview(bytearray(b"two")))
+    assert read(store, "a") == b"two"
+
+
+def test_an_empty_object_is_an_object(store):
+    put(store, "empty", b"")
+    assert exists(store, "empty")
+    assert read(store, "empty") == b""
+    assert list(stream(store, "empty")) == []
+
+
+def test_what_is_not_there_is_said(store):
+    assert not exists(store, "none")
+    for verb in (head, read):
+        with pytest.raises(errors.NotFoundError, match="none"):
+            verb(store, "none")
+    with pytest.raises(errors.NotFoundError):
+        list(stream(store, "none"))
+    with pytest.raises(errors.NotFoundError):
+        copy(store, "none", "other")
+
+
+def test_head_tells_size_etag_and_the_stores_time(store):
+    put(store, "a", b"12345")
+    before = head(store, "a")
+    assert (before.key, before.size) == ("a", 5)
+    assert before.last_modified.tzinfo is not None
+    put(store, "a", b"123456")
+    assert head(store, "a").etag != before.etag
+
+
+def test_create_wins_once_and_keeps_the_first(store):
+    create(store, "once", b"first")
+    with pytest.raises(errors.ExistsError, match="once"):
+        create(store, "once", b"second")
+    assert read(store, "once") == b"first"
+
+
+def test_of_many_creates_at_once_one_wins(store):
+    def attempt(i: int) -> bool:
+        try:
+            create(store, "race", str(i).encode())
+        except errors.ExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        won = [i for i, mine in enumerate(pool.map(attempt, range(8))) if mine]
+    assert len(won) == 1
+    assert read(store, "race") == str(won[0]).encode()
+
+
+def test_another_content_than_the_one_meant_is_refused(store):
+    put(store, "a", b"one")
+    etag = head(store, "a").etag
+    assert read(store, "a", etag=etag) == b"one"
+    put(store, "a", b"twotwo")
+    with pytest.raises(errors.ChangedError):
+        read(store, "a", etag=etag)
+    with pytest.raises(errors.ChangedError):
+        read_range(store, "a", 0, 2, etag=etag)
+    with pytest.raises(errors.ChangedError):
+        list(stream(store, "a", etag=etag))
+
+
+def test_a_stream_is_the_object_in_order(store):
+    data = secrets.token_bytes(3 * MIB + 17)
+    put(store, "a", data)
+    assert b"".join(stream(store, "a", block=MIB, ahead=3)) == data
+    assert b"".join(stream(store, "a", start=100, end=2 * MIB, block=MIB)) == data[100 : 2 * MIB]
+
+
+def test_a_stream_that_is_left_early_ends(store):
+    put(store, "a", bytes(4 * MIB))
+    blocks = stream(store, "a", block=MIB)
+    assert len(next(blocks)) == MIB
+    blocks.close()
+
+
+def test_a_writer_publishes_when_it_ends_and_not_before(store):
+    data = secrets.token_bytes(23 * MIB)
+    with open_writer(store, "big", part=5 * MIB) as writer:
+        for start in range(0, len(data), 3 * MIB):
+            writer.write(data[start : start + 3 * MIB])
+        assert not exists(store, "big")
+    assert read(store, "big") == data
+
+
+def test_a_writer_that_fails_publishes_nothing_and_leaves_nothing(store):
+    def fail() -> None:
+        with open_writer(store, "half", part=5 * MIB) as writer:
+            writer.write(bytes(12 * MIB))
+            raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        fail()
+    assert not exists(store, "half")
+    assert keys_of(store) == []
+    assert abort_stale_uploads(store, datetime.now(UTC) + timedelta(days=1)) == []
+
+
+def test_listing_takes_any_text_as_a_prefix(store):
+    for key in ("a/b", "a/b-1", "a/b/c", "a/c", "ab", "b"):
+        if not (key == "a/b/c" and store.location.backend is Backend.FILE):
+            put(store, key, key.encode())
+    deeper = [] if store.location.backend is Backend.FILE else ["a/b/c"]
+    assert keys_of(store, "a/b") == ["a/b", "a/b-1", *deeper]
+    assert keys_of(store, "a/") == ["a/b", "a/b-1", *deeper, "a/c"]
+    assert keys_of(store, "a") == ["a/b", "a/b-1", *deeper, "a/c", "ab"]
+    assert keys_of(store) == ["a/b", "a/b-1", *deeper, "a/c", "ab", "b"]
+    assert keys_of(store, "x/y") == []
+    assert keys_of(store, after="a/c") == ["ab", "b"]
+
+
+def test_a_listing_goes_over_its_pages(store):
+    keys = [f"many/{i:05d}" for i in range(2100)]
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda key: put(store, key, b""), keys))
+    assert keys_of(store, "many/") == keys
+    assert delete(store, keys) == []
+    assert keys_of(store) == []
+
+
+def test_folders_are_named_without_what_is_in_them(store):
+    for key in ("one/a", "one/b/c", "two/a", "file"):
+        put(store, key, b"")
+    assert sorted(list_folders(store)) == ["one", "two"]
+    assert list_folders(store, "one/") == ["b"]
+
+
+def test_deleting_what_is_gone_is_a_success(store):
+    put(store, "a", b"")
+    assert delete(store, ["a", "never/there"]) == []
+    assert not exists(store, "a")
+
+
+def test_a_copy_is_the_same_bytes(store):
+    put(store, "a", b"data")
+    copy(store, "a", "b/c")
+    assert read(store, "b/c") == b"data"
+
+
+def test_keys_do_not_escape_the_stores_prefix(store):
+    for key in ("../out", "a/../../out", "/../out"):
+        with pytest.raises(errors.MillraceError):
+            put(store, key, b"")
+
+
+@pytest.mark.parametrize("kind", ["rgw", "r2"])
+class TestRights:
+    def test_a_read_only_key_reads_and_may_not_write(self, kind, request):
+        full = open_store(spec_of(kind, request))
+        put(full, "a", b"data")
+        reader = open_store(spec_of(kind, request, "read_only"))
+        assert read(reader, "a") == b"data"
+        for write in (put, create):
+            with pytest.raises(errors.DeniedError, match="refuses these credentials"):
+                write(reader, "b", b"")
+        assert [failure.key for failure in delete(reader, ["a"])] == ["a"]
+        assert exists(full, "a")
+
+    def test_a_wrong_secret_is_refused_without_a_word_of_it(self, kind, request):
+        spec = spec_of(kind, request)
+        wrong = Credentials(
+            access_key_id=spec.credentials.access_key_id, secret_access_key=SecretStr("wrong" * 8)
+        )
+        store = open_store(spec.model_copy(update={"credentials": wrong}))
+        with pytest.raises(errors.DeniedError) as refusal:
+            read(store, "a")
+        assert "wrong" * 8 not in f"{refusal.value}{refusal.value!r}{store!r}"
+
+    def test_a_bucket_that_is_not_there_is_said(self, kind, request):
+        spec = spec_of(kind, request)
+        bucket = request.getfixturevalue("bucket")
+        store = open_store(spec.model_copy(update={"url": spec.url.replace(bucket, "no-such")}))
+        with pytest.raises(errors.MillraceError, match="no-such"):
+            create(store, "a", b"")
+
+
+def test_rgws_own_log_shows_the_requests(request, rgw):
+    store = open_store(spec_of("rgw", request))
+    key = f"seen-{secrets.token_hex(8)}"
+    put(store, key, b"data")
+    assert any(key in line and "PUT" in line for line in rgw.requests())
