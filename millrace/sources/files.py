@@ -13,6 +13,10 @@ from millrace.models.dataset import FileRef
 from millrace.storage import Backend, Store, list_objects, read, stream
 from millrace.storage.read import BLOCK
 
+# Of a local file at a time: larger blocks are new memory each time, and paging that in takes longer
+# than copying the block.
+_LOCAL_BLOCK = 1 << 20
+
 
 def list_files(
     store: Store, *, include: Iterable[str] = ("*",), exclude: Iterable[str] = ()
@@ -108,7 +112,7 @@ def file_blocks(store: Store, file: FileRef, start: int, *, block: int = BLOCK) 
             opened.seek(start)
             rest = file.size - start
             while rest > 0:
-                data = opened.read(min(block, rest))
+                data = opened.read(min(block, _LOCAL_BLOCK, rest))
                 _check(store, file, opened.fileno())
                 if not data:
                     raise changed(store, file)

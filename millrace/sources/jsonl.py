@@ -79,10 +79,13 @@ class JsonLines:
             position -= 1
         if position >= piece.end:
             return
-        rest = b""
+        begun: list[bytes] = []  # of the row that goes on in the next block
         for block in file_blocks(self._store, piece.file, position, block=self._block):
-            lines = (rest + block).split(b"\n") if rest else block.split(b"\n")
-            rest = lines.pop()
+            lines = block.split(b"\n")
+            if begun and len(lines) > 1:
+                lines[0] = b"".join((*begun, lines[0]))
+                begun = []
+            begun.append(lines.pop())
             for line in lines:
                 after = position + len(line) + 1
                 if seeking:
@@ -92,11 +95,12 @@ class JsonLines:
                 position = after
                 if position >= piece.end:
                     return
-            if len(rest) > LONGEST_ROW:
+            if sum(map(len, begun)) > LONGEST_ROW:
                 raise errors.ConfigurationError(
                     f"{piece.file.path}: the row at byte {position} is longer than "
                     f"{LONGEST_ROW} bytes: is this JSON lines?"
                 )
+        rest = b"".join(begun)
         if rest and not seeking:
             yield position, position + len(rest), self._clean(rest, position)
 
