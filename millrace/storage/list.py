@@ -7,7 +7,7 @@ from obstore.exceptions import BaseError
 
 from millrace.storage.open import Backend, Store
 from millrace.storage.read import Stat, stat_of
-from millrace.storage.retry import translated, trying
+from millrace.storage.retry import Tries, translated, trying
 
 PAGE = 1000
 
@@ -29,10 +29,13 @@ def list_objects(store: Store, prefix: str = "", *, after: str = "") -> Iterator
     folder = prefix.rpartition("/")[0]
     ordered = store.location.backend is not Backend.FILE
     offset = max(after, _before(prefix)) if ordered else after
+    tries = Tries(store, prefix)
     while True:
         moved = False
+        tries.wait_for_throttle()
+        # Tried once: obstore does not try again when a page's body is cut off.
         pages = obstore.list(  # pyright: ignore[reportUnknownMemberType] - of its Arrow overload
-            store.patient, folder or None, offset=offset or None, chunk_size=PAGE
+            store.raw, folder or None, offset=offset or None, chunk_size=PAGE
         )
         try:
             for page in pages:
@@ -44,9 +47,12 @@ def list_objects(store: Store, prefix: str = "", *, after: str = "") -> Iterator
                     moved, offset = True, meta["path"]
                     yield stat_of(meta)
         except (BaseError, OSError) as error:
-            if not (moved and ordered):
+            if moved and not ordered:
                 raise translated(error, store, prefix) from error
-            continue  # go on after the last key that was seen
+            if moved:
+                tries = Tries(store, prefix)  # it goes on after the last key that was seen
+            tries.wait_after(error)
+            continue
         return
 
 

@@ -41,6 +41,50 @@ _LONGEST_BACKOFF = 10.0
 _RETRIED_4XX = {408, 429}
 
 
+class Tries:
+    """The tries of one request: what is waited between them, and when there are no more.
+
+    Args:
+        store: Whose time budget (``spec.patience``) and throttle apply. The budget begins now.
+        key: What the request is about, for the error's sentence.
+    """
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store, self._key = store, key
+        self._deadline = time.monotonic() + store.spec.patience.total_seconds()
+        self._failed = 0
+
+    def wait_for_throttle(self) -> None:
+        """Wait while the store has asked everybody to."""
+        _wait_for_throttle(self._store, self._deadline)
+
+    def wait_after(self, error: BaseException) -> None:
+        """Wait until the request may be tried again, after it failed.
+
+        Raises:
+            NotFoundError, ExistsError, ChangedError, DeniedError: At once: it would fail again.
+            UnavailableError: The budget is spent; the fault is its cause.
+        """
+        store, key = self._store, self._key
+        fault = _final(error, store, key)
+        if fault is not None:
+            raise fault from error
+        pause = _pause(self._failed)
+        self._failed += 1
+        if _status(error) in {429, 503}:
+            asked = _retry_after(store, key)
+            if asked:
+                _hold(store, asked)
+                pause = 0.0
+        if time.monotonic() + pause >= self._deadline or store.throttle.until >= self._deadline:
+            raise errors.UnavailableError(
+                f"{store.url_of(key)}: given up after {self._failed} tries "
+                f"({errors.one_line(error)}). Run it again when the store answers; "
+                "nothing that was committed is lost."
+            ) from error
+        time.sleep(pause)
+
+
 def trying(store: Store, key: str, call: Callable[[], T]) -> T:
     """Make one request, and again while it fails for reasons that pass.
 
@@ -52,37 +96,15 @@ def trying(store: Store, key: str, call: Callable[[], T]) -> T:
 
     Raises:
         NotFoundError, ExistsError, ChangedError, DeniedError: At once.
-        ConfigurationError: The key is no key.
         UnavailableError: The budget is spent; the last fault is its cause.
     """
-    deadline = time.monotonic() + store.spec.patience.total_seconds()
-    attempt = 0
+    tries = Tries(store, key)
     while True:
-        _wait_for_throttle(store, deadline)
+        tries.wait_for_throttle()
         try:
             return call()
-        except ValueError as error:
-            raise errors.ConfigurationError(
-                f"{key!r} cannot be a key in {store.url}: {errors.one_line(error)}."
-            ) from error
         except (BaseError, OSError) as error:
-            fault = _final(error, store, key)
-            if fault is not None:
-                raise fault from error
-            pause = _pause(attempt)
-            if _status(error) in {429, 503}:
-                asked = _retry_after(store, key)
-                if asked:
-                    _hold(store, asked)
-                    pause = 0.0
-            if time.monotonic() + pause >= deadline or store.throttle.until >= deadline:
-                raise errors.UnavailableError(
-                    f"{store.url_of(key)}: given up after {attempt + 1} tries "
-                    f"({errors.one_line(error)}). Run it again when the store answers; "
-                    "nothing that was committed is lost."
-                ) from error
-        time.sleep(pause)
-        attempt += 1
+            tries.wait_after(error)
 
 
 def translated(error: BaseException, store: Store, key: str) -> errors.MillraceError:
