@@ -178,16 +178,20 @@ class Worker:
     def __init__(self, server: PrefectServer, folder: Path, pool: str = "millrace") -> None:
         """Start one."""
         self.log = folder / "worker.log"
-        self._process = subprocess.Popen(
-            ["prefect", "worker", "start", "--pool", pool, "--limit", "4"],
-            stdout=self.log.open("ab"),
-            stderr=subprocess.STDOUT,
-            cwd=folder,  # not the repository: nothing may depend on where a worker stands
-            env={**server.environment, "PREFECT_WORKER_QUERY_SECONDS": "0.5"},
-            start_new_session=True,
-            # A shell that runs in the background has it ignored, and Prefect stops by it.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,  # noqa: PLW1509
-        )
+        executable = str(Path(sys.executable).parent / "prefect")
+        with self.log.open("ab") as sink:
+            self._process = subprocess.Popen(
+                [executable, "worker", "start", "--pool", pool, "--limit", "4"],
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                cwd=folder,  # not the repository: nothing may depend on where a worker stands
+                env={**server.environment, "PREFECT_WORKER_QUERY_SECONDS": "0.5"},
+                start_new_session=True,
+                # A shell that runs in the background has it ignored, and Prefect stops by it.
+                preexec_fn=lambda: (
+                    signal.signal(signal.SIGINT, signal.default_int_handler) and None
+                ),
+            )
 
     def descendants(self) -> list[psutil.Process]:
         """The flow runs' processes, and theirs."""
@@ -211,6 +215,11 @@ class Worker:
                     process.kill()
             psutil.wait_procs(processes, timeout=PATIENCE)
         self._process.wait()
+
+
+def _hear_interrupts() -> None:
+    # A shell in the background has them ignored, and Prefect stops a worker by one.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager

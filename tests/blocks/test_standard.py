@@ -26,7 +26,7 @@ class _Logo(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def logo() -> Iterator[str]:
-    """A picture at an address of our own: the blocks' are on the web, where a test may not reach."""
+    """A picture at an address of our own: the blocks have theirs on the web, out of reach here."""
     with HTTPServer(("127.0.0.1", 0), _Logo) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/logo.png"
