@@ -78,7 +78,8 @@ def _parse(path: Path, text: str) -> object:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = f", line {mark.line + 1}" if mark else ""
-        raise ConfigurationError(f"{path}{line}: not valid YAML: {error.problem}.") from None
+        hint = " (inside [] and {} a ${NAME} must be quoted)" if "${" in text else ""
+        raise ConfigurationError(f"{path}{line}: not valid YAML: {error.problem}{hint}.") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"{path}: not valid TOML: {error}.") from None
 

@@ -20,7 +20,7 @@ from millrace.sources.files import read_ahead
 from millrace.storage import Store, read
 
 _NAME = re.compile(r"(?P<key>(?:.*/)?[^./][^./]*)\.(?P<extension>[^/]+)", re.DOTALL)
-_SKIPPED = re.compile(r"__[^/]*__(/|$)")  # webdataset leaves such names out of what it reads
+_SKIPPED = re.compile(r"__[^/]*__/")  # webdataset leaves such names out of what it reads
 
 
 class Group(NamedTuple):
@@ -58,7 +58,7 @@ def _parsed(path: str) -> tuple[str, str]:
         key, extension = path, "bin"
     else:
         return path, ""
-    return (f"./{key}" if _SKIPPED.match(key + "/") else key), extension
+    return (f"./{key}" if _SKIPPED.match(key) else key), extension
 
 
 def _group(key: str, members: list[tuple[str, FileRef]]) -> Group:

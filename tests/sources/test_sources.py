@@ -1,0 +1,192 @@
+"""Sources give every row once, however they are cut, from any cursor, or stop."""
+
+import json
+import os
+import random
+import secrets
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace import errors
+from millrace.keys import DatasetKeys
+from millrace.models.sample import BadRow, Sample
+from millrace.sources import SourceKind, SourceSettings, cut, open_source
+from millrace.storage import create, delete, open_store, put
+from tests.storage.test_contract import spec_of
+
+KEYS = DatasetKeys("d")
+
+
+def rows_of(source_settings, store, *, split_bytes=1 << 20, seed=0, holdout=0.0):
+    """Cut a source, and read every split of it: partition → rows."""
+    dataset = open_store(f"memory://{secrets.token_hex(8)}")
+    pieces = cut(source_settings, store, KEYS, split_bytes=split_bytes, seed=seed, holdout=holdout)
+    for key, body in pieces.listings.items():
+        create(dataset, key, body)
+    source = open_source(pieces.record, store, dataset)
+    rows = {}
+    for split in pieces.splits:
+        rows.setdefault(split.partition, []).extend(source.rows(split.piece, 0))
+    return pieces, source, rows
+
+
+LINES = st.lists(
+    st.one_of(
+        st.dictionaries(st.text(max_size=5), st.text(max_size=30), max_size=3).map(json.dumps),
+        st.sampled_from(["", "  ", "not json", "[1]", "null"]),
+    ),
+    max_size=30,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    files=st.lists(LINES, min_size=1, max_size=3),
+    split_bytes=st.integers(5, 400),
+    ending=st.sampled_from(["\n", "\r\n"]),
+    last=st.booleans(),
+    holdout=st.sampled_from([0.0, 0.2, 0.5]),
+)
+def test_any_cut_gives_every_line_once(files, split_bytes, ending, last, holdout):
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    wanted = []
+    for i, lines in enumerate(files):
+        body = ending.join(lines) + (ending if last else "")
+        put(store, f"{i}.jsonl", body.encode())
+        wanted += [line for line in lines if line.strip()]
+    _, _, rows = rows_of(SourceSettings(), store, split_bytes=split_bytes, holdout=holdout)
+    found = [row for part in rows.values() for row in part]
+    samples = [row for row in found if isinstance(row, Sample)]
+    bad = [row.data.decode() for row in found if isinstance(row, BadRow)]
+    good = [line for line in wanted if line.startswith("{")]
+    assert sorted(row.fields["json"].decode() for row in samples) == sorted(good)
+    assert sorted(bad) == sorted(line for line in wanted if not line.startswith("{"))
+    assert len({row.key for row in samples}) == len(samples)
+
+
+@settings(deadline=None, max_examples=60)
+@given(LINES, st.integers(5, 200))
+def test_every_cursor_goes_on_exactly_after_its_row(lines, split_bytes):
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    put(store, "a.jsonl", "\n".join(lines).encode())
+    pieces, source, _ = rows_of(SourceSettings(), store, split_bytes=split_bytes)
+    for split in pieces.splits:
+        whole = list(source.rows(split.piece, 0))
+        for i, row in enumerate(whole):
+            assert list(source.rows(split.piece, row.next)) == whole[i + 1 :]
+
+
+def test_a_holdout_is_its_share_of_the_bytes():
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    lines = [json.dumps({"i": i, "text": "x" * 90}) for i in range(2000)]
+    put(store, "a.jsonl", "\n".join(lines).encode())
+    _, _, rows = rows_of(SourceSettings(), store, split_bytes=50_000, holdout=0.1)
+    assert len(rows["val"]) == pytest.approx(200, abs=2)
+    assert len(rows["val"]) + len(rows["train"]) == 2000
+
+
+def test_columns_become_fields_and_a_row_without_one_is_put_aside():
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    rows = [{"t": "é", "n": 1, "x": None}, {"t": "b"}, {"t": [1], "n": {"a": 1.5}}]
+    put(store, "a.jsonl", "\n".join(map(json.dumps, rows)).encode())
+    chosen = SourceSettings(columns={"txt": "t", "n.json": "n"})
+    _, _, found = rows_of(chosen, store)
+    first, second, third = found["train"]
+    assert first.fields == {"txt": "é".encode(), "n.json": b"1"}
+    assert third.fields == {"txt": b"[1]", "n.json": b'{"a":1.5}'}
+    assert (second.reason, second.where) == ("no column 'n'", "a.jsonl, byte 35")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row():
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    put(store, "a.jsonl", b'\xef\xbb\xbf{"a":1}\n{"a":2}')
+    _, _, rows = rows_of(SourceSettings(), store)
+    assert [row.fields["json"] for row in rows["train"]] == [b'{"a":1}', b'{"a":2}']
+
+
+def test_compressed_lines_are_refused_with_what_to_do():
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    put(store, "a.jsonl.gz", b"x")
+    with pytest.raises(errors.ConfigurationError, match="decompress it first"):
+        rows_of(SourceSettings(), store)
+
+
+def test_nothing_that_matches_is_said(tmp_path):
+    store = open_store(tmp_path.as_uri())
+    with pytest.raises(errors.NotFoundError, match="include patterns"):
+        rows_of(SourceSettings(include=["*.jsonl"]), store)
+
+
+FILES = {
+    "a/cat.jpg": b"jpg",
+    "a/cat.json": b"{}",
+    "a/cat.seg.png": b"png",
+    "b/dog.JPG": b"JPG",
+    "README": b"read me",
+    "__main__.py": b"main",
+    "__x__/in.py": b"skipped by readers unless its name is kept from them",
+}
+
+
+@pytest.mark.parametrize("kind", ["local", "rgw"])
+def test_files_that_share_their_name_are_one_sample(kind, request):
+    store = open_store(spec_of(kind, request))
+    for path, data in FILES.items():
+        put(store, path, data)
+    put(store, ".hidden", b"no key")
+    put(store, "b/two.txt", b"1")
+    put(store, "b/two.TXT", b"2")
+    _, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store, split_bytes=20)
+    samples = {row.key: row.fields for row in rows["train"] if isinstance(row, Sample)}
+    assert samples == {
+        "a/cat": {"jpg": b"jpg", "json": b"{}", "seg.png": b"png"},
+        "b/dog": {"jpg": b"JPG"},
+        "README": {"bin": b"read me"},
+        "__main__": {"py": b"main"},
+        "./__x__/in": {"py": FILES["__x__/in.py"]},
+    }
+    bad = {row.where: row.reason for row in rows["train"] if isinstance(row, BadRow)}
+    assert set(bad) == {".hidden", "b/two.TXT, b/two.txt"}
+
+
+def test_a_seed_shuffles_files_the_same_way_every_time(tmp_path):
+    store = open_store(tmp_path.as_uri())
+    for i in range(50):
+        put(store, f"{i:03d}.txt", bytes(i))
+    chosen = SourceSettings(kind=SourceKind.FILES)
+    orders = [
+        [row.key for row in rows_of(chosen, store, split_bytes=100, seed=seed)[2]["train"]]
+        for seed in (1, 1, 2, None)
+    ]
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[3] == sorted(orders[0])
+
+
+@pytest.mark.parametrize("kind", ["local", "rgw"])
+@pytest.mark.parametrize("source_kind", list(SourceKind))
+@pytest.mark.parametrize("change", ["rewritten", "longer", "gone"])
+def test_a_source_that_changed_stops_the_run(kind, source_kind, change, request, tmp_path):
+    store = open_store(spec_of(kind, request))
+    rng = random.Random(0)
+    line = json.dumps({"a": rng.random()}).encode()
+    put(store, "a.jsonl", line * 3)
+    pieces = cut(
+        SourceSettings(kind=source_kind), store, KEYS, split_bytes=1 << 20, seed=0, holdout=0.0
+    )
+    dataset = open_store(f"memory://{secrets.token_hex(8)}")
+    for key, body in pieces.listings.items():
+        create(dataset, key, body)
+    match change:
+        case "rewritten":
+            put(store, "a.jsonl", line[::-1] * 3)
+            if kind == "local":  # a clock that did not move would be the only thing in its way
+                os.utime(tmp_path / "a.jsonl", ns=(1, 1))
+        case "longer":
+            put(store, "a.jsonl", line * 4)
+        case "gone":
+            assert delete(store, ["a.jsonl"]) == []
+    source = open_source(pieces.record, store, dataset)
+    with pytest.raises(errors.ChangedError, match="has changed since the plan was made"):
+        list(source.rows(pieces.splits[0].piece, 0))

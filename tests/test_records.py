@@ -1,0 +1,83 @@
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from pydantic import BaseModel
+
+from millrace import errors
+from millrace.records import commit_once, commit_same, committed, fetch
+from millrace.storage import create, open_store, put
+from tests.servers.faults import Fault
+from tests.storage.test_contract import spec_of
+
+
+class Thing(BaseModel):
+    name: str
+    size: int = 0
+
+
+class Other(BaseModel):
+    name: str
+
+
+@pytest.fixture
+def store():
+    return open_store(f"memory://{secrets.token_hex(8)}")
+
+
+def test_the_first_commit_stands_and_only_it_is_mine(store):
+    first = commit_once(store, "a", Thing(name="one"))
+    second = commit_once(store, "a", Thing(name="two"))
+    assert (first.mine, second.mine) == (True, False)
+    assert second.record == fetch(store, "a", Thing) == Thing(name="one")
+
+
+def test_of_many_commits_at_once_one_is_mine(store):
+    with ThreadPoolExecutor(16) as pool:
+        commits = list(pool.map(lambda i: commit_once(store, "a", Thing(name=str(i))), range(64)))
+    winners = [commit.record for commit in commits if commit.mine]
+    assert len(winners) == 1
+    assert {commit.record.name for commit in commits} == {winners[0].name}
+
+
+def test_a_commit_whose_answer_was_lost_is_known_to_be_mine(request, r2):
+    store = open_store(spec_of("r2", request))
+    r2.fail_next(Fault.LOST, 1, method="PUT")
+    assert commit_once(store, "a", Thing(name="mine")).mine
+    assert r2.counts()[Fault.LOST] == 1
+
+
+def test_the_same_commit_twice_is_no_conflict_and_another_names_its_fields(store):
+    commit_same(store, "a", Thing(name="one", size=1))
+    assert not commit_same(store, "a", Thing(name="one", size=1)).mine
+    with pytest.raises(errors.ConflictError, match="differs in size"):
+        commit_same(store, "a", Thing(name="one", size=2))
+
+
+def test_committed_reads_only_what_is_wanted_in_order(store):
+    for i in range(300):
+        commit_once(store, f"r/{i:05d}", Thing(name=str(i)))
+    create(store, "r/x", b"no record")
+    found = committed(store, "r/", Thing, wanted=lambda stat: not stat.key.endswith("x"))
+    assert [record.name for _, record in found] == [str(i) for i in range(300)]
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"[1]", b'{"kind":"Thing","version":1,"nonce":"x"}'])
+def test_what_is_no_record_is_said(store, body):
+    put(store, "a", body)
+    with pytest.raises(errors.CorruptError, match="not a record"):
+        fetch(store, "a", Thing)
+
+
+def test_a_record_of_another_kind_or_version_is_refused(store):
+    commit_once(store, "a", Thing(name="one"))
+    with pytest.raises(errors.CorruptError, match="Other of version 1"):
+        fetch(store, "a", Other)
+    put(store, "b", b'{"kind":"Thing","version":2,"nonce":"x","record":{"name":"a"}}')
+    with pytest.raises(errors.CorruptError, match="version 2"):
+        fetch(store, "b", Thing)
+
+
+def test_nothing_there_is_not_found(store):
+    with pytest.raises(errors.NotFoundError):
+        fetch(store, "none", Thing)
