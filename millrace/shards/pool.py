@@ -201,6 +201,7 @@ class _Worker:
     """One worker process, as its driver sees it."""
 
     process: "subprocess.Popen[bytes]"
+    listener: threading.Thread | None = None
     task: tuple[Job, Lease] | None = field(default=None, repr=False)
 
     @property
@@ -243,6 +244,10 @@ class _Worker:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        if self.listener:
+            self.listener.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
 class _Crew:
@@ -279,6 +284,7 @@ class _Crew:
 
     def replace(self, worker: _Worker) -> None:
         self._workers.remove(worker)
+        worker.stop()
         self._hire()
 
     def _hire(self) -> None:
@@ -289,7 +295,10 @@ class _Crew:
         )
         worker = _Worker(process)
         self._workers.append(worker)
-        threading.Thread(target=self._listen, args=(worker,), name="crew", daemon=True).start()
+        worker.listener = threading.Thread(
+            target=self._listen, args=(worker,), name="crew", daemon=True
+        )
+        worker.listener.start()
 
     def _listen(self, worker: _Worker) -> None:
         for message in worker.lines():

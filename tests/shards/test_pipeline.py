@@ -1,0 +1,288 @@
+"""The engine from a source to a sealed dataset, and what it refuses."""
+
+import io
+import json
+import random
+import secrets
+import tarfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import webdataset
+
+from millrace import errors, run_from_file, run_pipeline
+from millrace.progress import Event
+from millrace.shards import (
+    PipelineSettings,
+    SplitState,
+    collect_garbage,
+    find_datasets,
+    plan_dataset,
+    shard_dataset,
+    status,
+    verify,
+)
+from millrace.storage import delete, exists, list_objects, open_store, put, read
+
+
+def rows(count: int, seed: int = 0) -> list[dict[str, object]]:
+    rng = random.Random(seed)
+    return [{"id": i, "text": "x" * rng.randrange(400)} for i in range(count)]
+
+
+def lines(count: int) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows(count))
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """A dataset of 2,000 rows in a folder, in about 5 splits of 5 shards."""
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "a.jsonl").write_text(lines(2000))
+    return PipelineSettings.model_validate(
+        {
+            "dataset": "sets/one",
+            "source": {
+                "columns": {"txt": "text", "id": "id"},
+                "store": {"url": (tmp_path / "source").as_uri()},
+            },
+            "store": {"url": (tmp_path / "store").as_uri()},
+            "cut": {"shard_bytes": 512 << 10, "split_bytes": 100_000},
+            "run": {"workers": 2},
+        }
+    )
+
+
+def changed(settings, **parts):
+    """The settings with other values in some of their parts: ``cut={"seed": 1}``."""
+    data = settings.model_dump()
+    for name, part in parts.items():
+        data[name] = {**data[name], **part} if isinstance(part, dict) else part
+    return PipelineSettings.model_validate(data)
+
+
+def ids_in(store, shards) -> Counter:
+    """The ids of all samples, as Python's own tarfile sees them."""
+    found: Counter = Counter()
+    for shard in shards:
+        with tarfile.open(fileobj=io.BytesIO(read(store, shard.key))) as tar:
+            for member in tar:
+                if member.name.endswith(".id"):
+                    found[int(tar.extractfile(member).read())] += 1
+    return found
+
+
+def objects(store, prefix: str) -> dict[str, bytes]:
+    return {stat.key: read(store, stat.key) for stat in list_objects(store, prefix)}
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_every_row_is_in_exactly_one_shard(settings, workers):
+    report = shard_dataset(changed(settings, run={"workers": workers}))
+    store = open_store(settings.store)
+    assert report.samples == 2000
+    assert ids_in(store, report.manifest.shards) == Counter(range(2000))
+    assert verify(store, "sets/one").good
+
+
+def test_the_bytes_do_not_depend_on_who_made_them(settings):
+    store = open_store(settings.store)
+    made = []
+    for name, run in (("a", {"workers": 0}), ("b", {"workers": 3, "uploads": 3})):
+        shard_dataset(changed(settings, dataset=name, run=run))
+        made.append({k.partition("/")[2]: v for k, v in objects(store, f"{name}/shards/").items()})
+    assert made[0] == made[1]
+    assert len(made[0]) == 8
+
+
+def test_a_second_run_finds_all_done(settings):
+    first = shard_dataset(settings)
+    second = shard_dataset(settings)
+    assert (second.made, second.manifest) == (0, first.manifest)
+
+
+def test_two_runs_at_once_share_the_work_and_both_end_right(settings):
+    settings = changed(settings, cut={"split_bytes": 25_000}, run={"workers": 1})
+    with ThreadPoolExecutor(2) as pool:
+        reports = [f.result() for f in [pool.submit(shard_dataset, settings) for _ in range(2)]]
+    assert reports[0].manifest == reports[1].manifest
+    assert sum(report.made for report in reports) == len(reports[0].manifest.shards)
+    assert ids_in(open_store(settings.store), reports[0].manifest.shards) == Counter(range(2000))
+
+
+def test_bad_rows_are_kept_with_their_reasons(settings, tmp_path):
+    with (tmp_path / "source" / "a.jsonl").open("a") as file:
+        file.write('not json\n{"id": 1}\n[]\n')
+    report = shard_dataset(settings)
+    store = open_store(settings.store)
+    assert (report.samples, report.manifest.quarantined) == (2000, 3)
+    kept = [
+        json.loads(line)
+        for body in objects(store, "sets/one/quarantine/").values()
+        for line in body.splitlines()
+    ]
+    assert [row["data"] for row in kept] == ["not json", '{"id": 1}', "[]"]
+    assert [row["reason"].partition(":")[0] for row in kept] == [
+        "not valid JSON",
+        "no column 'text'",
+        "not a JSON object",
+    ]
+
+
+def test_a_source_of_bad_rows_only_is_sealed_empty(settings, tmp_path):
+    (tmp_path / "source" / "a.jsonl").write_text("bad\n" * 10)
+    report = shard_dataset(settings)
+    assert (report.samples, report.manifest.shards, report.manifest.quarantined) == (0, (), 10)
+
+
+@pytest.mark.parametrize(
+    ("parts", "named"),
+    [
+        ({"cut": {"shard_bytes": 1 << 20}}, r"layout.shard_bytes \(524288, now 1048576\)"),
+        ({"cut": {"seed": 7}}, r"seed \(0, now 7\)"),
+        ({"cut": {"holdout": 0.5}}, r"holdout \(0.0, now 0.5\)"),
+        ({"source": {"columns": {"txt": "text"}}}, "source.settings"),
+    ],
+)
+def test_other_settings_under_the_same_name_are_refused_by_their_names(settings, parts, named):
+    shard_dataset(settings)
+    with pytest.raises(errors.ConflictError, match=named):
+        shard_dataset(changed(settings, **parts))
+
+
+def test_a_source_that_changed_since_the_plan_is_refused(settings, tmp_path):
+    shard_dataset(settings)
+    (tmp_path / "source" / "b.jsonl").write_text(lines(3))
+    with pytest.raises(errors.ChangedError, match=r"1 files .* then, 2 of"):
+        shard_dataset(settings)
+
+
+def test_a_source_that_changes_meanwhile_stops_the_run_and_mixes_nothing(settings, tmp_path):
+    source = tmp_path / "source" / "a.jsonl"
+
+    def rewrite(event: Event) -> None:
+        if event.name == "plan.committed":
+            source.write_text(lines(2000).replace("x", "y"))
+
+    with pytest.raises(errors.ChangedError, match="rather than mix two versions"):
+        shard_dataset(settings, progress=rewrite)
+    assert not exists(open_store(settings.store), "sets/one/manifest.json")
+
+
+def test_a_shard_that_is_there_with_other_bytes_is_never_overwritten(settings):
+    store = open_store(settings.store)
+    key = "sets/one/shards/train-00000-000000.tar"
+    put(store, key, b"somebody else's")
+    with pytest.raises(errors.ConflictError, match="already there with other bytes"):
+        shard_dataset(settings)
+    assert read(store, key) == b"somebody else's"
+
+
+def test_verify_finds_what_is_missing_and_what_differs(settings):
+    report = shard_dataset(settings)
+    store = open_store(settings.store)
+    flipped, shortened, missing = (shard.key for shard in report.manifest.shards[:3])
+    data = bytearray(read(store, flipped))
+    data[len(data) // 2] ^= 1
+    put(store, flipped, data)
+    put(store, shortened, read(store, shortened)[:-512])
+    delete(store, [missing])
+    reasons = {fault.key: fault.reason for fault in verify(store, "sets/one").faults}
+    assert reasons.keys() == {flipped, shortened, missing}
+    assert "SHA-256 differs" in reasons[flipped]
+    assert reasons[missing] == "missing"
+    quick = verify(store, "sets/one", digests=False)
+    assert {fault.key for fault in quick.faults} == {shortened, missing}
+
+
+def test_garbage_is_what_no_record_names(settings):
+    report = shard_dataset(settings)
+    store = open_store(settings.store)
+    orphans = ["sets/one/shards/train-09999-000000.tar", "sets/one/quarantine/x.jsonl"]
+    for key in orphans:
+        put(store, key, b"orphan")
+    kept = {shard.key for shard in report.manifest.shards}
+    young = collect_garbage(store, "sets/one", dry_run=False)
+    assert young.keys == ()
+    old = {"min_age": timedelta(seconds=-60)}
+    found = collect_garbage(store, "sets/one", **old)
+    assert {key for key in found.keys if "/lease/" not in key} == set(orphans)
+    assert exists(store, orphans[0])
+    collect_garbage(store, "sets/one", dry_run=False, **old)
+    left = {stat.key for stat in list_objects(store, "sets/one/")}
+    assert kept <= left
+    assert not left & set(orphans)
+    assert verify(store, "sets/one").good
+
+
+def test_garbage_is_not_collected_under_a_run(settings):
+    def collect(event: Event) -> None:
+        if event.name == "shard.put":
+            with pytest.raises(errors.ConflictError, match="is being worked on"):
+                collect_garbage(open_store(settings.store), "sets/one")
+
+    shard_dataset(settings, progress=collect)
+
+
+def test_status_tells_from_the_bucket_alone_how_far_it_is(settings):
+    store = open_store(settings.store)
+    seen = []
+
+    def look(event: Event) -> None:
+        if event.name == "shard.committed" and not seen:
+            seen.append(status(store, "sets/one"))
+
+    shard_dataset(changed(settings, run={"workers": 1}), progress=look)
+    running = [split for split in seen[0].splits if split.state is SplitState.RUNNING]
+    assert [split.shards for split in running] == [1]
+    assert running[0].host
+    assert running[0].until > datetime.now(UTC)
+    done = status(store, "sets/one")
+    assert done.sealed
+    assert done.ended == len(done.splits)
+    assert sum(split.samples for split in done.splits) == 2000
+    assert find_datasets(open_store(f"{settings.store.url}/sets")) == ["one"]
+
+
+def test_a_plan_is_shown_without_writing(settings, tmp_path):
+    plan = plan_dataset(changed(settings, cut={"holdout": 0.2}))
+    assert {split.partition for split in plan.splits} == {"train", "val"}
+    assert sum(split.piece.size for split in plan.splits) == plan.source.size
+    assert not (tmp_path / "store").exists()
+
+
+# webdataset leaves local files for the garbage collector to close.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_dataset_reads_back_through_its_index(settings, tmp_path):
+    shard_dataset(settings)
+    base = tmp_path / "store" / "sets" / "one"
+    index = json.loads((base / "index.json").read_text())
+    assert index["__kind__"] == "wids-shard-index-v1"
+    shards = [str(base / shard["url"]) for shard in index["shardlist"]]
+    assert [Path(s).stat().st_size for s in shards] == [e["filesize"] for e in index["shardlist"]]
+    counted = Counter(int(s["id"]) for s in webdataset.WebDataset(shards, shardshuffle=False))
+    assert counted == Counter(range(2000))
+
+
+def test_a_run_in_memory_needs_no_processes(settings):
+    memory = f"memory://{secrets.token_hex(8)}"
+    report = run_pipeline(
+        changed(settings, store={"url": memory}, run={"workers": 0}), prefix="another"
+    )
+    assert report.url == f"{memory}/another"
+    assert report.samples == 2000
+
+
+def test_a_run_from_a_file_is_the_same_run(settings, tmp_path, monkeypatch):
+    monkeypatch.setenv("WHERE", settings.store.url)
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        f"dataset: sets/one\nstore: {{url: '${{WHERE}}'}}\n"
+        f"source: {{columns: {{txt: text, id: id}}, store: {{url: {settings.source.store.url}}}}}\n"
+        "cut: {shard_bytes: 512KiB, split_bytes: 100000}\nrun: {workers: 2}\n"
+    )
+    assert run_from_file(path).manifest == shard_dataset(settings).manifest
+    assert run_from_file(path, prefix="two").manifest.dataset == "two"

@@ -1,0 +1,88 @@
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from millrace.cli import main
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def command(*words: str, code: int = 0) -> str:
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == code, result.output
+        return result.output
+
+    return command
+
+
+@pytest.fixture
+def settings(tmp_path):
+    (tmp_path / "source").mkdir()
+    text = "".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(100))
+    (tmp_path / "source" / "a.jsonl").write_text(text + "bad\n")
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        f"dataset: lines\nsource: {{store: {{url: {(tmp_path / 'source').as_uri()}}}}}\n"
+        f"store: {{url: {(tmp_path / 'store').as_uri()}}}\nrun: {{workers: 1}}\n"
+    )
+    return path
+
+
+def test_help_names_every_command(run):
+    shown = run("--help")
+    for command in ("init", "plan", "run", "verify", "status", "gc", "setup"):
+        assert f"\n  {command} " in shown
+
+
+def test_init_writes_settings_that_are_read_back_and_never_overwrites(run, tmp_path):
+    assert "millrace plan" in run("init")
+    assert "no folder" in run("plan", code=1)
+    before = (tmp_path / "millrace.yaml").read_text()
+    assert "already there" in run("init", code=2)
+    assert (tmp_path / "millrace.yaml").read_text() == before
+
+
+def test_plan_shows_and_writes_nothing(run, settings, tmp_path):
+    shown = run("plan", str(settings))
+    assert "1 files" in shown
+    assert "at most" in shown
+    assert not (tmp_path / "store").exists()
+
+
+def test_run_verify_status_and_gc_speak_of_the_same_dataset(run, settings, tmp_path):
+    store = (tmp_path / "store").as_uri()
+    shown = run("run", str(settings))
+    assert "100 samples in 1 shards" in shown
+    assert "1 rows made no sample" in shown
+    assert "This run made 0 shards" in run("run", str(settings))
+    assert "1 of 1 shards are as the manifest says" in run("verify", str(settings))
+    assert "1 of 1" in run("verify", store, "lines", "--quick")
+    assert "lines: sealed" in run("status", store)
+    assert "lines: sealed" in run("status", str(settings))
+    assert "Would delete" in run("gc", store, "lines")
+    shard = next((tmp_path / "store" / "lines" / "shards").iterdir())
+    shard.write_bytes(b"other")
+    assert "5 bytes, not" in run("verify", store, "lines", code=1)
+
+
+def test_a_prefix_is_another_dataset(run, settings):
+    run("run", str(settings), "--prefix", "other/name")
+    assert "other/name: sealed" in run("status", str(settings), "other/name")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("run", "none.yaml"), 2, "millrace init"),
+        (("verify", "file:///nowhere-at-all"), 2, "name the dataset"),
+        (("status", "ftp://x"), 2, "names no store"),
+        (("run", "job.yaml", "--prefix", "../up"), 2, "letters, digits"),
+    ],
+)
+def test_bad_input_gets_a_sentence_and_an_exit_code(run, settings, words, code, said):
+    shown = run(*words, code=code)
+    assert said in shown
+    assert "Traceback" not in shown

@@ -1,0 +1,68 @@
+"""The names that others may rely on. A change here is a change of the API: say it in CHANGELOG."""
+
+import millrace
+import millrace.shards
+import millrace.storage
+
+
+def test_the_names_of_the_package():
+    assert millrace.__all__ == ["PipelineSettings", "run_from_file", "run_pipeline"]
+    for name in millrace.__all__:
+        assert getattr(millrace, name).__name__ == name
+
+
+def test_the_names_of_storage():
+    assert millrace.storage.__all__ == [
+        "Backend",
+        "Credentials",
+        "DeleteFailure",
+        "Location",
+        "Right",
+        "Stat",
+        "Store",
+        "StoreSpec",
+        "abort_stale_uploads",
+        "boto3_client",
+        "check",
+        "copy",
+        "create",
+        "delete",
+        "exists",
+        "filesystem",
+        "from_environment",
+        "head",
+        "list_folders",
+        "list_objects",
+        "open_store",
+        "open_writer",
+        "put",
+        "read",
+        "read_range",
+        "scoped",
+        "stream",
+    ]
+
+
+def test_the_names_of_shards():
+    assert set(millrace.shards.__all__) == {
+        "CutSettings",
+        "DatasetStatus",
+        "Fault",
+        "Garbage",
+        "PipelineSettings",
+        "RunSettings",
+        "ShardReport",
+        "SourcePlace",
+        "SplitState",
+        "SplitStatus",
+        "Verification",
+        "collect_garbage",
+        "find_datasets",
+        "plan_dataset",
+        "run_from_file",
+        "run_pipeline",
+        "sealed",
+        "shard_dataset",
+        "status",
+        "verify",
+    }
