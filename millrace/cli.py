@@ -184,7 +184,7 @@ def status(settings_or_url: str, dataset: str | None) -> int:
     if dataset is None and "://" in settings_or_url:
         from millrace.storage import open_store
 
-        store = open_store(settings_or_url)
+        store = open_store(settings_or_url, make_folder=False)
         names = find_datasets(store)
         if not names:
             raise errors.NotFoundError(f"There is no dataset right below {store.url}.")
@@ -230,10 +230,10 @@ def _place(settings_or_url: str, dataset: str | None) -> "tuple[Store, str]":
 
     if "://" not in settings_or_url:
         config = _config(Path(settings_or_url), dataset)
-        return open_store(config.store), config.dataset
+        return open_store(config.store, make_folder=False), config.dataset
     if not dataset:
         raise errors.ConfigurationError("After a URL, name the dataset: URL DATASET.")
-    return open_store(settings_or_url), dataset
+    return open_store(settings_or_url, make_folder=False), dataset
 
 
 def _size(size: float) -> str:

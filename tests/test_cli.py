@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -39,7 +40,8 @@ def test_help_names_every_command(run):
 
 def test_init_writes_settings_that_are_read_back_and_never_overwrites(run, tmp_path):
     assert "millrace plan" in run("init")
-    assert "no folder" in run("plan", code=1)
+    assert "There is no folder" in run("plan", code=1)
+    assert not Path("/path/to").exists()
     before = (tmp_path / "millrace.yaml").read_text()
     assert "already there" in run("init", code=2)
     assert (tmp_path / "millrace.yaml").read_text() == before

@@ -28,8 +28,10 @@ def written(folder: Path, name: str, text: str) -> Path:
     [
         (
             "a.yaml",
-            "size: 7\ninner:\n  key: ${KEY}\n"
-            "  names:\n  - a-${KEY}\n  - $${KEY}\n  - '${NO:-none}'\n",
+            (
+                "size: 7\ninner:\n  key: ${KEY}\n"
+                "  names:\n  - a-${KEY}\n  - $${KEY}\n  - '${NO:-none}'\n"
+            ),
         ),
         (
             "a.toml",

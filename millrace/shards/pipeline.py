@@ -54,7 +54,9 @@ def plan_dataset(config: PipelineSettings) -> Plan:
         NotFoundError: The source has no files.
     """
     keys = DatasetKeys(config.dataset)
-    return make_plan(keys, config.source, open_store(config.source.store), config.cut)[0]
+    return make_plan(
+        keys, config.source, open_store(config.source.store, make_folder=False), config.cut
+    )[0]
 
 
 def shard_dataset(config: PipelineSettings, *, progress: Progress = silent) -> ShardReport:
@@ -75,7 +77,9 @@ def shard_dataset(config: PipelineSettings, *, progress: Progress = silent) -> S
     began = time.monotonic()
     store = open_store(config.store)
     keys = DatasetKeys(config.dataset)
-    plan, listings = make_plan(keys, config.source, open_store(config.source.store), config.cut)
+    plan, listings = make_plan(
+        keys, config.source, open_store(config.source.store, make_folder=False), config.cut
+    )
     plan = pin_plan(store, keys, plan, listings)
     progress(
         Event(

@@ -49,7 +49,7 @@ class Job(BaseModel):
 def run_job(job: Job, progress: Progress) -> SplitEnd:
     """Cut one split."""
     store = open_store(job.store)
-    source = open_source(job.source, open_store(job.source_store), store)
+    source = open_source(job.source, open_store(job.source_store, make_folder=False), store)
     keys = DatasetKeys(job.dataset)
     return run_split(
         store, source, keys, job.layout, job.split, uploads=job.uploads, progress=progress

@@ -158,11 +158,6 @@ def _objects(store: Store, taken: Callable[[str], bool]) -> Iterator[FileRef]:
 
 
 def _walk(folder: Path, taken: Callable[[str], bool]) -> Iterator[FileRef]:
-    if not folder.is_dir():
-        raise errors.NotFoundError(
-            f"{folder} is no folder. A source's url names a folder or prefix; "
-            "which of its files are taken is said by include."
-        )
     for parent, folders, names in os.walk(folder):
         folders.sort()
         for name in names:

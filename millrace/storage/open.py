@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 from obstore.store import GCSStore, LocalStore, MemoryStore, ObjectStore, S3Store
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from millrace.errors import ConfigurationError
+from millrace.errors import ConfigurationError, NotFoundError
 
 _ACCOUNT = re.compile(r"[0-9a-f]{32}(\.(eu|fedramp))?")
 _memory: dict[str, MemoryStore] = {}
@@ -209,6 +209,7 @@ def open_store(
     account_id: str | None = None,
     ca_file: Path | None = None,
     patience: timedelta | None = None,
+    make_folder: bool = True,
 ) -> Store:
     """Open the store at a URL. Nothing is sent until a verb is called.
 
@@ -221,8 +222,10 @@ def open_store(
         account_id: The R2 account, where the URL does not name it.
         ca_file: Certificate authorities to trust, PEM.
         patience: How long a request is tried again before its error is raised.
+        make_folder: Make the folder of a ``file://`` URL, if it is not there.
 
     Raises:
+        NotFoundError: There is no such folder, and it is not to be made.
         ConfigurationError: The URL names no store, or the settings do not fit it.
     """
     if isinstance(url, StoreSpec):
@@ -247,7 +250,7 @@ def open_store(
             if location.prefix:
                 raise ConfigurationError("memory://name takes no path: it is for tests.")
         case Backend.FILE:
-            raw = patient = LocalStore(location.bucket, mkdir=True)
+            raw = patient = _folder(location, make=make_folder)
         case Backend.GS:
             raw, patient = (_gcs(spec, location, retry) for retry in _retries(spec.patience))
         case Backend.S3 | Backend.R2:
@@ -309,6 +312,15 @@ def endpoint_of(store: Store) -> str | None:
 def region_of(store: Store) -> str | None:
     """The region to sign for; None means what the environment says."""
     return "auto" if store.location.backend is Backend.R2 else store.spec.region
+
+
+def _folder(location: Location, *, make: bool) -> LocalStore:
+    folder = Path(location.bucket)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigurationError(f"{folder} is a file: a URL names the folder that it is in.")
+    if not (make or folder.exists()):
+        raise NotFoundError(f"There is no folder {folder}. Correct the url.")
+    return LocalStore(folder, mkdir=make)
 
 
 def _retries(patience: timedelta) -> tuple[Any, Any]:
