@@ -184,6 +184,12 @@ store = bucket.open("read")
                 f"The {right} credentials of {self._called} need an access key id and its secret: "
                 "a profile or an assumed role does not reach the processes that do the work."
             )
+        if aws.aws_session_token:
+            raise errors.ConfigurationError(
+                f"The {right} credentials of {self._called} have a session token. Prefect does not "
+                "take it for a secret and shows it in its events, and it ends within hours: use a "
+                "lasting key, for this bucket only."
+            )
         client = aws.aws_client_parameters
         if client.verify is False:
             raise errors.ConfigurationError(
@@ -199,7 +205,6 @@ store = bucket.open("read")
             "credentials": Credentials(
                 access_key_id=aws.aws_access_key_id,
                 secret_access_key=secret,
-                session_token=aws.aws_session_token,  # pyright: ignore[reportArgumentType]
             ),
             "endpoint": client.endpoint_url,
             "region": aws.region_name,

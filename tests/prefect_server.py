@@ -187,10 +187,7 @@ class Worker:
                 cwd=folder,  # not the repository: nothing may depend on where a worker stands
                 env={**server.environment, "PREFECT_WORKER_QUERY_SECONDS": "0.5"},
                 start_new_session=True,
-                # A shell that runs in the background has it ignored, and Prefect stops by it.
-                preexec_fn=lambda: (
-                    signal.signal(signal.SIGINT, signal.default_int_handler) and None
-                ),
+                preexec_fn=_hear_interrupts,  # noqa: PLW1509 - it only sets a signal
             )
 
     def descendants(self) -> list[psutil.Process]:
@@ -247,6 +244,7 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect
 @pytest.fixture
 def prefect_api(prefect_server: PrefectServer) -> Iterator[PrefectServer]:
     """The server, and this process as its client."""
+    from prefect.logging.handlers import APILogHandler
     from prefect.settings import (
         PREFECT_API_URL,
         PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
@@ -262,6 +260,7 @@ def prefect_api(prefect_server: PrefectServer) -> Iterator[PrefectServer]:
         }
     ):
         yield prefect_server
+        APILogHandler().flush()
 
 
 @pytest.fixture(scope="session")
