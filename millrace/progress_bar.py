@@ -46,6 +46,9 @@ class ProgressBar:
         match event.name:
             case "plan.committed":
                 self._bar.update(self._task, total=float(event.figures["splits"]))
+            case "splits.left":
+                total = self._bar.tasks[self._task].total or 0.0
+                self._bar.update(self._task, completed=total - float(event.figures["splits"]))
             case "shard.committed":
                 self._shards += 1
                 self._samples += int(event.figures["samples"])

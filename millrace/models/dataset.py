@@ -46,6 +46,10 @@ class ByteRange(Committed):
         """Bytes of the source that this split covers."""
         return self.end - self.start
 
+    def through(self, cursor: int) -> float:
+        """How much of it lies before a cursor, from 0 to 1."""
+        return min(1.0, max(0.0, (cursor - self.start) / self.size))
+
 
 class FileGroup(Committed):
     """A split that is a list of samples, each of one or more files.
@@ -62,6 +66,10 @@ class FileGroup(Committed):
     sha256: str
     samples: int
     size: int
+
+    def through(self, cursor: int) -> float:
+        """How much of it lies before a cursor, from 0 to 1."""
+        return cursor / self.samples
 
 
 Piece = Annotated[ByteRange | FileGroup, Field(discriminator="kind")]

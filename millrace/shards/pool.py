@@ -64,6 +64,7 @@ def run_splits(
         MillraceError: What a worker raised. The others are stopped; a later run goes on.
     """
     waiting = _Waiting(store, keys, jobs)
+    progress(Event("splits.left", figures={"splits": len(waiting)}))
     holder = Holder.this_process()
     clock = StoreClock.read(store, keys.dataset, holder)
     with Heartbeat(lease) as heartbeat:
@@ -103,8 +104,8 @@ class _Waiting:
         self._elsewhere: list[Job] = []
         self.drop_ended()
 
-    def __bool__(self) -> bool:
-        return bool(self._jobs or self._elsewhere)
+    def __len__(self) -> int:
+        return len(self._jobs) + len(self._elsewhere)
 
     def drop_ended(self) -> None:
         """Forget those that have ended, and look again at those that others hold."""

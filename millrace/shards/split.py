@@ -55,8 +55,9 @@ def run_split(
         return fetch(store, keys.end(split.name), SplitEnd)
     last = _last_commit(store, keys, split.name)
     cursor, number = (last.next, last.n + 1) if last else (0, 0)
-    progress(Event("split.opened", split.name, {"cursor": cursor, "commits": number}))
-    with _Shipping(store, keys, split.name, layout, number, uploads, progress) as shipping:
+    opened = {"cursor": cursor, "commits": number, "through": split.piece.through(cursor)}
+    progress(Event("split.opened", split.name, opened))
+    with _Shipping(store, keys, split, layout, number, uploads, progress) as shipping:
         batch = shipping.begin(cursor)
         rows = iter(source.rows(split.piece, cursor))
         for row in rows:
@@ -117,7 +118,7 @@ class _Shipping:
         self,
         store: Store,
         keys: DatasetKeys,
-        split: str,
+        split: Split,
         layout: Layout,
         number: int,
         uploads: int,
@@ -153,7 +154,7 @@ class _Shipping:
         """The next batch, once a buffer is free."""
         encoder = self._free.get()
         encoder.reset()
-        batch = _Batch(ShardName(self._split, self._number), encoder, cursor, cursor)
+        batch = _Batch(ShardName(self._split.name, self._number), encoder, cursor, cursor)
         self._number += 1
         return batch
 
@@ -210,6 +211,8 @@ class _Shipping:
             "samples": commit.samples,
             "bytes": commit.size,
             "quarantined": commit.quarantined,
+            "split": commit.split,
+            "through": self._split.piece.through(commit.next),
         }
         self.progress(Event("shard.committed", commit.key or str(batch.name), figures))
 
