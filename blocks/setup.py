@@ -57,6 +57,7 @@ class Outcome(StrEnum):
     multiple=True,
     help="Only this bucket. May be given several times; all three otherwise.",
 )
+@click.option("--without-buckets", is_flag=True, help="Only what is the same for everybody.")
 @click.option(
     "--right",
     "rights",
@@ -75,6 +76,7 @@ class Outcome(StrEnum):
 def setup(
     *,
     roles: tuple[str, ...],
+    without_buckets: bool,
     rights: tuple[str, ...],
     uploads: int | None,
     checking: bool,
@@ -90,7 +92,7 @@ def setup(
     "credentials": {"read": {"access_key_id", "secret_access_key"}}}, or a file with one.
     VAST_API_KEY and HF_TOKEN make blocks if they are set.
     """
-    chosen = [Role(role) for role in roles] or list(Role)
+    chosen = [] if without_buckets else [Role(role) for role in roles] or list(Role)
     allowed = [Right(right) for right in rights] or list(Right)
     try:
         buckets = buckets_of(os.environ, chosen, allowed)

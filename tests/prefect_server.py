@@ -87,8 +87,9 @@ class PrefectServer:
         self, *command: str, environment: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run a command that is to use this server."""
+        program, *arguments = command
         return subprocess.run(
-            command,
+            [str(Path(sys.executable).parent / program), *arguments],
             cwd=REPOSITORY,
             env={**self.environment, **(environment or {})},
             capture_output=True,
@@ -233,7 +234,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
-    """A Prefect server with our work pool, limit, automation and deployments, and no block."""
+    """A Prefect server with nothing of ours on it yet."""
     server = PrefectServer(tmp_path_factory.mktemp("prefect") / "home")
     try:
         yield server
@@ -265,11 +266,9 @@ def prefect_api(prefect_server: PrefectServer) -> Iterator[PrefectServer]:
 
 @pytest.fixture(scope="session")
 def deployed(prefect_server: PrefectServer) -> PrefectServer:
-    """The server after ``prefect deploy --all``."""
-    pool = prefect_server.prefect("work-pool", "create", "millrace", "--type", "process")
-    assert pool.returncode == 0, pool.stdout + pool.stderr
-    limit = prefect_server.prefect("gcl", "create", "millrace-uploads", "--limit", "8")
-    assert limit.returncode == 0, limit.stdout + limit.stderr
+    """The server after ``millrace setup`` and ``prefect deploy --all``, without a block."""
+    made = prefect_server.run("millrace", "setup", "--without-buckets", "--uploads", "8")
+    assert made.returncode == 0, made.stdout + made.stderr
     done = prefect_server.prefect("deploy", "--all")
     assert done.returncode == 0, done.stdout + done.stderr
     return prefect_server
