@@ -81,12 +81,12 @@ class JsonLines:
             return
         begun: list[bytes] = []  # of the row that goes on in the next block
         for block in file_blocks(self._store, piece.file, position, block=self._block):
-            lines = block.split(b"\n")
-            if begun and len(lines) > 1:
-                lines[0] = b"".join((*begun, lines[0]))
-                begun = []
-            begun.append(lines.pop())
-            for line in lines:
+            at = 0
+            while (end := block.find(b"\n", at)) >= 0:  # by far quicker than split
+                line = block[at:end]
+                if begun:
+                    line = b"".join((*begun, line))
+                    begun = []
                 after = position + len(line) + 1
                 if seeking:
                     seeking = False
@@ -95,6 +95,9 @@ class JsonLines:
                 position = after
                 if position >= piece.end:
                     return
+                at = end + 1
+            if at < len(block):
+                begun.append(block[at:])
             if sum(map(len, begun)) > LONGEST_ROW:
                 raise errors.ConfigurationError(
                     f"{piece.file.path}: the row at byte {position} is longer than "
