@@ -1,0 +1,86 @@
+"""The engine's events, as one progress artifact."""
+
+import threading
+
+import pytest
+from prefect import flow
+from prefect.logging import disable_run_logger
+from prefect.runtime import flow_run
+
+from millrace.progress import Event
+from tasks import progress as module
+from tasks.progress import LiveProgress
+from tests.prefect_server import PrefectServer
+
+PLAN = Event("plan.committed", "words/plan.json", {"splits": 4, "bytes": 4000, "files": 2})
+
+
+def commit(size: int, **figures: float | str) -> Event:
+    return Event("shard.committed", "words/shards/x", {"samples": 1, "bytes": size, **figures})
+
+
+@pytest.fixture
+def counting() -> LiveProgress:
+    """One that only counts: nothing is shown before its block is entered."""
+    with disable_run_logger():
+        return LiveProgress("progress-words")
+
+
+def test_it_counts_splits_and_parts_of_open_ones(counting: LiveProgress) -> None:
+    assert counting.percent == 0
+    assert counting.sentence == "Reading the source's listing."
+    for event in (
+        PLAN,
+        Event("split.opened", "train-00000", {"cursor": 0, "commits": 0, "through": 0.0}),
+        Event("split.opened", "train-00001", {"cursor": 9, "commits": 1, "through": 0.5}),
+        commit(1_000, split="train-00000", through=0.25),
+    ):
+        counting(event)
+    assert counting.percent == pytest.approx(100 * 0.75 / 4)
+    counting(Event("split.ended", "train-00001", {"samples": 1, "bytes": 1, "quarantined": 0}))
+    assert counting.percent == pytest.approx(100 * 1.25 / 4)
+    assert counting.sentence.startswith("1 of 4 splits ended; this run has made 1 shard, 1.0 kB")
+    assert sum(counting.pace.values()) == 1_000
+
+
+def test_a_resumed_run_begins_where_the_last_one_was(counting: LiveProgress) -> None:
+    counting(PLAN)
+    counting(Event("splits.left", figures={"splits": 1}))
+    assert counting.percent == 75
+
+
+def test_the_artifact_follows_and_ends_with_the_last_event(prefect_api: PrefectServer) -> None:
+    @flow(name="shows")
+    def shows() -> str:
+        with LiveProgress("progress-shows") as live:
+            live(PLAN)
+            for number in range(4):
+                live(Event("split.ended", f"train-{number:05d}", {}))
+        return str(flow_run.id)
+
+    run = shows()
+    assert prefect_api.artifacts(run) == {"progress-shows": 100.0}
+
+
+def test_a_server_that_does_not_answer_holds_up_nothing(
+    prefect_api: PrefectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's answer is withheld until the engine is through, which does not wait for it."""
+    through = threading.Event()
+
+    def late(*_: object) -> None:
+        assert through.wait(60)
+        raise ConnectionError
+
+    monkeypatch.setattr(module, "create_progress_artifact", late)
+
+    @flow(name="goes-on")
+    def goes_on() -> float:
+        with LiveProgress("progress-late") as live:
+            live(PLAN)
+            for number in range(1000):
+                live(commit(number))
+            through.set()
+        return float(sum(live.pace.values()))
+
+    assert goes_on() == sum(range(1000))

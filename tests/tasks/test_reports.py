@@ -1,0 +1,53 @@
+"""What a person reads when a run has ended."""
+
+from millrace.models.dataset import Manifest, ManifestShard
+from millrace.shards import Fault, ShardReport, Verification
+from tasks import sharding, verifying
+from tasks.sharding import Sharded
+from tasks.words import artifact_key, duration, size
+
+
+def report(**changes: object) -> ShardReport:
+    shards = tuple(
+        ManifestShard(key=f"words/shards/{n}.tar", partition="train", samples=5, size=9, sha256="")
+        for n in range(3)
+    )
+    manifest = Manifest(
+        dataset="words", plan="", format="webdataset", shards=shards,
+        samples={"train": 15, "val": 0}, size=27_000_000, quarantined=2,
+    )  # fmt: skip
+    made = ShardReport(
+        url="s3://bucket/words", manifest_key="words/manifest.json", manifest=manifest, splits=2,
+        seconds=2.0, made=2, samples_made=10, bytes_made=20_000_000,
+    )  # fmt: skip
+    return type(made)(**{name: changes.get(name, getattr(made, name)) for name in made.__slots__})
+
+
+def test_the_report_says_what_there_is_and_what_this_run_did() -> None:
+    text = sharding.describe(Sharded(report(), {0: 20_000_000}))
+    assert text.startswith("**words** is complete: 15 samples in 3 shards, 27.0 MB. This run made ")
+    assert "2 shards of them in 2.0 s, 10.0 MB/s." in text
+    assert "| Rows put aside | 2 (below `s3://bucket/words/quarantine/`) |" in text
+    assert "](data:image/svg+xml;base64," in text
+
+
+def test_a_run_that_found_all_done_says_so_without_a_picture() -> None:
+    text = sharding.describe(Sharded(report(made=0, bytes_made=0), {}))
+    assert "All of it was there before this run." in text
+    assert "data:image" not in text
+
+
+def test_a_verification_names_each_shard_at_fault() -> None:
+    found = {
+        "words": Verification(3, 27, (Fault("words/shards/1.tar", "missing"),), digests=True),
+        "others": Verification(1, 9, (), digests=True),
+    }
+    text = verifying.describe("s3://bucket", found)
+    assert text.startswith("`s3://bucket`: 2 sealed datasets, 1 shard at fault.")
+    assert "| `words/shards/1.tar` | missing |" in text
+
+
+def test_words() -> None:
+    assert [size(n) for n in (999, 1_500, 2e9)] == ["999 bytes", "1.5 kB", "2.0 GB"]
+    assert [duration(s) for s in (3.14, 252, 7300)] == ["3.1 s", "4 min 12 s", "2 h 1 min"]
+    assert artifact_key("shards", "Fine_Web/2024") == "shards-fine-web-2024"
