@@ -14,13 +14,15 @@ from tests.servers.r2 import R2Proxy
 from tests.servers.rgw import RGW
 from tests.soak import report
 from tests.soak.case import Case, References
-from tests.soak.faults import r2_place, rgw_place, run_faults
+from tests.soak.faults import outlast, r2_place, rgw_place, run_faults
 from tests.soak.kills import Kills
 from tests.soak.material import make_all
 from tests.soak.place import LocalPlace, Place
 from tests.soak.tally import Tally
 from tests.soak.together import Wakes, meet, share, take_over
 
+CASES = 6  # with faults
+OUTLASTS = 45.0  # seconds, more than a client waits for a byte
 AT_LEAST = 20  # times that each kind of fault shall fire
 
 
@@ -86,10 +88,12 @@ class _Soak:
         """A store that fails."""
         dice = Random(f"{self._seed} faults")
         kills = self._kills("fault", [r2_place(self._rgw, proxy, "soak")])
-        fired = run_faults(kills, proxy, dice, at_least=AT_LEAST, tell=_tell)
+        fired = run_faults(kills, proxy, dice, cases=CASES, at_least=AT_LEAST, tell=_tell)
+        slow = outlast(kills, proxy, seconds=OUTLASTS)
+        _tell(f"stalls that the client has to end: {slow['stall']}")
         print(report.fault_table(fired, kills.tally), "", sep="\n")
         self.summary.append(report.result(f"faults {sum(fired.values())}", kills.tally))
-        return not kills.tally.wrong and min(fired.values()) >= AT_LEAST
+        return not kills.tally.wrong and min(fired.values()) >= AT_LEAST and slow["stall"] == 3
 
     def _kills(self, name: str, places: Sequence[Place]) -> Kills:
         dice = Random(f"{self._seed} {name}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.oracle import Verdict, judge
-from tests.soak.child import Child, Ended
+from tests.soak.child import Child, Ended, Said
 from tests.soak.material import Material
 from tests.soak.place import LocalPlace, Place
 
@@ -72,6 +72,7 @@ class Case:
         with self.start(do) as child:
             while not isinstance(heard := child.hear(), Ended):
                 assert heard is not None
+                nobody_died(heard)
                 child.go()
         return finished(heard)
 
@@ -97,6 +98,16 @@ class Case:
             bad_rows=self.material.bad_rows,
             reference=reference,
         )
+
+
+def nobody_died(said: Said) -> None:
+    """Hold an event against the rule that workers only die when they are killed.
+
+    Raises:
+        CaseError: One did, and nobody had.
+    """
+    if said.name == "worker.lost":
+        raise CaseError(f"worker {said.pid} was lost, and nobody killed it")
 
 
 def finished(ended: Ended) -> dict[str, Any]:

@@ -12,13 +12,15 @@ from tests.soak.place import S3Place
 from tests.soak.targets import SEALED, Target, Victim, combinations, target_at
 
 EACH = 0.05
-_CASES = 60
+_MOST = 60  # cases
 
 
-def bad_weather(seed: int, *, retry_after: float | None = None) -> Faults:
+def bad_weather(
+    seed: int, *, retry_after: float | None = None, stall_seconds: float = 0.5
+) -> Faults:
     """All six kinds, each at 5 % of the requests. A stall ends when the proxy hangs up."""
     chances = {kind.value: EACH for kind in Fault}
-    return Faults(**chances, seed=seed, retry_after=retry_after, stall_seconds=1.0)
+    return Faults(**chances, seed=seed, retry_after=retry_after, stall_seconds=stall_seconds)
 
 
 def run_faults(
@@ -26,15 +28,17 @@ def run_faults(
     proxy: R2Proxy,
     dice: Random,
     *,
+    cases: int,
     at_least: int,
     tell: Callable[[str], None] = print,
 ) -> dict[str, int]:
-    """Run cases until each kind of fault has fired often enough; every second one with kills.
+    """Run cases until each kind of fault has fired often enough; two of three with kills.
 
     Args:
         kills: Whose cases go through the proxy.
         proxy: The proxy.
         dice: All chance comes from it, save which request meets which fault first.
+        cases: At least so many.
         at_least: How often each kind shall fire.
 
     Returns:
@@ -42,22 +46,40 @@ def run_faults(
     """
     proxy.reset()
     number = 0
-    while min(proxy.counts().values()) < at_least and number < _CASES:
-        proxy.set_faults(
-            bad_weather(dice.randrange(1 << 30), retry_after=dice.choice([None, None, 1.0]))
-        )
+    waiting: dict[bool, list[Target]] = {True: [], False: []}
+    while (number < cases or min(proxy.counts().values()) < at_least) and number < _MOST:
+        chance, asked = dice.randrange(1 << 30), dice.choice([None, None, 1.0])
+        proxy.set_faults(bad_weather(chance, retry_after=asked))
         case = kills.case(number % 4)
         case.store_source = True
-        chosen = _kills_for(dice, alone=case.workers == 0) if number % 2 else []
-        kills.kill_in(case, chosen)
+        alone = case.workers == 0
+        if number % 3:
+            waiting[alone] = kills.kill_in(case, waiting[alone] or _some(dice, alone=alone))
+        else:
+            kills.kill_in(case, [])
         number += 1
-        tell(f"{case}: {proxy.counts()}")
+        tell(f"{case}: {kills.tally.counted} kills, {proxy.counts()}")
     fired = proxy.counts()
     proxy.reset()
     return fired
 
 
-def _kills_for(dice: Random, *, alone: bool) -> list[Target]:
+def outlast(kills: Kills, proxy: R2Proxy, *, seconds: float) -> dict[str, int]:
+    """One case in which stalls last longer than a client waits for a byte.
+
+    Returns:
+        How often each kind fired.
+    """
+    proxy.reset()
+    proxy.fail_next(Fault.STALL, 2, "PUT", "/shards/", stall_seconds=seconds)
+    proxy.fail_next(Fault.STALL, 1, "GET", "/commits/", stall_seconds=seconds)
+    kills.kill_in(kills.case(1), [])
+    fired = proxy.counts()
+    proxy.reset()
+    return fired
+
+
+def _some(dice: Random, *, alone: bool) -> list[Target]:
     pairs = [
         (boundary, victim)
         for boundary, victim in combinations()

@@ -89,8 +89,9 @@ class _Hunt:
         self._sealed |= said.name == SEALED
         if said.name == "worker.lost":
             self._deaths[self._of.pop(said.pid, "")] += 1
-            if said.pid in self._dead:
-                self._tally.kill(self._dead.pop(said.pid), self._case.place)
+            if said.pid not in self._dead:
+                raise CaseError(f"worker {said.pid} was lost, and nobody killed it")
+            self._tally.kill(self._dead.pop(said.pid), self._case.place)
         elif match := _SPLIT.search(said.subject.removeprefix(f"{DATASET}/")):
             self._of[said.pid] = match[0]
             if said.name == "shard.committed":
@@ -107,6 +108,8 @@ class _Hunt:
             fits = target.boundary == said.name
         if target.victim is Victim.WORKER:
             fits = fits and self._may_die(said)
+        elif target.boundary not in {ANY, BETWEEN}:
+            fits = fits and not self._dead  # else nobody would say of them that they were killed
         self._fitting += fits
         return fits and self._fitting >= target.nth
 

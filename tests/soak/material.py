@@ -91,8 +91,8 @@ def columns(folder: Path, dice: random.Random) -> Material:
 def files(folder: Path, dice: random.Random) -> Material:
     """Two files a sample, in folders."""
     rows: Counter[str] = Counter()
-    for i in range(320):
-        name, text = f"{i:04d}", _text(dice, 400, 5600).encode()
+    for i in range(220):
+        name, text = f"{i:04d}", _text(dice, 800, 8000).encode()
         at = folder / f"group-{i % 7}"
         at.mkdir(parents=True, exist_ok=True)
         rows[row_token(name, text)] += 1

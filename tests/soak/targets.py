@@ -90,11 +90,22 @@ def target_at(dice: Random, boundary: str, victim: Victim) -> Target:
 
 
 def in_order(dice: Random, targets: Iterable[Target]) -> deque[Target]:
-    """Those of one case, in an order in which all can happen: what seals comes last."""
+    """Those of one case, in an order in which all can happen.
 
-    def place(target: Target) -> float:
-        if target.boundary == SEALED:
-            return 3
-        return 2 if target.boundary in DRIVERS_LAST else dice.random()
-
-    return deque(sorted(targets, key=place))
+    What seals comes last; where a driver begins, one must have been killed before, or none.
+    """
+    at: dict[int, list[Target]] = {0: [], 1: [], 2: [], 3: []}
+    for target in targets:
+        stage = 1
+        if target.boundary in DRIVERS_FIRST:
+            stage = 0
+        elif target.boundary in DRIVERS_LAST:
+            stage = 2
+        elif target.boundary == SEALED:
+            stage = 3
+        at[stage].append(target)
+    order = dice.sample(at[1], len(at[1]))
+    for target in at[0]:
+        deaths = [i + 1 for i, one in enumerate(order) if one.victim is not Victim.WORKER]
+        order.insert(dice.choice([0, *deaths]), target)
+    return deque([*order, *at[2], *at[3]])

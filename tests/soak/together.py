@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable
 from enum import StrEnum
 
-from tests.soak.case import Case, CaseError, References, finished
+from tests.soak.case import Case, CaseError, References, finished, nobody_died
 from tests.soak.child import HANGS, Child, Ended, HungError, Said
 from tests.soak.tally import Tally
 
@@ -112,9 +112,12 @@ def conduct(children: list[Child], hold: Hold) -> dict[Child, Ended]:
             raise HungError(f"{len(waiting)} drivers said nothing for {HANGS:g} s")
         for child in ready:
             heard = child.hear()
+            assert heard is not None
             if isinstance(heard, Ended):
                 ends[child] = heard
-            elif heard is not None and not hold(child, heard):
+                continue
+            nobody_died(heard)
+            if not hold(child, heard):
                 child.go()
     return ends
 
