@@ -64,6 +64,10 @@ class LiveProgress:
         tb: TracebackType | None,
     ) -> None:
         """Show it for the last time."""
+        if error is None:
+            with self._lock:  # also what another run has done meanwhile
+                self._ended = self._splits
+                self._through.clear()
         self._stop.set()
         self._thread.join(_PATIENCE)
 
