@@ -2,10 +2,10 @@
 
 import hashlib
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatchcase
-from itertools import islice
 from pathlib import Path
 
 from millrace import errors
@@ -16,6 +16,7 @@ from millrace.storage.read import BLOCK
 # Of a local file at a time: larger blocks are new memory each time, and paging that in takes longer
 # than copying the block.
 _LOCAL_BLOCK = 1 << 20
+_AHEAD = 64 * 1024 * 1024
 
 
 def list_files(
@@ -77,7 +78,9 @@ def read_file(store: Store, file: FileRef) -> bytes:
 
 
 def read_ahead(store: Store, files: Iterable[FileRef], *, at_once: int = 16) -> Iterator[bytes]:
-    """The contents of small files in order; from a store, several are fetched at once.
+    """The contents of files in order; from a store, several small ones are fetched at once.
+
+    Memory: 64 MiB, or the largest of the files.
 
     Raises:
         ChangedError: One is another now, or gone.
@@ -85,14 +88,20 @@ def read_ahead(store: Store, files: Iterable[FileRef], *, at_once: int = 16) -> 
     if _local(store):
         yield from (read_file(store, file) for file in files)
         return
-    remaining = iter(files)
+    remaining = deque(files)
+    waiting: deque[tuple[int, Future[bytes]]] = deque()
+    room = _AHEAD
     with ThreadPoolExecutor(at_once, thread_name_prefix="files") as pool:
-        waiting = [pool.submit(read_file, store, file) for file in islice(remaining, at_once)]
-        while waiting:
-            data = waiting.pop(0).result()
-            if (file := next(remaining, None)) is not None:
-                waiting.append(pool.submit(read_file, store, file))
-            yield data
+        while remaining or waiting:
+            while (
+                remaining and len(waiting) < at_once and (not waiting or remaining[0].size <= room)
+            ):
+                file = remaining.popleft()
+                waiting.append((file.size, pool.submit(read_file, store, file)))
+                room -= file.size
+            size, fetched = waiting.popleft()
+            room += size
+            yield fetched.result()
 
 
 def file_blocks(store: Store, file: FileRef, start: int, *, block: int = BLOCK) -> Iterator[bytes]:
