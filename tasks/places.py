@@ -1,9 +1,13 @@
 """Places as a person names them, and whether we may do there what we must."""
 
+from typing import Any
+
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from blocks import Bucket
+from millrace.sources import SourceSettings
 from millrace.storage import Right, StoreSpec, check, open_store
 from tasks.retries import PAUSES, passing
 
@@ -15,6 +19,52 @@ def spec_of(place: Bucket | str, right: Right) -> StoreSpec:
         ConfigurationError: The block has no credentials for it.
     """
     return place.spec(right) if isinstance(place, Bucket) else StoreSpec(url=place)
+
+
+class Place(BaseModel):
+    """A place to read from: a URL, or a block and a prefix in it."""
+
+    url: str | None = Field(
+        default=None,
+        title="URL",
+        description="A place that needs no block: a folder on the worker as `file:///folder`, or "
+        "`s3://bucket/prefix` with the credentials of the worker's environment.",
+    )
+    bucket: Bucket | None = Field(
+        default=None, description="Or a Millrace Bucket block, opened for reading."
+    )
+    prefix: str = Field(
+        default="", description="With a block: the part of the bucket that the files are in."
+    )
+
+    @model_validator(mode="after")
+    def _one(self) -> "Place":
+        if (self.url is None) == (self.bucket is None):
+            raise ValueError("name either a url or a bucket block as the source")
+        if self.prefix and self.bucket is None:
+            raise ValueError("a prefix goes with a bucket block: write it into the url")
+        return self
+
+    @property
+    def place(self) -> Bucket | str:
+        """The block or the URL."""
+        return self.bucket or self.url or ""
+
+    def store(self) -> StoreSpec:
+        """Where the files are, with the credentials to read them."""
+        spec = spec_of(self.place, Right.READ)
+        prefix = self.prefix.strip("/")
+        return spec.model_copy(update={"url": f"{spec.url}/{prefix}"}) if prefix else spec
+
+
+class Source(SourceSettings, Place):
+    """Where the samples are, and which of the files there to take."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def samples(self) -> dict[str, Any]:
+        """Which samples: what the engine calls the source's settings."""
+        return {name: getattr(self, name) for name in SourceSettings.model_fields}
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)

@@ -128,16 +128,22 @@ def test_a_run_leaves_no_secret_anywhere(
         SHARD, dataset="words", source=source_block, cut=CUT | {"seed": 7},
         destination=block(bucket, write=planted.destination),
     )  # fmt: skip
-    for started in (good, refused, failed):
+    # Parameters that the server takes and the flow does not, with blocks among them.
+    wrong = deployed.start(
+        SHARD, dataset="words", source=source_block | {"url": "file:///x"},
+        destination=block(bucket, write=planted.destination),
+    )  # fmt: skip
+    runs = (good, refused, failed, wrong)
+    for started in runs:
         until(lambda run=started.run: "Finished in state" in deployed.logs(run), "the last line")
     worker.stop()
 
-    assert (good.code, refused.code, failed.code) == (0, 1, 1), good.output
+    assert [started.code for started in runs] == [0, 1, 1, 1], good.output
     served = [line for line in rgw.requests()[before:] if " 200 " in line or " 206 " in line]
     assert any(f"GET /{source}/rows.jsonl" in line for line in served), "the source's key opened it"
     assert any(f"PUT /{bucket}/words/" in line for line in served), "so did the destination's"
     places = dict(server_leaves(deployed))
-    for started in (good, refused, failed):
+    for started in runs:
         places |= {
             f"{what} {started.run}": text for what, text in run_leaves(deployed, started.run)
         }
