@@ -122,7 +122,7 @@ store = bucket.open("read")
         Raises:
             ConfigurationError: As for `spec`.
         """
-        return open_store(self.spec(right))
+        return open_store(self.spec(right), make_folder=Right(right) is Right.WRITE)
 
     def check(self, right: Right | Literal["read", "write"], scope: str = "") -> None:
         """Make sure that the credentials may do what they are for. At most five small requests.

@@ -79,4 +79,4 @@ def check_right(place: Bucket | str, right: Right, scope: str = "") -> None:
     if isinstance(place, Bucket):
         place.check(right, scope)
     else:
-        check(open_store(place), right, scope)
+        check(open_store(place, make_folder=right is Right.WRITE), right, scope)

@@ -15,7 +15,7 @@ from tasks.words import count, size
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
 def sealed_datasets(place: StoreSpec) -> list[str]:
     """The datasets right below a store's URL that are complete."""
-    store = open_store(place)
+    store = open_store(place, make_folder=False)
     names = shards.find_datasets(store)
     return [name for name in names if exists(store, DatasetKeys(name).manifest)]
 
@@ -23,7 +23,7 @@ def sealed_datasets(place: StoreSpec) -> list[str]:
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
 def verify_shards(place: StoreSpec, dataset: str, *, digests: bool) -> Verification:
     """Hold every shard of a dataset against its manifest."""
-    found = shards.verify(open_store(place), dataset, digests=digests)
+    found = shards.verify(open_store(place, make_folder=False), dataset, digests=digests)
     get_run_logger().info(
         "%s: %s, %d at fault", dataset, count(found.shards, "shard"), len(found.faults)
     )
