@@ -53,6 +53,8 @@ class PrefectServer:
             **{name: value for name, value in os.environ.items() if "PREFECT" not in name},
             "PREFECT_HOME": str(home),
             "PREFECT_API_URL": self.url,
+            "PREFECT_UI_API_URL": self.url,
+            "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui"),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "2",
             "DO_NOT_TRACK": "1",

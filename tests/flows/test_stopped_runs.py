@@ -90,4 +90,5 @@ def test_a_run_left_running_by_a_dead_worker_does_not_block_the_next(
     assert texts_in(Folder(out)) == Counter(texts())
     state = deployed.flow_run(zombie.run).state
     assert state is not None
-    assert state.name == "Running"
+    # Whoever is quick sees it Running for ever; the automation of `millrace setup` ends it.
+    assert state.name in {"Running", "Crashed"}

@@ -1,0 +1,73 @@
+"""The form that the Prefect UI draws of the flow, in a browser."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from playwright.sync_api import Locator, Page, expect, sync_playwright
+from prefect.client.schemas.sorting import FlowRunSort
+
+from tests.flows.conftest import jsonl, texts, texts_in
+from tests.oracle import Folder
+from tests.prefect_server import PrefectServer, Worker, until
+
+CHROMIUM = "/usr/bin/chromium"
+PATIENCE = 60_000  # milliseconds
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    """A window of Chromium."""
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1400, "height": 3000})
+        page.set_default_timeout(PATIENCE)
+        expect.set_options(timeout=PATIENCE)
+        yield page
+        browser.close()
+
+
+def field(page: Page, label: str) -> Locator:
+    """One parameter of the form: its label, its description and what one fills in."""
+    named = page.locator(".schema-form-property__label", has_text=re.compile(f"^{label}( |$)"))
+    return page.locator(".schema-form-property").filter(has=named).last
+
+
+def test_a_run_is_started_from_the_form(
+    deployed: PrefectServer, worker: Worker, page: Page, tmp_path: Path,
+    folder_source: dict[str, Any],
+) -> None:  # fmt: skip
+    out = tmp_path / "out"
+    page.goto(f"{deployed.url.removesuffix('/api')}/deployments")
+    page.get_by_text("shard-dataset", exact=True).first.click()
+    page.get_by_role("button", name="Run", exact=True).click()
+    page.get_by_text("Custom run").click()
+
+    described = field(page, "destination")
+    expect(described).to_contain_text("A Millrace Bucket block with write credentials")
+    expect(described.get_by_role("button", name="Add")).to_be_visible()  # a picker of blocks
+    expect(field(page, "Kind")).to_contain_text("a sample a line")
+
+    field(page, "dataset").get_by_role("textbox").fill("words")
+    for label, url in (("URL", folder_source["url"]), ("destination", out.as_uri())):
+        field(page, label).get_by_role("button", name="str", exact=True).click()
+        field(page, label).get_by_role("textbox").fill(url)
+    page.get_by_role("button", name="Submit").click()
+
+    run = until(lambda: started(deployed, out.as_uri()), "the run that the form started")
+    state = deployed.wait(run, "Completed", "Failed").state
+    assert state is not None
+    assert state.name == "Completed", state.message
+    rows = jsonl(texts()).decode().splitlines()
+    assert texts_in(Folder(out)) == Counter(rows)
+
+
+def started(server: PrefectServer, destination: str) -> UUID | None:
+    """The run that writes to a destination."""
+    with server.client() as client:
+        runs = client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_DESC)
+    return next((r.id for r in runs if r.parameters.get("destination") == destination), None)
