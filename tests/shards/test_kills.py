@@ -8,6 +8,7 @@ import pytest
 
 from tests.servers.rgw import RGW
 from tests.soak.case import Case, References
+from tests.soak.child import Ended, Said
 from tests.soak.faults import rgw_place
 from tests.soak.kills import Kills
 from tests.soak.material import Material, make_all
@@ -90,6 +91,23 @@ def test_two_runs_at_once_share_the_work(
     meet(case, share, references, tally)
     assert tally.wrong == []
     assert tally.cases == 1
+
+
+def test_a_driver_gives_up_when_workers_keep_dying_over_a_split_and_another_goes_on(
+    materials: list[Material], references: References, tmp_path: Path
+) -> None:
+    case = Case("deaths", materials[0], LocalPlace(tmp_path / "store"), tmp_path / "runs", 1)
+    with case.start() as child:
+        while isinstance(said := child.hear(), Said):
+            if said.name == "split.opened":
+                child.kill(said.pid)
+            child.go()
+    assert isinstance(said, Ended)
+    assert said.code == 1
+    assert "3 workers in a row died over train-00000" in said.tail
+    case.run_undisturbed()
+    verdict = case.judged(references.of(case.material))
+    assert verdict.good, str(verdict)
 
 
 def test_the_slice_has_every_boundary() -> None:

@@ -86,7 +86,9 @@ class Case:
             verdict.problems += [f"{half} was not collected" for half in verdict.halves]
             verdict.halves = halves
         for child in self.children:
-            verdict.problems += [f"process {pid} outlived its driver" for pid in child.orphans()]
+            for pid in child.orphans():
+                verdict.problems.append(f"process {pid} outlived its driver")
+                child.kill(pid)
             verdict.problems += [f"{name} was left on the machine" for name in child.leftovers()]
         return verdict
 

@@ -84,8 +84,9 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.kill_group()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.kill_group()  # else what it left alive is for `orphans` to find
         self._process.wait()
         self._in.close()
         self._out.close()

@@ -79,8 +79,10 @@ def draw(dice: Random, kills: int) -> list[Target]:
 def target_at(dice: Random, boundary: str, victim: Victim) -> Target:
     """A kill at a boundary: which of the events, and how long after it, by chance."""
     match boundary:
-        case "split.opened" | "shard.half" | "shard.encoded" | "shard.put" | "shard.committed":
-            return Target(boundary, victim, dice.randint(1, 3))
+        case "split.opened":
+            return Target(boundary, victim, dice.randint(1, 2))
+        case "shard.half" | "shard.encoded" | "shard.put" | "shard.committed":
+            return Target(boundary, victim, dice.randint(1, 5))
         case _ if boundary == ANY:
             return Target(boundary, victim, dice.randint(1, 12))
         case _ if boundary == BETWEEN:
