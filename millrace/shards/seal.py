@@ -10,7 +10,7 @@ from millrace.keys import DatasetKeys
 from millrace.models.dataset import Manifest, ManifestShard, Plan, ShardCommit, Split, SplitEnd
 from millrace.progress import Event, Progress
 from millrace.records import commit_same, fetch
-from millrace.shards.split import ledger
+from millrace.shards.split import check_whole, ledger
 from millrace.storage import Store, put
 
 
@@ -74,11 +74,11 @@ def plan_digest(plan: Plan) -> str:
 def _check(entries: list[ShardCommit], ends: list[SplitEnd]) -> None:
     by_split: dict[str, list[ShardCommit]] = {end.split: [] for end in ends}
     for entry in entries:
-        by_split[entry.split].append(entry)
+        by_split.setdefault(entry.split, []).append(entry)
     for end in ends:
         own = by_split[end.split]
-        whole = [entry.n for entry in own] == list(range(end.commits))
-        if not whole or sum(entry.samples for entry in own) != end.samples:
+        check_whole(own, end.split)
+        if len(own) != end.commits or sum(entry.samples for entry in own) != end.samples:
             raise errors.ConflictError(
                 f"The ledger of {end.split} is not what its end says ({len(own)} commits of "
                 f"{end.commits}): somebody deleted from it. Shard it under another name."

@@ -62,9 +62,8 @@ def run_split(
         rows = iter(source.rows(split.piece, cursor))
         for row in rows:
             batch = _take(batch, row, layout, shipping)
-        if batch.encoder.samples or batch.bad:
-            shipping.ship(batch)
-    return _end(store, keys, split.name, progress)
+        shipping.finish(batch)
+    return _end(store, keys, split.name, shipping.number, shipping.cursor, progress)
 
 
 def _take(batch: "_Batch", row: Row, layout: Layout, shipping: "_Shipping") -> "_Batch":
@@ -82,9 +81,12 @@ def _take(batch: "_Batch", row: Row, layout: Layout, shipping: "_Shipping") -> "
     if not batch.halfway and 2 * batch.encoder.size >= layout.shard_bytes:
         batch.halfway = True
         shipping.progress(Event("shard.half", str(batch.name), {"samples": batch.encoder.samples}))
-    if batch.encoder.samples >= layout.shard_samples or batch.bad_bytes >= layout.shard_bytes:
+    if batch.encoder.samples >= layout.shard_samples or batch.bad_bytes >= _MOST_BAD:
         return shipping.ship(batch)
     return batch
+
+
+_MOST_BAD = 4 << 20  # bytes of bad rows in one commit
 
 
 @dataclass(slots=True)
@@ -112,7 +114,15 @@ class _Batch:
 
 
 class _Shipping:
-    """The threads that hash, upload and commit, and the buffers that go round between them."""
+    """The threads that hash, upload and commit, and the buffers that go round between them.
+
+    A buffer comes back when its shard is committed, so no more shards than buffers are ever on
+    their way.
+
+    Attributes:
+        number: How many commits the split has, once those on their way are made.
+        cursor: Where the last of them ends.
+    """
 
     def __init__(
         self,
@@ -126,14 +136,13 @@ class _Shipping:
     ) -> None:
         self.progress = progress
         self._store, self._keys, self._split = store, keys, split
-        self._number = number
+        self.number, self.cursor = number, 0
         self._free: queue.SimpleQueue[Encoder] = queue.SimpleQueue()
         for _ in range(uploads + 1):
             self._free.put(TarEncoder(layout.shard_bytes))
         self._puts = ThreadPoolExecutor(uploads, thread_name_prefix="put")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="commit")
-        self._pending: list[Future[None]] = []
-        self._broken = False
+        self._fault: BaseException | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -148,40 +157,44 @@ class _Shipping:
         self._puts.shutdown(wait=True)
         self._commits.shutdown(wait=True)
         if error is None:
-            self._raise_faults(self._pending)
+            self._raise_fault()
 
     def begin(self, cursor: int) -> _Batch:
         """The next batch, once a buffer is free."""
         encoder = self._free.get()
+        self._raise_fault()
         encoder.reset()
-        batch = _Batch(ShardName(self._split.name, self._number), encoder, cursor, cursor)
-        self._number += 1
-        return batch
+        self.cursor = cursor
+        return _Batch(ShardName(self._split.name, self.number), encoder, cursor, cursor)
 
     def ship(self, batch: _Batch) -> _Batch:
         """Send a batch on its way; returns the one that follows it."""
-        put = self._puts.submit(self._put, batch)
-        self._pending.append(self._commits.submit(self._commit, batch, put))
-        following = self.begin(batch.next)
-        self._raise_faults([f for f in self._pending if f.done()])
-        self._pending = [f for f in self._pending if not f.done()]
-        return following
+        self._send(batch)
+        return self.begin(batch.next)
 
-    @staticmethod
-    def _raise_faults(finished: list[Future[None]]) -> None:
-        for future in finished:
-            future.result()
+    def finish(self, batch: _Batch) -> None:
+        """Send the last batch on its way, if there is anything in it."""
+        if batch.encoder.samples or batch.bad:
+            self._send(batch)
+            self.cursor = batch.next
+
+    def _send(self, batch: _Batch) -> None:
+        self.number += 1
+        put = self._puts.submit(self._put, batch)
+        self._commits.submit(self._commit_or_remember, batch, put)
+
+    def _raise_fault(self) -> None:
+        """The first fault, in the order of the commits: it stays, so nothing can miss it."""
+        if self._fault is not None:
+            raise self._fault
 
     def _put(self, batch: _Batch) -> ShardCommit:
         name, samples, key, size, digest = batch.name, batch.encoder.samples, None, 0, ""
-        try:
-            if samples:
-                shard = batch.encoder.close()
-                key, size, digest = self._keys.shard(name, EXTENSION), len(shard), sha256(shard)
-                self.progress(Event("shard.encoded", key, {"samples": samples, "bytes": size}))
-                _create_same(self._store, key, shard, digest)
-        finally:
-            self._free.put(batch.encoder)
+        if samples:
+            shard = batch.encoder.close()
+            key, size, digest = self._keys.shard(name, EXTENSION), len(shard), sha256(shard)
+            self.progress(Event("shard.encoded", key, {"samples": samples, "bytes": size}))
+            _create_same(self._store, key, shard, digest)
         quarantine = None
         if batch.bad:
             quarantine, body = self._keys.quarantine(name), b"\n".join(batch.bad)
@@ -200,13 +213,17 @@ class _Shipping:
             quarantined=len(batch.bad),
         )
 
-    def _commit(self, batch: _Batch, put: Future[ShardCommit]) -> None:
-        if self._broken:
-            return  # one before it failed, and the ledger has no gaps
-        self._broken = True
-        commit = put.result()
+    def _commit_or_remember(self, batch: _Batch, put: Future[ShardCommit]) -> None:
+        try:
+            if self._fault is None:  # else one before it failed, and the ledger has no gaps
+                self._commit(batch, put.result())
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that reads
+            self._fault = error
+        finally:
+            self._free.put(batch.encoder)
+
+    def _commit(self, batch: _Batch, commit: ShardCommit) -> None:
         commit_same(self._store, self._keys.commit(batch.name), commit)
-        self._broken = False
         figures = {
             "samples": commit.samples,
             "bytes": commit.size,
@@ -253,8 +270,33 @@ def ledger(store: Store, keys: DatasetKeys, split: str = "") -> Iterator[ShardCo
     return (record for _, record in found)
 
 
-def _end(store: Store, keys: DatasetKeys, split: str, progress: Progress) -> SplitEnd:
-    entries = list(ledger(store, keys, split))
+def check_whole(entries: list[ShardCommit], split: str) -> None:
+    """Refuse a ledger with a gap.
+
+    Raises:
+        ConflictError: Commits are missing, or do not begin where the one before ends.
+    """
+    cursor = 0
+    for n, entry in enumerate(entries):
+        if entry.n != n or (n > 0 and entry.start != cursor):
+            raise errors.ConflictError(
+                f"The ledger of {split} has no commit {n}, or one that does not begin where the "
+                "one before it ends: somebody deleted from it. Shard the source under another name."
+            )
+        cursor = entry.next
+
+
+def _end(
+    store: Store, keys: DatasetKeys, split: str, commits: int, cursor: int, progress: Progress
+) -> SplitEnd:
+    """Commit that a split has no more rows, held against what was read of it."""
+    entries = sorted(ledger(store, keys, split), key=lambda entry: entry.n)
+    check_whole(entries, split)
+    if len(entries) != commits or (entries and entries[-1].next != cursor):
+        raise errors.ConflictError(
+            f"{split} was read to {cursor} in {commits} commits, and its ledger has "
+            f"{len(entries)}: it is not complete. Run it again; it goes on from the ledger."
+        )
     end = SplitEnd(
         split=split,
         commits=len(entries),
@@ -264,11 +306,6 @@ def _end(store: Store, keys: DatasetKeys, split: str, progress: Progress) -> Spl
     )
     progress(Event("split.ending", split, {"samples": end.samples, "bytes": end.size}))
     commit_same(store, keys.end(split), end)
-    progress(
-        Event(
-            "split.ended",
-            split,
-            {"samples": end.samples, "bytes": end.size, "quarantined": end.quarantined},
-        )
-    )
+    figures = {"samples": end.samples, "bytes": end.size, "quarantined": end.quarantined}
+    progress(Event("split.ended", split, figures))
     return end

@@ -26,6 +26,7 @@ from millrace.shards import (
     verify,
 )
 from millrace.storage import delete, exists, list_objects, open_store, put, read
+from tests.storage.test_contract import spec_of
 
 
 def rows(count: int, seed: int = 0) -> list[dict[str, object]]:
@@ -286,3 +287,29 @@ def test_a_run_from_a_file_is_the_same_run(settings, tmp_path, monkeypatch):
     )
     assert run_from_file(path).manifest == shard_dataset(settings).manifest
     assert run_from_file(path, prefix="two").manifest.dataset == "two"
+
+
+def test_an_upload_that_fails_is_never_sealed_over(settings, request, r2):
+
+    place = spec_of("r2", request).model_copy(update={"patience": timedelta(milliseconds=200)})
+    config = changed(settings, store=place.reveal(), run={"workers": 0, "uploads": 1})
+    r2.fail_next("error500", 10_000, method="PUT", key_contains="train-00001-000001.tar")
+    with pytest.raises(errors.UnavailableError, match=r"train-00001-000001\.tar"):
+        shard_dataset(config)
+    assert r2.counts()["error500"] > 0
+    assert not exists(open_store(place), "sets/one/manifest.json")
+    r2.reset()
+    report = shard_dataset(config)
+    assert ids_in(open_store(place), report.manifest.shards) == Counter(range(2000))
+
+
+def test_a_ledger_with_a_gap_is_never_sealed(settings):
+    store = open_store(settings.store)
+
+    def delete_a_commit(event: Event) -> None:
+        if event.name == "split.ended" and event.subject == "train-00001":
+            assert delete(store, ["sets/one/commits/train-00001-000000.json"]) == []
+
+    with pytest.raises(errors.ConflictError, match="train-00001 has no commit 0"):
+        shard_dataset(settings, progress=delete_a_commit)
+    assert not exists(store, "sets/one/manifest.json")
