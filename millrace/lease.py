@@ -126,9 +126,9 @@ class Lease:
         """Say that the holder lives. One request; at most one a second."""
         put(self.store, self.keys.beat(self.epoch), self.holder.id.encode())
 
-    def hurried(self) -> "Lease":
-        """The same lease, that does not try for long: for a process that is about to end."""
-        spec = self.store.spec.model_copy(update={"patience": timedelta(seconds=2)})
+    def hurried(self, patience: timedelta = timedelta(seconds=2)) -> "Lease":
+        """The same lease, that does not try for long: for what comes again, or is about to end."""
+        spec = self.store.spec.model_copy(update={"patience": patience})
         return replace(self, store=replace(self.store, spec=spec))
 
     def release(self) -> None:
@@ -237,7 +237,8 @@ class Heartbeat:
                 leases = list(self._leases.values())
             for lease in leases:
                 try:
-                    lease.beat()
+                    # Until the next is due: one that fails for long must not silence the others.
+                    lease.hurried(timedelta(seconds=self._pause)).beat()
                 except errors.MillraceError:
                     continue  # the next beat may come through; else the lease ends, as it should
 
