@@ -72,7 +72,7 @@ class Case:
         with self.start(do) as child:
             while not isinstance(heard := child.hear(), Ended):
                 assert heard is not None
-                nobody_died(heard)
+                nobody_died(child, heard)
                 child.go()
         return finished(heard)
 
@@ -102,14 +102,14 @@ class Case:
         )
 
 
-def nobody_died(said: Said) -> None:
+def nobody_died(child: Child, said: Said) -> None:
     """Hold an event against the rule that workers only die when they are killed.
 
     Raises:
         CaseError: One did, and nobody had.
     """
     if said.name == "worker.lost":
-        raise CaseError(f"worker {said.pid} was lost, and nobody killed it")
+        raise CaseError(f"worker {said.pid} was lost, and nobody killed it:\n{child.tail()}")
 
 
 def finished(ended: Ended) -> dict[str, Any]:

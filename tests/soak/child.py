@@ -106,11 +106,11 @@ class Child:
             rest = max(0.0, deadline - time.monotonic())
             if not select.select([self._out], [], [], rest)[0]:
                 if patience == HANGS:
-                    raise HungError(f"nothing was heard for {HANGS:g} s:\n{self._tail()}")
+                    raise HungError(f"nothing was heard for {HANGS:g} s:\n{self.tail()}")
                 return None
             data = os.read(self._out.fileno(), 65536)
             if not data:
-                return Ended(self._process.wait(), self._report, self._tail())
+                return Ended(self._process.wait(), self._report, self.tail())
             self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
         message = json.loads(line)
@@ -163,12 +163,13 @@ class Child:
         """What it left on the machine's disk."""
         return sorted(path.name for path in self.staging.iterdir())
 
+    def tail(self) -> str:
+        """The end of what it, and its workers, wrote to standard error."""
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-12:])
+
     def _send(self, data: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):
             self._in.write(data)
-
-    def _tail(self) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-12:])
 
 
 def session(leader: int) -> list[int]:

@@ -116,7 +116,7 @@ def conduct(children: list[Child], hold: Hold) -> dict[Child, Ended]:
             if isinstance(heard, Ended):
                 ends[child] = heard
                 continue
-            nobody_died(heard)
+            nobody_died(child, heard)
             if not hold(child, heard):
                 child.go()
     return ends
