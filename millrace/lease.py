@@ -21,9 +21,10 @@ from pydantic import BaseModel, ConfigDict
 from millrace import errors
 from millrace.keys import LeaseKeys, clock_probe
 from millrace.records import commit_once, fetch
-from millrace.storage import Stat, Store, create, head, list_objects, put
+from millrace.storage import Stat, Store, create, delete, head, list_objects, put
 
 SHORTEST = timedelta(seconds=3)  # heartbeats come three times as often, and at most one a second
+_LEAVING = 3.0  # seconds that leaving waits for leases to be given back
 _RESOLUTION = timedelta(seconds=2)  # of Last-Modified, and of the clock read off it
 
 
@@ -86,17 +87,24 @@ class StoreClock:
 
     @classmethod
     def read(cls, store: Store, scope: str, holder: Holder) -> "StoreClock":
-        """Read the clock. Two requests."""
+        """Read the clock. Three requests, that leave nothing behind."""
         key = clock_probe(scope, holder.id)
         put(store, key, b"")
         # Written at the latest now, perhaps after many tries. A clock that is slow waits for a
         # lease's end; one that is fast takes leases from those who hold them.
-        written = time.monotonic()
-        return cls(head(store, key).last_modified, written)
+        written = _elapsed()
+        clock = cls(head(store, key).last_modified, written)
+        delete(store, [key])
+        return clock
+
+    @classmethod
+    def own(cls) -> "StoreClock":
+        """This machine's clock, for whoever may not write."""
+        return cls(datetime.now(UTC), _elapsed())
 
     def now(self) -> datetime:
         """The time by the store's clock, to about a second."""
-        return self.base + timedelta(seconds=time.monotonic() - self.read_at)
+        return self.base + timedelta(seconds=_elapsed() - self.read_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +134,7 @@ class Lease:
         """Say that the holder lives. One request; at most one a second."""
         put(self.store, self.keys.beat(self.epoch), self.holder.id.encode())
 
-    def hurried(self, patience: timedelta = timedelta(seconds=2)) -> "Lease":
+    def hurried(self, patience: timedelta) -> "Lease":
         """The same lease, that does not try for long: for what comes again, or is about to end."""
         spec = self.store.spec.model_copy(update={"patience": patience})
         return replace(self, store=replace(self.store, spec=spec))
@@ -207,6 +215,7 @@ class Heartbeat:
         self._leases: dict[str, Lease] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._leaving: list[threading.Thread] = []
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __enter__(self) -> "Heartbeat":
@@ -215,10 +224,14 @@ class Heartbeat:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join()
+        # A store that does not answer must not hold up whoever leaves: a lease ends by itself.
         for lease in list(self._leases.values()):
-            with contextlib.suppress(errors.MillraceError):  # else it ends by itself
-                lease.hurried().release()
+            thread = threading.Thread(target=_give_back, args=(lease,), daemon=True)
+            thread.start()
+            self._leaving.append(thread)
+        deadline = time.monotonic() + _LEAVING
+        for thread in (self._thread, *self._leaving):
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def keep(self, lease: Lease) -> None:
         """Beat for this lease from now on."""
@@ -236,11 +249,18 @@ class Heartbeat:
             with self._lock:
                 leases = list(self._leases.values())
             for lease in leases:
+                if self._stop.is_set():
+                    return
                 try:
                     # Until the next is due: one that fails for long must not silence the others.
                     lease.hurried(timedelta(seconds=self._pause)).beat()
                 except errors.MillraceError:
                     continue  # the next beat may come through; else the lease ends, as it should
+
+
+def _give_back(lease: Lease) -> None:
+    with contextlib.suppress(errors.MillraceError):
+        lease.hurried(timedelta(seconds=2)).release()
 
 
 def _machine() -> str:
@@ -249,6 +269,11 @@ def _machine() -> str:
         return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return ""
+
+
+def _elapsed() -> float:
+    """Seconds that also pass while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _started(pid: int) -> str | None:

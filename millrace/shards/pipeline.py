@@ -67,7 +67,7 @@ def shard_dataset(config: PipelineSettings, *, progress: Progress = silent) -> S
 
     Args:
         config: Which dataset, from where, to where, and how.
-        progress: Called in this thread at each boundary.
+        progress: Called at each boundary, in this thread; with no workers, in one at a time.
 
     Raises:
         ConflictError: The dataset was planned otherwise.

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import IO, Any
 
 import orjson
 
@@ -28,11 +28,12 @@ from millrace.lease import Heartbeat, Held, Holder, Lease, StoreClock, acquire
 from millrace.models.dataset import SplitEnd
 from millrace.progress import Event, Progress
 from millrace.shards.worker import Job, run_job
-from millrace.storage import Store, list_objects
+from millrace.storage import Store, exists, list_objects
 
 logger = logging.getLogger(__name__)
 
 _LOOK_AGAIN = 1.0  # seconds until splits that others hold are looked at again
+_WORKER = "from millrace.shards.worker import main; main()"
 _LIVES = 3  # workers that may die over one split without a commit of it
 
 # glibc gives freed memory back to the system eagerly, and a worker asks for as much again with
@@ -57,7 +58,7 @@ def run_splits(
         jobs: One a split.
         workers: Processes side by side; 0 works in this one.
         lease: How long a claim outlives its holder.
-        progress: Called in this thread.
+        progress: Called in this thread; with no workers, in one thread at a time.
 
     Raises:
         WorkerError: Workers keep dying over a split.
@@ -108,10 +109,16 @@ class _Waiting:
         return len(self._jobs) + len(self._elsewhere)
 
     def drop_ended(self) -> None:
-        """Forget those that have ended, and look again at those that others hold."""
+        """Forget those that have ended. Lists the whole ledger."""
         ended = {self._keys.parse_end(s.key) for s in list_objects(self._store, self._keys.commits)}
-        self._jobs = deque(j for j in (*self._jobs, *self._elsewhere) if j.split.name not in ended)
-        self._elsewhere = []
+        self._jobs = deque(job for job in self._jobs if job.split.name not in ended)
+
+    def look_again(self) -> None:
+        """See whether those that others hold have ended; the rest may be claimable by now."""
+        elsewhere, self._elsewhere = self._elsewhere, []
+        for job in elsewhere:
+            if not exists(self._store, self._keys.end(job.split.name)):
+                self._jobs.append(job)
 
     def put_back(self, job: Job) -> None:
         self._jobs.appendleft(job)
@@ -129,15 +136,20 @@ class _Waiting:
 
 
 def _in_this_process(waiting: _Waiting, claims: _Claims, progress: Progress) -> None:
-    pause = threading.Event()
+    pause, lock = threading.Event(), threading.Lock()
+
+    def one_at_a_time(event: Event) -> None:
+        with lock:
+            progress(event)
+
     while waiting:
         claimed = waiting.claimable(claims)
         if claimed is None:
             pause.wait(_LOOK_AGAIN)
-            waiting.drop_ended()
+            waiting.look_again()
             continue
         job, lease = claimed
-        run_job(job, progress)
+        run_job(job, one_at_a_time)
         claims.heartbeat.release(lease)
 
 
@@ -159,9 +171,11 @@ class _Driver:
                 if claimed is None:
                     break
                 worker.start(*claimed)
-            heard = self._crew.hear(timeout=_LOOK_AGAIN if self._waiting else None)
-            if self._waiting and time.monotonic() - looked > _LOOK_AGAIN:
-                self._waiting.drop_ended()
+            # What others hold ends in the bucket: only then is there no event to wait for.
+            all_elsewhere = bool(self._waiting and self._crew.idle())
+            heard = self._crew.hear(timeout=_LOOK_AGAIN if all_elsewhere else None)
+            if all_elsewhere and time.monotonic() - looked > _LOOK_AGAIN:
+                self._waiting.look_again()
                 looked = time.monotonic()
             if heard is not None:
                 self._act(*heard)
@@ -184,6 +198,7 @@ class _Driver:
 
     def _bury(self, worker: "_Worker") -> None:
         how = worker.how_it_ended()
+        killed = worker.process.returncode == -signal.SIGKILL
         self._crew.replace(worker)
         self._progress(Event("worker.lost", figures={"pid": worker.pid, "how": how}))
         logger.warning("worker %d %s; another takes its place", worker.pid, how)
@@ -195,9 +210,9 @@ class _Driver:
         self._deaths[split] += 1
         if self._deaths[split] >= _LIVES:
             raise errors.WorkerError(
-                f"{_LIVES} workers in a row died over {split}; the last {how}. If that was for "
-                "memory, lower shard_bytes, uploads or workers, and run it again: it goes on from "
-                "the last commit."
+                f"{_LIVES} workers in a row died over {split}; the last {how}. "
+                + ("If that was for memory, lower shard_bytes, uploads or workers. " * killed)
+                + "Run it again: it goes on from the last commit."
             )
         self._waiting.put_back(job)
 
@@ -207,6 +222,7 @@ class _Worker:
     """One worker process, as its driver sees it."""
 
     process: "subprocess.Popen[bytes]"
+    said: IO[bytes]
     listener: threading.Thread | None = None
     task: tuple[Job, Lease] | None = field(default=None, repr=False)
 
@@ -230,8 +246,7 @@ class _Worker:
             self.process.stdin.flush()
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in self.said:
             if line.endswith(b"\n"):
                 yield orjson.loads(line)
 
@@ -252,8 +267,7 @@ class _Worker:
             self.process.wait()
         if self.listener:
             self.listener.join()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self.said.close()
 
 
 class _Crew:
@@ -294,13 +308,18 @@ class _Crew:
         self._hire()
 
     def _hire(self) -> None:
-        process = subprocess.Popen(
-            [sys.executable, "-c", "from millrace.shards.worker import main; main()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**_MALLOC, **os.environ},
-        )
-        worker = _Worker(process)
+        mine, theirs = os.pipe()
+        with os.fdopen(theirs, "wb"):
+            said = os.fdopen(mine, "rb")
+            process = subprocess.Popen(
+                # -P: a file beside the settings must not pass for a module.
+                [sys.executable, "-P", "-c", _WORKER, str(theirs)],
+                stdin=subprocess.PIPE,
+                stdout=sys.__stderr__,
+                pass_fds=[theirs],
+                env={**_MALLOC, **os.environ},
+            )
+        worker = _Worker(process, said)
         self._workers.append(worker)
         worker.listener = threading.Thread(
             target=self._listen, args=(worker,), name="crew", daemon=True
@@ -308,6 +327,8 @@ class _Crew:
         worker.listener.start()
 
     def _listen(self, worker: _Worker) -> None:
-        for message in worker.lines():
-            self._said.put((worker, message))
-        self._said.put((worker, {}))
+        try:
+            for message in worker.lines():
+                self._said.put((worker, message))
+        finally:
+            self._said.put((worker, {}))

@@ -48,7 +48,7 @@ class RunSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     workers: int = Field(
-        default_factory=lambda: os.cpu_count() or 1,
+        default_factory=lambda: len(os.sched_getaffinity(0)),
         ge=0,
         le=256,
         description="Processes that cut splits side by side; 0 does all in this process.",

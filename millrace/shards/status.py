@@ -1,8 +1,7 @@
 """What is going on with a dataset, from the bucket alone."""
 
-import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from enum import StrEnum
 
 from millrace import errors
@@ -122,4 +121,4 @@ def _clock(store: Store, dataset: str) -> StoreClock:
     try:
         return StoreClock.read(store, dataset, Holder.this_process())
     except errors.DeniedError:
-        return StoreClock(datetime.now(UTC), time.monotonic())
+        return StoreClock.own()

@@ -1,7 +1,7 @@
 """A worker process: cuts the splits that its driver names, and says how it goes.
 
-It is started with a pipe each way, and speaks lines of
-JSON: nothing is unpickled, credentials stand neither in its arguments nor in its environment.
+It is started with a pipe each way, and speaks lines of JSON: nothing is unpickled, credentials
+stand neither in its arguments nor in its environment.
 Every event waits until the driver has acknowledged it. When the driver's end of the pipe closes,
 for whatever reason, the worker is gone at once: what it leaves behind is good for a resume.
 """
@@ -69,14 +69,16 @@ class _Line:
 
     def listen(self) -> None:
         """Take what the driver says, until it says no more."""
-        for line in self._incoming:
-            message = orjson.loads(line)
-            if "acknowledged" in message:
-                self._waiting.pop(message["acknowledged"]).set()
-            else:
-                self.jobs.append(Job.model_validate(message["job"]))
-                self.ready.release()
-        os._exit(0)  # no clean-up: threads may be uploading for somebody who is gone
+        try:
+            for line in self._incoming:
+                message = orjson.loads(line)
+                if "acknowledged" in message:
+                    self._waiting.pop(message["acknowledged"]).set()
+                else:
+                    self.jobs.append(Job.model_validate(message["job"]))
+                    self.ready.release()
+        finally:
+            os._exit(0)  # no clean-up: threads may be uploading for somebody who is gone
 
     def say(self, message: dict[str, Any]) -> None:
         with self._writing:
@@ -94,8 +96,7 @@ class _Line:
 def main() -> None:
     """Serve a driver until it closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the driver, who ends us
-    outgoing = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not look like a message
+    outgoing = os.fdopen(int(sys.argv[1]), "wb")  # not stdout, where any library may print
     line = _Line(sys.stdin.buffer, outgoing)
     threading.Thread(target=line.listen, name="listen", daemon=True).start()
     while True:
