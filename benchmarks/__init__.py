@@ -1,0 +1,1 @@
+"""Each benchmark measures Millrace beside a peer and beside the floor, in one run."""
