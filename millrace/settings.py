@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from millrace.errors import ConfigurationError
@@ -65,6 +64,8 @@ def validated(model: type[M], data: object, *, where: str) -> M:
 
 
 def _parse(path: Path, text: str) -> object:
+    import yaml  # noqa: PLC0415 - slow to import, and a worker reads no settings
+
     try:
         match path.suffix.lower():
             case ".yaml" | ".yml":
