@@ -64,7 +64,7 @@ def skip_to(job: dict[str, Any]) -> None:
         )
         called = time.perf_counter()
         bucket = spec["url"].removeprefix("s3://")
-        body = client.get_object(Bucket=bucket, Key=job["file"])["Body"]
+        body: Any = client.get_object(Bucket=bucket, Key=job["file"])["Body"]
         with io.BufferedReader(body, 1 << 20) as lines:  # its own iter_lines is far slower
             _first_from(lines, job["rows"])
     _say("sample", after_call=time.perf_counter() - called)
