@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from millrace.errors import ConfigurationError
 
+_OURS = {"shards", "commits", "splits", "quarantine", "lease"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 _SPLIT = re.compile(r"[a-z]+-\d{5,}")
 _SHARD = re.compile(r"(?P<split>[a-z]+-\d{5,})-(?P<n>\d{6,})")
@@ -61,7 +62,14 @@ class DatasetKeys:
     dataset: str
 
     def __post_init__(self) -> None:
-        checked_name(self.dataset, what="The dataset's name")
+        name = checked_name(self.dataset, what="The dataset's name")
+        taken = sorted(_OURS.intersection(name.split("/")))
+        if name != self.dataset or taken:
+            why = f"has {taken[0]!r} in it" if taken else "begins or ends with '/'"
+            raise ConfigurationError(
+                f"The dataset's name {self.dataset!r} {why}, as a dataset's own objects do: write "
+                "another."
+            )
 
     @property
     def plan(self) -> str:

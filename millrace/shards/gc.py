@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from millrace import errors
 from millrace.keys import DatasetKeys, LeaseKeys, leases
-from millrace.lease import Held, Holder, StoreClock, held_by
+from millrace.lease import Heartbeat, Held, Holder, StoreClock, acquire
 from millrace.models.dataset import FileGroup, Plan
 from millrace.records import fetch
 from millrace.shards.split import ledger
@@ -19,6 +19,8 @@ from millrace.storage import (
     exists,
     list_objects,
 )
+
+_CLAIM = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,25 +61,36 @@ def collect_garbage(
         min_age: Younger objects are left, by the store's clock.
 
     Raises:
+        NotFoundError: There is no plan under this name.
         ConflictError: A run works on it: nothing is garbage yet.
     """
     keys = DatasetKeys(dataset)
-    clock = StoreClock.read(store, dataset, Holder.this_process())
-    plan = fetch(store, keys.plan, Plan) if exists(store, keys.plan) else None
-    for split in plan.splits if plan else ():
-        held = held_by(store, LeaseKeys(dataset, split.name), clock)
-        if isinstance(held, Held):
-            raise errors.ConflictError(
-                f"{dataset} is being worked on by {held.holder.host} (process {held.holder.pid}): "
-                "collect its garbage when that has ended."
-            )
+    try:
+        plan = fetch(store, keys.plan, Plan)
+    except errors.NotFoundError:
+        raise errors.NotFoundError(
+            f"{store.url_of(dataset)} has no plan, so nothing can be told from garbage: correct "
+            "the name, or look at what is there yourself."
+        ) from None
+    holder = Holder.this_process()
+    clock = StoreClock.read(store, dataset, holder)
     horizon = clock.now() - min_age
-    found = [s for s in _unnamed(store, keys, plan) if s.last_modified < horizon]
     failures: list[DeleteFailure] = []
     aborted: list[str] = []
-    if not dry_run:
-        failures = delete(store, (stat.key for stat in found))
-        aborted = abort_stale_uploads(store, horizon, prefix=f"{dataset}/")
+    with Heartbeat(_CLAIM) as heartbeat:
+        # Held until all is deleted: a run that resumed meanwhile could commit what is found here.
+        for split in _unended(store, keys, plan):
+            lease = acquire(store, LeaseKeys(dataset, split), holder, _CLAIM, clock)
+            if isinstance(lease, Held):
+                raise errors.ConflictError(
+                    f"{dataset} is being worked on by {lease.holder.host} (process "
+                    f"{lease.holder.pid}): collect its garbage when that has ended."
+                )
+            heartbeat.keep(lease)
+        found = [s for s in _unnamed(store, keys, plan) if s.last_modified < horizon]
+        if not dry_run:
+            failures = delete(store, (stat.key for stat in found))
+            aborted = abort_stale_uploads(store, horizon, prefix=f"{dataset}/")
     return Garbage(
         keys=tuple(stat.key for stat in found),
         size=sum(stat.size for stat in found),
@@ -87,11 +100,18 @@ def collect_garbage(
     )
 
 
-def _unnamed(store: Store, keys: DatasetKeys, plan: Plan | None) -> Iterator[Stat]:
+def _unended(store: Store, keys: DatasetKeys, plan: Plan) -> list[str]:
+    if exists(store, keys.manifest):
+        return []
+    ended = {keys.parse_end(stat.key) for stat in list_objects(store, keys.commits)}
+    return [split.name for split in plan.splits if split.name not in ended]
+
+
+def _unnamed(store: Store, keys: DatasetKeys, plan: Plan) -> Iterator[Stat]:
     named: set[str] = set()
     for entry in ledger(store, keys):
         named.update(key for key in (entry.key, entry.quarantine) if key)
-    for split in plan.splits if plan else ():
+    for split in plan.splits:
         if isinstance(split.piece, FileGroup):
             named.add(split.piece.listing)
     prefixes = [keys.shards, keys.quarantined, keys.listings]

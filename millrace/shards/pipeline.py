@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from millrace import settings
+from millrace import errors, settings
 from millrace.keys import DatasetKeys
 from millrace.models.dataset import Manifest, Plan
 from millrace.progress import Event, Progress, silent
@@ -14,7 +14,7 @@ from millrace.shards.pool import run_splits
 from millrace.shards.seal import seal
 from millrace.shards.settings import PipelineSettings
 from millrace.shards.worker import Job
-from millrace.storage import exists, open_store
+from millrace.storage import Location, exists, open_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,7 @@ def shard_dataset(config: PipelineSettings, *, progress: Progress = silent) -> S
     began = time.monotonic()
     store = open_store(config.store)
     keys = DatasetKeys(config.dataset)
+    _refuse_overlap(config)
     plan, listings = make_plan(
         keys, config.source, open_store(config.source.store, make_folder=False), config.cut
     )
@@ -133,6 +134,18 @@ def run_from_file(
     return run_pipeline(
         settings.load(Path(path), PipelineSettings), prefix=prefix, progress=progress
     )
+
+
+def _refuse_overlap(config: PipelineSettings) -> None:
+    source, target = (
+        Location.parse(spec.url, account_id=spec.account_id)
+        for spec in (config.source.store, config.store)
+    )
+    if f"{target}/{config.dataset}/".startswith(f"{source}/"):
+        raise errors.ConfigurationError(
+            f"The dataset would lie inside of its own source, {source}, and change it: name "
+            "another store, or a source folder beside it."
+        )
 
 
 def _jobs(config: PipelineSettings, plan: Plan) -> list[Job]:

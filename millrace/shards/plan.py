@@ -1,13 +1,15 @@
 """The plan: how a dataset is cut, pinned once for everybody who works on it."""
 
+import contextlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from millrace import errors
 from millrace.formats import webdataset
 from millrace.keys import DatasetKeys
 from millrace.models.dataset import Layout, Plan
-from millrace.records import commit_once, differences
+from millrace.records import commit_once, differences, fetch
 from millrace.shards.settings import CutSettings
 from millrace.sources import Cut, SourceSettings, cut
 from millrace.storage import Store, create
@@ -59,11 +61,21 @@ def pin_plan(store: Store, keys: DatasetKeys, plan: Plan, listings: Mapping[str,
         ConflictError: The dataset was planned otherwise: the fields that differ are named, or
             that the source has changed since.
     """
-    for key, body in listings.items():
-        try:
-            create(store, key, body)
-        except errors.ExistsError:
-            continue  # its name holds its digest; whoever reads it checks
+    try:
+        there = fetch(store, keys.plan, Plan)
+    except errors.NotFoundError:
+        pass
+    else:
+        _same(there, plan)
+        return there
+
+    def keep(listing: tuple[str, bytes]) -> None:
+        # Its name holds its digest, and whoever reads it checks.
+        with contextlib.suppress(errors.ExistsError):
+            create(store, *listing)
+
+    with ThreadPoolExecutor(16, thread_name_prefix="listings") as pool:
+        list(pool.map(keep, listings.items()))
     commit = commit_once(store, keys.plan, plan)
     if not commit.mine:
         _same(commit.record, plan)

@@ -4,7 +4,7 @@ import random
 from enum import StrEnum
 from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from millrace import errors
 from millrace.keys import DatasetKeys, split_name
@@ -12,7 +12,7 @@ from millrace.models.dataset import ByteRange, FileRef, Piece, SourceRecord, Spl
 from millrace.models.sample import BadRow, Row, Sample
 from millrace.sources.base import Source
 from millrace.sources.files import list_files, listing_sha256
-from millrace.sources.folder import Folder, Group, encode_listing, groups_of, piece_of
+from millrace.sources.folder import RESERVED, Folder, Group, encode_listing, groups_of, piece_of
 from millrace.sources.jsonl import JsonLines, cut_file, divide
 from millrace.storage import Store
 
@@ -58,6 +58,19 @@ class SourceSettings(BaseModel):
         description="For `jsonl`: which column becomes which field, as `{txt: text}`. Left out, "
         "each row is kept whole as `json`.",
     )
+
+    @field_validator("columns")
+    @classmethod
+    def _readable(cls, columns: dict[str, str] | None) -> dict[str, str] | None:
+        for name in columns or {}:
+            if not name or "/" in name or RESERVED.search(name) or not name.isprintable():
+                raise ValueError(
+                    f"webdataset could not read the field {name!r} back: write an extension such "
+                    "as txt, without '/' and not like __this__"
+                )
+        if len({name.lower() for name in columns or {}}) < len(columns or {}):
+            raise ValueError("two fields differ in upper and lower case only: readers see one")
+        return columns
 
 
 class Cut(BaseModel):

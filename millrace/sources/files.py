@@ -25,7 +25,7 @@ def list_files(
     """The files of a source, in the order of their paths.
 
     Args:
-        store: The source's store: its URL is the folder, or one file.
+        store: The source's store: its URL is the folder.
         include: Patterns of paths to take (``*.py`` takes it in every folder).
         exclude: Patterns of paths to leave.
 
@@ -40,13 +40,25 @@ def list_files(
         )
 
     found = _walk(Path(store.location.bucket), taken) if _local(store) else _objects(store, taken)
-    files = sorted(found, key=lambda f: f.path)
+    files = _without_markers(sorted(found, key=lambda f: f.path))
     if not files:
         raise errors.NotFoundError(
             f"{store.url} has no files that match {', '.join(include)}. Correct the source's "
             "url, or its include patterns."
         )
     return files
+
+
+def _without_markers(files: list[FileRef]) -> list[FileRef]:
+    """Without the empty objects that consoles make to show a folder."""
+    folders = {parent for file in files for parent in _parents(file.path)}
+    return [file for file in files if file.size or file.path not in folders]
+
+
+def _parents(path: str) -> Iterator[str]:
+    while "/" in path:
+        path = path.rpartition("/")[0]
+        yield path
 
 
 def listing_sha256(files: Iterable[FileRef]) -> str:
@@ -104,8 +116,10 @@ def read_ahead(store: Store, files: Iterable[FileRef], *, at_once: int = 16) -> 
             yield fetched.result()
 
 
-def file_blocks(store: Store, file: FileRef, start: int, *, block: int = BLOCK) -> Iterator[bytes]:
-    """The blocks of a file from an offset on, as it was when it was listed.
+def file_blocks(
+    store: Store, file: FileRef, start: int, end: int, *, block: int = BLOCK
+) -> Iterator[bytes]:
+    """The blocks of a file between two offsets, as it was when it was listed.
 
     Raises:
         ChangedError: It is another now, or gone: at the latest before the first block that
@@ -113,13 +127,11 @@ def file_blocks(store: Store, file: FileRef, start: int, *, block: int = BLOCK) 
     """
     try:
         if not _local(store):
-            yield from stream(
-                store, file.path, start=start, end=file.size, etag=file.etag, block=block
-            )
+            yield from stream(store, file.path, start=start, end=end, etag=file.etag, block=block)
             return
         with (Path(store.location.bucket) / file.path).open("rb") as opened:
             opened.seek(start)
-            rest = file.size - start
+            rest = end - start
             while rest > 0:
                 data = opened.read(min(block, _LOCAL_BLOCK, rest))
                 _check(store, file, opened.fileno())
@@ -166,9 +178,27 @@ def _objects(store: Store, taken: Callable[[str], bool]) -> Iterator[FileRef]:
         yield FileRef(path=stat.key, size=stat.size, etag=stat.etag)
 
 
+def _unlisted(error: OSError) -> None:
+    raise errors.MillraceError(
+        f"{error.filename} cannot be listed ({error.strerror}), and a dataset without it would not "
+        "be whole. Make it readable, or start from another folder."
+    ) from error
+
+
+def _first_seen(folder: Path, seen: set[tuple[int, int]]) -> bool:
+    """Whether a folder was not met before: links may lead round in a circle."""
+    stat = folder.stat()
+    place = stat.st_dev, stat.st_ino
+    if place in seen:
+        return False
+    seen.add(place)
+    return True
+
+
 def _walk(folder: Path, taken: Callable[[str], bool]) -> Iterator[FileRef]:
-    for parent, folders, names in os.walk(folder):
-        folders.sort()
+    seen: set[tuple[int, int]] = set()
+    for parent, folders, names in os.walk(folder, onerror=_unlisted, followlinks=True):
+        folders[:] = sorted(name for name in folders if _first_seen(Path(parent, name), seen))
         for name in names:
             file = Path(parent, name)
             path = file.relative_to(folder).as_posix()

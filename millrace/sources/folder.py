@@ -20,7 +20,8 @@ from millrace.sources.files import read_ahead
 from millrace.storage import Store, read
 
 _NAME = re.compile(r"(?P<key>(?:.*/)?[^./][^./]*)\.(?P<extension>[^/]+)", re.DOTALL)
-_SKIPPED = re.compile(r"__[^/]*__/")  # webdataset leaves such names out of what it reads
+RESERVED = re.compile(r"__[^/]*__")  # of extensions: readers keep such names for themselves
+_SKIPPED = re.compile(r"__[^/]*__($|/)")  # webdataset leaves such names out of what it reads
 
 
 class Group(NamedTuple):
@@ -58,7 +59,7 @@ def _parsed(path: str) -> tuple[str, str]:
         key, extension = path, "bin"
     else:
         return path, ""
-    return (f"./{key}" if _SKIPPED.match(key) else key), extension
+    return (f"./{key}" if _SKIPPED.match(f"{key}.{extension}") else key), extension
 
 
 def _group(key: str, members: list[tuple[str, FileRef]]) -> Group:
@@ -66,6 +67,10 @@ def _group(key: str, members: list[tuple[str, FileRef]]) -> Group:
     reason = ""
     if "" in extensions:
         reason = "a name that begins with a dot has no key by WebDataset's rule"
+    elif any(RESERVED.search(extension) for extension in extensions):
+        reason = "readers of WebDataset keep names like __this__ for themselves"
+    elif any(not file.path.isprintable() for _, file in members):
+        reason = "its name is not text that prints"
     elif len(set(extensions)) < len(extensions):
         reason = "two files of one sample have the same extension"
     return Group(key, extensions, tuple(file for _, file in members), reason)

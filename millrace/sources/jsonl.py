@@ -18,6 +18,7 @@ from millrace.storage import Store
 
 LONGEST_ROW = 256 * 1024 * 1024
 _SHOWN = 64 * 1024
+_TAIL = 256 * 1024
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -55,14 +56,14 @@ class JsonLines:
                     yield self._bad(file, offset, after, line, "not a JSON object")
                     continue
                 fields = _fields(row, columns) if columns else {"json": line}  # pyright: ignore[reportUnknownArgumentType]
-            except orjson.JSONDecodeError as error:
-                yield self._bad(file, offset, after, line, f"not valid JSON: {error}")
+            except orjson.JSONDecodeError:
+                yield self._bad(file, offset, after, line, "not valid JSON")
                 continue
             except KeyError as error:
                 yield self._bad(file, offset, after, line, f"no column {error}")
                 continue
-            except ValueError as error:
-                yield self._bad(file, offset, after, line, str(error))
+            except (TypeError, ValueError):  # nested too deep, or text that is no Unicode
+                yield self._bad(file, offset, after, line, "a column cannot be written")
                 continue
             yield Sample(f"{number:05d}-{offset:013d}", fields, after)
 
@@ -80,7 +81,7 @@ class JsonLines:
         if position >= piece.end:
             return
         begun: list[bytes] = []  # of the row that goes on in the next block
-        for block in file_blocks(self._store, piece.file, position, block=self._block):
+        for block in self._blocks(piece, position):
             at = 0
             while (end := block.find(b"\n", at)) >= 0:  # by far quicker than split
                 line = block[at:end]
@@ -98,14 +99,20 @@ class JsonLines:
                 at = end + 1
             if at < len(block):
                 begun.append(block[at:])
-            if sum(map(len, begun)) > LONGEST_ROW:
-                raise errors.ConfigurationError(
-                    f"{piece.file.path}: the row at byte {position} is longer than "
-                    f"{LONGEST_ROW} bytes: is this JSON lines?"
-                )
+                if sum(map(len, begun)) > LONGEST_ROW:
+                    raise errors.ConfigurationError(
+                        f"{piece.file.path}: the row at byte {position} is longer than "
+                        f"{LONGEST_ROW} bytes. Leave the file out with exclude, or cut it up."
+                    )
         rest = b"".join(begun)
         if rest and not seeking:
             yield position, position + len(rest), self._clean(rest, position)
+
+    def _blocks(self, piece: ByteRange, position: int) -> Iterator[bytes]:
+        """The blocks of a range, and then of what follows it: for its last row only."""
+        end, size = max(piece.end, position), piece.file.size
+        yield from file_blocks(self._store, piece.file, position, end, block=self._block)
+        yield from file_blocks(self._store, piece.file, end, size, block=_TAIL)
 
     @staticmethod
     def _clean(line: bytes, offset: int) -> bytes:

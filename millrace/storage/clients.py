@@ -6,7 +6,7 @@ Each is imported where it is asked for: most processes need neither, and should 
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from millrace.errors import ConfigurationError
-from millrace.storage.open import Backend, Store, endpoint_of, region_of
+from millrace.storage.open import Backend, Store
 
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem  # pyright: ignore[reportMissingTypeStubs]
@@ -21,11 +21,15 @@ class KeyPair(TypedDict, total=False):
     aws_session_token: str
 
 
-def boto3_client(store: Store) -> "S3Client":
+def boto3_client(store: Store, *, tries: int = 5) -> "S3Client":
     """A boto3 client of the store, for what obstore lacks: multipart housekeeping, bucket settings.
 
     Checksums only where an operation requires one: newer boto3 sends them as trailers, which R2
     refuses.
+
+    Args:
+        store: Of S3's kind.
+        tries: How often a request is tried.
 
     Raises:
         ConfigurationError: The store does not speak S3.
@@ -38,17 +42,22 @@ def boto3_client(store: Store) -> "S3Client":
     config = Config(
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
-        retries={"mode": "standard", "max_attempts": 5},
-        s3={"addressing_style": "path"} if endpoint_of(store) else {},
+        retries={"mode": "standard", "total_max_attempts": tries},
+        s3={"addressing_style": "path"} if store.endpoint else {},
     )
     return boto3.client(  # pyright: ignore[reportUnknownMemberType]
         "s3",
-        endpoint_url=endpoint_of(store),
-        region_name=region_of(store),
+        endpoint_url=store.endpoint,
+        region_name=store.region,
         verify=str(store.spec.ca_file) if store.spec.ca_file else None,
         config=config,
         **key_pair(store),
     )
+
+
+def full_key(store: Store, key: str) -> str:
+    """A key as the bucket has it, the store's prefix before it."""
+    return f"{store.location.prefix}/{key}" if store.location.prefix else key
 
 
 def key_pair(store: Store) -> KeyPair:
@@ -99,18 +108,18 @@ def _s3fs(store: Store) -> "AbstractFileSystem":
     client: dict[str, Any] = {}
     if store.spec.ca_file:
         client["verify"] = str(store.spec.ca_file)
-    if region_of(store):
-        client["region_name"] = region_of(store)
+    if store.region:
+        client["region_name"] = store.region
     return S3FileSystem(
         key=pair.get("aws_access_key_id"),
         secret=pair.get("aws_secret_access_key"),
         token=pair.get("aws_session_token"),
-        endpoint_url=endpoint_of(store),
+        endpoint_url=store.endpoint,
         client_kwargs=client,
         config_kwargs={
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
-            **({"s3": {"addressing_style": "path"}} if endpoint_of(store) else {}),
+            **({"s3": {"addressing_style": "path"}} if store.endpoint else {}),
         },
         fixed_upload_size=True,  # R2 takes equal parts only
         use_listings_cache=False,

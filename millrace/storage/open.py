@@ -3,18 +3,21 @@
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote, urlsplit
 
 from obstore.store import GCSStore, LocalStore, MemoryStore, ObjectStore, S3Store
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from millrace.errors import ConfigurationError, NotFoundError
+
+if TYPE_CHECKING:
+    from obstore.store import S3Credential
 
 _ACCOUNT = re.compile(r"[0-9a-f]{32}(\.(eu|fedramp))?")
 _memory: dict[str, MemoryStore] = {}
@@ -67,8 +70,9 @@ class StoreSpec(BaseModel):
     ca_file: Path | None = Field(
         default=None, description="A PEM file of certificate authorities to trust for TLS."
     )
-    options: dict[str, str] = Field(
-        default_factory=dict, description="Further settings for obstore's store, by its names."
+    options: dict[str, SecretStr] = Field(
+        default_factory=dict[str, SecretStr],
+        description="Further settings for obstore's store, by its names. Kept as secrets.",
     )
     patience: timedelta = Field(
         default=timedelta(minutes=2),
@@ -78,6 +82,7 @@ class StoreSpec(BaseModel):
     def reveal(self) -> dict[str, Any]:
         """The spec as plain JSON values, secrets included: for the pipe to a process of ours."""
         data = self.model_dump(mode="json")
+        data["options"] = _revealed(self.options)
         if self.credentials is not None:
             data["credentials"]["secret_access_key"] = (
                 self.credentials.secret_access_key.get_secret_value()
@@ -195,6 +200,16 @@ class Store:
         return f"{self.url}/{key}"
 
     @property
+    def endpoint(self) -> str | None:
+        """The S3 endpoint it talks to; None means Amazon's own for the region."""
+        return endpoint_of(self.spec, self.location)
+
+    @property
+    def region(self) -> str | None:
+        """The region to sign for; None means what the environment says."""
+        return "auto" if self.location.backend is Backend.R2 else self.spec.region
+
+    @property
     def speaks_s3(self) -> bool:
         """Whether boto3 can talk to it."""
         return self.location.backend in {Backend.S3, Backend.R2}
@@ -300,18 +315,13 @@ def from_environment(environ: Mapping[str, str] | None = None) -> StoreSpec:
     )
 
 
-def endpoint_of(store: Store) -> str | None:
-    """The S3 endpoint a store talks to; None means Amazon's own for the region."""
-    if store.spec.endpoint:
-        return store.spec.endpoint.rstrip("/")
-    if store.location.backend is Backend.R2:
-        return f"https://{store.location.account}.r2.cloudflarestorage.com"
+def endpoint_of(spec: StoreSpec, location: Location) -> str | None:
+    """The S3 endpoint of a store; None means Amazon's own for the region."""
+    if spec.endpoint:
+        return spec.endpoint.rstrip("/")
+    if location.backend is Backend.R2:
+        return f"https://{location.account}.r2.cloudflarestorage.com"
     return None
-
-
-def region_of(store: Store) -> str | None:
-    """The region to sign for; None means what the environment says."""
-    return "auto" if store.location.backend is Backend.R2 else store.spec.region
 
 
 def _folder(location: Location, *, make: bool) -> LocalStore:
@@ -361,8 +371,8 @@ def _pem(path: Path) -> str:
 
 
 def _s3(spec: StoreSpec, location: Location, retry: Any) -> S3Store:
-    probe = Store(spec=spec, location=location, raw=MemoryStore(), patient=MemoryStore())
-    endpoint = endpoint_of(probe)
+    endpoint = endpoint_of(spec, location)
+    region = "auto" if location.backend is Backend.R2 else spec.region
     config: dict[str, Any] = {
         # Sent as a header with the whole body's digest, never as a trailer: R2 refuses those.
         "checksum_algorithm": "SHA256",
@@ -370,21 +380,32 @@ def _s3(spec: StoreSpec, location: Location, retry: Any) -> S3Store:
     }
     if endpoint:
         config |= {"endpoint": endpoint, "virtual_hosted_style_request": False}
-        config["region"] = region_of(probe) or "us-east-1"
-    elif region_of(probe):
-        config["region"] = region_of(probe)
-    if spec.credentials:
-        config["access_key_id"] = spec.credentials.access_key_id
-        config["secret_access_key"] = spec.credentials.secret_access_key.get_secret_value()
-        if spec.credentials.session_token:
-            config["session_token"] = spec.credentials.session_token.get_secret_value()
+    if endpoint or region:
+        config["region"] = region or "us-east-1"
     return S3Store(
         location.bucket,
         prefix=location.prefix or None,
-        config=cast("Any", {**config, **spec.options}),
+        config=cast("Any", {**config, **_revealed(spec.options)}),
         client_options=_client(spec, endpoint),
         retry_config=retry,
+        credential_provider=_provider(spec.credentials) if spec.credentials else None,
     )
+
+
+def _provider(credentials: Credentials) -> "Callable[[], S3Credential]":
+    """These credentials and no others: a token that the environment has must not join them."""
+    token = credentials.session_token
+    pair: S3Credential = {
+        "access_key_id": credentials.access_key_id,
+        "secret_access_key": credentials.secret_access_key.get_secret_value(),
+        "token": token.get_secret_value() if token else None,
+        "expires_at": None,
+    }
+    return lambda: pair
+
+
+def _revealed(options: Mapping[str, SecretStr]) -> dict[str, str]:
+    return {name: value.get_secret_value() for name, value in options.items()}
 
 
 def _gcs(spec: StoreSpec, location: Location, retry: Any) -> GCSStore:
@@ -396,7 +417,7 @@ def _gcs(spec: StoreSpec, location: Location, retry: Any) -> GCSStore:
     return GCSStore(
         location.bucket,
         prefix=location.prefix or None,
-        config=cast("Any", spec.options),
+        config=cast("Any", _revealed(spec.options)),
         client_options=_client(spec, spec.endpoint),
         retry_config=retry,
     )

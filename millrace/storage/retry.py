@@ -3,7 +3,7 @@
 obstore tries again by itself too, but neither with full jitter nor with regard to
 ``Retry-After``: a store's answer reaches us as a status and a body. So every verb that is one
 request is tried by obstore once, and again here. Where a store of S3's kind said 429 or 503,
-one signed HEAD of the same key reads the header that obstore does not show, and every thread
+one HEAD of the same key by boto3 reads the header that obstore does not show, and every thread
 that uses the store waits as long as it says.
 """
 
@@ -11,26 +11,20 @@ import random
 import re
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from email.utils import parsedate_to_datetime
-from functools import cache
-from typing import Literal, TypeVar, cast
+from typing import TypeVar
 
-import obstore
-import urllib3
 from obstore.exceptions import (
     AlreadyExistsError,
     BaseError,
-    GenericError,
     NotModifiedError,
     PermissionDeniedError,
     PreconditionError,
     UnauthenticatedError,
 )
-from obstore.store import S3Store
-from urllib3 import BaseHTTPResponse
 
 from millrace import errors
+from millrace.storage.clients import boto3_client, full_key
 from millrace.storage.open import Store
 
 T = TypeVar("T")
@@ -96,6 +90,7 @@ def trying(store: Store, key: str, call: Callable[[], T]) -> T:
 
     Raises:
         NotFoundError, ExistsError, ChangedError, DeniedError: At once.
+        ConfigurationError: At once: the key is no key.
         UnavailableError: The budget is spent; the last fault is its cause.
     """
     tries = Tries(store, key)
@@ -103,7 +98,7 @@ def trying(store: Store, key: str, call: Callable[[], T]) -> T:
         tries.wait_for_throttle()
         try:
             return call()
-        except (BaseError, OSError) as error:
+        except (BaseError, OSError, ValueError) as error:
             tries.wait_after(error)
 
 
@@ -138,6 +133,12 @@ def _final(error: BaseException, store: Store, key: str) -> errors.MillraceError
             status = 403
         case OSError():
             return errors.MillraceError(f"{where}: {errors.one_line(error)}.")
+        case _ if "Error parsing Path" in str(error):
+            return errors.ConfigurationError(
+                f"{where}: this cannot be a key ({errors.one_line(error)}). Rename or remove it."
+            )
+        case ValueError():
+            raise error
         case _:
             pass
     return None if status is None else _of_status(status, where, error)
@@ -170,34 +171,21 @@ def _hold(store: Store, pause: float) -> None:
         store.throttle.until = max(store.throttle.until, time.monotonic() + pause)
 
 
-def signed_request(store: Store, method: Literal["HEAD", "DELETE"], key: str) -> BaseHTTPResponse:
-    """One request beside obstore, signed by it: for a header or a verb that it does not show.
-
-    Raises:
-        GenericError: No answer, as obstore would say it.
-    """
-    url = obstore.sign(cast("S3Store", store.raw), method, key, timedelta(minutes=1))
-    pool = _pool(str(store.spec.ca_file) if store.spec.ca_file else None)
-    try:
-        return pool.request(method, url)
-    except urllib3.exceptions.HTTPError as error:
-        raise GenericError(f"No answer to {method} of {key}.") from error
-
-
-@cache
-def _pool(ca_file: str | None) -> urllib3.PoolManager:
-    return urllib3.PoolManager(ca_certs=ca_file, timeout=10.0, retries=False)
-
-
 def _retry_after(store: Store, key: str) -> float:
     """Seconds that the store asks us to wait; 0 where it does not say."""
     if not store.speaks_s3:
         return 0.0
+    from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
+
     try:
-        answer = signed_request(store, "HEAD", key)
-    except BaseError:
+        answer = boto3_client(store, tries=1).head_object(
+            Bucket=store.location.bucket, Key=full_key(store, key)
+        )["ResponseMetadata"]
+    except ClientError as error:
+        answer = error.response.get("ResponseMetadata", {})
+    except BotoCoreError:
         return 0.0  # the jittered pause stands
-    return seconds_of(answer.headers.get("Retry-After", ""))
+    return seconds_of(answer.get("HTTPHeaders", {}).get("retry-after", ""))
 
 
 def seconds_of(retry_after: str) -> float:

@@ -19,7 +19,7 @@ from pydantic import SecretStr
 
 from millrace.errors import ConfigurationError, DeniedError
 from millrace.storage.clients import key_pair
-from millrace.storage.open import Backend, Credentials, Store, endpoint_of, open_store, region_of
+from millrace.storage.open import Backend, Credentials, Store, open_store
 
 LONGEST = timedelta(days=7)
 
@@ -71,7 +71,7 @@ def scoped(
 
 def _r2(store: Store, prefix: str, ttl: timedelta, right: Right) -> Credentials:
     parent = store.spec.credentials
-    endpoint = endpoint_of(store)
+    endpoint = store.endpoint
     if parent is None or endpoint is None:
         raise ConfigurationError(
             "Scoped R2 credentials are made from a key pair: open it with one."
@@ -113,8 +113,8 @@ def _sts(store: Store, prefix: str, ttl: timedelta, right: Right, role_arn: str)
 
     client = boto3.client(  # pyright: ignore[reportUnknownMemberType]
         "sts",
-        endpoint_url=endpoint_of(store),
-        region_name=region_of(store) or "us-east-1",
+        endpoint_url=store.endpoint,
+        region_name=store.region or "us-east-1",
         verify=str(store.spec.ca_file) if store.spec.ca_file else None,
         **key_pair(store),
     )

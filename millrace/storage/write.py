@@ -12,9 +12,9 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 
 from millrace import errors
-from millrace.storage.clients import boto3_client
+from millrace.storage.clients import boto3_client, full_key
 from millrace.storage.open import Backend, Store
-from millrace.storage.retry import signed_request, translated, trying
+from millrace.storage.retry import translated, trying
 
 Bytes = bytes | bytearray | memoryview
 
@@ -91,7 +91,7 @@ def open_writer(
         concurrency: Parts on their way at once.
     """
     writer = obstore.open_writer(store.patient, key, buffer_size=part, max_concurrency=concurrency)
-    begun = datetime.now(UTC)
+    begun = datetime.now(UTC) - timedelta(minutes=5)  # clocks differ
     try:
         yield writer
         writer.close()
@@ -99,7 +99,7 @@ def open_writer(
         # Never closed, so never published; its parts would be billed until somebody aborts them.
         del writer
         with contextlib.suppress(errors.MillraceError, BaseError):
-            abort_stale_uploads(store, begun - timedelta(minutes=5), prefix=key, newer=True)
+            _abort(store, key, lambda its_key, when: its_key == key and when > begun)
         if isinstance(error, BaseError | OSError):
             raise translated(error, store, key) from error
         raise
@@ -155,58 +155,74 @@ def _delete_one(store: Store, key: str) -> None:
     if not store.speaks_s3:
         obstore.delete(store.raw, key)
         return
+    from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
+
     # obstore sends even one key as a batch, which session policies of some servers refuse.
-    answer = signed_request(store, "DELETE", key)
-    if answer.status >= 300:
-        raise GenericError(f"Server returned non-2xx status code: {answer.status}")
+    try:
+        boto3_client(store).delete_object(Bucket=store.location.bucket, Key=full_key(store, key))
+    except ClientError as error:
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
+        raise GenericError(f"Server returned non-2xx status code: {status}") from error
+    except BotoCoreError as error:
+        raise GenericError(str(error)) from error
 
 
-def abort_stale_uploads(
-    store: Store, moment: datetime, *, prefix: str = "", newer: bool = False
-) -> list[str]:
+def abort_stale_uploads(store: Store, moment: datetime, *, prefix: str = "") -> list[str]:
     """Abort uploads that were begun and never finished: they are billed, and no listing shows them.
 
     Args:
         store: Where to look. On a folder these are the hidden halves of a killed process.
         moment: Those begun before it.
         prefix: Only keys that start with this.
-        newer: Those begun after the moment instead.
 
     Returns:
         The keys whose uploads were aborted.
+
+    Raises:
+        DeniedError: The credentials may not.
     """
+    return _abort(store, prefix, lambda _, begun: begun < moment)
 
-    def chosen(begun: datetime) -> bool:
-        return (begun > moment) if newer else (begun < moment)
 
+def _abort(store: Store, prefix: str, chosen: Callable[[str, datetime], bool]) -> list[str]:
+    """Abort the unfinished uploads below a prefix whose key and time are chosen."""
     if store.location.backend is Backend.FILE:
         return _remove_halves(Path(store.location.bucket), prefix, chosen)
     if not store.speaks_s3:
         return []  # memory keeps none, and GCS drops its own after a week
-    client = boto3_client(store)
-    full = f"{store.location.prefix}/{prefix}" if store.location.prefix else prefix
+    from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
+
+    client, bucket = boto3_client(store), store.location.bucket
     aborted: list[str] = []
     pages = client.get_paginator("list_multipart_uploads").paginate(
-        Bucket=store.location.bucket, Prefix=full
+        Bucket=bucket, Prefix=full_key(store, prefix)
     )
-    for page in pages:
-        for upload in page.get("Uploads", []):
-            key, upload_id = upload.get("Key"), upload.get("UploadId")
-            if key is None or upload_id is None or not chosen(upload.get("Initiated", moment)):
-                continue
-            client.abort_multipart_upload(Bucket=store.location.bucket, Key=key, UploadId=upload_id)
-            aborted.append(key)
+    try:
+        for page in pages:
+            for upload in page.get("Uploads", []):
+                whole = upload.get("Key", "")
+                key = whole.removeprefix(full_key(store, ""))
+                if chosen(key, upload.get("Initiated", datetime.now(UTC))):
+                    client.abort_multipart_upload(
+                        Bucket=bucket, Key=whole, UploadId=upload.get("UploadId", "")
+                    )
+                    aborted.append(key)
+    except (BotoCoreError, ClientError) as error:
+        raise errors.DeniedError(
+            f"{store.url_of(prefix)}: unfinished uploads could not be aborted "
+            f"({errors.one_line(error)})."
+        ) from error
     return aborted
 
 
-def _remove_halves(folder: Path, prefix: str, chosen: Callable[[datetime], bool]) -> list[str]:
+def _remove_halves(folder: Path, prefix: str, chosen: Callable[[str, datetime], bool]) -> list[str]:
     removed: list[str] = []
     for half in folder.rglob("*#*"):
         name, _, number = half.name.rpartition("#")
         key = half.with_name(name).relative_to(folder).as_posix()
         if not (number.isdigit() and key.startswith(prefix) and half.is_file()):
             continue
-        if chosen(datetime.fromtimestamp(half.stat().st_mtime, UTC)):
+        if chosen(key, datetime.fromtimestamp(half.stat().st_mtime, UTC)):
             half.unlink(missing_ok=True)
             removed.append(key)
     return removed

@@ -126,6 +126,7 @@ FILES = {
     "b/dog.JPG": b"JPG",
     "README": b"read me",
     "__main__.py": b"main",
+    "__a.b__": b"odd",
     "__x__/in.py": b"skipped by readers unless its name is kept from them",
 }
 
@@ -136,6 +137,7 @@ def test_files_that_share_their_name_are_one_sample(kind, request):
     for path, data in FILES.items():
         put(store, path, data)
     put(store, ".hidden", b"no key")
+    put(store, "y.__url__", b"readers fail at it")
     put(store, "b/two.txt", b"1")
     put(store, "b/two.TXT", b"2")
     _, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store, split_bytes=20)
@@ -145,10 +147,11 @@ def test_files_that_share_their_name_are_one_sample(kind, request):
         "b/dog": {"jpg": b"JPG"},
         "README": {"bin": b"read me"},
         "__main__": {"py": b"main"},
+        "./__a": {"b__": b"odd"},
         "./__x__/in": {"py": FILES["__x__/in.py"]},
     }
     bad = {row.where: row.reason for row in rows["train"] if isinstance(row, BadRow)}
-    assert set(bad) == {".hidden", "b/two.TXT, b/two.txt"}
+    assert set(bad) == {".hidden", "y.__url__", "b/two.TXT, b/two.txt"}
 
 
 def test_a_seed_shuffles_files_the_same_way_every_time(tmp_path):

@@ -17,6 +17,7 @@ from millrace.storage import (
     filesystem,
     list_objects,
     open_store,
+    open_writer,
     put,
     read,
     scoped,
@@ -74,7 +75,7 @@ def test_uploads_that_were_never_finished_are_aborted_by_age(kind, request):
     now = datetime.now(UTC)
     assert abort_stale_uploads(store, now - timedelta(days=1)) == []
     assert abort_stale_uploads(store, now + timedelta(days=1), prefix="b") == []
-    assert abort_stale_uploads(store, now + timedelta(days=1)) == ["below/here/a/half"]
+    assert abort_stale_uploads(store, now + timedelta(days=1)) == ["a/half"]
     assert "Uploads" not in client.list_multipart_uploads(Bucket=bucket)
 
 
@@ -151,3 +152,30 @@ def test_scoped_secrets_do_not_print(request):
     secret = store.spec.credentials.secret_access_key
     assert isinstance(secret, SecretStr)
     assert secret.get_secret_value() not in repr(store)
+
+
+def test_credentials_that_are_given_are_not_mixed_with_the_environments(request, monkeypatch):
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "a-token-of-another-account")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "another")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+    for kind in ("rgw", "r2"):
+        store = open_store(spec_of(kind, request))
+        put(store, "a", b"data")
+        assert read(store, "a") == b"data"
+
+
+def test_a_writer_that_fails_leaves_anothers_upload_alone(request):
+    store = open_store(spec_of("rgw", request))
+    client = boto3_client(store)
+    key = "below/here/x10"
+    theirs = client.create_multipart_upload(Bucket=store.location.bucket, Key=key)
+
+    def fail() -> None:
+        with open_writer(store, "x1", part=5 << 20) as writer:
+            writer.write(bytes(12 << 20))
+            raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        fail()
+    left = client.list_multipart_uploads(Bucket=store.location.bucket)["Uploads"]
+    assert [upload["UploadId"] for upload in left] == [theirs["UploadId"]]

@@ -3,7 +3,7 @@ from pydantic import SecretStr
 
 from millrace import errors
 from millrace.storage import Backend, Credentials, StoreSpec, from_environment, open_store
-from millrace.storage.open import Location, endpoint_of, region_of
+from millrace.storage.open import Location
 
 ACCOUNT = "0123456789abcdef0123456789abcdef"
 
@@ -38,8 +38,8 @@ def test_what_is_no_place_is_refused_with_what_to_write(url, monkeypatch):
 
 def test_an_r2_account_leads_to_its_endpoint_and_region():
     store = open_store(f"r2://{ACCOUNT}.eu/bucket/a")
-    assert endpoint_of(store) == f"https://{ACCOUNT}.eu.r2.cloudflarestorage.com"
-    assert region_of(store) == "auto"
+    assert store.endpoint == f"https://{ACCOUNT}.eu.r2.cloudflarestorage.com"
+    assert store.region == "auto"
     assert store.url == f"r2://{ACCOUNT}.eu/bucket/a"
     named = open_store("r2://bucket/a", account_id=ACCOUNT)
     assert named.url == f"r2://{ACCOUNT}/bucket/a"
