@@ -93,7 +93,7 @@ class _Soak:
         _tell(f"stalls that the client has to end: {slow['stall']}")
         print(report.fault_table(fired, kills.tally), "", sep="\n")
         self.summary.append(report.result(f"faults {sum(fired.values())}", kills.tally))
-        return not kills.tally.wrong and min(fired.values()) >= AT_LEAST and slow["stall"] == 3
+        return not kills.tally.wrong and min(fired.values()) >= AT_LEAST and slow["stall"] == 2
 
     def _kills(self, name: str, places: Sequence[Place]) -> Kills:
         dice = Random(f"{self._seed} {name}")

@@ -71,7 +71,7 @@ def outlast(kills: Kills, proxy: R2Proxy, *, seconds: float) -> dict[str, int]:
         How often each kind fired.
     """
     proxy.reset()
-    proxy.fail_next(Fault.STALL, 2, "PUT", "/shards/", stall_seconds=seconds)
+    proxy.fail_next(Fault.STALL, 1, "PUT", "/shards/", stall_seconds=seconds)
     proxy.fail_next(Fault.STALL, 1, "GET", "/commits/", stall_seconds=seconds)
     kills.kill_in(kills.case(1), [])
     fired = proxy.counts()

@@ -64,7 +64,7 @@ class S3Place:
     bucket_name: str
     region: str = "us-east-1"
     ca_file: Path | None = None
-    patience: float = 60.0
+    patience: float = 120.0
     uploaded: set[str] = field(default_factory=set)
 
     def spec(self, prefix: str) -> dict[str, Any]:
