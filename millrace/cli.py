@@ -187,7 +187,7 @@ def status(settings_or_url: str, dataset: str | None) -> int:
         store = open_store(settings_or_url, make_folder=False)
         names = find_datasets(store)
         if not names:
-            raise errors.NotFoundError(f"There is no dataset right below {store.url}.")
+            raise errors.NotFoundError(f"There is no dataset below {store.url}.")
     else:
         store, name = _place(settings_or_url, dataset)
         names = [name]
@@ -228,6 +228,8 @@ def _config(path: Path, prefix: str | None) -> "PipelineSettings":
 def _place(settings_or_url: str, dataset: str | None) -> "tuple[Store, str]":
     from millrace.storage import open_store
 
+    if Path(settings_or_url).is_dir():
+        settings_or_url = Path(settings_or_url).absolute().as_uri()
     if "://" not in settings_or_url:
         config = _config(Path(settings_or_url), dataset)
         return open_store(config.store, make_folder=False), config.dataset

@@ -6,7 +6,7 @@ from datetime import timedelta
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
 from millrace.sources import SourceSettings
-from millrace.storage import StoreSpec
+from millrace.storage import StoreSpec, from_environment
 
 LARGEST_SHARD = 1 << 30
 
@@ -76,6 +76,9 @@ class PipelineSettings(BaseModel):
 
     dataset: str = Field(description="The dataset's name: a prefix below the store's URL.")
     source: SourcePlace
-    store: StoreSpec = Field(description="Where the shards go.")
+    store: StoreSpec = Field(
+        default_factory=from_environment,
+        description="Where the shards go. Left out: what STORAGE_BACKEND and its companions say.",
+    )
     cut: CutSettings = CutSettings()
     run: RunSettings = RunSettings()

@@ -12,6 +12,8 @@ from millrace.records import committed, fetch
 from millrace.shards.split import ledger
 from millrace.storage import Store, exists, list_folders
 
+_DEEPEST = 4
+
 
 class SplitState(StrEnum):
     """How far a split is."""
@@ -61,8 +63,20 @@ class DatasetStatus:
 
 
 def find_datasets(store: Store) -> list[str]:
-    """The datasets right below a store's URL."""
-    return [name for name in list_folders(store) if exists(store, DatasetKeys(name).plan)]
+    """The datasets below a store's URL, at most four folders deep. One listing a folder."""
+    found: list[str] = []
+    folders = [(name, 1) for name in list_folders(store)]
+    while folders:
+        name, depth = folders.pop(0)
+        try:
+            keys = DatasetKeys(name)
+        except errors.ConfigurationError:
+            continue  # not a name that a dataset can have
+        if exists(store, keys.plan):
+            found.append(name)
+        elif depth < _DEEPEST:
+            folders += [(f"{name}/{below}", depth + 1) for below in list_folders(store, f"{name}/")]
+    return found
 
 
 def status(store: Store, dataset: str) -> DatasetStatus:

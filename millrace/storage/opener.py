@@ -1,6 +1,6 @@
 """Let webdataset read shards straight from a private store.
 
-``webdataset.WebDataset(shard_urls(store, keys))`` works once `register` has told webdataset's
+``webdataset.WebDataset([store.url_of(key), ...])`` works once `register` has told webdataset's
 ``gopen`` how to open the store's URLs. The credentials stay in this process: a DataLoader's
 forked workers inherit them, spawned ones call `register` in their ``worker_init_fn``.
 """

@@ -21,6 +21,7 @@ from millrace.errors import ConfigurationError, DeniedError
 from millrace.storage.clients import key_pair
 from millrace.storage.open import Backend, Credentials, Store, open_store
 
+_SHORTEST_STS = timedelta(minutes=15)
 LONGEST = timedelta(days=7)
 
 
@@ -60,6 +61,8 @@ def scoped(
     match store.location.backend:
         case Backend.R2:
             credentials = _r2(store, full, ttl, right)
+        case Backend.S3 if ttl < _SHORTEST_STS:
+            raise ConfigurationError("STS gives credentials for 15 minutes at least.")
         case Backend.S3 if role_arn:
             credentials = _sts(store, full, ttl, right, role_arn)
         case Backend.S3:

@@ -246,6 +246,7 @@ def test_status_tells_from_the_bucket_alone_how_far_it_is(settings):
     assert done.ended == len(done.splits)
     assert sum(split.samples for split in done.splits) == 2000
     assert find_datasets(open_store(f"{settings.store.url}/sets")) == ["one"]
+    assert find_datasets(store) == ["sets/one"]
 
 
 def test_a_plan_is_shown_without_writing(settings, tmp_path):
@@ -275,6 +276,20 @@ def test_a_run_in_memory_needs_no_processes(settings):
     )
     assert report.url == f"{memory}/another"
     assert report.samples == 2000
+
+
+def test_a_dataset_inside_its_own_source_is_refused(settings):
+    inside = {"url": f"{settings.source.store.url}/out"}
+    with pytest.raises(errors.ConfigurationError, match="inside of its own source"):
+        shard_dataset(changed(settings, store=inside))
+
+
+def test_without_a_store_the_environment_names_one(settings, tmp_path, monkeypatch):
+    monkeypatch.setenv("STORAGE_BACKEND", "local")
+    monkeypatch.setenv("LOCAL_STORAGE_PATH", str(tmp_path / "named"))
+    data = settings.model_dump(exclude={"store"})
+    report = shard_dataset(PipelineSettings.model_validate(data))
+    assert report.url == (tmp_path / "named" / "sets" / "one").as_uri()
 
 
 def test_a_run_from_a_file_is_the_same_run(settings, tmp_path, monkeypatch):

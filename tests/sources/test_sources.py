@@ -99,6 +99,43 @@ def test_columns_become_fields_and_a_row_without_one_is_put_aside():
     assert (second.reason, second.where) == ("no column 'n'", "a.jsonl, byte 35")
 
 
+@pytest.mark.parametrize(
+    "columns",
+    [{"a/b": "t"}, {"": "t"}, {"__bad__": "t"}, {"x.__url__": "t"}, {"TXT": "t", "txt": "u"}],
+)
+def test_fields_that_readers_could_not_read_back_are_refused(columns):
+    with pytest.raises(ValueError, match=r"read the field|upper and lower"):
+        SourceSettings(columns=columns)
+
+
+def test_a_row_that_cannot_be_written_is_put_aside():
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    deep = '{"t": ' + "[" * 800 + "]" * 800 + "}"
+    put(store, "a.jsonl", f'{deep}\n{{"t": 1}}\n'.encode())
+    _, _, rows = rows_of(SourceSettings(columns={"txt": "t"}), store)
+    assert [type(row).__name__ for row in rows["train"]] == ["BadRow", "Sample"]
+
+
+def test_the_empty_objects_that_show_a_folder_are_no_samples(request):
+    store = open_store(spec_of("rgw", request))
+    put(store, "imgs/a.txt", b"1")
+    client = request.getfixturevalue("rgw").client(request.getfixturevalue("rgw").full)
+    client.put_object(Bucket=store.location.bucket, Key="below/here/imgs/", Body=b"")
+    _, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store)
+    assert [row.key for row in rows["train"]] == ["imgs/a"]
+
+
+def test_linked_folders_are_followed_once(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "a.txt").write_text("1")
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "source" / "link" / "round").symlink_to(tmp_path / "source" / "link")
+    store = open_store((tmp_path / "source").as_uri())
+    _, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store)
+    assert [row.key for row in rows["train"]] == ["link/a"]
+
+
 def test_a_byte_order_mark_is_no_part_of_the_first_row():
     store = open_store(f"memory://{secrets.token_hex(8)}")
     put(store, "a.jsonl", b'\xef\xbb\xbf{"a":1}\n{"a":2}')
