@@ -37,15 +37,15 @@ def main() -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
         rgw = stack.enter_context(RGW.start(folder / "rgw"))
         soak = _Soak(folder, rgw, options.seed)
-        good = True
+        good: list[bool] = []
         if options.only != "faults":
-            good = soak.kills(options.kills) and soak.meetings() and good
+            good += [soak.kills(options.kills), soak.meetings()]
         if options.only != "kills":
             keys = {rgw.full.access_key_id: rgw.full.secret_access_key}
             proxy = stack.enter_context(R2Proxy.start(rgw.endpoint, keys, folder / "r2"))
-            good = soak.faults(proxy) and good
-    print(*soak.summary, f"{time.monotonic() - began:.0f} s", sep="\n")
-    return 0 if good else 1
+            good.append(soak.faults(proxy))
+    print(f"{time.monotonic() - began:.0f} s", *reversed(soak.summary), sep="\n")
+    return 0 if all(good) else 1
 
 
 class _Soak:
