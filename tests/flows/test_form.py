@@ -56,9 +56,14 @@ def test_a_run_is_started_from_the_form(
     for label, url in (("URL", folder_source["url"]), ("destination", out.as_uri())):
         field(page, label).get_by_role("button", name="str", exact=True).click()
         field(page, label).get_by_role("textbox").fill(url)
+        expect(field(page, label).get_by_role("textbox")).to_have_value(url)
+    expect(field(page, "dataset").get_by_role("textbox")).to_have_value("words")
     page.get_by_role("button", name="Submit").click()
 
-    run = until(lambda: started(deployed, out.as_uri()), "the run that the form started")
+    try:
+        run = until(lambda: started(deployed, out.as_uri()), "the run that the form started")
+    except AssertionError as error:
+        raise AssertionError(f"{error}; the page says:\n{page.inner_text('body')}") from None
     state = deployed.wait(run, "Completed", "Failed").state
     assert state is not None
     assert state.name == "Completed", state.message
