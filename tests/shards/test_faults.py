@@ -14,7 +14,6 @@ from tests.soak.kills import Kills
 from tests.soak.material import Material, make_all
 from tests.soak.place import S3Place
 from tests.soak.targets import Target, Victim
-from tests.soak.together import share
 
 SEED = 21
 
@@ -99,14 +98,3 @@ def test_a_listing_that_is_cut_off_is_asked_for_again(
     cut = [request["operation"] for request in r2.requests() if request["fault"] == "cut"]
     assert cut == ["ListObjectsV2"] * 3
     assert_right(case, references)
-
-
-def test_two_runs_at_once_share_the_work_in_bad_weather(
-    case: Case, r2: R2Proxy, references: References
-) -> None:
-    r2.set_faults(bad_weather(SEED, stall_seconds=0.2))
-    share(case)
-    fired = r2.counts()
-    r2.reset()
-    assert_right(case, references)
-    assert sum(fired.values()) > 0

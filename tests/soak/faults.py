@@ -10,6 +10,7 @@ from tests.servers.rgw import RGW
 from tests.soak.kills import Kills
 from tests.soak.place import S3Place
 from tests.soak.targets import SEALED, Target, Victim, combinations, target_at
+from tests.soak.together import meet, share
 
 EACH = 0.05
 _MOST = 60  # cases
@@ -32,7 +33,9 @@ def run_faults(
     at_least: int,
     tell: Callable[[str], None] = print,
 ) -> dict[str, int]:
-    """Run cases until each kind of fault has fired often enough; two of three with kills.
+    """Run cases until each kind of fault has fired often enough, two of three with kills.
+
+    In a last one two drivers meet.
 
     Args:
         kills: Whose cases go through the proxy.
@@ -59,6 +62,11 @@ def run_faults(
             kills.kill_in(case, [])
         number += 1
         tell(f"{case}: {kills.tally.counted} kills, {proxy.counts()}")
+    proxy.set_faults(bad_weather(dice.randrange(1 << 30)))
+    case = kills.case(2)
+    case.store_source = True
+    meet(case, share, kills.references, kills.tally)
+    tell(f"{case}: two drivers at once, {proxy.counts()}")
     fired = proxy.counts()
     proxy.reset()
     return fired

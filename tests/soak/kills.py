@@ -185,7 +185,8 @@ class Kills:
         name: str = "kill",
     ) -> None:
         self._name = name
-        self._materials, self._places, self._references = materials, places, references
+        self._materials, self._places = materials, places
+        self.references = references
         self._folder, self._dice = folder, dice
         self._numbers = count()
         self.tally = Tally()
@@ -212,7 +213,7 @@ class Kills:
         """Run one case and judge it; returns the targets that were not reached."""
         try:
             missed = run_case(case, in_order(self._dice, targets), self.tally)
-            verdict = case.judged(self._references.of(case.material))
+            verdict = case.judged(self.references.of(case.material))
         except (CaseError, HungError) as error:
             self.tally.fail(case, error)
             return []
