@@ -71,9 +71,9 @@ class Work:
 
 
 WORKS = (
-    Work("1 KB", 1_000, 256 * MIB, 64 * MIB),
-    Work("20 KB", 20_000, 1024 * MIB, 256 * MIB),
-    Work("100 KB", 100_000, 1024 * MIB, 256 * MIB),
+    Work("1 KB", 1_000, 512 * MIB, 64 * MIB),
+    Work("20 KB", 20_000, 2048 * MIB, 256 * MIB),
+    Work("100 KB", 100_000, 2048 * MIB, 256 * MIB),
 )
 
 
