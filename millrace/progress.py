@@ -12,7 +12,7 @@ class Event:
     """Something that just happened.
 
     Attributes:
-        name: What happened, in the past tense, dotted from its subject: ``shard.put``.
+        name: What happened or is about to, dotted from its subject: ``shard.put``.
         subject: What it happened to: a split, a shard's key.
         figures: Counts and sizes (samples, bytes, seconds), with their plain names.
     """
@@ -25,8 +25,8 @@ class Event:
 class Progress(Protocol):
     """Whoever wants to know.
 
-    It is called in the thread that drives the work, and the worker that sent the event
-    waits until it returns: what is slow belongs in a thread of its own.
+    It is called in one thread at a time, and the worker that sent the event waits until it
+    returns: what is slow belongs in a thread of its own.
     """
 
     def __call__(self, event: Event) -> None: ...
