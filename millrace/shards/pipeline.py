@@ -14,7 +14,7 @@ from millrace.shards.pool import run_splits
 from millrace.shards.seal import seal
 from millrace.shards.settings import PipelineSettings
 from millrace.shards.worker import Job
-from millrace.storage import Location, exists, open_store
+from millrace.storage import Store, exists, open_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,9 @@ def shard_dataset(config: PipelineSettings, *, progress: Progress = silent) -> S
     began = time.monotonic()
     store = open_store(config.store)
     keys = DatasetKeys(config.dataset)
-    _refuse_overlap(config)
-    plan, listings = make_plan(
-        keys, config.source, open_store(config.source.store, make_folder=False), config.cut
-    )
+    source = open_store(config.source.store, make_folder=False)
+    _refuse_overlap(source, store, config.dataset)
+    plan, listings = make_plan(keys, config.source, source, config.cut)
     plan = pin_plan(store, keys, plan, listings)
     progress(
         Event(
@@ -136,14 +135,10 @@ def run_from_file(
     )
 
 
-def _refuse_overlap(config: PipelineSettings) -> None:
-    source, target = (
-        Location.parse(spec.url, account_id=spec.account_id)
-        for spec in (config.source.store, config.store)
-    )
-    if f"{target}/{config.dataset}/".startswith(f"{source}/"):
+def _refuse_overlap(source: Store, target: Store, dataset: str) -> None:
+    if f"{target.url_of(dataset)}/".startswith(f"{source.url}/"):
         raise errors.ConfigurationError(
-            f"The dataset would lie inside of its own source, {source}, and change it: name "
+            f"The dataset would lie inside of its own source, {source.url}, and change it: name "
             "another store, or a source folder beside it."
         )
 
