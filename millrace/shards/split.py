@@ -241,7 +241,7 @@ def _create_same(store: Store, key: str, data: memoryview | bytes, digest: str) 
         ConflictError: Others are.
     """
     try:
-        create(store, key, data)
+        create(store, key, data, sha256=digest)
     except errors.ExistsError:
         there, size = sha256_of(stream(store, key))
         if there != digest:

@@ -4,6 +4,8 @@ A range owns the rows that begin in it, so that any cut gives every row to exact
 The cursor is a byte offset: going on is a seek.
 """
 
+import json
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -20,6 +22,7 @@ LONGEST_ROW = 256 * 1024 * 1024
 _SHOWN = 64 * 1024
 _TAIL = 256 * 1024
 _BOM = b"\xef\xbb\xbf"
+_LONG_NUMBER = re.compile(rb"\d{19}")
 
 
 class JsonLines:
@@ -55,14 +58,14 @@ class JsonLines:
                 if type(row) is not dict:
                     yield self._bad(file, offset, after, line, "not a JSON object")
                     continue
-                fields = _fields(row, columns) if columns else {"json": line}  # pyright: ignore[reportUnknownArgumentType]
+                fields = _fields(row, line, columns) if columns else {"json": line}  # pyright: ignore[reportUnknownArgumentType]
             except orjson.JSONDecodeError:
                 yield self._bad(file, offset, after, line, "not valid JSON")
                 continue
             except KeyError as error:
                 yield self._bad(file, offset, after, line, f"no column {error}")
                 continue
-            except (TypeError, ValueError):  # nested too deep, or text that is no Unicode
+            except (TypeError, ValueError, RecursionError):  # nested too deep, or text that is no Unicode
                 yield self._bad(file, offset, after, line, "a column cannot be written")
                 continue
             yield Sample(f"{number:05d}-{offset:013d}", fields, after)
@@ -121,12 +124,22 @@ class JsonLines:
         return line[:-1] if line.endswith(b"\r") else line
 
 
-def _fields(row: dict[str, Any], columns: tuple[tuple[str, str], ...]) -> dict[str, bytes]:
+def _fields(
+    row: dict[str, Any], line: bytes, columns: tuple[tuple[str, str], ...]
+) -> dict[str, bytes]:
     fields: dict[str, bytes] = {}
     for extension, column in columns:
         value = row[column]
-        fields[extension] = value.encode() if type(value) is str else orjson.dumps(value)
+        fields[extension] = value.encode() if type(value) is str else _json(value, line, column)
     return fields
+
+
+def _json(value: object, line: bytes, column: str) -> bytes:
+    """A column's value as JSON. orjson reads an integer of more than 64 bits as a float."""
+    if type(value) in {float, list, dict} and _LONG_NUMBER.search(line):
+        exact = json.loads(line)[column]
+        return json.dumps(exact, ensure_ascii=False, separators=(",", ":")).encode()
+    return orjson.dumps(value)
 
 
 def cut_file(file: FileRef, number: int, split_bytes: int) -> list[ByteRange]:

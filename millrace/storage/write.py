@@ -15,6 +15,7 @@ from millrace import errors
 from millrace.storage.clients import boto3_client, full_key
 from millrace.storage.open import Backend, Store
 from millrace.storage.retry import translated, trying
+from millrace.storage.signed import can_sign, create_signed
 
 Bytes = bytes | bytearray | memoryview
 
@@ -31,8 +32,15 @@ def put(store: Store, key: str, data: Bytes) -> None:
     trying(store, key, lambda: obstore.put(store.raw, key, data, use_multipart=False))
 
 
-def create(store: Store, key: str, data: Bytes) -> None:
+def create(store: Store, key: str, data: Bytes, *, sha256: str | None = None) -> None:
     """Write an object if there is none under this key. One request; of several at once, one wins.
+
+    Args:
+        store: Where to.
+        key: Its key.
+        data: Its bytes.
+        sha256: Their digest in hexadecimal, where it is known: a store of S3's kind is told it,
+            and it is not computed again. A store that finds another refuses the object.
 
     Raises:
         ExistsError: There is one. It may be ours: an earlier try may have been carried out
@@ -43,7 +51,10 @@ def create(store: Store, key: str, data: Bytes) -> None:
 
     def request() -> None:
         try:
-            obstore.put(store.raw, key, data, mode="create", use_multipart=False)
+            if sha256 is not None and can_sign(store):
+                create_signed(store, key, data, sha256)
+            else:
+                obstore.put(store.raw, key, data, mode="create", use_multipart=False)
         except AlreadyExistsError as error:
             if "status code: 409" in str(error):
                 _see(store, key)

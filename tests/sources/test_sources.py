@@ -99,6 +99,20 @@ def test_columns_become_fields_and_a_row_without_one_is_put_aside():
     assert (second.reason, second.where) == ("no column 'n'", "a.jsonl, byte 35")
 
 
+def test_numbers_of_a_column_keep_every_digit():
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    wide = 2**200 + 1
+    lines = [
+        f'{{"n": {wide}}}',
+        f'{{"n": [1, {{"é": {-wide}, "f": 0.5}}]}}',
+        f'{{"n": {2**64 - 1}}}',
+    ]
+    put(store, "a.jsonl", "\n".join(lines).encode())
+    _, _, rows = rows_of(SourceSettings(columns={"n.json": "n"}), store)
+    fields = [row.fields["n.json"].decode() for row in rows["train"]]
+    assert fields == [f"{wide}", f'[1,{{"é":{-wide},"f":0.5}}]', f"{2**64 - 1}"]
+
+
 @pytest.mark.parametrize(
     "columns",
     [{"a/b": "t"}, {"": "t"}, {"__bad__": "t"}, {"x.__url__": "t"}, {"TXT": "t", "txt": "u"}],

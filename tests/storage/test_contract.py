@@ -1,7 +1,8 @@
 """What every store promises: the same tests, whatever is behind the URL."""
 
+import hashlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 
@@ -123,17 +124,38 @@ def test_head_tells_size_etag_and_the_stores_time(store):
     assert head(store, "a").etag != before.etag
 
 
-def test_create_wins_once_and_keeps_the_first(store):
-    create(store, "once", b"first")
-    with pytest.raises(errors.ExistsError, match="once"):
-        create(store, "once", b"second")
-    assert read(store, "once") == b"first"
+def create_plainly(store: Store, key: str, data: bytes) -> None:
+    create(store, key, data)
 
 
-def test_of_many_creates_at_once_one_wins(store):
+def create_with_its_digest(store: Store, key: str, data: bytes) -> None:
+    create(store, key, data, sha256=hashlib.sha256(data).hexdigest())
+
+
+@pytest.fixture(params=[create_plainly, create_with_its_digest])
+def creating(request: pytest.FixtureRequest) -> Callable[[Store, str, bytes], None]:
+    return request.param
+
+
+def test_create_wins_once_and_keeps_the_first(store, creating):
+    creating(store, "a/b c+ü~'(1)*.bin", b"first")
+    with pytest.raises(errors.ExistsError, match="b c"):
+        creating(store, "a/b c+ü~'(1)*.bin", b"second")
+    assert read(store, "a/b c+ü~'(1)*.bin") == b"first"
+
+
+def test_a_large_object_is_created_whole(store, creating):
+    data = secrets.token_bytes(5 * MIB + 7)
+    creating(store, "large", data)
+    creating(store, "empty", b"")
+    assert read(store, "large") == data
+    assert read(store, "empty") == b""
+
+
+def test_of_many_creates_at_once_one_wins(store, creating):
     def attempt(i: int) -> bool:
         try:
-            create(store, "race", str(i).encode())
+            creating(store, "race", str(i).encode())
         except errors.ExistsError:
             return False
         return True
@@ -236,8 +258,9 @@ def test_a_copy_is_the_same_bytes(store):
 
 def test_keys_do_not_escape_the_stores_prefix(store):
     for key in ("../out", "a/../../out", "/../out"):
-        with pytest.raises(errors.MillraceError):
-            put(store, key, b"")
+        for write in (put, create_with_its_digest):
+            with pytest.raises(errors.MillraceError):
+                write(store, key, b"")
 
 
 @pytest.mark.parametrize("kind", ["rgw", "r2"])
@@ -247,9 +270,9 @@ class TestRights:
         put(full, "a", b"data")
         reader = open_store(spec_of(kind, request, "read_only"))
         assert read(reader, "a") == b"data"
-        for write in (put, create):
+        for write in (put, create, create_with_its_digest):
             with pytest.raises(errors.DeniedError, match="refuses these credentials"):
-                write(reader, "b", b"")
+                write(reader, "b", bytes(5 * MIB))
         assert [failure.key for failure in delete(reader, ["a"])] == ["a"]
         assert exists(full, "a")
 
@@ -267,8 +290,15 @@ class TestRights:
         spec = spec_of(kind, request)
         bucket = request.getfixturevalue("bucket")
         store = open_store(spec.model_copy(update={"url": spec.url.replace(bucket, "no-such")}))
-        with pytest.raises(errors.MillraceError, match="no-such"):
-            create(store, "a", b"")
+        for creating in (create_plainly, create_with_its_digest):
+            with pytest.raises(errors.MillraceError, match="no-such"):
+                creating(store, "a", b"")
+
+    def test_a_body_that_is_not_what_its_digest_says_is_refused(self, kind, request):
+        store = open_store(spec_of(kind, request))
+        with pytest.raises(errors.MillraceError, match="400"):
+            create(store, "damaged", b"one", sha256=hashlib.sha256(b"two").hexdigest())
+        assert not exists(store, "damaged")
 
 
 def test_rgws_own_log_shows_the_requests(request, rgw):
