@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Debian packages that the tests run as real servers: Ceph's S3 gateway, and a browser.
+# Debian packages that the tests run: Ceph's S3 gateway, a browser, and what makes networks.
 set -euo pipefail
-packages=(radosgw ceph-mon ceph-osd ceph-mgr ceph-base chromium)
+packages=(radosgw ceph-mon ceph-osd ceph-mgr ceph-base chromium iproute2)
 missing=()
 for package in "${packages[@]}"; do
   dpkg-query --show --showformat='${Status}' "$package" 2>/dev/null | grep -q 'ok installed' \
