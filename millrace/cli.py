@@ -4,6 +4,7 @@ Other packages add commands through the entry point group ``millrace.commands``.
 """
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from millrace.models.dataset import Plan
     from millrace.shards import DatasetStatus, PipelineSettings, ShardReport
     from millrace.storage import Store
+    from millrace.swarm import PrewarmReport
 
 _EXAMPLE = """\
 # A dataset, from its source to its shards. `millrace run THIS_FILE` cuts it, and goes on where
@@ -217,6 +219,49 @@ def gc(settings_or_url: str, dataset: str | None, *, delete: bool, min_age: floa
     return 1 if found.failures else 0
 
 
+@main.command()
+@click.argument("settings", type=click.Path(path_type=Path), default="prewarm.yaml")
+@click.option("--dry-run", is_flag=True, help="Show what would go where; start nothing.")
+@_said
+def prewarm(settings: Path, *, dry_run: bool) -> int:
+    """Put the same files on every node of a cluster, each byte out of the store once."""
+    from millrace.progress_bar import BytesBar
+    from millrace.settings import load
+    from millrace.swarm import PrewarmSettings, preview
+    from millrace.swarm import prewarm as warm
+
+    config = load(settings, PrewarmSettings)
+    if dry_run:
+        seen = preview(config)
+        for path, size, origin in seen.files:
+            click.echo(f"{config.root / path}  {_size(size)}  {origin}")
+        click.echo(f"{len(seen.files)} files, {_size(seen.size)}, in {seen.pieces} pieces.")
+        return 0
+    with BytesBar() as progress:
+        report = warm(config, progress=progress)
+    _show_prewarmed(report)
+    return 0 if all(node.ready for node in report.nodes) else 1
+
+
+@main.command()
+@click.option("--root", type=click.Path(path_type=Path), required=True, help="Files go below it.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option("--port", default=0, help="The port; 0 takes a free one, and says which.")
+@_said
+def node(root: Path, host: str, port: int) -> int:
+    """Let this machine be warmed, until it is stopped. The key is MILLRACE_NODE_KEY."""
+    from millrace.swarm.agent import serve
+
+    key = os.environ.get("MILLRACE_NODE_KEY", "")
+    if len(key) < 16:
+        raise errors.ConfigurationError(
+            "Set MILLRACE_NODE_KEY to a secret of 16 characters or more, the same on every node "
+            "and in the driver's settings: whoever has it may write files here."
+        )
+    serve(root, key.encode(), host, port, lambda at: click.echo(f"Listening at {at}"))
+    return 0
+
+
 def _config(path: Path, prefix: str | None) -> "PipelineSettings":
     from millrace.settings import load
     from millrace.shards import PipelineSettings
@@ -236,6 +281,33 @@ def _place(settings_or_url: str, dataset: str | None) -> "tuple[Store, str]":
     if not dataset:
         raise errors.ConfigurationError("After a URL, name the dataset: URL DATASET.")
     return open_store(settings_or_url, make_folder=False), dataset
+
+
+def _show_prewarmed(report: "PrewarmReport") -> None:
+    table = _table("node", "ready", "cached", "store", "peers", "failed", "seconds")
+    for seen in report.nodes:
+        state = "yes" if seen.ready else "no"
+        table.add_row(
+            seen.name,
+            state if seen.trusted else f"{state} (untrusted)",
+            *(_size(size) for size in (seen.cached, seen.from_store, seen.from_peers)),
+            str(seen.failures),
+            f"{seen.seconds:.1f}",
+        )
+    _print(table)
+    for seen in report.nodes:
+        if seen.why:
+            click.echo(f"{seen.name}: {seen.why}")
+    click.echo(
+        f"{report.files} files, {_size(report.size)}, on {sum(n.ready for n in report.nodes)} of "
+        f"{len(report.nodes)} nodes in {report.seconds:.1f} s; {_size(report.store_bytes)} left "
+        f"the store."
+    )
+    if report.unverified:
+        click.echo(
+            f"{report.unverified} files are unverified at the source: nothing says what their "
+            "digest should be. All nodes have the same bytes."
+        )
 
 
 def _size(size: float) -> str:

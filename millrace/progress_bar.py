@@ -1,4 +1,4 @@
-"""Progress of sharding on a terminal."""
+"""Progress on a terminal."""
 
 from types import TracebackType
 from typing import Self
@@ -6,10 +6,13 @@ from typing import Self
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
 )
 
 from millrace.progress import Event
@@ -59,5 +62,52 @@ class ProgressBar:
                 self._bar.console.print(
                     f"A worker {event.figures['how']}; another takes its place."
                 )
+            case _:
+                pass
+
+
+class BytesBar:
+    """A bar of the bytes that all nodes of a swarm have, with their rate and what is left."""
+
+    def __init__(self) -> None:
+        self._bar = Progress(
+            TextColumn("{task.fields[ready]} of {task.fields[nodes]} nodes"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        self._task = self._bar.add_task("bytes", total=None, ready=0, nodes=0)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(self, event: Event) -> None:
+        figures = event.figures
+        match event.name:
+            case "swarm.progress":
+                self._bar.update(
+                    self._task,
+                    completed=float(figures["bytes"]),
+                    total=float(figures["of"]) or None,
+                    ready=figures["ready"],
+                    nodes=figures["nodes"],
+                )
+            case "node.lost":
+                self._bar.console.print(f"{event.subject} is lost: {figures['why']}")
+            case "node.untrusted":
+                self._bar.console.print(f"{event.subject} gave wrong bytes, and is asked no more.")
+            case "file.mismatch":
+                self._bar.console.print(f"{event.subject} came out wrong, and is read again.")
             case _:
                 pass

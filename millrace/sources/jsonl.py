@@ -65,7 +65,7 @@ class JsonLines:
             except KeyError as error:
                 yield self._bad(file, offset, after, line, f"no column {error}")
                 continue
-            except (TypeError, ValueError, RecursionError):  # nested too deep, or text that is no Unicode
+            except (TypeError, ValueError, RecursionError):  # too deep, or text that is no Unicode
                 yield self._bad(file, offset, after, line, "a column cannot be written")
                 continue
             yield Sample(f"{number:05d}-{offset:013d}", fields, after)

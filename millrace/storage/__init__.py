@@ -13,7 +13,7 @@ from millrace.storage.open import (
     open_store,
 )
 from millrace.storage.read import Stat, exists, head, read, read_range, stream
-from millrace.storage.scoped import Right, scoped
+from millrace.storage.scoped import Right, scoped, signed_url
 from millrace.storage.write import (
     DeleteFailure,
     abort_stale_uploads,
@@ -51,5 +51,6 @@ __all__ = [
     "read",
     "read_range",
     "scoped",
+    "signed_url",
     "stream",
 ]

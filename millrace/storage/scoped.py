@@ -11,13 +11,15 @@ import hmac
 import time
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
+import obstore
 import orjson
+from obstore.exceptions import BaseError
 from pydantic import SecretStr
 
-from millrace.errors import ConfigurationError, DeniedError
+from millrace.errors import ConfigurationError, DeniedError, one_line
 from millrace.storage.clients import key_pair
 from millrace.storage.open import Backend, Credentials, Store, open_store
 
@@ -70,6 +72,28 @@ def scoped(
         case _:
             raise ConfigurationError(f"{store.url} has no scoped credentials: R2 and S3 have.")
     return open_store(store.spec.model_copy(update={"credentials": credentials}))
+
+
+def signed_url(store: Store, key: str, ttl: timedelta) -> str:
+    """A URL that reads one object for a while: no credentials need be handed out for it.
+
+    Made here, without a request. Whoever has it may read the object, and nothing else.
+
+    Args:
+        store: One that signs: R2, S3, or GCS with a service account.
+        key: The object's key.
+        ttl: How long it may be used; at most 7 days.
+
+    Raises:
+        ConfigurationError: The store cannot sign.
+    """
+    try:
+        return obstore.sign(cast("Any", store.raw), "GET", key, ttl)
+    except (BaseError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{store.url} cannot sign URLs ({one_line(error)}): open it as S3 or R2 with a key "
+            "pair, or as GCS with a service account."
+        ) from error
 
 
 def _r2(store: Store, prefix: str, ttl: timedelta, right: Right) -> Credentials:

@@ -1,0 +1,460 @@
+"""An agent: one process and one port that puts files on a node, and gives their pieces to others.
+
+It decides nothing. A driver tells it over signed requests what the files are and which piece to
+fetch from where, and is told what happened. Other nodes may ask it for pieces, and for nothing
+else. Below ``/runs/{run}``:
+
+- ``PUT`` starts the run (its plan), ``POST .../orders`` gives orders, ``GET .../events?after=N``
+  waits for what happened, ``DELETE`` ends it: signed with the control key;
+- ``GET .../pieces/{number}`` is for other nodes: signed with the run's own key.
+"""
+
+import http.client
+import json
+import os
+import queue
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, cast
+
+from millrace.errors import ChangedError, MillraceError
+from millrace.swarm.archives import Archives
+from millrace.swarm.fetch import Buffers, FetchError, PeerReader, StoreReader, digests
+from millrace.swarm.landing import CacheCheck, Landing
+from millrace.swarm.pieces import Catalogue, digest_of
+from millrace.swarm.wire import AUTH, Connections, Place, signed_by
+
+_HOLD = 1.0  # seconds that a request for events is held open at most: the heartbeat
+_STALLED = 10.0  # seconds without a byte after which a transfer has failed
+_ORPHANED = 120.0  # seconds without a driver after which a run is given up; what is here stays
+_LONGEST_BODY = 256 << 20
+_BACKLOG = 256
+
+_Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a run is: the body of the request that starts it."""
+
+    catalogue: Catalogue
+    sources: list[str]
+    key: bytes
+    peers: dict[str, Place]
+    check: CacheCheck
+    slots: int
+    ca: str | None
+    unpacked: dict[str, int]
+
+    @classmethod
+    def parse(cls, body: bytes) -> "_Plan":
+        data = json.loads(body)
+        return cls(
+            catalogue=Catalogue.from_json(data["catalogue"]),
+            sources=data["sources"],
+            key=bytes.fromhex(data["key"]),
+            peers={name: Place(*place) for name, place in data["peers"].items()},
+            check=CacheCheck(data["check"]),
+            slots=data["slots"],
+            ca=data["ca"],
+            unpacked=data["unpacked"],
+        )
+
+
+class Run:
+    """One run on one node.
+
+    Args:
+        name: Of the run.
+        root: The folder that files go below.
+        plan: What it is.
+    """
+
+    def __init__(self, name: str, root: Path, plan: _Plan) -> None:
+        self.name, self.key = name, plan.key
+        self._plan = plan
+        self._events: list[_Event] = []
+        self._news = threading.Condition()
+        self._orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._buffers = Buffers()
+        self.heard = time.monotonic()
+        self.landing = Landing(
+            root,
+            plan.catalogue,
+            check=plan.check,
+            finished=self._finished,
+            mismatch=lambda number, sha256: self._tell(
+                {"e": "mismatch", "f": number, "sha256": sha256}
+            ),
+            fault=self._fault,
+        )
+        self._to_store = Connections(_STALLED, ca=plan.ca)
+        self._to_peers = Connections(_STALLED)
+        self._store = StoreReader(
+            plan.catalogue,
+            plan.sources,
+            self._to_store,
+            lambda why: self._tell({"e": "retry", "why": why[:300]}),
+        )
+        self._peers = PeerReader(name, plan.key, plan.peers, self._to_peers)
+        self._threads = [
+            threading.Thread(target=self._work, name=f"fetch-{i}", daemon=True)
+            for i in range(plan.slots)
+        ]
+        self._archives = Archives(root, plan.catalogue, self.landing, plan.unpacked)
+        self._threads += [
+            threading.Thread(target=self._unpack, args=(i,), name=f"unpack-{i}", daemon=True)
+            for i, file in enumerate(plan.catalogue.files)
+            if file.unpack
+        ]
+
+    def open(self) -> list[tuple[int, str]]:
+        """Begin; returns the pieces that are here already, with their digests."""
+        have = self.landing.open()
+        for thread in self._threads:
+            thread.start()
+        return have
+
+    def close(self) -> None:
+        """End; transfers under way are broken off, what was written stays."""
+        self._store.close()
+        self._to_store.close()
+        self._to_peers.close()
+        for _ in range(self._plan.slots):
+            self._orders.put(None)
+        self.landing.stop()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
+        self.landing.close()
+        with self._news:
+            self._news.notify_all()
+
+    def take(self, orders: list[dict[str, Any]]) -> None:
+        """Take orders, and nodes that have joined."""
+        for order in orders:
+            if "join" in order:
+                self._plan.peers[order["join"]] = Place(*order["place"])
+            elif order.get("drop"):
+                self.landing.drop(order["p"])
+            else:
+                self._orders.put(order)
+
+    def events(self, after: int) -> list[_Event]:
+        """What has happened since, or nothing after a while."""
+        self.heard = time.monotonic()
+        with self._news:
+            if len(self._events) <= after:
+                self._news.wait(_HOLD)
+            return self._events[after:]
+
+    def _tell(self, event: _Event) -> None:
+        with self._news:
+            self._events.append(event)
+            self._news.notify_all()
+
+    def _fault(self, error: BaseException) -> None:
+        self._tell({"e": "fault", "why": _sentence(error)})
+
+    def _work(self) -> None:
+        while (order := self._orders.get()) is not None:
+            try:
+                self._fetch(order)
+            except Exception as error:  # noqa: BLE001 - told to the driver
+                self._fault(error)
+
+    def _fetch(self, order: dict[str, Any]) -> None:
+        number: int = order["p"]
+        source: str = order["s"]
+        wanted: str = order["d"]
+        told = {"p": number, "s": source}
+        if self.landing.has(number) and not order.get("again"):  # another source was quicker
+            self._tell({"e": "had", **told})
+            return
+        piece = self._plan.catalogue.pieces[number]
+        data = self._buffers.of(sum(segment.size for segment in piece))
+        try:
+            if source:
+                self._peers.piece(number, source, data)
+            else:
+                self._store.piece(number, data)
+        except FetchError as error:
+            self._tell({"e": "failed", **told, "why": str(error)[:300], "status": error.status})
+            return
+        parts = digests(piece, data)
+        digest = digest_of(parts)
+        if wanted and digest != wanted:
+            self._tell({"e": "failed", **told, "why": "wrong bytes", "status": 0, "wrong": True})
+            return
+        self.landing.write(number, data, parts)
+        self._tell({"e": "done", **told, "d": digest, "b": len(data)})
+
+    def _finished(self, number: int) -> None:
+        if not self._plan.catalogue.files[number].unpack:
+            self._tell({"e": "file", "f": number})
+
+    def _unpack(self, number: int) -> None:
+        """Unpack an archive while it arrives; told as a file when it is there and unpacked."""
+        try:
+            self._archives.unpack(number)
+        except ChangedError:
+            return  # the run has ended
+        except Exception as error:  # noqa: BLE001 - told to the driver
+            self._fault(error)
+            return
+        self._tell({"e": "file", "f": number})
+
+
+class Agent:
+    """The server of a node.
+
+    Args:
+        root: The folder that files go below; a driver cannot choose another.
+        control: The key that a driver's requests are signed with.
+        host: The address to listen on.
+        port: The port; 0 takes a free one.
+    """
+
+    def __init__(self, root: Path, control: bytes, *, host: str = "", port: int = 0) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        self.root, self._control = root, control
+        self._run: Run | None = None
+        self._lock = threading.Lock()
+        self._server = _Server((host, port), _Handler)
+        self._server.agent = self
+        self.ended = threading.Event()
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="serve", daemon=True
+        )
+        self._watch = threading.Thread(target=self._watch_driver, name="watch", daemon=True)
+
+    @property
+    def port(self) -> int:
+        """The port it listens on."""
+        return self._server.server_address[1]
+
+    def start(self) -> None:
+        """Listen, in threads of its own."""
+        self._thread.start()
+        self._watch.start()
+
+    def close(self) -> None:
+        """Stop listening, and end a run."""
+        self.ended.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+        self.end(None)
+
+    def begin(self, name: str, body: bytes) -> list[tuple[int, str]]:
+        """Start a run; one that is still there was left by a driver that died."""
+        plan = _Plan.parse(body)
+        self.end(None)
+        run = Run(name, self.root, plan)
+        try:
+            have = run.open()
+        except BaseException:
+            run.close()
+            raise
+        with self._lock:
+            self._run = run
+        return have
+
+    def end(self, name: str | None) -> None:
+        """End a run; with None, whichever it is."""
+        with self._lock:
+            run = self._run
+            if run is None or name not in {None, run.name}:
+                return
+            self._run = None
+        run.close()
+
+    def run(self, name: str) -> Run:
+        """The run of a name.
+
+        Raises:
+            KeyError: There is none.
+        """
+        run = self._run
+        if run is None or run.name != name:
+            raise KeyError(name)
+        return run
+
+    def controlled(self, header: str | None, method: str, path: str, body: bytes) -> bool:
+        """Whether a request comes from a driver."""
+        return signed_by(self._control, header, method, path, body)
+
+    def _watch_driver(self) -> None:
+        while not self.ended.wait(_ORPHANED / 8):
+            run = self._run
+            if run is not None and time.monotonic() - run.heard > _ORPHANED:
+                self.end(run.name)
+
+
+def serve(root: Path, key: bytes, host: str, port: int, told: Callable[[str], None]) -> None:
+    """Run an agent until the process is asked to end (SIGTERM, SIGINT).
+
+    Args:
+        root: The folder that files go below.
+        key: What a driver signs with.
+        host: The address to listen on.
+        port: The port; 0 takes a free one.
+        told: Told the address, once it listens.
+    """
+    agent = Agent(root, key, host=host, port=port)
+
+    def end(number: int, frame: object) -> None:
+        agent.ended.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    agent.start()
+    told(f"http://{host}:{agent.port}")
+    agent.ended.wait()
+    agent.close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = _BACKLOG
+    agent: Agent
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A peer that has gone away is no news: it asks again, or the driver is told."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    timeout = 120.0
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
+        """Nothing is printed."""
+
+    @property
+    def _agent(self) -> Agent:
+        return cast("_Server", self.server).agent
+
+    def do_GET(self) -> None:
+        self._answer(self._get)
+
+    def do_PUT(self) -> None:
+        self._answer(self._put)
+
+    def do_POST(self) -> None:
+        self._answer(self._post)
+
+    def do_DELETE(self) -> None:
+        self._answer(self._delete)
+
+    def _answer(self, verb: Callable[[list[str], bytes], None]) -> None:
+        size = int(self.headers.get("Content-Length") or 0)
+        if not 0 <= size <= _LONGEST_BODY:
+            self.close_connection = True
+            self._send(http.client.REQUEST_ENTITY_TOO_LARGE)
+            return
+        if size and self.command == "GET":
+            self.close_connection = True
+            self._send(http.client.BAD_REQUEST)
+            return
+        body = self.rfile.read(size) if size else b""
+        path, _, _ = self.path.partition("?")
+        words = path.strip("/").split("/")
+        if len(words) < 2 or words[0] != "runs":
+            self._send(http.client.NOT_FOUND)
+            return
+        try:
+            verb(words[1:], body)
+        except (KeyError, ValueError) as error:
+            self._send(http.client.NOT_FOUND, {"why": f"no such thing: {error}"})
+        except MillraceError as error:
+            self._send(http.client.CONFLICT, {"why": str(error)})
+        except OSError as error:
+            self._send(http.client.INSUFFICIENT_STORAGE, {"why": _sentence(error)})
+
+    def _get(self, words: list[str], body: bytes) -> None:
+        match words:
+            case [name, "pieces", number]:
+                run = self._agent.run(name)
+                if not signed_by(run.key, self.headers.get(AUTH), "GET", self.path):
+                    self._send(http.client.FORBIDDEN)
+                    return
+                self._give(run, int(number))
+            case [name, "events"] if self._controlled(body):
+                after = int(self.path.rpartition("after=")[2] or 0)
+                self._send(http.client.OK, self._agent.run(name).events(after))
+            case [_, "events"]:
+                pass
+            case _:
+                self._send(http.client.NOT_FOUND)
+
+    def _put(self, words: list[str], body: bytes) -> None:
+        if self._controlled(body):
+            self._send(http.client.OK, {"have": self._agent.begin(words[0], body)})
+
+    def _post(self, words: list[str], body: bytes) -> None:
+        if self._controlled(body):
+            self._agent.run(words[0]).take(json.loads(body))
+            self._send(http.client.OK)
+
+    def _delete(self, words: list[str], body: bytes) -> None:
+        if self._controlled(body):
+            self._agent.end(words[0])
+            self._send(http.client.OK)
+
+    def _controlled(self, body: bytes) -> bool:
+        """Whether the driver asks; whoever else does is refused here."""
+        if self._agent.controlled(self.headers.get(AUTH), self.command, self.path, body):
+            return True
+        self._send(http.client.FORBIDDEN)
+        return False
+
+    def _give(self, run: Run, number: int) -> None:
+        if not 0 <= number < len(run.landing):
+            self._send(http.client.NOT_FOUND)
+            return
+        with run.landing.reading(number) as segments:
+            self.send_response(http.client.OK)
+            self.send_header("Content-Length", str(sum(size for _, _, size in segments)))
+            self.end_headers()
+            self.wfile.flush()
+            try:
+                for descriptor, start, size in segments:
+                    _send_file(self.connection.fileno(), descriptor, start, size)
+            except OSError:
+                self.close_connection = True
+
+    def _send(self, status: int, value: Any = None) -> None:
+        body = json.dumps(value).encode() if value is not None else b""
+        try:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+        except OSError:
+            self.close_connection = True
+
+
+def _send_file(to: int, descriptor: int, start: int, size: int) -> None:
+    end, room = start + size, select.poll()
+    room.register(to, select.POLLOUT)
+    while start < end:
+        try:
+            sent = os.sendfile(to, descriptor, start, end - start)
+        except BlockingIOError:  # the socket has a timeout, so it does not block
+            if not room.poll(_STALLED * 1000):
+                raise
+            continue
+        if not sent:
+            raise OSError("The file is shorter than the piece.")
+        start += sent
+
+
+def _sentence(error: BaseException) -> str:
+    return str(error) if isinstance(error, MillraceError) else f"{type(error).__name__}: {error}"

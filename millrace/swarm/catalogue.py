@@ -1,0 +1,162 @@
+"""Find what was requested: which objects, how large, of which content, and what they should be."""
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+from millrace import errors
+from millrace.keys import DatasetKeys
+from millrace.models.dataset import Manifest
+from millrace.records import fetch
+from millrace.storage import Backend, Stat, Store, head, list_objects, read_range, signed_url
+from millrace.swarm.fetch import local_etag
+from millrace.swarm.pieces import Catalogue, File, catalogue_of, safe
+from millrace.swarm.settings import PrewarmSettings, Request
+from millrace.swarm.unpack import Unpacking, detect
+
+_AT_ONCE = 16
+_HEAD = 512  # bytes that tell an archive's kind
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A catalogue, and where a node reads each of its files.
+
+    Attributes:
+        catalogue: What goes on every node.
+        places: For each file, its store and key.
+    """
+
+    catalogue: Catalogue
+    places: tuple[tuple[Store, str], ...]
+
+    def sources(self, ttl: timedelta) -> list[str]:
+        """For each file a URL that reads it for a while, or its path in a folder."""
+        return [
+            str(Path(store.location.bucket) / key)
+            if store.location.backend is Backend.FILE
+            else signed_url(store, key, ttl)
+            for store, key in self.places
+        ]
+
+
+def find(settings: PrewarmSettings, stores: Mapping[str, Store]) -> Found:
+    """Look up every request, several at once. An object that is requested twice is found once.
+
+    Raises:
+        NotFoundError: An object, or anything below a prefix, is not there.
+        ConfigurationError: A destination leads out of the root, or is taken twice.
+    """
+    for request in settings.requests:
+        _store(request, stores)
+
+    def look_up(request: Request) -> list[tuple[File, Store, str]]:
+        return list(_found(request, stores))
+
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="catalogue") as pool:
+        answers = pool.map(look_up, settings.requests)
+        files: dict[str, File] = {}
+        places: dict[str, tuple[Store, str]] = {}
+        for file, store, key in (item for answer in answers for item in answer):
+            first = files.get(file.origin)
+            if first is None:
+                files[file.origin], places[file.origin] = file, (store, key)
+            elif file.path not in {first.path, *first.links}:
+                files[file.origin] = replace(first, links=(*first.links, file.path))
+    catalogue = catalogue_of(files.values(), settings.piece_size)
+    return Found(catalogue, tuple(places.values()))
+
+
+def _store(request: Request, stores: Mapping[str, Store]) -> Store:
+    if not request.store and len(stores) == 1:
+        return next(iter(stores.values()))
+    if request.store not in stores:
+        raise errors.ConfigurationError(
+            f"The request for {request.key or request.prefix} names the store "
+            f"{request.store!r}: write one of {', '.join(sorted(stores))}."
+        )
+    return stores[request.store]
+
+
+def _found(request: Request, stores: Mapping[str, Store]) -> Iterator[tuple[File, Store, str]]:
+    store = _store(request, stores)
+    if request.key is not None:
+        stat = head(store, request.key)
+        destination = request.destination or request.key
+        file = _file(request, store, stat, destination)
+        if not file.sha256:
+            file = replace(file, sha256=_digests(store, {stat.key: stat.size}).get(stat.key, ""))
+        yield _unpacked(request, store, stat, file), store, stat.key
+        return
+    folder = (request.prefix or "").strip("/")
+    below = f"{folder}/" if folder else ""
+    stats = [stat for stat in list_objects(store, below) if not stat.key.endswith("/")]
+    if not stats:
+        raise errors.NotFoundError(f"There is nothing below {store.url_of(below)}.")
+    known = _digests(store, {stat.key: stat.size for stat in stats})
+    for stat in sorted(stats, key=lambda stat: stat.key):
+        inside = stat.key.removeprefix(below)
+        destination = f"{request.destination}/{inside}" if request.destination else inside
+        file = _file(request, store, stat, destination)
+        yield replace(file, sha256=known.get(stat.key, "")), store, stat.key
+
+
+def _file(request: Request, store: Store, stat: Stat, destination: str) -> File:
+    if store.location.backend is Backend.FILE:
+        etag = local_etag((Path(store.location.bucket) / stat.key).stat())
+    elif stat.etag:
+        etag = stat.etag
+    else:
+        raise errors.ConfigurationError(
+            f"{store.url_of(stat.key)} has no ETag, so that a change could not be seen: copy it to "
+            "a store that gives one."
+        )
+    return File(
+        path=safe(destination),
+        size=stat.size,
+        etag=etag,
+        origin=store.url_of(stat.key),
+        sha256=request.sha256 or "",
+        mode=request.mode,
+        owner=request.owner,
+    )
+
+
+def _unpacked(request: Request, store: Store, stat: Stat, file: File) -> File:
+    if request.unpack is None:
+        return file
+    method = request.unpack
+    if method is Unpacking.AUTO:
+        method = detect(stat.key, read_range(store, stat.key, 0, _HEAD, etag=stat.etag))
+    into = request.into
+    if into is None:
+        into = _without_ending(file.path)
+    return replace(file, unpack=str(method), into=safe(into))
+
+
+def _without_ending(path: str) -> str:
+    folder, _, name = path.rpartition("/")
+    for ending in (".tar.gz", ".tar.zst", ".tgz", ".tzst", ".tar", ".zip"):
+        if name.lower().endswith(ending) and len(name) > len(ending):
+            name = name[: -len(ending)]
+            break
+    else:
+        name = f"{name}.unpacked"
+    return f"{folder}/{name}" if folder else name
+
+
+def _digests(store: Store, sizes: Mapping[str, int]) -> dict[str, str]:
+    """What objects should be, by the sealed manifests of the datasets that they are shards of."""
+    known: dict[str, str] = {}
+    datasets = {key.partition("/shards/")[0] for key in sizes if "/shards/" in key}
+    for dataset in datasets:
+        try:
+            manifest = fetch(store, DatasetKeys(dataset).manifest, Manifest)
+        except (errors.NotFoundError, errors.ConfigurationError, errors.CorruptError):
+            continue  # not a dataset of ours, or not sealed yet
+        for shard in manifest.shards:
+            if sizes.get(shard.key) == shard.size:
+                known[shard.key] = shard.sha256
+    return known

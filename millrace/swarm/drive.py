@@ -1,0 +1,691 @@
+"""Drive a run: find what is requested, start the agents, and tell them what to do."""
+
+import http.client
+import json
+import queue
+import secrets
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from millrace import errors
+from millrace.progress import Event, Progress, silent
+from millrace.storage import open_store
+from millrace.swarm.catalogue import Found, find
+from millrace.swarm.fetch import FINAL
+from millrace.swarm.nodes import Node, NotStarted, agents
+from millrace.swarm.plan import STORE, Limits, Order, Tracker
+from millrace.swarm.settings import PrewarmSettings
+from millrace.swarm.wire import AUTH, Connections, RefusedError, sign
+
+_READABLE_FOR = timedelta(hours=24)  # that signed URLs are valid
+_SILENT = 6.0  # seconds without an answer after which a node is lost
+_TICK = 0.25
+_COME_WITHIN = 30.0  # seconds in which nodes may look at what they have before others begin
+_KNOCK = 1.0  # seconds between two tries to reach a host that does not answer yet
+_DENIED = {http.client.UNAUTHORIZED, http.client.FORBIDDEN}
+_REREADS = 2  # times that an object is read again because it is not what its digest says
+_STRAGGLER = 5.0  # times as long as everybody else a node may take
+_STRAGGLER_LEAST = 60.0  # seconds it may take at least
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """What became of one node.
+
+    Attributes:
+        name: The node.
+        ready: Whether everything is there, under its final name.
+        why: If not, a sentence.
+        cached: Bytes that were there already.
+        from_store: Bytes it read from the store.
+        from_peers: Bytes it got from other nodes.
+        failures: Fetches that failed and were ordered again.
+        seconds: From the call until it was ready.
+        trusted: False when it served bytes that were not what they should be.
+    """
+
+    name: str
+    ready: bool
+    why: str
+    cached: int
+    from_store: int
+    from_peers: int
+    failures: int
+    seconds: float
+    trusted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PrewarmReport:
+    """What a run did.
+
+    Attributes:
+        files: How many files every node was to get.
+        size: Their bytes.
+        unverified: Files of which neither a record nor the caller said what they should be: all
+            nodes have the same bytes, and the store's ETag did not change.
+        seconds: From the call to the last file in place.
+        startup: Seconds of it until every agent was there.
+        nodes: What became of each.
+        curve: Seconds since the call, and the bytes all nodes had by then.
+    """
+
+    files: int
+    size: int
+    unverified: int
+    seconds: float
+    startup: float
+    nodes: tuple[NodeReport, ...]
+    curve: tuple[tuple[float, int], ...]
+
+    @property
+    def store_bytes(self) -> int:
+        """Bytes that were read from the store, by all nodes."""
+        return sum(node.from_store for node in self.nodes)
+
+
+def prewarm(settings: PrewarmSettings, *, progress: Progress = silent) -> PrewarmReport:
+    """Put the same files on every node of a cluster, each byte out of the store once.
+
+    A node that is lost, full or wrong fails by itself; the others go on. Broken off at any time,
+    the next call fetches what is missing.
+
+    Args:
+        settings: What, where to, and on which nodes.
+        progress: Told about twice a second: ``swarm.progress`` with ``bytes``, ``of``, ``nodes``
+            and ``ready``; and of each node that is ready or lost.
+
+    Raises:
+        NotFoundError: An object that was requested is not there.
+        ChangedError: One was replaced meanwhile: nothing of it was mixed, and it has no final name.
+        CorruptError: One is not what its digest says, however often it is read.
+        UnavailableError, DeniedError: The store kept failing or refusing for longer than
+            ``patience``.
+        WorkerError: Fewer than the stated share of the nodes live; each one's reason is named.
+    """
+    began = time.monotonic()
+    stores = {name: open_store(spec) for name, spec in settings.stores.items()}
+    return _Drive(settings, find(settings, stores), progress, began).run()
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What a run would put on every node.
+
+    Attributes:
+        files: Destination, bytes and origin of each.
+        size: Bytes in all.
+        pieces: How many pieces they travel in.
+        piece_size: Bytes of a piece at most.
+        unverified: Files of which nothing says what they should be.
+    """
+
+    files: tuple[tuple[str, int, str], ...]
+    size: int
+    pieces: int
+    piece_size: int
+    unverified: int
+
+
+def preview(settings: PrewarmSettings) -> Preview:
+    """What a run would put where. Asks the store for names and sizes; starts nothing.
+
+    Raises:
+        NotFoundError, ConfigurationError: As `prewarm` does.
+    """
+    stores = {name: open_store(spec) for name, spec in settings.stores.items()}
+    catalogue = find(settings, stores).catalogue
+    return Preview(
+        files=tuple((file.path, file.size, file.origin) for file in catalogue.files),
+        size=catalogue.size,
+        pieces=len(catalogue.pieces),
+        piece_size=catalogue.piece_size,
+        unverified=sum(not file.sha256 for file in catalogue.files),
+    )
+
+
+@dataclass(slots=True)
+class _Member:
+    """A node, as the driver knows it."""
+
+    node: Node
+    orders: queue.SimpleQueue[dict[str, Any] | None] = field(
+        default_factory=queue.SimpleQueue[dict[str, Any] | None]
+    )
+    joined: bool = False
+    why: str = ""
+    files: set[int] = field(default_factory=set[int])
+    cached: int = 0
+    from_store: int = 0
+    from_peers: int = 0
+    failures: int = 0
+    seconds: float = 0.0
+    ready: bool = False
+
+
+class _Drive:
+    def __init__(
+        self, settings: PrewarmSettings, found: Found, progress: Progress, began: float
+    ) -> None:
+        self._settings, self._found, self._progress, self._began = settings, found, progress, began
+        self._catalogue = found.catalogue
+        self._sizes = found.catalogue.sizes()
+        limits = settings.limits
+        self._tracker = Tracker(
+            self._sizes, Limits(limits.store, limits.node_store, limits.down, limits.up)
+        )
+        self._name = secrets.token_hex(8)
+        self._key = secrets.token_bytes(32)
+        self._connections = Connections(_SILENT)
+        self._lock = threading.RLock()
+        self._news = threading.Condition(self._lock)
+        self._members: dict[str, _Member] = {}
+        self._absent: dict[str, str] = {}
+        self._fatal: errors.MillraceError | None = None
+        self._ending = False
+        self._expected = 0
+        self._startup = 0.0
+        self._had = 0
+        self._curve: list[tuple[float, int]] = []
+        self._failing: dict[int, float] = {}  # piece → since when the store has failed it
+        self._audits: dict[int, _Audit] = {}  # file → who reads it again
+        self._wrong: dict[int, set[str]] = {}  # file → the digests that it should not have had
+        self._told: list[Event] = []
+        self._threads: list[threading.Thread] = []
+        self._sources = found.sources(_READABLE_FOR)
+
+    def run(self) -> PrewarmReport:
+        settings = self._settings
+        try:
+            with agents(settings.nodes, settings.root, self._came) as expected:
+                try:
+                    self._expected = expected
+                    self._wait()
+                finally:
+                    self._end()
+        finally:
+            self._connections.close()
+        return self._report()
+
+    # -- the thread that called
+
+    def _wait(self) -> None:
+        """Until every living node is ready, or nothing more can come of it."""
+        while True:
+            with self._lock:
+                self._news.wait(_TICK)
+                if self._fatal is not None:
+                    raise self._fatal
+                self._tick(time.monotonic())
+                self._drop_stragglers()
+                self._check_enough()
+                told, self._told = self._told, []
+                told.append(self._status())
+                over = self._over()
+            for event in told:
+                self._progress(event)
+            if over:
+                return
+
+    def _tick(self, now: float) -> None:
+        if not self._startup and self._all_came(now):
+            self._startup = now - self._began
+            self._deal(self._tracker.begin(now))
+        self._deal(self._tracker.tick(now))
+        for audit in self._audits.values():  # what the store did not give is asked for again
+            self._deal(self._tracker.reread(audit.reader, sorted(audit.left), now))
+
+    def _all_came(self, now: float) -> bool:
+        """Whether to begin: all are there or known not to be, or long enough was waited."""
+        joined = sum(member.joined or bool(member.why) for member in self._members.values())
+        if joined + len(self._absent) >= self._expected > 0:
+            return True
+        return bool(joined) and now - self._began > _COME_WITHIN
+
+    def _over(self) -> bool:
+        living = [member for member in self._members.values() if not member.why]
+        return bool(self._startup) and all(member.ready for member in living)
+
+    def _status(self) -> Event:
+        self._curve.append((time.monotonic() - self._began, self._had))
+        living = [member for member in self._members.values() if not member.why]
+        figures = {
+            "bytes": self._had,
+            "of": self._catalogue.size * len(living),
+            "nodes": len(living),
+            "ready": sum(member.ready for member in living),
+            "seconds": round(time.monotonic() - self._began, 2),
+        }
+        return Event("swarm.progress", "", figures)
+
+    def _check_enough(self) -> None:
+        lost = {m.node.name: m.why for m in self._members.values() if m.why} | self._absent
+        if not self._expected or len(lost) > (1 - self._settings.least) * self._expected + 1e-9:
+            reasons = "; ".join(f"{name}: {why}" for name, why in sorted(lost.items())[:5])
+            raise errors.WorkerError(
+                f"{len(lost)} of {self._expected} nodes are lost, and at least "
+                f"{self._settings.least:.0%} must live ({reasons or 'the cluster has none'}). Run "
+                "it again when they are back: what the others have stays."
+            )
+
+    def _drop_stragglers(self) -> None:
+        members = [member for member in self._members.values() if not member.why]
+        slow = [member for member in members if not member.ready]
+        done = [member.seconds for member in members if member.ready]
+        now = time.monotonic() - self._began
+        if not slow or len(done) < max(2, len(members) // 2):
+            return
+        allowed = max(_STRAGGLER_LEAST, _STRAGGLER * max(done))
+        if now > allowed:
+            for member in slow:
+                self._lose(
+                    member,
+                    f"it was not ready after {now:.0f} s, the others after "
+                    f"{max(done):.0f} s at most",
+                )
+
+    # -- nodes come and go
+
+    def _came(self, node: Node | NotStarted) -> None:
+        if isinstance(node, NotStarted):
+            with self._lock:
+                self._absent[node.name] = node.why
+                self._news.notify_all()
+            return
+        member = _Member(node)
+        thread = threading.Thread(
+            target=self._follow, args=(member,), name=f"events-{node.name}", daemon=True
+        )
+        with self._lock:
+            if self._ending:
+                return
+            self._members[node.name] = member
+            self._threads.append(thread)
+        thread.start()
+
+    def _follow(self, member: _Member) -> None:
+        """All that has to do with one node: start its run, then hear what happens there."""
+        try:
+            if not self._begin(member):
+                return
+            sender = threading.Thread(
+                target=self._send_orders, args=(member,), name="orders", daemon=True
+            )
+            sender.start()
+            self._hear(member)
+        except Exception as error:  # noqa: BLE001 - a fault of ours must not leave a run hanging
+            with self._lock:
+                self._fatal = self._fatal or errors.WorkerError(
+                    f"{member.node.name}: {type(error).__name__}: {error}"
+                )
+                self._news.notify_all()
+
+    def _begin(self, member: _Member) -> bool:
+        settings, limits = self._settings, self._settings.limits
+        with self._lock:
+            peers = {m.node.name: m.node for m in self._members.values() if m.joined}
+        body = json.dumps(
+            {
+                "catalogue": self._catalogue.to_json(),
+                "sources": self._sources,
+                "key": self._key.hex(),
+                "peers": {name: _place(node) for name, node in peers.items()},
+                "check": settings.check,
+                "slots": limits.node_store + limits.down + 4,
+                "ca": self._authorities(),
+                "unpacked": {
+                    "bytes": settings.unpacked_bytes,
+                    "members": settings.unpacked_members,
+                },
+            }
+        ).encode()
+        while True:
+            try:
+                have = self._ask(member, "PUT", "", body, timeout=3600.0)["have"]
+                break
+            except RefusedError as error:
+                self._lost(member, _why(error))
+                return False
+            except (OSError, http.client.HTTPException) as error:
+                if not self._knock_again(member, error):
+                    return False
+        with self._lock:
+            self._join(member, have, set(peers))
+        return True
+
+    def _knock_again(self, member: _Member, error: BaseException) -> bool:
+        """Whether to try again to reach a host: it may come late, while others still work."""
+        with self._lock:
+            if self._ending:
+                return False
+            name = member.node.name
+            self._absent[name] = f"it cannot be reached ({errors.one_line(error)})"
+            self._members.pop(name, None)
+            self._news.wait(_KNOCK)
+            return not self._ending
+
+    def _join(self, member: _Member, have: list[tuple[int, str]], known: set[str]) -> None:
+        name = member.node.name
+        self._absent.pop(name, None)
+        self._members[name] = member
+        for other in self._members.values():
+            if other.joined and not other.why:
+                other.orders.put({"join": name, "place": _place(member.node)})
+                if other.node.name not in known:
+                    member.orders.put({"join": other.node.name, "place": _place(other.node)})
+        member.joined = True
+        member.cached = sum(self._sizes[number] for number, _ in have)
+        self._had += member.cached
+        orders = self._tracker.joined(
+            name,
+            have,
+            time.monotonic(),
+            zone=member.node.zone,
+        )
+        self._deal(orders)
+        self._news.notify_all()
+
+    def _authorities(self) -> str | None:
+        files = [spec.ca_file for spec in self._settings.stores.values() if spec.ca_file]
+        return "\n".join(file.read_text() for file in files) or None
+
+    def _lost(self, member: _Member, why: str) -> None:
+        with self._lock:
+            self._lose(member, why)
+
+    def _lose(self, member: _Member, why: str) -> None:
+        if member.why or self._ending:
+            return
+        member.why = why
+        member.orders.put(None)
+        self._told.append(Event("node.lost", member.node.name, {"why": why}))
+        self._deal(self._tracker.lost(member.node.name, time.monotonic()))
+        for number, audit in list(self._audits.items()):
+            if audit.reader == member.node.name:
+                del self._audits[number]
+                self._audit(number)
+        self._news.notify_all()
+
+    # -- talking to a node
+
+    def _ask(
+        self,
+        member: _Member,
+        method: str,
+        tail: str,
+        body: bytes = b"",
+        *,
+        timeout: float = _SILENT,
+    ) -> Any:
+        path = f"/runs/{self._name}{tail}"
+        headers = {AUTH: sign(member.node.key, method, path, body)}
+        with self._connections.request(
+            member.node.place, method, path, headers, body or None, timeout=timeout
+        ) as answer:
+            said = answer.read()
+        return json.loads(said) if said else None
+
+    def _send_orders(self, member: _Member) -> None:
+        while (order := member.orders.get()) is not None:
+            batch = [order]
+            while not member.orders.empty():
+                more = member.orders.get()
+                if more is None:
+                    member.orders.put(None)
+                    break
+                batch.append(more)
+            try:
+                self._ask(member, "POST", "/orders", json.dumps(batch).encode())
+            except (RefusedError, OSError, http.client.HTTPException) as error:
+                self._lost(member, f"it took no orders ({_why(error)})")
+                return
+
+    def _hear(self, member: _Member) -> None:
+        after = 0
+        while not (self._ending or member.why):
+            try:
+                events = self._ask(member, "GET", f"/events?after={after}")
+            except (RefusedError, OSError, http.client.HTTPException) as error:
+                self._lost(member, f"it no longer answers ({_why(error)})")
+                return
+            after += len(events)
+            with self._lock:
+                for event in events:
+                    self._happened(member, event)
+                if events:
+                    self._news.notify_all()
+
+    def _deal(self, orders: list[Order]) -> None:
+        for order in orders:
+            told: dict[str, Any] = {"p": order.piece}
+            if order.drop:
+                told["drop"] = True
+                self._had -= self._sizes[order.piece]
+            else:
+                told |= {"s": order.source, "d": order.digest, "again": order.again}
+            self._members[order.node].orders.put(told)
+
+    # -- what happened
+
+    def _happened(self, member: _Member, event: dict[str, Any]) -> None:
+        if member.why or self._ending:
+            return
+        match event["e"]:
+            case "done":
+                self._done(member, event["p"], event["s"], event["d"], event["b"])
+            case "had":
+                self._deal(
+                    self._tracker.ended(member.node.name, event["p"], event["s"], time.monotonic())
+                )
+            case "failed":
+                self._failed(member, event)
+            case "retry":
+                member.failures += 1
+            case "file":
+                self._file(member, event["f"])
+            case "mismatch":
+                self._mismatch(member, event["f"], event["sha256"])
+            case _:
+                self._lose(member, event["why"])
+
+    def _done(self, member: _Member, number: int, source: str, digest: str, size: int) -> None:
+        name, now = member.node.name, time.monotonic()
+        if source == STORE:
+            member.from_store += size
+            self._failing.pop(number, None)
+        else:
+            member.from_peers += size
+        audit = next(
+            (a for a in self._audits.values() if a.reader == name and number in a.left), None
+        )
+        if audit is not None and source == STORE:
+            audit.left.discard(number)
+            orders = self._tracker.corrected(name, number, digest, now)
+            audit.changed += bool(orders)
+            self._deal(orders)
+            if not audit.left:
+                del self._audits[audit.file]
+                if not audit.changed:
+                    self._give_up(audit.file)
+            return
+        if not self._tracker.has(name, number):
+            self._had += size
+        self._deal(self._tracker.done(name, number, source, digest, now))
+        while self._tracker.disputed:
+            self._dispute(self._tracker.disputed.pop(), name)
+
+    def _failed(self, member: _Member, event: dict[str, Any]) -> None:
+        member.failures += 1
+        number, source, status = event["p"], event["s"], event["status"]
+        now = time.monotonic()
+        wrong = bool(event.get("wrong"))
+        if wrong:
+            self._told.append(Event("node.untrusted", source, {"piece": number}))
+        if source == STORE:
+            self._store_failed(number, status, event["why"], now)
+        self._deal(self._tracker.failed(member.node.name, number, source, now, wrong=wrong))
+
+    def _store_failed(self, number: int, status: int, why: str, now: float) -> None:
+        origins = sorted(
+            {self._catalogue.files[s.file].origin for s in self._catalogue.pieces[number]}
+        )
+        where = (
+            origins[0] if len(origins) == 1 else f"{origins[0]} or one of {len(origins)} beside it"
+        )
+        if status in FINAL:
+            self._fatal = errors.ChangedError(
+                f"{where} was replaced or removed while it was being read ({status}), so the run "
+                "has stopped rather than mix two versions. Run it again for what is there now."
+            )
+            return
+        since = self._failing.setdefault(number, now)
+        if now - since > self._settings.patience.total_seconds():
+            kind = errors.DeniedError if status in _DENIED else errors.UnavailableError
+            self._fatal = kind(
+                f"{where} could not be read for {now - since:.0f} s ({why}). Run it again when the "
+                "store answers: what is on the nodes stays."
+            )
+
+    def _file(self, member: _Member, number: int) -> None:
+        member.files.add(number)
+        if len(member.files) == len(self._catalogue.files) and not member.ready:
+            member.ready = True
+            member.seconds = time.monotonic() - self._began
+            figures = {"seconds": round(member.seconds, 2)}
+            self._told.append(Event("node.ready", member.node.name, figures))
+
+    # -- an object that is not what its digest says
+
+    def _mismatch(self, member: _Member, number: int, found: str) -> None:
+        wrong = self._wrong.setdefault(number, set())
+        if found in wrong:
+            return  # another node has seen the same, and it is being read again
+        wrong.add(found)
+        origin = self._catalogue.files[number].origin
+        self._told.append(Event("file.mismatch", origin, {"sha256": found}))
+        if number not in self._audits:
+            self._audit(number)
+
+    def _audit(self, number: int) -> None:
+        """Have one node read all of an object again: what differs is replaced everywhere."""
+        tries = len(self._wrong.get(number, ()))
+        if tries > _REREADS:
+            self._give_up(number)
+            return
+        readers = [name for name in self._tracker.nodes if name not in self._tracker.quarantined]
+        if not readers:
+            return
+        reader = readers[tries % len(readers)]
+        pieces = {
+            n
+            for n, piece in enumerate(self._catalogue.pieces)
+            if any(segment.file == number for segment in piece)
+        }
+        self._audits[number] = _Audit(number, reader, pieces)
+        self._deal(self._tracker.reread(reader, sorted(pieces), time.monotonic()))
+
+    def _dispute(self, number: int, name: str) -> None:
+        """Two nodes have read a piece differently: a third look decides."""
+        file = self._catalogue.pieces[number][0].file
+        if file not in self._audits:
+            readers = [n for n in self._tracker.nodes if n != name] or [name]
+            self._audits[file] = _Audit(file, readers[0], {number}, changed=1)
+            self._deal(self._tracker.reread(readers[0], [number], time.monotonic()))
+
+    def _give_up(self, number: int) -> None:
+        file = self._catalogue.files[number]
+        self._fatal = errors.CorruptError(
+            f"{file.origin} is not the bytes that its digest {file.sha256} says, also when it is "
+            "read again. Upload it anew, or correct the record that has the digest. It has no "
+            "final name on any node."
+        )
+
+    # -- the end
+
+    def _end(self) -> None:
+        with self._lock:
+            self._ending = True
+            members = [member for member in self._members.values() if member.joined]
+            self._news.notify_all()
+        enders = [
+            threading.Thread(target=self._end_one, args=(member,), daemon=True)
+            for member in members
+        ]
+        for thread in enders:
+            thread.start()
+        for thread in [*enders, *self._threads]:
+            thread.join(_SILENT)
+
+    def _end_one(self, member: _Member) -> None:
+        member.orders.put(None)
+        if member.why:
+            return
+        try:
+            self._ask(member, "DELETE", "")
+        except (RefusedError, OSError, http.client.HTTPException):
+            return  # it ends the run itself when it hears nothing for a while
+
+    def _report(self) -> PrewarmReport:
+        quarantined = set(self._tracker.quarantined)
+        nodes = [
+            NodeReport(
+                name=name,
+                ready=m.ready and not m.why,
+                why=m.why,
+                cached=m.cached,
+                from_store=m.from_store,
+                from_peers=m.from_peers,
+                failures=m.failures,
+                seconds=round(m.seconds, 3),
+                trusted=name not in quarantined,
+            )
+            for name, m in sorted(self._members.items())
+        ]
+        nodes += [
+            NodeReport(name, False, why, 0, 0, 0, 0, 0.0, True)  # noqa: FBT003
+            for name, why in sorted(self._absent.items())
+        ]
+        return PrewarmReport(
+            files=len(self._catalogue.files),
+            size=self._catalogue.size,
+            unverified=sum(not file.sha256 for file in self._catalogue.files),
+            seconds=round(time.monotonic() - self._began, 3),
+            startup=round(self._startup, 3),
+            nodes=tuple(nodes),
+            curve=tuple(self._curve),
+        )
+
+
+@dataclass(slots=True)
+class _Audit:
+    """An object that is being read again.
+
+    Attributes:
+        file: Its number.
+        reader: The node that reads it.
+        left: Pieces that it has not read yet.
+        changed: How many came out differently.
+    """
+
+    file: int
+    reader: str
+    left: set[int]
+    changed: int = 0
+
+
+def _place(node: Node) -> list[Any]:
+    return [node.place.scheme, node.place.host, node.place.port]
+
+
+def _why(error: BaseException) -> str:
+    """What a refusal or a broken connection says, in one line."""
+    if isinstance(error, RefusedError):
+        text = str(error).partition(" ")[2]
+        try:
+            return json.loads(text)["why"]
+        except (ValueError, KeyError, TypeError):
+            return str(error)
+    return errors.one_line(error)

@@ -1,0 +1,210 @@
+"""Fetch a piece: from the store by ranges, or from a node that has it. Into a buffer used again."""
+
+import hashlib
+import http.client
+import os
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+from millrace.swarm.pieces import Catalogue, Segment
+from millrace.swarm.wire import AUTH, Connections, Place, RefusedError, sign
+
+_AT_ONCE = 16  # small files of one piece that are read from the store at once
+_BODY = 256 * 1024  # bytes taken from the socket at a time
+_TRIES = 4
+_PAUSE = 0.1  # seconds at most before the second try; then twice as many
+FINAL = {http.client.NOT_FOUND, http.client.GONE, http.client.PRECONDITION_FAILED}
+"""What a store says of an object that is not the one that was meant: it would say so again."""
+
+
+class FetchError(Exception):
+    """A piece could not be fetched from where it was ordered.
+
+    Attributes:
+        status: The HTTP status of the refusal; 0 where there was none.
+    """
+
+    def __init__(self, why: str, status: int = 0) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class StoreReader:
+    """Reads segments of a catalogue's files from the store.
+
+    Args:
+        catalogue: What the segments are of.
+        sources: For each file, the signed URL that reads it, or its path in a folder.
+        connections: To the store.
+        told: Told of each failure after which it is tried again.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        sources: list[str],
+        connections: Connections,
+        told: Callable[[str], None],
+    ) -> None:
+        self._catalogue, self._sources = catalogue, sources
+        self._connections, self._told = connections, told
+        self._closing = threading.Event()
+        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="small")
+
+    def piece(self, number: int, into: memoryview) -> None:
+        """Read a piece.
+
+        Raises:
+            FetchError: The store did not give it, or no longer has that content.
+        """
+        segments = self._catalogue.pieces[number]
+        ends = [0]
+        for segment in segments:
+            ends.append(ends[-1] + segment.size)
+        parts = [into[a:b] for a, b in pairwise(ends)]
+        if len(segments) == 1:
+            self._segment(segments[0], parts[0])
+        else:
+            list(self._pool.map(self._segment, segments, parts))
+
+    def close(self) -> None:
+        """Start no further reads."""
+        self._closing.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _segment(self, segment: Segment, into: memoryview) -> None:
+        """Read a segment, and again after a while: a piece of many would else never be whole."""
+        for failed in range(_TRIES):
+            try:
+                self._try(segment, into)
+            except FetchError as error:
+                last = failed == _TRIES - 1
+                if last or error.status in FINAL or self._closing.is_set():
+                    raise
+                self._told(str(error))
+                self._closing.wait(random.uniform(0.0, _PAUSE * 2.0**failed))
+            else:
+                return
+
+    def _try(self, segment: Segment, into: memoryview) -> None:
+        if not segment.size:
+            return
+        source = self._sources[segment.file]
+        try:
+            if source.startswith("/"):
+                self._read_local(Path(source), segment, into)
+            else:
+                self._get(source, segment, into)
+        except RefusedError as error:
+            raise FetchError(str(error), error.status) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise FetchError(f"{type(error).__name__}: {error}") from error
+
+    def _get(self, url: str, segment: Segment, into: memoryview) -> None:
+        file = self._catalogue.files[segment.file]
+        place, target = Place.of(url)
+        headers = {
+            "If-Match": file.etag,
+            "Range": f"bytes={segment.start}-{segment.start + segment.size - 1}",
+        }
+        with self._connections.request(place, "GET", target, headers) as answer:
+            if answer.status != http.client.PARTIAL_CONTENT and segment.size != file.size:
+                raise FetchError("the store ignores ranges", answer.status)
+            if answer.headers.get("ETag", file.etag) != file.etag:
+                raise FetchError("another content", http.client.PRECONDITION_FAILED)
+            read_into(answer, into)
+
+    def _read_local(self, path: Path, segment: Segment, into: memoryview) -> None:
+        file = self._catalogue.files[segment.file]
+        with path.open("rb", buffering=0) as opened:
+            if local_etag(os.fstat(opened.fileno())) != file.etag:
+                raise FetchError("another content", http.client.PRECONDITION_FAILED)
+            at = 0
+            while at < len(into):
+                got = os.preadv(opened.fileno(), [into[at:]], segment.start + at)
+                if not got:
+                    raise FetchError("the file is shorter than it was")
+                at += got
+
+
+def local_etag(stat: os.stat_result) -> str:
+    """What stands for an ETag of a file in a folder."""
+    return f"{stat.st_size:x}-{stat.st_mtime_ns:x}"
+
+
+class PeerReader:
+    """Reads pieces from other nodes.
+
+    Args:
+        run: The run's name.
+        key: What requests between its nodes are signed with.
+        peers: Where each node listens. May grow.
+        connections: To them.
+    """
+
+    def __init__(
+        self, run: str, key: bytes, peers: dict[str, Place], connections: Connections
+    ) -> None:
+        self._run, self._key, self._peers = run, key, peers
+        self._connections = connections
+
+    def piece(self, number: int, source: str, into: memoryview) -> None:
+        """Read a piece from a node.
+
+        Raises:
+            FetchError: It did not give it.
+        """
+        place, path = self._peers[source], f"/runs/{self._run}/pieces/{number}"
+        headers = {AUTH: sign(self._key, "GET", path)}
+        try:
+            with self._connections.request(place, "GET", path, headers) as answer:
+                read_into(answer, into)
+        except RefusedError as error:
+            raise FetchError(str(error), error.status) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise FetchError(f"{type(error).__name__}: {error}") from error
+
+
+def read_into(answer: http.client.HTTPResponse, into: memoryview) -> None:
+    """Fill a buffer with a body, which must be of just that size.
+
+    Raises:
+        FetchError: It is longer or shorter.
+    """
+    if answer.length is not None and answer.length != len(into):
+        raise FetchError(f"{answer.length} bytes instead of {len(into)}")
+    at = 0
+    while at < len(into):
+        got = answer.readinto(into[at : at + _BODY])
+        if not got:
+            raise FetchError(f"the body broke off after {at} of {len(into)} bytes")
+        at += got
+    if not answer.isclosed() and answer.read(1):
+        raise FetchError(f"more than {len(into)} bytes")
+
+
+def digests(segments: tuple[Segment, ...], data: memoryview) -> list[bytes]:
+    """SHA-256 of each segment of a piece."""
+    found: list[bytes] = []
+    at = 0
+    for segment in segments:
+        found.append(hashlib.sha256(data[at : at + segment.size]).digest())
+        at += segment.size
+    return found
+
+
+class Buffers(threading.local):
+    """One buffer a thread, which goes round: new memory costs more than copying."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def of(self, size: int) -> memoryview:
+        """A buffer of so many bytes."""
+        if len(self._buffer) < size:
+            self._buffer = bytearray(size)
+        return memoryview(self._buffer)[:size]

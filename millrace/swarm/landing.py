@@ -1,0 +1,731 @@
+"""Where pieces land: preallocated partial files, the journal beside them, the final names.
+
+Every byte is written once, at its place in the final file. A file gets its final name when all
+of it is there, is what its digest says, and is on the disk. What a killed agent leaves is found
+again by the next: the journal says which pieces were written, and hashing says whether they are.
+
+Below the root, ``.millrace/`` holds the journals and ``files.jsonl``: what we made, with digests.
+Nothing that is not in it is ever replaced or removed.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import queue
+import random
+import shutil
+import struct
+import threading
+from collections.abc import Callable, Generator
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import ChangedError, ConfigurationError, ConflictError, MillraceError
+from millrace.swarm.pieces import Catalogue, File, Segment, digest_of
+
+OURS = ".millrace"
+_ENTRY = struct.Struct(">I32s")
+_SAMPLED = 8  # segments of a cached file that are read again
+_BLOCK = 1 << 20
+_FLUSHED = 64 << 20  # bytes after which writing to the disk is begun
+_ROOM = 64 << 20  # bytes left free on the disk
+_FEW = 8  # files that are brought onto the disk one by one
+
+
+class CacheCheck(StrEnum):
+    """How a file that an earlier run has left is recognised."""
+
+    SAMPLED = "sampled"
+    FULL = "full"
+
+
+class NoSpaceError(MillraceError):
+    """The disk is too small for what is to come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What we made: a line of ``files.jsonl``.
+
+    Attributes:
+        path: Below the root.
+        size: Bytes.
+        mtime_ns: When it was last changed.
+        etag: The store's name for the content.
+        origin: Its URL.
+        sha256: Of the whole, if it was known.
+        piece_size: What `digests` are cut by.
+        digests: SHA-256 of each segment.
+    """
+
+    path: str
+    size: int
+    mtime_ns: int
+    etag: str
+    origin: str
+    sha256: str
+    piece_size: int
+    digests: list[str]
+
+
+@dataclass(slots=True)
+class _State:
+    """One file on its way."""
+
+    file: File
+    digests: list[bytes | None]
+    missing: int
+    final: bool = False
+    fresh: bool = True
+    """No byte of it was replaced after it had been hashed."""
+    hashed: int = 0
+    hash: Any = field(default_factory=hashlib.sha256)
+    unflushed: int = 0
+
+
+class Landing:
+    """The files of a catalogue below a root.
+
+    Args:
+        root: The folder that no file is written outside of.
+        catalogue: What lands.
+        check: How an earlier run's files are recognised.
+        finished: Told the number of each file that has got its final name.
+        mismatch: Told the number of a file whose bytes are not those of its digest, and theirs.
+        fault: Told why nothing more can be written here.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        catalogue: Catalogue,
+        *,
+        check: CacheCheck = CacheCheck.SAMPLED,
+        finished: Callable[[int], None],
+        mismatch: Callable[[int, str], None],
+        fault: Callable[[BaseException], None],
+    ) -> None:
+        self._root, self._catalogue, self._check = root.resolve(), catalogue, check
+        self._finished, self._mismatch, self._fault = finished, mismatch, fault
+        self._ours = self._root / OURS
+        self._digests: list[str] = [""] * len(catalogue.pieces)  # of what is here
+        self._states = [
+            _State(file, [None] * n, n)
+            for file, n in zip(catalogue.files, _segments(catalogue), strict=True)
+        ]
+        self._lock = threading.Lock()
+        self._arrived = threading.Condition(self._lock)
+        self._closing = False
+        self._complete: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
+            for work, name in ((self._finish_all, "finish"), (self._hash_all, "hash"))
+        ]
+        self._lockfile: int | None = None
+        self._journal: int | None = None
+
+    # -- before and after
+
+    def open(self) -> list[tuple[int, str]]:
+        """Find what is here already, and make room for the rest.
+
+        Returns:
+            The pieces that are here, with their digests.
+
+        Raises:
+            ConflictError: Another agent uses this root.
+            ConfigurationError: A destination is taken by something that we did not make.
+            NoSpaceError: The rest does not fit on the disk.
+        """
+        self._ours.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        self._find_finished()
+        self._find_journaled()
+        self._check_space()
+        self._journal = os.open(self._journal_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        for number, state in enumerate(self._states):
+            if not state.final and state.file.size >= self._catalogue.piece_size:
+                self._preallocate(state.file)
+            if not state.final and state.missing == 0:
+                self._complete.put(number)
+        for thread in self._threads:
+            thread.start()
+        return [(number, digest) for number, digest in enumerate(self._digests) if digest]
+
+    def stop(self) -> None:
+        """Give nothing a final name any more, and wake whoever waits for bytes."""
+        with self._lock:
+            self._closing = True
+            self._arrived.notify_all()
+        self._complete.put(None)
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
+
+    def close(self) -> None:
+        """Let go of the root, when nobody writes any more. What is partial stays, for later."""
+        self.stop()
+        for descriptor in (self._journal, self._lockfile):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._journal = self._lockfile = None
+        if all(state.final for state in self._states):
+            self._journal_path.unlink(missing_ok=True)
+
+    def _take_lock(self) -> None:
+        descriptor = os.open(self._ours / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ConflictError(
+                f"Another agent is putting files into {self._root}: wait for it, or end it."
+            ) from None
+        self._lockfile = descriptor
+
+    def __len__(self) -> int:
+        """How many pieces there are."""
+        return len(self._digests)
+
+    # -- what a fetch does
+
+    def has(self, number: int) -> bool:
+        """Whether a piece is here."""
+        return bool(self._digests[number])
+
+    def write(self, number: int, data: memoryview, parts: list[bytes]) -> bool:
+        """Write a piece to its place; False if it was here already.
+
+        Args:
+            number: Which.
+            data: Its bytes.
+            parts: SHA-256 of each of its segments.
+        """
+        digest = digest_of(parts)
+        with self._lock:
+            if self._digests[number] == digest:
+                return False
+            again = bool(self._digests[number])
+        at = 0
+        for segment in self._catalogue.pieces[number]:
+            self._write_segment(segment, data[at : at + segment.size])
+            at += segment.size
+        with self._lock:
+            if self._digests[number] == digest:
+                return False
+            self._digests[number] = digest
+            if self._journal is not None:
+                os.write(self._journal, _ENTRY.pack(number, bytes.fromhex(digest)))
+            for segment, part in zip(self._catalogue.pieces[number], parts, strict=True):
+                self._landed(segment, part, again=again)
+            self._arrived.notify_all()
+        return True
+
+    def drop(self, number: int) -> None:
+        """Forget a piece: its bytes were wrong."""
+        with self._lock:
+            if not self._digests[number]:
+                return
+            self._digests[number] = ""
+            for segment in self._catalogue.pieces[number]:
+                state = self._states[segment.file]
+                if state.final:  # taken for whole, as nothing said what it should be
+                    self._final(state.file.path).rename(self._partial(state.file))
+                    state.final = False
+                index = self._index(segment)
+                if state.digests[index] is not None:
+                    state.digests[index] = None
+                    state.missing += 1
+                state.fresh = False
+
+    @contextlib.contextmanager
+    def reading(self, number: int) -> Generator[list[tuple[int, int, int]]]:
+        """A piece as open files: descriptor, offset, bytes of each segment, for ``sendfile``.
+
+        Raises:
+            KeyError: It is not here.
+        """
+        if not self.has(number):
+            raise KeyError(number)
+        opened: list[tuple[int, int, int]] = []
+        try:
+            opened.extend(
+                (self._open(segment.file), segment.start, segment.size)
+                for segment in self._catalogue.pieces[number]
+                if segment.size
+            )
+            yield opened
+        finally:
+            for descriptor, _, _ in opened:
+                os.close(descriptor)
+
+    def sequential(self, number: int) -> "Arriving":
+        """A file from its beginning, while it is still arriving."""
+        return Arriving(self, number)
+
+    def wait_for(self, number: int, at: int) -> int:
+        """Wait until a file's byte is here; returns how many bytes follow it, 0 at its end.
+
+        Raises:
+            ChangedError: The run has ended before.
+        """
+        state, size = self._states[number], self._catalogue.piece_size
+        if at >= state.file.size:
+            return 0
+        index = at // size if state.file.size >= size else 0
+        with self._lock:
+            while state.digests[index] is None:
+                if self._closing:
+                    raise ChangedError(f"The run ended before {state.file.path} was complete.")
+                self._arrived.wait()
+        return min(state.file.size, (index + 1) * size) - at
+
+    def wait_final(self, number: int) -> None:
+        """Wait until a file has its final name.
+
+        Raises:
+            ChangedError: The run has ended before.
+        """
+        state = self._states[number]
+        with self._lock:
+            while not state.final:
+                if self._closing:
+                    raise ChangedError(f"The run ended before {state.file.path} was complete.")
+                self._arrived.wait()
+
+    def path_now(self, number: int) -> Path:
+        """Where a file's bytes are at the moment."""
+        state = self._states[number]
+        return self._final(state.file.path) if state.final else self._partial(state.file)
+
+    # -- inside
+
+    def _landed(self, segment: Segment, part: bytes, *, again: bool) -> None:
+        state, index = self._states[segment.file], self._index(segment)
+        if state.final:
+            return
+        if state.digests[index] is None:
+            state.missing -= 1
+        state.digests[index] = part
+        if again:
+            state.fresh = False
+        if state.missing == 0:
+            self._complete.put(segment.file)
+
+    def _index(self, segment: Segment) -> int:
+        return segment.start // self._catalogue.piece_size
+
+    def _write_segment(self, segment: Segment, data: memoryview) -> None:
+        state = self._states[segment.file]
+        if state.final:
+            return
+        path = self._partial(state.file)
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except FileNotFoundError:
+            self._make_folder(path.parent)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            at = 0
+            while at < len(data):
+                at += os.pwrite(descriptor, data[at:], segment.start + at)
+            state.unflushed += len(data)
+            if state.unflushed >= _FLUSHED:  # so that the last fsync has little left to do
+                state.unflushed = 0
+                os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _open(self, number: int) -> int:
+        try:
+            return os.open(self.path_now(number), os.O_RDONLY | os.O_NOFOLLOW)
+        except FileNotFoundError:  # it got its final name meanwhile
+            return os.open(self.path_now(number), os.O_RDONLY | os.O_NOFOLLOW)
+
+    def _final(self, path: str) -> Path:
+        return self._root / path
+
+    def _partial(self, file: File) -> Path:
+        name = hashlib.sha256(file.path.encode()).hexdigest()[:16]
+        return self._final(file.path).parent / f".{name}.{self._catalogue.id}.part"
+
+    @property
+    def _journal_path(self) -> Path:
+        return self._ours / f"{self._catalogue.id}.journal"
+
+    def _make_folder(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.resolve().is_relative_to(self._root):
+            raise ConfigurationError(
+                f"{folder} leads out of {self._root} through a link: nothing was written there."
+            )
+
+    def _preallocate(self, file: File) -> None:
+        path = self._partial(file)
+        self._make_folder(path.parent)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, file.size)
+        except OSError as error:
+            raise NoSpaceError(
+                f"{path}: no room for {file.size} bytes ({error.strerror})."
+            ) from error
+        finally:
+            os.close(descriptor)
+
+    def _check_space(self) -> None:
+        needed = sum(
+            state.file.size
+            for state in self._states
+            if not state.final and not self._partial(state.file).exists()
+        )
+        free = shutil.disk_usage(self._root).free
+        if needed and needed + _ROOM > free:
+            raise NoSpaceError(
+                f"{self._root} has {free} bytes free, and {needed} (and {_ROOM} to spare) are to "
+                "come: free some, or choose another root."
+            )
+
+    # -- what an earlier run has left
+
+    def _find_finished(self) -> None:
+        made = _read_made(self._ours / "files.jsonl")
+        for number, state in enumerate(self._states):
+            path = self._final(state.file.path)
+            if not os.path.lexists(path):
+                continue
+            digests = self._recognised(path, state.file, made.get(state.file.path, []))
+            if digests is None:
+                continue
+            wrong = any(digest is None for digest in digests)
+            state.digests, state.final = digests, not wrong
+            state.missing = sum(digest is None for digest in digests)
+            if wrong:  # ours, and damaged: what is good of it is kept
+                path.rename(self._partial(state.file))
+                continue
+            for link in state.file.links:
+                self._link(path, self._final(link))
+            self._finished(number)
+        self._note_pieces()
+
+    def _recognised(self, path: Path, file: File, made: list[Made]) -> list[bytes | None] | None:
+        """The digests of a file that is in our way, None for each segment that is damaged.
+
+        None for all: it is ours, and of another content, so it will be replaced.
+        """
+        stat = path.lstat()
+        plain = path.is_file() and not path.is_symlink()
+        content = file.origin, file.etag, file.size
+        same = [entry for entry in made if (entry.origin, entry.etag, entry.size) == content]
+        if plain and same and stat.st_size == file.size:
+            return self._checked(path, file, same[-1])
+        if plain and any(
+            (entry.size, entry.mtime_ns) == (stat.st_size, stat.st_mtime_ns) for entry in made
+        ):
+            return None
+        if file.sha256 and plain and stat.st_size == file.size:
+            whole, digests = _hash_file(path, file, self._catalogue.piece_size)
+            if whole == file.sha256:
+                return list(digests)
+        raise ConfigurationError(
+            f"{path} is there already, and was not put there by us (or was changed since): move "
+            "it away, or choose another destination. It was not touched."
+        )
+
+    def _checked(self, path: Path, file: File, made: Made) -> list[bytes | None]:
+        recorded = [bytes.fromhex(digest) for digest in made.digests]
+        count = len(recorded)
+        if self._check is CacheCheck.SAMPLED and made.piece_size == self._catalogue.piece_size:
+            chosen = random.Random(self._catalogue.id).sample(range(count), min(count, _SAMPLED))
+            if _segment_digests(path, file, made.piece_size, chosen) == [
+                recorded[i] for i in chosen
+            ]:
+                return list(recorded)
+        found = _segment_digests(path, file, made.piece_size, range(count))
+        if made.piece_size == self._catalogue.piece_size:
+            return [a if a == b else None for a, b in zip(found, recorded, strict=True)]
+        _, digests = _hash_file(path, file, self._catalogue.piece_size)
+        return list(digests) if found == recorded else [None] * len(digests)
+
+    def _find_journaled(self) -> None:
+        try:
+            journal = self._journal_path.read_bytes()
+        except FileNotFoundError:
+            return
+        whole = len(journal) // _ENTRY.size * _ENTRY.size  # a kill may have cut the last entry
+        if whole != len(journal):
+            os.truncate(self._journal_path, whole)
+        written = dict(_ENTRY.iter_unpack(journal[:whole]))
+        for number, digest in written.items():
+            if number < len(self._digests) and not self._digests[number]:
+                self._check_written(number, digest.hex())
+        self._note_pieces()
+
+    def _check_written(self, number: int, digest: str) -> None:
+        """Take over a piece that the journal says was written, if it is what it says."""
+        piece = self._catalogue.pieces[number]
+        parts: list[bytes] = []
+        for segment in piece:
+            file = self._catalogue.files[segment.file]
+            path = self.path_now(segment.file)
+            try:
+                parts += _segment_digests(
+                    path, file, self._catalogue.piece_size, [self._index(segment)]
+                )
+            except OSError:
+                return
+        if digest_of(parts) != digest:
+            return
+        for segment, part in zip(piece, parts, strict=True):
+            state = self._states[segment.file]
+            index = self._index(segment)
+            if state.digests[index] is None:
+                state.digests[index] = part
+                state.missing -= 1
+
+    def _note_pieces(self) -> None:
+        """A piece is here when all of its segments are."""
+        for number, piece in enumerate(self._catalogue.pieces):
+            parts = [self._states[s.file].digests[self._index(s)] for s in piece]
+            known = [part for part in parts if part is not None]
+            if len(known) == len(parts):
+                self._digests[number] = digest_of(known)
+
+    # -- threads
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - told to the run, which ends
+            self._fault(error)
+
+    def _hash_all(self) -> None:
+        """Hash files while they arrive, where it is known what they should be."""
+        known = [
+            number
+            for number, state in enumerate(self._states)
+            if state.file.sha256 and not state.final and len(state.digests) > 1
+        ]
+        buffer = memoryview(bytearray(_BLOCK))
+        for number in known:
+            state = self._states[number]
+            while state.hashed < state.file.size and state.fresh:
+                try:
+                    ready = self.wait_for(number, state.hashed)
+                except ChangedError:
+                    return
+                if state.final:
+                    break
+                self._hash_more(number, state, ready, buffer)
+            if state.missing == 0 and not state.final:
+                self._complete.put(number)
+
+    def _hash_more(self, number: int, state: _State, size: int, buffer: memoryview) -> None:
+        descriptor = self._open(number)
+        try:
+            while size:
+                got = os.preadv(descriptor, [buffer[: min(size, _BLOCK)]], state.hashed)
+                state.hash.update(buffer[:got])
+                state.hashed += got
+                size -= got
+        finally:
+            os.close(descriptor)
+
+    def _finish_all(self) -> None:
+        while True:
+            number = self._complete.get()
+            if number is None:
+                return
+            batch = [number]
+            while not self._complete.empty():
+                more = self._complete.get()
+                if more is None:
+                    self._complete.put(None)
+                    break
+                batch.append(more)
+            self._finish(list(dict.fromkeys(batch)))
+
+    def _finish(self, numbers: list[int]) -> None:
+        """Give complete files their final names: checked, on the disk, all of a batch at once."""
+        ready: list[tuple[int, _State]] = []
+        for number in numbers:
+            state = self._states[number]
+            if state.final or state.missing or not self._is_whole(number, state):
+                continue
+            ready.append((number, state))
+        if not ready:
+            return
+        self._settle([state.file for _, state in ready])
+        # Before the names are there: a file of which no line says that it is ours is never touched.
+        _append_made(self._ours / "files.jsonl", [self._made(state) for _, state in ready])
+        for _, state in ready:
+            self._rename(state)
+        for folder in {self._final(state.file.path).parent for _, state in ready}:
+            _sync(folder)
+        for number, _ in ready:
+            self._finished(number)
+
+    def _is_whole(self, number: int, state: _State) -> bool:
+        """Whether a file is what its digest says; False also while that is being found out."""
+        file = state.file
+        if not file.sha256:
+            return True
+        if len(state.digests) == 1:
+            part = state.digests[0]
+            found = part.hex() if part else ""
+        elif not state.fresh:
+            found, _ = _hash_file(self.path_now(number), file, self._catalogue.piece_size)
+        elif state.hashed < file.size:
+            return False  # the thread that hashes comes back with it
+        else:
+            found = state.hash.hexdigest()
+        if found == file.sha256:
+            return True
+        state.fresh = False
+        self._mismatch(number, found)
+        return False
+
+    def _settle(self, files: list[File]) -> None:
+        """Bring files onto the disk: one by one, or where they are many with all that is there."""
+        one_by_one = len(files) <= _FEW
+        for file in files:
+            path = self._partial(file)
+            if file.size == 0:
+                self._make_folder(path.parent)
+                path.touch()
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                os.fchmod(descriptor, file.mode)
+                if file.owner is not None:
+                    os.fchown(descriptor, *file.owner)
+                if one_by_one:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        if not one_by_one:
+            _sync_file_system(self._root)
+
+    def _made(self, state: _State) -> Made:
+        file = state.file
+        return Made(
+            path=file.path,
+            size=file.size,
+            mtime_ns=self._partial(file).stat().st_mtime_ns,
+            etag=file.etag,
+            origin=file.origin,
+            sha256=file.sha256,
+            piece_size=self._catalogue.piece_size,
+            digests=[part.hex() for part in state.digests if part is not None],
+        )
+
+    def _rename(self, state: _State) -> None:
+        final = self._final(state.file.path)
+        with self._lock:  # whoever opens it looks for it under one name or the other
+            self._partial(state.file).rename(final)
+            state.final = True
+            self._arrived.notify_all()
+        for link in state.file.links:
+            self._link(final, self._final(link))
+
+    def _link(self, final: Path, link: Path) -> None:
+        """A further destination: the same file where the file system can, else a copy."""
+        self._make_folder(link.parent)
+        if os.path.lexists(link):
+            if link.is_file() and link.samefile(final):
+                return
+            raise ConfigurationError(f"{link} is there already: move it away. It was not touched.")
+        try:
+            os.link(final, link)
+        except OSError:
+            shutil.copy2(final, link)
+
+
+class Arriving:
+    """A file read from its beginning while it arrives: what unpacks an archive reads this."""
+
+    def __init__(self, landing: Landing, number: int) -> None:
+        self._landing, self._number, self._at = landing, number, 0
+
+    def read(self, size: int = -1) -> bytes:
+        """The next bytes, at most so many; waits for them. Empty at the end."""
+        ready = self._landing.wait_for(self._number, self._at)
+        size = ready if size < 0 else min(size, ready)
+        if size == 0:
+            return b""
+        with self._landing.path_now(self._number).open("rb", buffering=0) as file:
+            file.seek(self._at)
+            data = file.read(size)
+        self._at += len(data)
+        return data
+
+
+def _segments(catalogue: Catalogue) -> list[int]:
+    counts = [0] * len(catalogue.files)
+    for piece in catalogue.pieces:
+        for segment in piece:
+            counts[segment.file] += 1
+    return counts
+
+
+def _segment_digests(path: Path, file: File, piece_size: int, indexes: Any) -> list[bytes]:
+    found: list[bytes] = []
+    step = piece_size if file.size >= piece_size else max(file.size, 1)
+    with path.open("rb", buffering=0) as opened:
+        for index in indexes:
+            opened.seek(index * step)
+            found.append(hashlib.sha256(opened.read(min(step, file.size - index * step))).digest())
+    return found
+
+
+def _hash_file(path: Path, file: File, piece_size: int) -> tuple[str, list[bytes]]:
+    """SHA-256 of a file, and of each of its segments."""
+    whole, parts = hashlib.sha256(), list[bytes]()
+    with path.open("rb", buffering=0) as opened:
+        while block := opened.read(piece_size):
+            whole.update(block)
+            parts.append(hashlib.sha256(block).digest())
+    return whole.hexdigest(), parts or [hashlib.sha256().digest()]
+
+
+def _read_made(path: Path) -> dict[str, list[Made]]:
+    """The lines of each file; a line that a kill has cut is nobody's."""
+    made: dict[str, list[Made]] = {}
+    with contextlib.suppress(FileNotFoundError):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError, TypeError):
+                entry = Made(**json.loads(line))
+                made.setdefault(entry.path, []).append(entry)
+    return made
+
+
+def _append_made(path: Path, made: list[Made]) -> None:
+    lines = "".join(json.dumps(asdict(entry)) + "\n" for entry in made)
+    with path.open("a") as file:
+        # A line that a kill has cut is ended first.
+        file.write(lines if file.tell() == 0 else f"\n{lines}")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_file_system(folder: Path) -> None:
+    """Bring everything of a file system onto its disk: by far quicker than many fsyncs."""
+    import ctypes  # noqa: PLC0415
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(descriptor) != 0:
+            raise OSError(ctypes.get_errno(), "syncfs failed", str(folder))
+    finally:
+        os.close(descriptor)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,208 @@
+"""The agents of a run: started on the nodes of a Ray cluster, or found where they already run."""
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from millrace.errors import ConfigurationError, one_line
+from millrace.swarm.settings import Hosts, RayNodes
+from millrace.swarm.wire import Place
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+_LOOKED = 1.0  # seconds between two looks at who belongs to the cluster
+_NAMESPACE = "millrace"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """An agent.
+
+    Attributes:
+        name: What the report calls it.
+        place: Where it listens.
+        key: What control requests to it are signed with.
+        zone: Its zone or rack; may be empty.
+    """
+
+    name: str
+    place: Place
+    key: bytes
+    zone: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NotStarted:
+    """A node without an agent.
+
+    Attributes:
+        name: What the report calls it.
+        why: A sentence.
+    """
+
+    name: str
+    why: str
+
+
+Came = Callable[[Node | NotStarted], None]
+
+
+@contextmanager
+def agents(settings: RayNodes | Hosts, root: Path, came: Came) -> Generator[int]:
+    """Start the agents, or find them, and tell of each that is there; also of late ones.
+
+    Args:
+        settings: Which.
+        root: The folder that files go below, on every node.
+        came: Told of each, in any thread, until the block ends.
+
+    Yields:
+        How many nodes are expected.
+
+    Raises:
+        ConfigurationError: There is no cluster, or nobody in it.
+    """
+    if isinstance(settings, Hosts):
+        for node in _hosts(settings):
+            came(node)
+        yield len(settings.hosts)
+        return
+    with _Cluster(settings, root, came) as expected:
+        yield expected
+
+
+def _hosts(settings: Hosts) -> Iterator[Node]:
+    key = settings.key.get_secret_value().encode()
+    for host in settings.hosts:
+        place, _ = Place.of(host.url)
+        if place.scheme != "http" or not place.host:
+            raise ConfigurationError(f"{host.url!r} is no agent's address: write http://host:port.")
+        yield Node(host.name or f"{place.host}:{place.port}", place, key, host.zone)
+
+
+class _Cluster:
+    """Agents on the living nodes of a Ray cluster, and on those that join while it is watched."""
+
+    def __init__(self, settings: RayNodes, root: Path, came: Came) -> None:
+        self._settings, self._root, self._came = settings, root, came
+        self._actors: dict[str, ActorHandle[Any]] = {}
+        self._ended = threading.Event()
+        self._watching: list[threading.Thread] = []
+        self._connected = False
+
+    def __enter__(self) -> int:
+        ray = _ray()
+        if not ray.is_initialized():
+            try:
+                ray.init(
+                    address=self._settings.address or "auto",
+                    namespace=_NAMESPACE,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
+            except Exception as error:
+                raise ConfigurationError(
+                    f"There is no Ray cluster to be reached ({one_line(error)}): start one with "
+                    "`ray start --head`, give its address, and RAY_AUTH_MODE=token if it asks."
+                ) from error
+            self._connected = True
+        expected = self._look()
+        watcher = threading.Thread(target=self._watch, name="cluster", daemon=True)
+        watcher.start()
+        self._watching.append(watcher)
+        return expected
+
+    def __exit__(self, *_: object) -> None:
+        ray = _ray()
+        self._ended.set()
+        for thread in self._watching:
+            thread.join()
+        if not self._settings.keep:
+            for actor in self._actors.values():
+                ray.kill(actor)
+        if self._connected:
+            ray.shutdown()
+
+    def _look(self) -> int:
+        """Start an agent on every living node that has none."""
+        ray = _ray()
+        living = [node for node in ray.nodes() if node["Alive"]]
+        for node in living:
+            if node["NodeID"] not in self._actors:
+                self._start(node)
+        return len(living)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_LOOKED):
+            self._look()
+
+    def _start(self, node: dict[str, Any]) -> None:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: PLC0415
+
+        ray = _ray()
+        identity = node["NodeID"]
+        name = f"{node['NodeManagerAddress']}-{identity[:6]}"
+        zone = node.get("Labels", {}).get(self._settings.zone_label, "")
+        key = secrets.token_bytes(32)
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(identity, soft=False),
+            "max_restarts": 0,
+            "max_concurrency": 2,
+        }
+        if self._settings.keep:
+            options |= {
+                "name": f"millrace-agent-{identity}",
+                "namespace": _NAMESPACE,
+                "lifetime": "detached",
+                "get_if_exists": True,
+            }
+        actor: Any = ray.remote(_Actor).options(**options).remote()
+        self._actors[identity] = actor
+        asked = actor.start.remote(str(self._root), node["NodeManagerAddress"], key)
+
+        def tell() -> None:
+            try:
+                port, its_key = ray.get(asked)
+            except Exception as error:  # noqa: BLE001 - a node that cannot start is a node less
+                self._came(NotStarted(name, f"its agent did not start: {one_line(error)}"))
+                return
+            self._came(Node(name, Place("http", node["NodeManagerAddress"], port), its_key, zone))
+
+        threading.Thread(target=tell, name=f"start-{identity[:6]}", daemon=True).start()
+
+
+def _ray() -> Any:
+    """Ray, which is imported where there is a cluster only."""
+    try:
+        import ray  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigurationError(
+            "Ray is not installed here: pip install 'millrace[ray]', or name hosts on which "
+            "`millrace node` runs."
+        ) from error
+    return ray
+
+
+class _Actor:
+    """An agent within a Ray worker."""
+
+    def __init__(self) -> None:
+        self._agent: Any = None
+        self._key = b""
+
+    def start(self, root: str, host: str, key: bytes) -> tuple[int, bytes]:
+        """Listen at the node's own address; returns the port, and the key of control requests."""
+        from millrace.swarm.agent import Agent  # noqa: PLC0415
+
+        if self._agent is None:
+            self._key = key
+            self._agent = Agent(Path(root), key, host=host)
+            self._agent.start()
+        return self._agent.port, self._key

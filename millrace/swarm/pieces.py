@@ -1,0 +1,190 @@
+"""What is put on every node: files, and the pieces that they travel in.
+
+Every node cuts the same list of files into the same pieces, so a piece is known by its number.
+A large file is cut at multiples of the piece size; small files share a piece.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from millrace.errors import ConfigurationError
+
+SMALLEST = 1 << 20
+LARGEST = 4 << 20
+_PIECES = 2000  # about so many, where the size may be chosen
+_SHARED = 256  # files in one piece at most
+_LONGEST_NAME = 255  # bytes, on every file system in use
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One object of the store, and where it goes.
+
+    Attributes:
+        path: Its destination, below the root, with ``/``.
+        size: Bytes.
+        etag: The store's name for this content.
+        origin: The object's URL in the store, without credentials: for people, and for the id.
+        sha256: Of the whole, where a record or the store says what it should be; else empty.
+        mode: Permission bits.
+        owner: User and group id, if they are to be set.
+        links: Further destinations of the same object.
+        unpack: How it is unpacked: a method of `millrace.swarm.unpack`; empty if it is not.
+        into: The folder that it is unpacked into, below the root.
+    """
+
+    path: str
+    size: int
+    etag: str
+    origin: str
+    sha256: str = ""
+    mode: int = 0o644
+    owner: tuple[int, int] | None = None
+    links: tuple[str, ...] = ()
+    unpack: str = ""
+    into: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A range of one file.
+
+    Attributes:
+        file: The file's number in the catalogue.
+        start: Its first byte.
+        size: Bytes.
+    """
+
+    file: int
+    start: int
+    size: int
+
+
+Piece = tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """The files of a run, and their pieces.
+
+    Attributes:
+        id: The same for the same files, contents, destinations and piece size: a run that was
+            stopped is known again by it.
+        files: What goes on every node.
+        piece_size: Bytes of a piece at most.
+        pieces: What they are cut into. An empty file has a segment too, of no bytes.
+    """
+
+    id: str
+    files: tuple[File, ...]
+    piece_size: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return sum(file.size for file in self.files)
+
+    def sizes(self) -> list[int]:
+        """Bytes of each piece."""
+        return [sum(segment.size for segment in piece) for piece in self.pieces]
+
+    def to_json(self) -> dict[str, Any]:
+        """What another machine makes it again from."""
+        return {"piece_size": self.piece_size, "files": [asdict(file) for file in self.files]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Catalogue":
+        """The catalogue that `to_json` wrote.
+
+        Raises:
+            ConfigurationError: A destination leads out of the root.
+        """
+        return catalogue_of((_file(item) for item in data["files"]), data["piece_size"])
+
+
+def catalogue_of(files: Iterable[File], piece_size: int | None = None) -> Catalogue:
+    """Cut files into pieces.
+
+    Args:
+        files: In the order in which they should be ready.
+        piece_size: Bytes; by default 1 to 4 MiB, larger for more data.
+
+    Raises:
+        ConfigurationError: A destination leads out of the root, or two are the same.
+    """
+    files = tuple(files)
+    _check(files)
+    if piece_size is None:
+        wanted = sum(file.size for file in files) // _PIECES
+        piece_size = min(LARGEST, max(SMALLEST, 1 << max(0, wanted - 1).bit_length()))
+    listing = json.dumps([piece_size, *(asdict(file) for file in files)], sort_keys=True)
+    name = hashlib.sha256(listing.encode()).hexdigest()[:16]
+    return Catalogue(name, files, piece_size, tuple(_cut(files, piece_size)))
+
+
+def safe(path: str) -> str:
+    """A destination below the root, as it was given.
+
+    Raises:
+        ConfigurationError: It is absolute, leads out, or is no path.
+    """
+    parts = path.split("/")
+    if not path or path.startswith("/") or not {"", ".", ".."}.isdisjoint(parts) or "\0" in path:
+        raise ConfigurationError(
+            f"{path!r} cannot be a destination: it must name a file below the root, without "
+            "empty parts, . and .. in it. Rename the object, or request it by its own key."
+        )
+    if any(len(part.encode("utf-8", "surrogateescape")) > _LONGEST_NAME for part in parts):
+        raise ConfigurationError(f"{path!r} has a part that is longer than {_LONGEST_NAME} bytes.")
+    return path
+
+
+def _check(files: Sequence[File]) -> None:
+    taken: set[str] = set()
+    for file in files:
+        for path in (file.path, *file.links, *([file.into] if file.into else [])):
+            if safe(path) in taken:
+                raise ConfigurationError(
+                    f"Two requests have the destination {path}: give each one."
+                )
+            taken.add(path)
+    for path in taken:
+        inside = next((str(p) for p in PurePosixPath(path).parents if str(p) in taken), None)
+        if inside is not None:
+            raise ConfigurationError(
+                f"{path} would lie inside {inside}, which is a destination itself."
+            )
+
+
+def _cut(files: Sequence[File], piece_size: int) -> Iterable[Piece]:
+    shared: list[Segment] = []
+    room = piece_size
+    for number, file in enumerate(files):
+        if file.size >= piece_size:
+            for start in range(0, file.size, piece_size):
+                yield (Segment(number, start, min(piece_size, file.size - start)),)
+            continue
+        if shared and (file.size > room or len(shared) >= _SHARED):
+            yield tuple(shared)
+            shared, room = [], piece_size
+        shared.append(Segment(number, 0, file.size))
+        room -= file.size
+    if shared:
+        yield tuple(shared)
+
+
+def digest_of(parts: Sequence[bytes]) -> str:
+    """A piece's digest, from the SHA-256 of each of its segments."""
+    return parts[0].hex() if len(parts) == 1 else hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def _file(item: dict[str, Any]) -> File:
+    fixed: dict[str, Any] = {"links": tuple(item["links"])}
+    if item["owner"]:
+        fixed["owner"] = tuple(item["owner"])
+    return File(**(item | fixed))

@@ -1,0 +1,146 @@
+"""What a person says to have files put on every node."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
+
+from millrace.storage import StoreSpec
+from millrace.swarm.landing import CacheCheck
+from millrace.swarm.pieces import LARGEST, SMALLEST, safe
+from millrace.swarm.unpack import Unpacking
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Request(_Settings):
+    """An object, or every object below a prefix, and where it goes."""
+
+    key: str | None = Field(default=None, description="The object's key, below the store's URL.")
+    prefix: str | None = Field(
+        default=None, description="Or: every object below this folder; empty takes the whole store."
+    )
+    destination: str | None = Field(
+        default=None,
+        description="The file, or for a prefix the folder, below the root. Left out: the key, or "
+        "the root itself.",
+    )
+    store: str = Field(default="", description="Which of the stores, where there are several.")
+    unpack: Unpacking | None = Field(
+        default=None, description="Unpack it while it arrives: auto goes by name, then by content."
+    )
+    into: str | None = Field(
+        default=None,
+        description="The folder it is unpacked into, below the root. Left out: the destination "
+        "without its ending.",
+    )
+    mode: int = Field(
+        default=0o644, ge=0, le=0o777, description="Permission bits of the files, as a number."
+    )
+    owner: tuple[int, int] | None = Field(
+        default=None, description="User and group id to give the files to; needs root."
+    )
+    sha256: str | None = Field(
+        default=None,
+        pattern="^[0-9a-f]{64}$",
+        description="What the object must be, where you know it better than the store.",
+    )
+
+    @field_validator("destination", "into")
+    @classmethod
+    def _below_the_root(cls, value: str | None) -> str | None:
+        return safe(value) if value else value
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> "Request":
+        if (self.key is None) == (self.prefix is None):
+            raise ValueError("A request names a key or a prefix: one of the two.")
+        if self.prefix is not None and (self.unpack or self.sha256):
+            raise ValueError("unpack and sha256 are for a key: request the archive by its own.")
+        return self
+
+
+class LimitSettings(_Settings):
+    """How much goes on at once."""
+
+    store: int = Field(default=64, ge=1, description="Reads from the store, of all nodes together.")
+    node_store: int = Field(default=4, ge=1, le=64, description="Reads from the store, a node.")
+    down: int = Field(default=8, ge=1, le=64, description="Pieces a node fetches from others.")
+    up: int = Field(default=8, ge=1, le=64, description="Pieces a node gives to others.")
+
+
+class RayNodes(_Settings):
+    """The living nodes of a Ray cluster: each gets an agent."""
+
+    kind: Literal["ray"] = "ray"
+    address: str | None = Field(
+        default=None, description="Of the cluster; left out, the one we are in or `RAY_ADDRESS`."
+    )
+    zone_label: str = Field(
+        default="", description="The node label that names its zone or rack: one copy a zone."
+    )
+    keep: bool = Field(default=False, description="Leave the agents running for the next time.")
+
+
+class Host(_Settings):
+    """A machine on which `millrace node` runs."""
+
+    url: str = Field(description="Where its agent is reached: http://host:port.")
+    name: str = Field(default="", description="What the report calls it; left out, host:port.")
+    zone: str = Field(default="", description="Its zone or rack: one copy a zone, then local.")
+
+
+class Hosts(_Settings):
+    """Machines on which `millrace node` runs, with the key that all of them were given."""
+
+    kind: Literal["hosts"] = "hosts"
+    hosts: tuple[Host, ...] = Field(min_length=1, description="The machines.")
+    key: SecretStr = Field(min_length=16, description="MILLRACE_NODE_KEY of the agents.")
+
+
+class PrewarmSettings(_Settings):
+    """What goes on every node of which cluster."""
+
+    requests: tuple[Request, ...] = Field(min_length=1, description="What is put on every node.")
+    stores: dict[str, StoreSpec] = Field(
+        min_length=1, description="Where it is read from, by the names that requests use."
+    )
+    root: Path = Field(description="The folder on every node that nothing is written outside of.")
+    nodes: Annotated[RayNodes | Hosts, Field(discriminator="kind")] = Field(
+        default=RayNodes(), description="The machines."
+    )
+    check: CacheCheck = Field(
+        default=CacheCheck.SAMPLED,
+        description="How files of an earlier run are recognised: by sampled digests, or by all.",
+    )
+    piece_size: ByteSize | None = Field(
+        default=None, ge=64 * 1024, le=LARGEST, description="1 to 4 MiB by the amount of data."
+    )
+    limits: LimitSettings = Field(default=LimitSettings(), description="How much goes on at once.")
+    least: float = Field(
+        default=0.5,
+        gt=0.0,
+        le=1.0,
+        description="The share of the nodes that must live: with fewer the run fails.",
+    )
+    patience: timedelta = Field(
+        default=timedelta(minutes=2), description="How long the store may keep failing."
+    )
+    unpacked_bytes: ByteSize = Field(
+        default=ByteSize(1 << 40), description="What one archive may unpack to at most."
+    )
+    unpacked_members: int = Field(default=1_000_000, ge=1, description="And how many files.")
+
+
+assert SMALLEST <= LARGEST

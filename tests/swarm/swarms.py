@@ -1,0 +1,131 @@
+"""Nodes for the tests: agents as processes of their own, each with a folder that is its disk."""
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+
+from benchmarks.rig.store import REGION, Store
+from millrace.progress import Event
+from millrace.storage import Credentials, StoreSpec
+from millrace.swarm import Host, Hosts, PrewarmSettings, Request
+
+KEY = secrets.token_hex(16)
+
+
+@dataclass
+class Agent:
+    """A running ``millrace node``."""
+
+    name: str
+    root: Path
+    url: str
+    process: subprocess.Popen[str]
+
+    @property
+    def host(self) -> Host:
+        return Host(url=self.url, name=self.name)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def start_agent(name: str, root: Path, *, port: int = 0) -> Agent:
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "from millrace.cli import main; main()",
+            "node",
+            "--root",
+            str(root),
+            "--port",
+            str(port),
+        ],  # fmt: skip
+        env=os.environ | {"MILLRACE_NODE_KEY": KEY},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("Listening at "), line
+    return Agent(name, root, line.split()[-1], process)
+
+
+@contextmanager
+def running(folder: Path, count: int) -> Iterator[list[Agent]]:
+    """So many nodes, each with a root of its own below the folder."""
+    agents = [start_agent(f"n{i}", folder / f"n{i}") for i in range(count)]
+    try:
+        yield agents
+    finally:
+        for agent in agents:
+            stop(agent)
+
+
+def stop(agent: Agent) -> None:
+    agent.process.terminate()
+    agent.process.wait()
+    assert agent.process.stdout is not None
+    agent.process.stdout.close()
+
+
+def spec_of(store: Store) -> StoreSpec:
+    return StoreSpec(
+        url=f"s3://{store.bucket}",
+        endpoint=store.endpoint,
+        region=REGION,
+        credentials=Credentials(
+            access_key_id=store.key.access_key_id,
+            secret_access_key=SecretStr(store.key.secret_access_key),
+        ),
+    )
+
+
+def settings_of(store: Store | StoreSpec, agents: list[Agent], **more: Any) -> PrewarmSettings:
+    """Everything of a store, on every node."""
+    values: dict[str, Any] = {
+        "requests": [Request(prefix="")],
+        "stores": {"s": store if isinstance(store, StoreSpec) else spec_of(store)},
+        "root": Path("/unused"),
+        "nodes": Hosts(hosts=tuple(a.host for a in agents), key=SecretStr(KEY)),
+        "piece_size": 256 * 1024,
+    }
+    return PrewarmSettings(**(values | more))
+
+
+def files_below(root: Path) -> dict[str, bytes]:
+    """What a node has under final names; hidden files of ours are left out."""
+    return {
+        file.relative_to(root).as_posix(): file.read_bytes()
+        for file in root.rglob("*")
+        if file.is_file() and not any(p.startswith(".") for p in file.relative_to(root).parts)
+    }
+
+
+class Heard:
+    """A progress that remembers, and may do something at a share of the bytes."""
+
+    def __init__(self, at: float = 2.0, act: Any = None) -> None:
+        self.events: list[Event] = []
+        self._at, self._act = at, act
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        if event.name == "swarm.progress" and self._act is not None:
+            figures = event.figures
+            of = float(figures["of"])
+            if of and float(figures["bytes"]) >= self._at * of:
+                act, self._act = self._act, None
+                act()
+
+    def named(self, name: str) -> list[Event]:
+        return [event for event in self.events if event.name == name]

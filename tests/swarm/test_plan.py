@@ -1,0 +1,228 @@
+"""The tracker, in simulated time: what it orders, whatever happens to the nodes."""
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.swarm.plan import STORE, Limits, Order, Tracker
+
+
+@dataclass
+class Swarm:
+    """Nodes that carry out orders, each after a while of its own."""
+
+    tracker: Tracker
+    seconds: Callable[[Order], float]
+    fails: Callable[[Order], bool] = lambda _: False
+    now: float = 0.0
+    has: dict[str, set[int]] = field(default_factory=dict)
+    orders: list[Order] = field(default_factory=list)
+    pending: list[tuple[float, int, Order]] = field(default_factory=list)
+    up: Counter[str] = field(default_factory=Counter)
+    down: Counter[str] = field(default_factory=Counter)
+    most_up: int = 0
+
+    def give(self, orders: list[Order]) -> None:
+        for order in orders:
+            if order.drop:
+                self.has[order.node].discard(order.piece)
+                continue
+            assert order.again or order.piece not in self.has[order.node], "it has that piece"
+            if order.source != STORE:
+                assert order.source in self.has, "a dead node's piece"
+                assert order.piece in self.has[order.source], "ordered from a node that lacks it"
+                self.up[order.source] += 1
+                self.most_up = max(self.most_up, self.up[order.source])
+            self.orders.append(order)
+            entry = (self.now + self.seconds(order), len(self.orders), order)
+            heapq.heappush(self.pending, entry)
+
+    def join(self, name: str, have: dict[int, str] | None = None, zone: str = "") -> None:
+        self.has[name] = set(have or {})
+        self.give(self.tracker.joined(name, (have or {}).items(), self.now, zone=zone))
+
+    def begin(self) -> None:
+        self.give(self.tracker.begin(self.now))
+
+    def lose(self, name: str) -> None:
+        del self.has[name]
+        self.give(self.tracker.lost(name, self.now))
+
+    def step(self) -> bool:
+        """Carry out the next order, or let time pass; False when nothing is left to do."""
+        if self.tracker.complete():
+            return False
+        if not self.pending:
+            self.now += 0.5
+            self.give(self.tracker.tick(self.now))
+            return True
+        self.now, _, order = heapq.heappop(self.pending)
+        if order.source != STORE:
+            self.up[order.source] -= 1
+        if order.node not in self.has:
+            return True
+        if self.fails(order) or (order.source != STORE and order.source not in self.has):
+            self.give(self.tracker.failed(order.node, order.piece, order.source, self.now))
+        elif order.piece in self.has[order.node]:
+            self.give(self.tracker.ended(order.node, order.piece, order.source, self.now))
+        else:
+            self.has[order.node].add(order.piece)
+            self.give(
+                self.tracker.done(
+                    order.node, order.piece, order.source, f"d{order.piece}", self.now
+                )
+            )
+        self.give(self.tracker.tick(self.now))
+        return True
+
+    def finish(self) -> None:
+        for _ in range(200_000):
+            if not self.step():
+                return
+        raise AssertionError("it never ended")
+
+    def reads(self) -> Counter[int]:
+        return Counter(order.piece for order in self.orders if order.source == STORE)
+
+
+def test_each_piece_leaves_the_store_once():
+    swarm = Swarm(Tracker([1] * 100), lambda _: 1.0)
+    for i in range(8):
+        swarm.join(f"n{i}")
+    swarm.begin()
+    swarm.finish()
+    assert all(have == set(range(100)) for have in swarm.has.values())
+    assert swarm.reads() == Counter(range(100))
+    assert swarm.most_up <= Limits().up
+
+
+def test_what_a_node_has_already_is_not_fetched_and_is_given_to_others():
+    swarm = Swarm(Tracker([1] * 20), lambda _: 1.0)
+    swarm.join("full", {i: f"d{i}" for i in range(20)})
+    swarm.join("empty")
+    swarm.begin()
+    swarm.finish()
+    assert {order.source for order in swarm.orders} == {"full"}
+
+
+@pytest.mark.parametrize("nodes", [2, 64, 1000])
+def test_one_piece_reaches_all_nodes_in_a_logarithm_of_hops(nodes):
+    swarm = Swarm(Tracker([1000]), lambda _: 1.0)
+    for i in range(nodes):
+        swarm.join(f"n{i}")
+    swarm.begin()
+    swarm.finish()
+    assert swarm.reads() == Counter([0])
+    hops = 1  # one from the store; then each that has it gives it to as many as it may
+    while (1 + Limits().up) ** (hops - 1) < nodes:
+        hops += 1
+    assert swarm.now <= hops + 1
+
+
+def test_a_zone_fetches_each_piece_once_from_another_one():
+    tracker = Tracker([1] * 40)
+    swarm = Swarm(tracker, lambda order: 1.0 + order.piece % 3)
+    zones = {f"n{i}": f"zone-{i % 3}" for i in range(12)}
+    for name, zone in zones.items():
+        swarm.join(name, zone=zone)
+    swarm.begin()
+    swarm.finish()
+    entered = Counter(
+        (zones[order.node], order.piece)
+        for order in swarm.orders
+        if order.source == STORE or zones[order.source] != zones[order.node]
+    )
+    assert set(entered.values()) == {1}
+    assert len(entered) == 3 * 40
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    nodes=st.integers(1, 9),
+    pieces=st.integers(1, 40),
+    deaths=st.integers(0, 8),
+    late=st.integers(0, 3),
+)
+def test_whatever_fails_or_dies_the_others_get_everything(seed, nodes, pieces, deaths, late):
+    rng = random.Random(seed)
+    swarm = Swarm(
+        Tracker([rng.randrange(1, 100) for _ in range(pieces)]),
+        lambda _: rng.uniform(0.01, 30.0),
+        lambda _: rng.random() < 0.2,
+    )
+    for i in range(nodes):
+        swarm.join(f"n{i}", {p: f"d{p}" for p in range(pieces) if rng.random() < 0.1})
+    swarm.begin()
+    for i in range(late):
+        for _ in range(rng.randrange(20)):
+            swarm.step()
+        swarm.join(f"late{i}")
+    for _ in range(min(deaths, len(swarm.has) - 1)):
+        for _ in range(rng.randrange(30)):
+            swarm.step()
+        swarm.lose(rng.choice(sorted(swarm.has)))
+    swarm.finish()
+    assert all(have == set(range(pieces)) for have in swarm.has.values())
+
+
+def test_a_node_that_gives_wrong_bytes_is_asked_no_more():
+    swarm = Swarm(Tracker([1] * 30), lambda _: 1.0)
+    for name in ("good", "bad", "other"):
+        swarm.join(name)
+    wrong = 0
+
+    def fails(order: Order) -> bool:
+        return order.source == "bad"
+
+    swarm.begin()
+    while swarm.pending:
+        swarm.now, _, order = heapq.heappop(swarm.pending)
+        if order.source != STORE:
+            swarm.up[order.source] -= 1
+        if fails(order):
+            wrong += 1
+            told = swarm.tracker.failed(order.node, order.piece, "bad", swarm.now, wrong=True)
+        else:
+            swarm.has[order.node].add(order.piece)
+            digest = f"d{order.piece}"
+            told = swarm.tracker.done(order.node, order.piece, order.source, digest, swarm.now)
+        swarm.give(told)
+    assert swarm.tracker.complete()
+    assert swarm.tracker.quarantined == ["bad"]
+    assert wrong <= Limits().up
+
+
+def test_a_transfer_that_takes_too_long_is_ordered_from_somewhere_else_too():
+    swarm = Swarm(Tracker([1] * 50), lambda order: 1e6 if order.source == "slow" else 0.1)
+    for name in ("slow", "a", "b"):
+        swarm.join(name)
+    swarm.begin()
+    while not swarm.tracker.complete():
+        if swarm.pending and swarm.pending[0][0] < swarm.now + 1.0:
+            swarm.step()
+        else:
+            swarm.now += 1.0
+            swarm.give(swarm.tracker.tick(swarm.now))
+        assert swarm.now < 120
+
+
+def test_a_correction_replaces_what_everybody_has():
+    tracker = Tracker([1])
+    swarm = Swarm(tracker, lambda _: 1.0)
+    for name in ("a", "b"):
+        swarm.join(name)
+    swarm.begin()
+    swarm.finish()
+    swarm.give(tracker.reread("a", [0], 10.0))
+    orders = tracker.corrected("a", 0, "right", 11.0)
+    assert Order("b", 0, STORE, drop=True) in orders
+    assert Order("b", 0, "a", "right") in orders
+    assert tracker.done("b", 0, "a", "right", 12.0) == []
+    assert tracker.complete()

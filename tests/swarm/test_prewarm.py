@@ -1,0 +1,281 @@
+"""Files put on every node, by agents that are processes of their own, from a store that counts."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from benchmarks.rig.store import Fault, FaultKind, Store
+from millrace import errors
+from millrace.storage import StoreSpec
+from millrace.swarm import CacheCheck, LimitSettings, Request, preview, prewarm
+from tests.swarm.swarms import Agent, Heard, files_below, running, settings_of, start_agent, stop
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with Store.start(tmp_path_factory.mktemp("objects")) as store:
+        yield store
+
+
+@pytest.fixture(autouse=True)
+def fresh(store: Store) -> None:
+    store.reset()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Agent]]:
+    with running(tmp_path, 3) as agents:
+        yield agents
+
+
+def fill(store: Store, prefix: str) -> dict[str, bytes]:
+    """Objects of all sizes below a prefix; what a node must then have."""
+    sizes = {"large.bin": 9 * MIB + 17, "even.bin": 2 * MIB, "empty": 0, "sub/one": 1}
+    sizes |= {f"sub/small-{i:03d}.txt": 700 * i for i in range(60)}
+    contents = {
+        name: hashlib.shake_256(f"{prefix}{name}".encode()).digest(size)
+        for name, size in sizes.items()
+    }
+    for name, body in contents.items():
+        store.put(f"{prefix}/{name}", body)
+    store.reset()
+    return contents
+
+
+def below(prefix: str) -> dict[str, object]:
+    return {"requests": [Request(prefix=prefix)]}
+
+
+def test_every_node_gets_every_file_and_each_byte_leaves_the_store_once(store, nodes):
+    contents = fill(store, "once")
+    report = prewarm(settings_of(store, nodes, **below("once")))
+    assert [files_below(node.root) for node in nodes] == [contents] * 3
+    assert all(node.ready for node in report.nodes)
+    size = sum(map(len, contents.values()))
+    assert report.store_bytes == store.counts().bytes == size == report.size
+    assert sum(node.from_peers for node in report.nodes) == 2 * size
+
+
+def test_a_second_run_reads_nothing(store, nodes):
+    contents = fill(store, "twice")
+    settings = settings_of(store, nodes, **below("twice"))
+    prewarm(settings)
+    store.reset()
+    report = prewarm(settings)
+    assert store.counts().bytes == report.store_bytes == 0
+    assert [node.cached for node in report.nodes] == [report.size] * 3
+    assert files_below(nodes[0].root) == contents
+
+
+def test_a_node_that_comes_new_is_served_by_the_others(store, nodes, tmp_path):
+    fill(store, "new")
+    prewarm(settings_of(store, nodes[:2], **below("new")))
+    store.reset()
+    prewarm(settings_of(store, nodes, **below("new")))
+    assert store.counts().bytes == 0
+    assert files_below(nodes[2].root) == files_below(nodes[0].root)
+
+
+@pytest.mark.parametrize("check", CacheCheck)
+def test_a_damaged_cache_is_seen_and_only_what_is_damaged_is_fetched(store, nodes, check):
+    contents = fill(store, f"damaged-{check}")
+    settings = settings_of(store, nodes, check=check, **below(f"damaged-{check}"))
+    prewarm(settings)
+    file = nodes[1].root / "even.bin"  # of 8 pieces: also a sample of 8 looks at each
+    with file.open("r+b") as opened:
+        opened.seek(MIB)
+        opened.write(bytes([contents["even.bin"][MIB] ^ 1]))
+    report = prewarm(settings)
+    assert files_below(nodes[1].root) == contents
+    moved = [node.from_peers + node.from_store for node in report.nodes]
+    assert moved == [0, 256 * 1024, 0]
+
+
+def test_a_cache_of_another_content_is_replaced(store, nodes):
+    fill(store, "newer")
+    settings = settings_of(store, nodes, **below("newer"))
+    prewarm(settings)
+    store.put("newer/even.bin", b"shorter now")
+    prewarm(settings)
+    assert {files_below(node.root)["even.bin"] for node in nodes} == {b"shorter now"}
+
+
+def test_what_we_did_not_make_is_never_touched(store, nodes):
+    contents = fill(store, "mine")
+    mine = nodes[0].root / "even.bin"
+    mine.write_bytes(b"mine")
+    report = prewarm(settings_of(store, nodes, **below("mine")))
+    lost = report.nodes[0]
+    assert not lost.ready
+    assert "not put there by us" in lost.why
+    assert mine.read_bytes() == b"mine"
+    assert files_below(nodes[1].root) == files_below(nodes[2].root) == contents
+
+
+def test_a_node_that_dies_costs_only_itself(store, nodes):
+    contents = fill(store, "dies")
+    heard = Heard(0.3, nodes[1].kill)
+    report = prewarm(settings_of(store, nodes, **below("dies")), progress=heard)
+    if heard.named("node.lost"):
+        assert [node.ready for node in report.nodes] == [True, False, True]
+        assert "no longer answers" in report.nodes[1].why or "orders" in report.nodes[1].why
+    assert files_below(nodes[0].root) == files_below(nodes[2].root) == contents
+
+
+def test_a_run_that_was_broken_off_goes_on_where_it_was(store, nodes):
+    class Enough(Exception):
+        pass
+
+    def stop_here() -> None:
+        raise Enough
+
+    contents = fill(store, "broken-off")
+    settings = settings_of(store, nodes, **below("broken-off"))
+    store.order(Fault(FaultKind.STALL, key="broken-off/large.bin", offset=9 * MIB, seconds=60))
+    with pytest.raises(Enough):
+        prewarm(settings, progress=Heard(0.9, stop_here))
+    assert "large.bin" not in files_below(nodes[0].root)
+    first = store.counts().bytes
+    store.reset()
+    report = prewarm(settings)
+    assert [files_below(node.root) for node in nodes] == [contents] * 3
+    assert min(node.cached for node in report.nodes) > 0.5 * report.size
+    assert first + store.counts().bytes < 1.5 * report.size
+
+
+def test_an_agent_that_was_killed_goes_on_from_its_journal(store, nodes, tmp_path):
+    contents = fill(store, "journal")
+    settings = settings_of(store, nodes[:1], **below("journal"))
+    store.order(Fault(FaultKind.STALL, key="journal/large.bin", offset=9 * MIB, seconds=60))
+    with pytest.raises(errors.WorkerError, match="no longer answers|orders"):
+        prewarm(settings, progress=Heard(0.7, nodes[0].kill))
+    stop(nodes[0])
+    nodes[0] = start_agent("n0", nodes[0].root)
+    report = prewarm(settings_of(store, nodes[:1], **below("journal")))
+    assert files_below(nodes[0].root) == contents
+    assert report.nodes[0].cached > 0.5 * report.size
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(FaultKind.DENY, times=2),
+        Fault(FaultKind.ERROR, times=None, share=0.3, seed=1),
+        Fault(FaultKind.TRUNCATE, times=6),
+    ],
+    ids=lambda fault: fault.kind,
+)
+def test_a_store_that_fails_for_a_while_is_asked_again(store, nodes, fault):
+    contents = fill(store, f"fails-{fault.kind}")
+    store.order(fault)
+    report = prewarm(settings_of(store, nodes, **below(f"fails-{fault.kind}")))
+    assert [files_below(node.root) for node in nodes] == [contents] * 3
+    fired = store.counts().fired[fault.kind]
+    assert fired >= 2
+    assert sum(node.failures for node in report.nodes) >= fired
+
+
+def test_a_store_that_keeps_refusing_is_said(store, nodes):
+    fill(store, "refuses")
+    store.order(Fault(FaultKind.DENY, key="refuses/large.bin", times=None))
+    patience = timedelta(seconds=1)
+    with pytest.raises(errors.DeniedError, match=r"refuses/large\.bin could not be read"):
+        prewarm(settings_of(store, nodes, patience=patience, **below("refuses")))
+
+
+def test_a_wrong_read_of_an_object_with_a_digest_is_found_and_read_again(store, nodes):
+    contents = fill(store, "flip")
+    body = contents["large.bin"]
+    request = Request(key="flip/large.bin", sha256=hashlib.sha256(body).hexdigest())
+    store.order(Fault(FaultKind.FLIP, key="flip/large.bin", offset=5 * MIB))
+    heard = Heard()
+    report = prewarm(settings_of(store, nodes, requests=[request]), progress=heard)
+    assert [files_below(node.root) for node in nodes] == [{"flip/large.bin": body}] * 3
+    assert store.counts().fired == {"flip": 1}
+    assert heard.named("file.mismatch")
+    assert report.unverified == 0
+
+
+def test_an_object_that_is_not_what_its_digest_says_gets_no_final_name(store, nodes):
+    fill(store, "wrong")
+    request = Request(key="wrong/even.bin", sha256="0" * 64)
+    with pytest.raises(errors.CorruptError, match="is not the bytes that its digest"):
+        prewarm(settings_of(store, nodes, requests=[request]))
+    assert [files_below(node.root) for node in nodes] == [{}] * 3
+
+
+def test_an_object_that_is_replaced_meanwhile_stops_the_run(store, nodes):
+    contents = fill(store, "replaced")
+    replaced = b"x" * len(contents["large.bin"])
+    store.order(Fault(FaultKind.STALL, key="replaced/even.bin", offset=0, seconds=1))
+    heard = Heard(0.0, lambda: store.put("replaced/large.bin", replaced))
+    one_at_a_time = LimitSettings(store=1)  # the first is stalled, large.bin comes after it
+    with pytest.raises(errors.ChangedError, match=r"replaced/large\.bin was replaced"):
+        prewarm(
+            settings_of(store, nodes, limits=one_at_a_time, **below("replaced")), progress=heard
+        )
+    for node in nodes:
+        assert "large.bin" not in files_below(node.root)
+
+
+def test_the_same_object_to_two_destinations_is_fetched_once(store, nodes):
+    contents = fill(store, "links")
+    requests = [
+        Request(key="links/large.bin", destination="a/model.bin"),
+        Request(key="links/large.bin", destination="b/model.bin", mode=0o600),
+    ]
+    report = prewarm(settings_of(store, nodes, requests=requests))
+    body = contents["large.bin"]
+    assert files_below(nodes[0].root) == {"a/model.bin": body, "b/model.bin": body}
+    assert store.counts().bytes == report.size == len(body)
+
+
+def test_files_have_the_mode_that_was_asked_for(store, nodes):
+    fill(store, "mode")
+    requests = [Request(key="mode/even.bin", mode=0o640), Request(key="mode/empty")]
+    prewarm(settings_of(store, nodes, requests=requests))
+    modes = {name: os.stat(nodes[0].root / "mode" / name).st_mode for name in ("even.bin", "empty")}
+    assert {name: mode & 0o777 for name, mode in modes.items()} == {
+        "even.bin": 0o640,
+        "empty": 0o644,
+    }
+
+
+def test_a_folder_is_a_store_too(nodes, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.bin").write_bytes(os.urandom(3 * MIB))
+    (source / "b ü.txt").write_text("b")
+    prewarm(settings_of(StoreSpec(url=source.as_uri()), nodes))
+    assert files_below(nodes[2].root) == files_below(source)
+
+
+def test_a_preview_starts_nothing(store, nodes):
+    contents = fill(store, "preview")
+    seen = preview(settings_of(store, nodes, **below("preview")))
+    assert {path for path, _, _ in seen.files} == set(contents)
+    assert store.counts().bytes == 0
+
+
+def test_a_prefix_is_a_folder_and_keys_cannot_lead_out(store, nodes):
+    store.put("pfx/a", b"a")
+    store.put("pfx-other", b"b")
+    prewarm(settings_of(store, nodes, requests=[Request(prefix="pfx", destination="in")]))
+    assert files_below(nodes[0].root) == {"in/a": b"a"}
+    for destination in ("/etc/x", "../x", "a/../../x", "a//b", "."):
+        with pytest.raises(errors.ConfigurationError, match="below the root"):
+            Request(key="pfx/a", destination=destination)
+
+
+def test_too_few_nodes_are_an_error_that_says_why(store, nodes):
+    fill(store, "few")
+    nodes[0].kill()
+    nodes[1].kill()
+    with pytest.raises(errors.WorkerError, match=r"2 of 3 nodes are lost.*cannot be reached"):
+        prewarm(settings_of(store, nodes, **below("few")))
