@@ -4,6 +4,6 @@
 cluster over them. The benchmark of the swarm and its fault matrix run on it.
 """
 
-from benchmarks.rig.hosts import DISK, Host, Rig, RigError, missing
+from benchmarks.rig.hosts import DISK, GOODPUT, Host, Rig, RigError, missing
 
-__all__ = ["DISK", "Host", "Rig", "RigError", "missing"]
+__all__ = ["DISK", "GOODPUT", "Host", "Rig", "RigError", "missing"]

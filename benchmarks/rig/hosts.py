@@ -8,8 +8,9 @@
 A host is a set of namespaces (network, mounts, processes, host name). A thread of ours lives in
 them: what it starts is born in the host, what it opens or connects to is the host's. The links are
 veth pairs into a bridge, shaped both ways with ``tc tbf``: a host's end its uplink, the bridge's
-end its downlink. Every host has a tmpfs of its own at `DISK`: the same path, another disk. The
-bridge is in a namespace too, so nothing of the machine's own network is touched or reached.
+end its downlink. Every host has a tmpfs of its own at `DISK`, its ``/tmp`` is on it too: the same
+path, another disk. All else is the machine's. The bridge is in a namespace too: the machine's own
+network is neither touched nor reached.
 
 Nothing has a name outside, and the namespaces live as long as their processes, which end with
 their owner (see `benchmarks.rig.holder`): a rig whose owner was killed leaves nothing behind.
@@ -40,6 +41,9 @@ MOUNTED = Path("/mnt")  # there is one everywhere: nothing has to be made, or re
 DISK = MOUNTED / "millrace"
 NETWORK = "198.18.0."  # RFC 2544: for benchmarks
 STORE = 200
+TEMPORARY = Path("/tmp")
+SHARED_MEMORY = Path("/dev/shm")
+GOODPUT = 1448 / 1514  # of a link's rate: the rest is TCP's and Ethernet's headers
 LIMIT = timedelta(hours=1)
 PATIENCE = 20.0  # seconds that a kill may take
 GIB = 1 << 30
@@ -59,9 +63,6 @@ def missing() -> str:
         return "The rig makes network namespaces: only root can."
     if lacking := [name for name in ("ip", "tc", "mount") if shutil.which(name) is None]:
         return f"The rig needs {', '.join(lacking)} (Debian: iproute2, mount)."
-    for place in (REPOSITORY, Path(sys.prefix).resolve()):
-        if place.is_relative_to(MOUNTED):
-            return f"The rig hides {MOUNTED} from its hosts, and {place} lies in it."
     return ""
 
 
@@ -124,11 +125,23 @@ class Host:
         return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def _mount(self, size: int) -> None:
+        tmpfs = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=755", "rig"]
         _command("mount", "--make-rprivate", "/")
         _command("mount", "-t", "proc", "proc", "/proc")
-        for place in (MOUNTED, Path("/dev/shm")):
-            _command("mount", "-t", "tmpfs", "-o", f"size={size},mode=755", "rig", str(place))
+        _command(*tmpfs, str(SHARED_MEMORY))
+        aside = {SHARED_MEMORY / str(n): place for n, place in enumerate(_kept())}
+        for held, place in aside.items():
+            held.mkdir()
+            _command("mount", "--bind", str(place), str(held))
+        _command(*tmpfs, str(MOUNTED))
         (DISK / "tmp").mkdir(parents=True)
+        (DISK / "tmp").chmod(0o1777)
+        _command("mount", "--bind", str(DISK / "tmp"), str(TEMPORARY))
+        for held, place in aside.items():
+            place.mkdir(parents=True)
+            _command("mount", "--bind", str(held), str(place))
+            _command("umount", str(held))
+            held.rmdir()
 
     @property
     def holder(self) -> int:
@@ -169,6 +182,7 @@ class Host:
         command: Sequence[str | Path],
         *,
         timeout: float = 60.0,
+        given: str = "",
         env: Mapping[str, str] | None = None,
     ) -> str:
         """Run a command in the host to its end; what it printed.
@@ -176,15 +190,16 @@ class Host:
         Args:
             command: The program and its arguments.
             timeout: Seconds after which it is killed.
+            given: What it reads from its standard input.
             env: Added to the environment.
 
         Raises:
             RigError: It failed, or took too long.
         """
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        with self.popen(command, env=env, **pipes) as child:
+        pipe = subprocess.PIPE
+        with self.popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as child:
             try:
-                out, fault = child.communicate(timeout=timeout)
+                out, fault = child.communicate(given, timeout=timeout)
             except subprocess.TimeoutExpired:
                 child.kill()
                 raise RigError(f"{command[0]} took more than {timeout} s on {self.name}.") from None
@@ -333,10 +348,21 @@ class Rig:
         self.stop()
 
 
+def _kept() -> list[Path]:
+    """What hosts must see of the folders that they have their own of: our code, our Python."""
+    ours = (REPOSITORY, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve())
+    hidden = {
+        place
+        for place in ours
+        if any(place.is_relative_to(folder) for folder in (MOUNTED, TEMPORARY, SHARED_MEMORY))
+    }
+    return [place for place in hidden if hidden.isdisjoint(place.parents)]
+
+
 def _environment() -> dict[str, str]:
     """Ours, less what leads out of the rig."""
     kept = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
-    return {**kept, "TMPDIR": str(DISK / "tmp")}
+    return {**kept, "TMPDIR": str(TEMPORARY)}
 
 
 def _namespace(pid: int) -> str:

@@ -34,7 +34,7 @@ from benchmarks.rig.store_server import Server
 from tests.servers.key import Key
 from tests.servers.process import REPOSITORY
 
-__all__ = ["Counts", "Fault", "FaultKind", "ObjectCounts", "Store"]
+__all__ = ["Counts", "Fault", "FaultKind", "Head", "ObjectCounts", "Store"]
 
 BUCKET = "rig"
 REGION = "us-east-1"
@@ -48,6 +48,14 @@ class ObjectCounts:
 
     gets: int
     bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What an object is: bytes, and the ETag (the MD5, in quotes)."""
+
+    size: int
+    etag: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +155,18 @@ class Store:
         """A client, for where the store can be reached: not from outside of a rig."""
         return S3Store(**self.config(), **options)
 
-    def generate(self, key: str, size: int, seed: int = 0) -> str:
-        """Make or replace an object of ``size`` random bytes; its ETag (MD5, in quotes)."""
+    def generate(self, key: str, size: int, seed: int = 0) -> Head:
+        """Make or replace an object of ``size`` random bytes; not counted."""
         body = json.dumps({"key": key, "size": size, "seed": seed})
-        return self._ask("POST", "/_generate", body.encode())["etag"]
+        return Head(**self._ask("POST", "/_generate", body.encode()))
 
-    def put(self, key: str, body: bytes) -> str:
-        """Make or replace an object, not counted; its ETag."""
-        return self._ask("PUT", f"/_object?{urlencode({'key': key})}", body)["etag"]
+    def put(self, key: str, body: bytes) -> Head:
+        """Make or replace an object; not counted."""
+        return Head(**self._ask("PUT", f"/_object?{urlencode({'key': key})}", body))
+
+    def head(self, key: str) -> Head:
+        """What an object is; not counted."""
+        return Head(**self._ask("GET", f"/_object?{urlencode({'key': key})}"))
 
     def order(self, fault: Fault) -> None:
         """Let the next requests that it fits meet a fault."""

@@ -349,11 +349,11 @@ class Handler(BaseHTTPRequestHandler):
                 server.faults.order(Fault(**{**asked, "kind": FaultKind(asked["kind"])}))
                 self._json({})
             case "POST", "/_generate":
-                stored = server.objects.generate(**json.loads(body))
-                self._json({"etag": stored.etag})
+                self._head(server.objects.generate(**json.loads(body)))
             case "PUT", "/_object":
-                stored = server.objects.put(dict(parse_qsl(query))["key"], [body])
-                self._json({"etag": stored.etag})
+                self._head(server.objects.put(dict(parse_qsl(query))["key"], [body]))
+            case "GET", "/_object":
+                self._head(server.objects.get(dict(parse_qsl(query))["key"]))
             case "POST", "/_reset":
                 server.counts.clear()
                 server.faults.clear()
@@ -362,6 +362,11 @@ class Handler(BaseHTTPRequestHandler):
                 self._json({})
             case _:
                 raise RefusedError(404, "NoSuchControl")
+
+    def _head(self, stored: Stored | None) -> None:
+        if stored is None:
+            raise RefusedError(404, "NoSuchKey")
+        self._json({"size": stored.size, "etag": stored.etag})
 
     def _json(self, value: Any) -> None:
         self._say(200, json.dumps(value).encode(), "application/json")

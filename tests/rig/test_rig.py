@@ -4,6 +4,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rig import DISK, Host, Rig, RigError, missing
+from benchmarks.rig import DISK, GOODPUT, Host, Rig, RigError, missing
 from benchmarks.rig.hosts import REPOSITORY
 from benchmarks.rig.store import Store
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 MIB = 1 << 20
 RATE = 100  # Mbit/s
-GOODPUT = RATE / 8 * 1448 / 1514  # MB/s: what TCP's and Ethernet's headers leave of it
+MB_A_SECOND = RATE / 8 * GOODPUT
 SEND = """
 import socket, sys
 server = socket.create_server(("", 9))
@@ -90,15 +91,15 @@ def mounted() -> str:
 
 def test_hosts_reach_each_other_at_the_rate_of_the_slower_link(rig):
     # A burst of 128 KiB goes unshaped at either end, and the clock starts a little late.
-    most = GOODPUT * 1.1
+    most = MB_A_SECOND * 1.1
     for sender, receiver in (rig.nodes, (rig.store, rig.nodes[0]), (rig.nodes[0], rig.store)):
-        assert 0.5 * GOODPUT < rate(sender, receiver) < most
+        assert 0.5 * MB_A_SECOND < rate(sender, receiver) < most
 
 
 def test_a_link_can_be_given_another_rate(rig):
     rig.shape(rig.nodes[0], 20)
     try:
-        assert rate(*rig.nodes, size=MIB) < GOODPUT / 2
+        assert rate(*rig.nodes, size=MIB) < MB_A_SECOND / 2
     finally:
         rig.shape(rig.nodes[0], RATE)
 
@@ -115,6 +116,18 @@ def test_the_same_path_is_another_disk_on_every_host(rig):
     with pytest.raises(OSError, match="No space left"):
         rig.nodes[0].call((DISK / "full").write_bytes, bytes(33 * MIB))
     rig.nodes[0].call((DISK / "full").unlink)
+
+
+def test_a_temporary_file_is_the_hosts_own(rig):
+    one, other = rig.nodes
+    with tempfile.NamedTemporaryFile(dir="/tmp") as outside:
+        made = Path(one.run(["mktemp"]).strip())
+        assert made.parent == Path("/tmp")
+        for host, seen in ((one, True), (other, False)):
+            assert host.call(made.exists) is seen
+            assert not host.call(Path(outside.name).exists)
+        assert not made.exists()
+    one.call(made.unlink)
 
 
 def test_a_host_has_a_name_and_processes_of_its_own_and_no_way_out(rig):
