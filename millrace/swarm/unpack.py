@@ -54,6 +54,7 @@ _LATER = 24 * 3600  # seconds that another machine's clock may be ahead
 
 _UNIX = {3, 19}  # systems of a zip's maker whose attributes are Unix modes: Unix and macOS
 _ZIP_METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}  # of others zipfile bounds no memory
+_UTF_8 = 0x800
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENTRY = b"PK\x01\x02"
 
@@ -269,14 +270,17 @@ class _Tree:
 
     def hardlink(self, name: bytes, target: bytes) -> None:
         """Link an earlier file of the archive; copy it where the file system cannot."""
-        parts = self._begin(name)
+        self._count()
+        parts = self._parts(name)
         try:
             source = self._parts(target)
         except ArchiveError as error:
             raise _refused(name, f"links to what is no member. {error}") from None
-        if source in self._links:
+        if source in self._links:  # a link has the same text under either name
+            self._check_links(name, parts[:-1])
             self._plan(name, parts, self._links[source])
             return
+        self._check_links(name, parts)
         try:
             at = os.dup(self._enter(name, source[:-1], make=False))
         except FileNotFoundError:
@@ -650,7 +654,7 @@ def _records(data: bytes) -> dict[bytes, bytes]:
         space = data.find(b" ", at, at + 9)
         length = data[at : max(space, at)]
         end = at + int(length) if length.isdigit() else 0
-        if not space < end <= len(data) or data[end - 1] != ord("\n"):
+        if not at < space < end <= len(data) or data[end - 1] != ord("\n"):
             raise ArchiveError("The archive is damaged: an extended header is not one.")
         key, _, value = data[space + 1 : end - 1].partition(b"=")
         if key.startswith(b"GNU.sparse."):
@@ -737,7 +741,7 @@ def _unzip(archive: Reader, tree: _Tree) -> None:
 
 
 def _unzip_member(opened: zipfile.ZipFile, info: zipfile.ZipInfo, tree: _Tree) -> None:
-    name = info.orig_filename.encode("utf-8", "surrogateescape")  # filename is cut at a NUL
+    name = _zip_name(info)
     mode = info.external_attr >> 16 if info.create_system in _UNIX else 0
     kind = stat.S_IFMT(mode)
     if info.flag_bits & 1 or info.compress_type not in _ZIP_METHODS:
@@ -752,6 +756,17 @@ def _unzip_member(opened: zipfile.ZipFile, info: zipfile.ZipInfo, tree: _Tree) -
         tree.folder(name, mode or _FOLDER_MODE)
     else:
         tree.file(name, _zip_body(opened, info, name), mode or _FILE_MODE, _zip_time(info))
+
+
+def _zip_name(info: zipfile.ZipInfo) -> bytes:
+    """A member's name: UTF-8 also where the flag is missing, as Info-ZIP and macOS leave it."""
+    name = info.orig_filename  # filename is cut at a NUL
+    if not info.flag_bits & _UTF_8:
+        with contextlib.suppress(UnicodeError):
+            raw = name.encode("cp437")
+            raw.decode("utf-8")
+            return raw
+    return name.encode("utf-8", "surrogateescape")
 
 
 def _zip_body(opened: zipfile.ZipFile, info: zipfile.ZipInfo, name: bytes) -> Iterator[bytes]:
@@ -787,5 +802,5 @@ def _reading_zip() -> Generator[None]:
         OverflowError,
     ) as error:
         raise ArchiveError(
-            f"The archive is damaged, or no zip: {errors.one_line(error)}."
+            f"The archive is damaged, or no zip: {errors.one_line(error).rstrip('.')}."
         ) from error

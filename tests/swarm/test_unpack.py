@@ -89,6 +89,16 @@ def raw_header(name, kind=b"0", size=0):
     return bytes(block)
 
 
+def with_checksums(tar):
+    """A tar that was damaged so that its headers still are valid."""
+    tar = bytearray(tar)
+    for at in range(0, len(tar) - 511, 512):
+        if tar[at + 257 : at + 262] == b"ustar":
+            tar[at + 148 : at + 156] = b" " * 8
+            tar[at + 148 : at + 156] = b"%06o\0 " % sum(tar[at : at + 512])
+    return bytes(tar)
+
+
 def zip_of(*members, **told):
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file:
@@ -325,6 +335,14 @@ def test_a_name_of_bytes_that_are_no_text_is_kept(into):
     assert [os.fsencode(path.name) for path in into.iterdir()] == [b"caf\xe9"]
 
 
+def test_a_zips_name_is_unicode_also_where_it_does_not_say_so(into):
+    # As Info-ZIP and macOS write it; the other is what MS-DOS wrote.
+    data = zip_of(("XXXX", b"", 0o100644), ("YY", b"", 0o100644))
+    data = data.replace(b"XXXX", "aüb".encode()).replace(b"YY", b"\x81b")
+    unpack(io.BytesIO(data), Unpacking.ZIP, into, limits=LIMITS)
+    assert set(tree_of(into)) == {"aüb", "üb"}
+
+
 def test_nul_in_a_name_is_refused(into):
     refused(tar_of(member("a\0b", pax_headers={"path": "a\0b"})), into, "NUL")
     body = b"a\0../../x\0"
@@ -448,6 +466,13 @@ def test_links_inside_are_made(into):
     assert (into / "snapshots/latest/model").read_bytes() == b"weights"
     assert (into / "self").readlink() == Path()
     assert (into / "again/abc").is_file()
+
+
+def test_what_is_packed_twice_is_unpacked_once(into):
+    """`tar -cf x.tar f f l l`: the second time, as links to themselves."""
+    made = [member("f", b"data"), hardlink("f", "f"), symlink("l", "f"), hardlink("l", "l")]
+    assert unpack_tar(tar_of(*made), into) == Unpacked(2, 4)
+    assert (into / "l").read_bytes() == b"data"
 
 
 def test_links_in_a_zip_are_made(into):
@@ -674,7 +699,16 @@ def test_extended_headers_one_after_another_end(into, kind):
 
 @pytest.mark.parametrize(
     "record",
-    [b"x", b"5 a=b\n", b"999 path=a\n", b"0 path=a\n", b"-1 path=a\n", b"10 path=a!", b" a=b\n"],
+    [
+        b"x",
+        b"5 a=b\n",
+        b"999 path=a\n",
+        b"0 path=a\n",
+        b"-1 path=a\n",
+        b"10 path=a!",
+        b" a=b\n",
+        b"12345678901\n",
+    ],
 )
 def test_a_damaged_extended_header_is_refused(into, record):
     header = raw_header(b"pax", b"x", len(record)) + record.ljust(512, b"\0")
@@ -713,14 +747,17 @@ def test_a_damaged_archive_is_refused_or_unpacked_inside(into, method):
     if method is Unpacking.ZIP:
         data = zip_of(("a", b"1" * 700, 0o100755), ("b/c", os.urandom(600), 0o100644))
     else:
-        data = packed(tar_of(member("a", b"1" * 700), member("b/c", os.urandom(600))), method)
+        links = [symlink("d/l", "../" + "a" * 120), hardlink("h", "a" * 120)]
+        data = packed(tar_of(member("a" * 120, b"1" * 700, mtime=1.5), *links), method)
     chance = random.Random(5)
-    for _ in range(400):
+    for i in range(600):
         damaged = bytearray(data)
         for _ in range(chance.randint(1, 4)):
             damaged[chance.randrange(len(data))] = chance.randrange(256)
         if chance.random() < 0.2:
             del damaged[chance.randrange(len(data)) :]
+        if method is Unpacking.TAR and i % 2:
+            damaged = with_checksums(damaged)
         folder = tempfile.TemporaryDirectory(dir=into)
         with folder as name, contextlib.suppress(ArchiveError):
             unpack(reader_of(bytes(damaged), method), method, Path(name), limits=LIMITS)
