@@ -41,6 +41,14 @@ class CorruptError(MillraceError):
     """Bytes that were read are not the bytes that were recorded."""
 
 
+class ArchiveError(MillraceError):
+    """An archive is damaged, is larger than allowed, or holds what is not unpacked."""
+
+
+class NoSpaceError(MillraceError):
+    """The disk is too small for what is to come."""
+
+
 class WorkerError(MillraceError):
     """A worker process ended without finishing what it was given."""
 

@@ -1,5 +1,6 @@
 """What the engine reports, as one live progress artifact."""
 
+import abc
 import contextvars
 import logging
 import threading
@@ -13,7 +14,7 @@ from prefect import get_run_logger
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
 from millrace.progress import Event
-from tasks.words import count, rate, size
+from tasks.words import count, duration, rate, size
 
 logger = logging.getLogger("millrace.flows")
 
@@ -21,14 +22,14 @@ _EVERY = 2.0  # seconds between two updates of the artifact
 _PATIENCE = 5.0  # seconds that the end of a run waits for the last update
 
 
-class LiveProgress:
+class LiveProgress(abc.ABC):
     """Listens to the engine, and shows how far it is while the block lasts.
 
     Calling it only counts; a thread of its own tells the server, every two seconds. A server
     that does not answer costs the picture and nothing else.
 
     Attributes:
-        pace: Bytes committed in each second since the beginning.
+        pace: Bytes in each second since the beginning.
     """
 
     def __init__(self, key: str) -> None:
@@ -42,8 +43,6 @@ class LiveProgress:
         self._began = time.monotonic()
         self._log = get_run_logger()
         self._lock = threading.Lock()
-        self._splits = self._ended = self._shards = self._size = 0
-        self._through: dict[str, float] = {}
         self._shown = ""
         self._artifact: UUID | None = None
         self._stop = threading.Event()
@@ -65,62 +64,43 @@ class LiveProgress:
     ) -> None:
         """Show it for the last time."""
         if error is None:
-            with self._lock:  # also what another run has done meanwhile
-                self._ended = self._splits
-                self._through.clear()
+            with self._lock:
+                self._complete()
         self._stop.set()
         self._thread.join(_PATIENCE)
 
     def __call__(self, event: Event) -> None:
         """Count what happened."""
-        figures = event.figures
         with self._lock:
-            match event.name:
-                case "plan.committed":
-                    self._splits = int(figures["splits"])
-                    self._log.info(
-                        "%s of %s planned as %s",
-                        count(int(figures["files"]), "file"),
-                        size(int(figures["bytes"])),
-                        count(self._splits, "split"),
-                    )
-                case "splits.left":
-                    self._ended = self._splits - int(figures["splits"])
-                case "split.opened":
-                    self._through[event.subject] = float(figures.get("through", 0))
-                case "shard.committed":
-                    self._shards += 1
-                    self._size += int(figures["bytes"])
-                    self.pace[int(time.monotonic() - self._began)] += int(figures["bytes"])
-                    if "split" in figures:
-                        self._through[str(figures["split"])] = float(figures["through"])
-                case "split.ended":
-                    self._ended += 1
-                    self._through.pop(event.subject, None)
-                    self._log.info("%s ended, %d of %d", event.subject, self._ended, self._splits)
-                case "worker.lost":
-                    self._log.warning("A worker %s; another takes its place", figures["how"])
-                case _:
-                    pass
+            self._count(event)
 
     @property
     def percent(self) -> float:
-        """How far it is, by splits and by the parts of those that are open."""
+        """How far it is."""
         with self._lock:
-            done = self._ended + sum(self._through.values())
-            return min(100.0, 100 * done / self._splits) if self._splits else 0.0
+            return min(100.0, 100 * self._share())
 
     @property
     def sentence(self) -> str:
         """How far it is, in words."""
         with self._lock:
-            if not self._splits:
-                return "Reading the source's listing."
-            return (
-                f"{self._ended} of {count(self._splits, 'split')} ended; this run has made "
-                f"{count(self._shards, 'shard')}, {size(self._size)}, at "
-                f"{rate(self._size, time.monotonic() - self._began)}."
-            )
+            return self._words(time.monotonic() - self._began)
+
+    @abc.abstractmethod
+    def _count(self, event: Event) -> None: ...
+
+    @abc.abstractmethod
+    def _complete(self) -> None:
+        """All of it is done, whatever was counted."""
+
+    @abc.abstractmethod
+    def _share(self) -> float: ...
+
+    @abc.abstractmethod
+    def _words(self, seconds: float) -> str: ...
+
+    def _add(self, size: int) -> None:
+        self.pace[int(time.monotonic() - self._began)] += size
 
     def _run(self) -> None:
         try:
@@ -136,3 +116,109 @@ class LiveProgress:
         if self._artifact is not None and sentence != self._shown:
             update_progress_artifact(self._artifact, self.percent, sentence)
             self._shown = sentence
+
+
+class ShardProgress(LiveProgress):
+    """How far a dataset is: splits that ended, and the parts of those that are open."""
+
+    _splits = _ended = _shards = _size = 0
+
+    def __init__(self, key: str) -> None:
+        """Begin to count.
+
+        Args:
+            key: The artifact's.
+        """
+        super().__init__(key)
+        self._through: dict[str, float] = {}
+
+    def _count(self, event: Event) -> None:
+        figures = event.figures
+        match event.name:
+            case "plan.committed":
+                self._splits = int(figures["splits"])
+                self._log.info(
+                    "%s of %s planned as %s",
+                    count(int(figures["files"]), "file"),
+                    size(int(figures["bytes"])),
+                    count(self._splits, "split"),
+                )
+            case "splits.left":
+                self._ended = self._splits - int(figures["splits"])
+            case "split.opened":
+                self._through[event.subject] = float(figures.get("through", 0))
+            case "shard.committed":
+                self._shards += 1
+                self._size += int(figures["bytes"])
+                self._add(int(figures["bytes"]))
+                if "split" in figures:
+                    self._through[str(figures["split"])] = float(figures["through"])
+            case "split.ended":
+                self._ended += 1
+                self._through.pop(event.subject, None)
+                self._log.info("%s ended, %d of %d", event.subject, self._ended, self._splits)
+            case "worker.lost":
+                self._log.warning("A worker %s; another takes its place", figures["how"])
+            case _:
+                pass
+
+    def _complete(self) -> None:
+        self._ended = self._splits  # also what another run has done meanwhile
+        self._through.clear()
+
+    def _share(self) -> float:
+        done = self._ended + sum(self._through.values())
+        return done / self._splits if self._splits else 0.0
+
+    def _words(self, seconds: float) -> str:
+        if not self._splits:
+            return "Reading the source's listing."
+        return (
+            f"{self._ended} of {count(self._splits, 'split')} ended; this run has made "
+            f"{count(self._shards, 'shard')}, {size(self._size)}, at {rate(self._size, seconds)}."
+        )
+
+
+class SwarmProgress(LiveProgress):
+    """How far the nodes of a cluster are: bytes that they have, of all that they are to have."""
+
+    _had = _first = _of = _nodes = _ready = 0
+
+    def _count(self, event: Event) -> None:
+        figures = event.figures
+        match event.name:
+            case "swarm.progress":
+                had = int(figures["bytes"])
+                if self._of:
+                    self._add(max(0, had - self._had))
+                else:
+                    self._first = had  # what was there already took no time
+                self._had, self._of = had, int(figures["of"])
+                self._nodes, self._ready = int(figures["nodes"]), int(figures["ready"])
+            case "node.ready":
+                self._log.info("%s is ready after %s s", event.subject, figures["seconds"])
+            case "node.lost":
+                self._log.warning("%s is lost: %s", event.subject, figures["why"])
+            case "node.untrusted":
+                self._log.warning("%s gave wrong bytes; it is asked no more", event.subject)
+            case "file.mismatch":
+                self._log.warning("%s came out wrong, and is read again", event.subject)
+            case _:
+                pass
+
+    def _complete(self) -> None:
+        self._had = self._of
+
+    def _share(self) -> float:
+        return self._had / self._of if self._of else 0.0
+
+    def _words(self, seconds: float) -> str:
+        if not self._of:
+            return "Looking for the files and the nodes."
+        new = self._had - self._first
+        left = (self._of - self._had) * seconds / new if new else 0.0
+        ahead = f", {duration(left)} to go" if left else ""
+        return (
+            f"{self._ready} of {count(self._nodes, 'node')} ready; {size(self._had)} of "
+            f"{size(self._of)} there, at {rate(new, seconds)}{ahead}."
+        )

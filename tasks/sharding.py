@@ -10,7 +10,7 @@ from prefect.cache_policies import NO_CACHE
 from millrace import shards
 from millrace.shards import PipelineSettings, ShardReport
 from tasks.plot import pace_plot
-from tasks.progress import LiveProgress
+from tasks.progress import ShardProgress
 from tasks.retries import PAUSES, passing
 from tasks.words import artifact_key, count, duration, rate, size
 
@@ -34,7 +34,7 @@ def cut_shards(settings: PipelineSettings) -> Sharded:
 
     Call it, do not submit it: a task in another thread does not hear that it is cancelled.
     """
-    with LiveProgress(artifact_key("progress", settings.dataset)) as progress:
+    with ShardProgress(artifact_key("progress", settings.dataset)) as progress:
         report = shards.shard_dataset(settings, progress=progress)
     return Sharded(report, dict(progress.pace))
 

@@ -1,1 +1,1 @@
-pytest_plugins = ["tests.prefect_server", "tests.servers.fixtures"]
+pytest_plugins = ["tests.prefect_server", "tests.ray_cluster", "tests.servers.fixtures"]

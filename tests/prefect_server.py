@@ -178,8 +178,14 @@ class Started:
 class Worker:
     """A process worker, in a process group of its own."""
 
-    def __init__(self, server: PrefectServer, folder: Path, pool: str = "millrace") -> None:
-        """Start one."""
+    def __init__(
+        self,
+        server: PrefectServer,
+        folder: Path,
+        pool: str = "millrace",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start one; the runs that it starts inherit its environment."""
         self.log = folder / "worker.log"
         executable = str(Path(sys.executable).parent / "prefect")
         with self.log.open("ab") as sink:
@@ -188,7 +194,11 @@ class Worker:
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 cwd=folder,  # not the repository: nothing may depend on where a worker stands
-                env={**server.environment, "PREFECT_WORKER_QUERY_SECONDS": "0.5"},
+                env={
+                    **server.environment,
+                    "PREFECT_WORKER_QUERY_SECONDS": "0.5",
+                    **(environment or {}),
+                },
                 start_new_session=True,
                 preexec_fn=_hear_interrupts,  # noqa: PLW1509 - it only sets a signal
             )

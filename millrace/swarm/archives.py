@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from millrace.errors import ConfigurationError
-from millrace.swarm.landing import OURS, Landing
+from millrace.swarm.landing import OURS, Arriving, Landing
 from millrace.swarm.pieces import Catalogue, File
 
 
@@ -34,7 +34,7 @@ class Archives:
         Raises:
             ChangedError: The run has ended before.
             ConfigurationError: Its folder is there already, and we did not make it.
-            UnsafeArchiveError: It holds what must not be unpacked.
+            ArchiveError: It holds what must not be unpacked.
         """
         file = self._catalogue.files[number]
         into = self._root / file.into
@@ -66,9 +66,10 @@ class Archives:
         method, limits = Unpacking(file.unpack), Limits(**self._limits)
         if method is Unpacking.ZIP:  # its directory is at its end
             self._landing.wait_final(number)
-            unpack(self._root / file.path, method, half, limits=limits)
+            archive: Path | Arriving = self._root / file.path
         else:
-            unpack(self._landing.sequential(number), method, half, limits=limits)
+            archive = self._landing.sequential(number)
+        unpack(archive, method, half, limits=limits, mode=file.mode, owner=file.owner)
 
     @property
     def _record(self) -> Path:

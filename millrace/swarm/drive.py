@@ -68,7 +68,7 @@ class PrewarmReport:
         unverified: Files of which neither a record nor the caller said what they should be: all
             nodes have the same bytes, and the store's ETag did not change.
         seconds: From the call to the last file in place.
-        startup: Seconds of it until every agent was there.
+        startup: Seconds of it in which agents were started, and looked at what they have.
         nodes: What became of each.
         curve: Seconds since the call, and the bytes all nodes had by then.
     """
@@ -95,7 +95,7 @@ def prewarm(settings: PrewarmSettings, *, progress: Progress = silent) -> Prewar
 
     Args:
         settings: What, where to, and on which nodes.
-        progress: Told about twice a second: ``swarm.progress`` with ``bytes``, ``of``, ``nodes``
+        progress: Told a few times a second: ``swarm.progress`` with ``bytes``, ``of``, ``nodes``
             and ``ready``; and of each node that is ready or lost.
 
     Raises:
@@ -187,6 +187,7 @@ class _Drive:
         self._fatal: errors.MillraceError | None = None
         self._ending = False
         self._expected = 0
+        self._started = self._began
         self._startup = 0.0
         self._had = 0
         self._curve: list[tuple[float, int]] = []
@@ -199,6 +200,7 @@ class _Drive:
 
     def run(self) -> PrewarmReport:
         settings = self._settings
+        self._started = time.monotonic()
         try:
             with agents(settings.nodes, settings.root, self._came) as expected:
                 try:
@@ -214,6 +216,7 @@ class _Drive:
 
     def _wait(self) -> None:
         """Until every living node is ready, or nothing more can come of it."""
+        due = 0.0
         while True:
             with self._lock:
                 self._news.wait(_TICK)
@@ -223,8 +226,10 @@ class _Drive:
                 self._drop_stragglers()
                 self._check_enough()
                 told, self._told = self._told, []
-                told.append(self._status())
                 over = self._over()
+                if over or time.monotonic() >= due:
+                    due = time.monotonic() + _TICK
+                    told.append(self._status())
             for event in told:
                 self._progress(event)
             if over:
@@ -232,7 +237,7 @@ class _Drive:
 
     def _tick(self, now: float) -> None:
         if not self._startup and self._all_came(now):
-            self._startup = now - self._began
+            self._startup = now - self._started
             self._deal(self._tracker.begin(now))
         self._deal(self._tracker.tick(now))
         for audit in self._audits.values():  # what the store did not give is asked for again

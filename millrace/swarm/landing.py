@@ -24,7 +24,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from millrace.errors import ChangedError, ConfigurationError, ConflictError, MillraceError
+from millrace.errors import ChangedError, ConfigurationError, ConflictError, NoSpaceError
 from millrace.swarm.pieces import Catalogue, File, Segment, digest_of
 
 OURS = ".millrace"
@@ -41,10 +41,6 @@ class CacheCheck(StrEnum):
 
     SAMPLED = "sampled"
     FULL = "full"
-
-
-class NoSpaceError(MillraceError):
-    """The disk is too small for what is to come."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from millrace.errors import ConfigurationError, one_line
+from millrace.swarm.actor import Actor
 from millrace.swarm.settings import Hosts, RayNodes
 from millrace.swarm.wire import Place
 
@@ -163,7 +164,7 @@ class _Cluster:
                 "lifetime": "detached",
                 "get_if_exists": True,
             }
-        actor: Any = ray.remote(_Actor).options(**options).remote()
+        actor: Any = ray.remote(Actor).options(**options).remote()
         self._actors[identity] = actor
         asked = actor.start.remote(str(self._root), node["NodeManagerAddress"], key)
 
@@ -188,21 +189,3 @@ def _ray() -> Any:
             "`millrace node` runs."
         ) from error
     return ray
-
-
-class _Actor:
-    """An agent within a Ray worker."""
-
-    def __init__(self) -> None:
-        self._agent: Any = None
-        self._key = b""
-
-    def start(self, root: str, host: str, key: bytes) -> tuple[int, bytes]:
-        """Listen at the node's own address; returns the port, and the key of control requests."""
-        from millrace.swarm.agent import Agent  # noqa: PLC0415
-
-        if self._agent is None:
-            self._key = key
-            self._agent = Agent(Path(root), key, host=host)
-            self._agent.start()
-        return self._agent.port, self._key

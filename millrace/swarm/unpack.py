@@ -59,10 +59,6 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENTRY = b"PK\x01\x02"
 
 
-class ArchiveError(errors.MillraceError):
-    """An archive is damaged, is larger than allowed, or holds what is not unpacked."""
-
-
 class Unpacking(StrEnum):
     """How an archive is unpacked; ``auto`` is for `detect` to decide."""
 
@@ -215,9 +211,9 @@ def unpack(
         return tree.finish()
 
 
-def _refused(name: bytes, why: str) -> ArchiveError:
+def _refused(name: bytes, why: str) -> errors.ArchiveError:
     shown = repr(name[:200].decode("utf-8", "backslashreplace"))
-    return ArchiveError(f"The archive's member {shown} {why}")
+    return errors.ArchiveError(f"The archive's member {shown} {why}")
 
 
 class _Tree:
@@ -274,7 +270,7 @@ class _Tree:
         parts = self._parts(name)
         try:
             source = self._parts(target)
-        except ArchiveError as error:
+        except errors.ArchiveError as error:
             raise _refused(name, f"links to what is no member. {error}") from None
         if source in self._links:  # a link has the same text under either name
             self._check_links(name, parts[:-1])
@@ -312,7 +308,7 @@ class _Tree:
     def _count(self) -> None:
         self._members += 1
         if self._members > self.limits.members:
-            raise ArchiveError(
+            raise errors.ArchiveError(
                 f"The archive has more than {self.limits.members} members: raise the limit if it "
                 "is meant to."
             )
@@ -405,7 +401,7 @@ class _Tree:
     def _write(self, descriptor: int, block: bytes | memoryview) -> None:
         self._bytes += len(block)
         if self._bytes > self.limits.bytes:
-            raise ArchiveError(
+            raise errors.ArchiveError(
                 f"The archive holds more than {self.limits.bytes} bytes: raise the limit if it is "
                 "meant to."
             )
@@ -475,10 +471,10 @@ class _Tree:
             raise _refused(name, "is one link too many: pack files instead of links.")
         self._links[parts] = target
 
-    def _twice(self, name: bytes) -> ArchiveError:
+    def _twice(self, name: bytes) -> errors.ArchiveError:
         return _refused(name, "is in it twice, as different kinds of thing: pack it again.")
 
-    def _no_earlier(self, name: bytes) -> ArchiveError:
+    def _no_earlier(self, name: bytes) -> errors.ArchiveError:
         return _refused(name, "is a hard link to what is no earlier file of it: pack it again.")
 
 
@@ -521,7 +517,7 @@ def _inflated(archive: Reader, new: Callable[[], _Decoder], feed: int) -> Iterat
                 try:
                     found = decoder.decompress(piece)
                 except (zlib.error, zstandard.ZstdError) as error:
-                    raise ArchiveError(
+                    raise errors.ArchiveError(
                         f"The archive is damaged, or not compressed as was said: {error}."
                     ) from error
                 piece = decoder.unused_data if decoder.eof else b""
@@ -531,8 +527,8 @@ def _inflated(archive: Reader, new: Callable[[], _Decoder], feed: int) -> Iterat
         raise _cut()
 
 
-def _cut() -> ArchiveError:
-    return ArchiveError("The archive ends before its end: upload it again.")
+def _cut() -> errors.ArchiveError:
+    return errors.ArchiveError("The archive ends before its end: upload it again.")
 
 
 class _Stream:
@@ -602,7 +598,7 @@ def _untar(stream: _Stream, tree: _Tree) -> None:
     while found := stream.some(_READ):
         padding += len(found)
         if bytes(found).count(0) < len(found) or padding > _LONGEST_PADDING:
-            raise ArchiveError(
+            raise errors.ArchiveError(
                 "Something follows the archive's end: if tars were joined to one file, upload "
                 "them apart."
             )
@@ -619,7 +615,7 @@ def _next_member(stream: _Stream, shared: dict[bytes, bytes]) -> _Member | None:
         try:
             info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.HeaderError as error:
-            raise ArchiveError(
+            raise errors.ArchiveError(
                 f"The archive is no tar, or damaged at byte {at} of its content: {error}."
             ) from error
         if info.type in {tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK}:
@@ -630,16 +626,18 @@ def _next_member(stream: _Stream, shared: dict[bytes, bytes]) -> _Member | None:
         elif info.type == tarfile.XGLTYPE:
             found = _records(_extended(stream, info))
             if found.keys() - {b"mtime"}:
-                raise ArchiveError("The archive gives all its members one name or size.")
+                raise errors.ArchiveError("The archive gives all its members one name or size.")
             shared |= found
         else:
             return _member(info, shared | own)
-    raise ArchiveError(f"The archive is damaged: extended headers without end at byte {stream.at}.")
+    raise errors.ArchiveError(
+        f"The archive is damaged: extended headers without end at byte {stream.at}."
+    )
 
 
 def _extended(stream: _Stream, info: tarfile.TarInfo) -> bytes:
     if not 0 <= info.size <= _LONGEST_EXTENDED:
-        raise ArchiveError(
+        raise errors.ArchiveError(
             f"The archive has an extended header of {info.size} bytes, more than any is long: "
             "pack it again."
         )
@@ -655,10 +653,10 @@ def _records(data: bytes) -> dict[bytes, bytes]:
         length = data[at : max(space, at)]
         end = at + int(length) if length.isdigit() else 0
         if not at < space < end <= len(data) or data[end - 1] != ord("\n"):
-            raise ArchiveError("The archive is damaged: an extended header is not one.")
+            raise errors.ArchiveError("The archive is damaged: an extended header is not one.")
         key, _, value = data[space + 1 : end - 1].partition(b"=")
         if key.startswith(b"GNU.sparse."):
-            raise ArchiveError("The archive holds a sparse file: pack it without --sparse.")
+            raise errors.ArchiveError("The archive holds a sparse file: pack it without --sparse.")
         if key in {b"path", b"linkpath", b"size", b"mtime"}:
             records[key] = value
         at = end
@@ -695,11 +693,13 @@ class _ZipSource:
 
     def read(self, size: int = -1, /) -> bytes:
         if size > _ZIP_DIRECTORY:
-            raise ArchiveError("The archive is damaged: its directory is longer than any is.")
+            raise errors.ArchiveError(
+                "The archive is damaged: its directory is longer than any is."
+            )
         data = self._source.read(size if size >= 0 else _READ)  # all of its end: of 64 KiB
         # zipfile makes an object of each entry, before anybody can count them.
         if not self.opened and data.count(_ENTRY) > self._members:
-            raise ArchiveError(
+            raise errors.ArchiveError(
                 f"The archive has more than {self._members} members: raise the limit if it is "
                 "meant to."
             )
@@ -801,6 +801,6 @@ def _reading_zip() -> Generator[None]:
         ValueError,
         OverflowError,
     ) as error:
-        raise ArchiveError(
+        raise errors.ArchiveError(
             f"The archive is damaged, or no zip: {errors.one_line(error).rstrip('.')}."
         ) from error

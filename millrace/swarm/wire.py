@@ -35,9 +35,9 @@ class RefusedError(Exception):
         self.status = status
 
 
-def sign(key: bytes, method: str, path: str, body: bytes = b"") -> str:
+def sign(key: bytes, method: str, path: str, body: bytes = b"", *, now: float | None = None) -> str:
     """The `AUTH` header of a request: HMAC-SHA256 over method, path, time and body."""
-    moment = f"{time.time():.3f}"
+    moment = f"{time.time() if now is None else now:.3f}"
     return f"{moment}:{_mac(key, method, path, moment, body)}"
 
 

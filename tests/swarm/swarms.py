@@ -38,18 +38,27 @@ class Agent:
         self.process.wait()
 
 
-def start_agent(name: str, root: Path, *, port: int = 0) -> Agent:
+LIE = """
+import os
+import millrace.swarm.agent as agent
+
+def send_wrong(to, descriptor, start, size):
+    body = bytearray(os.pread(descriptor, size, start))
+    body[size // 2] ^= 1
+    os.set_blocking(to, True)
+    while body:
+        del body[: os.write(to, body)]
+
+agent._send_file = send_wrong
+"""
+
+
+def start_agent(name: str, root: Path, *, port: int = 0, lies: bool = False) -> Agent:
+    """Start a node; one that lies gives pieces with a flipped bit."""
+    command = [sys.executable, "-c", f"{LIE if lies else ''}from millrace.cli import main; main()"]
+    command.append("node")
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "from millrace.cli import main; main()",
-            "node",
-            "--root",
-            str(root),
-            "--port",
-            str(port),
-        ],  # fmt: skip
+        [*command, "--root", str(root), "--port", str(port)],
         env=os.environ | {"MILLRACE_NODE_KEY": KEY},
         stdout=subprocess.PIPE,
         text=True,

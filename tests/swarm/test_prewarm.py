@@ -1,8 +1,14 @@
 """Files put on every node, by agents that are processes of their own, from a store that counts."""
 
 import hashlib
+import io
 import os
+import subprocess
+import tarfile
+import time
+import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,8 +17,18 @@ import pytest
 from benchmarks.rig.store import Fault, FaultKind, Store
 from millrace import errors
 from millrace.storage import StoreSpec
-from millrace.swarm import CacheCheck, LimitSettings, Request, preview, prewarm
-from tests.swarm.swarms import Agent, Heard, files_below, running, settings_of, start_agent, stop
+from millrace.swarm import CacheCheck, LimitSettings, Request, Unpacking, preview, prewarm
+from millrace.swarm.wire import AUTH, SKEW, Connections, Place, RefusedError, sign
+from tests.swarm.swarms import (
+    KEY,
+    Agent,
+    Heard,
+    files_below,
+    running,
+    settings_of,
+    start_agent,
+    stop,
+)
 
 MIB = 1 << 20
 
@@ -129,16 +145,16 @@ def test_a_node_that_dies_costs_only_itself(store, nodes):
 
 
 def test_a_run_that_was_broken_off_goes_on_where_it_was(store, nodes):
-    class Enough(Exception):
+    class EnoughError(Exception):
         pass
 
     def stop_here() -> None:
-        raise Enough
+        raise EnoughError
 
     contents = fill(store, "broken-off")
     settings = settings_of(store, nodes, **below("broken-off"))
     store.order(Fault(FaultKind.STALL, key="broken-off/large.bin", offset=9 * MIB, seconds=60))
-    with pytest.raises(Enough):
+    with pytest.raises(EnoughError):
         prewarm(settings, progress=Heard(0.9, stop_here))
     assert "large.bin" not in files_below(nodes[0].root)
     first = store.counts().bytes
@@ -153,10 +169,11 @@ def test_an_agent_that_was_killed_goes_on_from_its_journal(store, nodes, tmp_pat
     contents = fill(store, "journal")
     settings = settings_of(store, nodes[:1], **below("journal"))
     store.order(Fault(FaultKind.STALL, key="journal/large.bin", offset=9 * MIB, seconds=60))
-    with pytest.raises(errors.WorkerError, match="no longer answers|orders"):
+    with pytest.raises(errors.WorkerError, match=r"no longer answers|orders"):
         prewarm(settings, progress=Heard(0.7, nodes[0].kill))
     stop(nodes[0])
     nodes[0] = start_agent("n0", nodes[0].root)
+    store.reset()
     report = prewarm(settings_of(store, nodes[:1], **below("journal")))
     assert files_below(nodes[0].root) == contents
     assert report.nodes[0].cached > 0.5 * report.size
@@ -240,7 +257,7 @@ def test_files_have_the_mode_that_was_asked_for(store, nodes):
     fill(store, "mode")
     requests = [Request(key="mode/even.bin", mode=0o640), Request(key="mode/empty")]
     prewarm(settings_of(store, nodes, requests=requests))
-    modes = {name: os.stat(nodes[0].root / "mode" / name).st_mode for name in ("even.bin", "empty")}
+    modes = {name: (nodes[0].root / "mode" / name).stat().st_mode for name in ("even.bin", "empty")}
     assert {name: mode & 0o777 for name, mode in modes.items()} == {
         "even.bin": 0o640,
         "empty": 0o644,
@@ -279,3 +296,171 @@ def test_too_few_nodes_are_an_error_that_says_why(store, nodes):
     nodes[1].kill()
     with pytest.raises(errors.WorkerError, match=r"2 of 3 nodes are lost.*cannot be reached"):
         prewarm(settings_of(store, nodes, **below("few")))
+
+
+def tarred(members: dict[str, bytes], mode: str = "w:gz") -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode=mode) as tar:  # pyright: ignore[reportCallIssue, reportArgumentType]
+        for name, body in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(body)
+            tar.addfile(info, io.BytesIO(body))
+    return out.getvalue()
+
+
+def test_an_archive_is_unpacked_and_kept_and_known_again(store, nodes):
+    members = {"a.txt": b"a", "b/c.bin": os.urandom(2 * MIB)}
+    store.put("archives/data.tar.gz", tarred(members))
+    request = Request(key="archives/data.tar.gz", unpack=Unpacking.AUTO, mode=0o600)
+    settings = settings_of(store, nodes, requests=[request])
+    prewarm(settings)
+    wanted = {f"archives/data/{name}": body for name, body in members.items()}
+    for node in nodes:
+        found = files_below(node.root)
+        assert found.pop("archives/data.tar.gz")
+        assert found == wanted
+        assert (node.root / "archives/data/a.txt").stat().st_mode & 0o777 == 0o600
+    store.reset()
+    assert all(node.ready for node in prewarm(settings).nodes)
+    assert store.counts().bytes < 1000  # its head tells what kind it is
+
+
+def test_a_zip_is_unpacked_when_it_is_whole(store, nodes):
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as opened:
+        opened.writestr("x/y.txt", "y" * 1000)
+    store.put("archives/data.zip", out.getvalue())
+    request = Request(key="archives/data.zip", unpack=Unpacking.ZIP, into="unpacked/here")
+    prewarm(settings_of(store, nodes, requests=[request]))
+    assert files_below(nodes[1].root)["unpacked/here/x/y.txt"] == b"y" * 1000
+
+
+def hostile_archives() -> dict[str, bytes]:
+    """Each would write outside its folder, or fill the disk."""
+    found = {
+        "traversal": tarred({"ok": b"", "../../escaped": b"x"}),
+        "absolute": tarred({"/tmp/millrace-escaped": b"x"}),
+        "bomb": tarred({"zeros": bytes(20 * MIB)}),
+    }
+    kinds = {
+        "link": (tarfile.SYMTYPE, "../../../etc"),
+        "hardlink": (tarfile.LNKTYPE, "/etc/passwd"),
+        "device": (tarfile.CHRTYPE, ""),
+    }
+    for name, (kind, target) in kinds.items():
+        out = io.BytesIO()
+        with tarfile.open(fileobj=out, mode="w") as tar:
+            info = tarfile.TarInfo("member")
+            info.type, info.linkname = kind, target
+            tar.addfile(info)
+        found[name] = out.getvalue()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["traversal", "absolute", "bomb", "link", "hardlink", "device"])
+def test_a_hostile_archive_leaves_nothing_behind(store, nodes, kind):
+    store.put(f"{kind}.tar", hostile_archives()[kind])
+    method = Unpacking.TAR_GZ if kind in {"traversal", "absolute", "bomb"} else Unpacking.TAR
+    request = Request(key=f"{kind}.tar", unpack=method, into="into")
+    settings = settings_of(store, nodes[:1], requests=[request], unpacked_bytes=10 * MIB)
+    with pytest.raises(errors.WorkerError, match=r"archive|member"):
+        prewarm(settings)
+    root = nodes[0].root
+    assert not (root / "into").exists()
+    assert set(files_below(root.parent)) <= {f"n0/{kind}.tar"}
+    assert not list(root.glob(".*.unpacking"))
+    assert not Path("/tmp/millrace-escaped").exists()
+
+
+def test_requests_that_nobody_signed_are_refused(store, nodes):
+    place, _ = Place.of(nodes[0].url)
+    ours, others = KEY.encode(), b"another key, long enough"
+    for key in (others, None):
+        for method, path in (
+            ("PUT", "/runs/x"),
+            ("POST", "/runs/x/orders"),
+            ("GET", "/runs/x/events?after=0"),
+            ("DELETE", "/runs/x"),
+        ):
+            assert refusal(place, key, method, path) == 403
+    assert refusal(place, ours, "GET", "/runs/x/events?after=0") == 404
+    for path in ("/", "/etc/passwd", "/runs", "/runs/x/pieces/../../../etc/passwd"):
+        assert refusal(place, ours, "GET", path) in {403, 404}
+
+
+def test_a_signature_is_for_one_request_and_for_a_while(nodes):
+    place, _ = Place.of(nodes[0].url)
+    path = "/runs/x/events?after=0"
+    old = sign(KEY.encode(), "GET", path, now=time.time() - 2 * SKEW)
+    assert refusal(place, None, "GET", path, {AUTH: old}) == 403
+    other = sign(KEY.encode(), "GET", "/runs/y/events?after=0")
+    assert refusal(place, None, "GET", path, {AUTH: other}) == 403
+    changed = sign(KEY.encode(), "POST", "/runs/x/orders", b"[]")
+    assert refusal(place, None, "POST", "/runs/x/orders", {AUTH: changed}, b"[1]") == 403
+
+
+def refusal(
+    place: Place,
+    key: bytes | None,
+    method: str,
+    path: str,
+    headers: dict[str, str] | None = None,
+    body: bytes = b"",
+) -> int:
+    """The status of an answer that is none."""
+    connections = Connections(10.0)
+    signed = {AUTH: sign(key, method, path, body)} if key else {}
+    try:
+        with connections.request(place, method, path, signed | (headers or {}), body or None):
+            raise AssertionError("it was answered")
+    except RefusedError as error:
+        return error.status
+    finally:
+        connections.close()
+
+
+def test_a_peer_that_gives_flipped_bits_is_caught_and_asked_no_more(store, nodes, tmp_path):
+    contents = fill(store, "liar")
+    stop(nodes.pop())
+    liar = start_agent("liar", tmp_path / "liar", lies=True)
+    nodes.append(liar)
+    heard = Heard()
+    report = prewarm(settings_of(store, nodes, **below("liar")), progress=heard)
+    assert [files_below(node.root) for node in nodes[:2]] == [contents] * 2
+    assert heard.named("node.untrusted")
+    assert [node.trusted for node in report.nodes] == [False, True, True]  # by their names
+
+
+def test_a_late_node_joins_a_run(store, nodes, tmp_path):
+    contents = fill(store, "late")
+    settings = settings_of(store, nodes, **below("late"))
+    stop(nodes[2])
+    port = int(nodes[2].url.rpartition(":")[2])
+    store.order(Fault(FaultKind.STALL, key="late/large.bin", offset=0, times=None, seconds=2.5))
+
+    def come() -> None:
+        nodes[2] = start_agent("n2", nodes[2].root, port=port)
+
+    report = prewarm(settings, progress=Heard(0.05, come))
+    assert [node.ready for node in report.nodes] == [True] * 3
+    assert files_below(nodes[2].root) == contents
+
+
+def test_a_full_disk_fails_its_node_only(store, nodes):
+    contents = fill(store, "full")
+    small = nodes[0].root
+    with mounted(small, 4 * MIB):
+        report = prewarm(settings_of(store, nodes, **below("full")))
+        assert "free" in report.nodes[0].why
+    assert [node.ready for node in report.nodes] == [False, True, True]
+    assert files_below(nodes[1].root) == contents
+
+
+@contextmanager
+def mounted(folder: Path, size: int) -> Iterator[None]:
+    """A file system of so many bytes."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)

@@ -20,8 +20,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import ConfigurationError, UnavailableError
-from millrace.swarm.unpack import ArchiveError, Limits, Unpacked, Unpacking, detect, unpack
+from millrace.errors import ArchiveError, ConfigurationError, UnavailableError
+from millrace.swarm.unpack import Limits, Unpacked, Unpacking, detect, unpack
 
 TARS = [Unpacking.TAR, Unpacking.TAR_GZ, Unpacking.TAR_ZST]
 LIMITS = Limits(bytes=1 << 20, members=100)

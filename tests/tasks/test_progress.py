@@ -9,7 +9,7 @@ from prefect.runtime import flow_run
 
 from millrace.progress import Event
 from tasks import progress as module
-from tasks.progress import LiveProgress
+from tasks.progress import ShardProgress
 from tests.prefect_server import PrefectServer
 
 PLAN = Event("plan.committed", "words/plan.json", {"splits": 4, "bytes": 4000, "files": 2})
@@ -20,13 +20,13 @@ def commit(size: int, **figures: float | str) -> Event:
 
 
 @pytest.fixture
-def counting() -> LiveProgress:
+def counting() -> ShardProgress:
     """One that only counts: nothing is shown before its block is entered."""
     with disable_run_logger():
-        return LiveProgress("progress-words")
+        return ShardProgress("progress-words")
 
 
-def test_it_counts_splits_and_parts_of_open_ones(counting: LiveProgress) -> None:
+def test_it_counts_splits_and_parts_of_open_ones(counting: ShardProgress) -> None:
     assert counting.percent == 0
     assert counting.sentence == "Reading the source's listing."
     for event in (
@@ -43,7 +43,7 @@ def test_it_counts_splits_and_parts_of_open_ones(counting: LiveProgress) -> None
     assert sum(counting.pace.values()) == 1_000
 
 
-def test_a_resumed_run_begins_where_the_last_one_was(counting: LiveProgress) -> None:
+def test_a_resumed_run_begins_where_the_last_one_was(counting: ShardProgress) -> None:
     counting(PLAN)
     counting(Event("splits.left", figures={"splits": 1}))
     assert counting.percent == 75
@@ -52,7 +52,7 @@ def test_a_resumed_run_begins_where_the_last_one_was(counting: LiveProgress) -> 
 def test_a_dataset_that_is_finished_is_shown_as_finished(prefect_api: PrefectServer) -> None:
     @flow(name="shows")
     def shows() -> str:
-        with LiveProgress("progress-shows") as live:
+        with ShardProgress("progress-shows") as live:
             live(PLAN)
             live(Event("split.ended", "train-00000", {}))
         return str(flow_run.id)
@@ -75,7 +75,7 @@ def test_a_server_that_does_not_answer_holds_up_nothing(
 
     @flow(name="goes-on")
     def goes_on() -> float:
-        with LiveProgress("progress-late") as live:
+        with ShardProgress("progress-late") as live:
             live(PLAN)
             for number in range(1000):
                 live(commit(number))

@@ -9,12 +9,14 @@ from tasks.retries import passing
 from tests.prefect_server import PrefectServer
 
 FINAL = [
+    errors.ArchiveError,
     errors.ChangedError,
     errors.ConfigurationError,
     errors.ConflictError,
     errors.CorruptError,
     errors.DeniedError,
     errors.ExistsError,
+    errors.NoSpaceError,
     errors.NotFoundError,
     ZeroDivisionError,
 ]

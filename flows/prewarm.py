@@ -1,0 +1,105 @@
+"""Put the same files on every node of a cluster."""
+
+from pathlib import Path
+
+from prefect import flow
+from pydantic import BaseModel, ConfigDict, Field
+
+from millrace.errors import ConfigurationError
+from millrace.storage import Right
+from millrace.swarm import (
+    CacheCheck,
+    LimitSettings,
+    PrewarmReport,
+    PrewarmSettings,
+    RayNodes,
+    Request,
+    Unpacking,
+)
+from tasks.places import Place, check_right
+from tasks.warming import report_nodes, warm_nodes
+
+
+class Files(Place):
+    """Files to put on every node: an object, or all below a prefix."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    key: str | None = Field(
+        default=None, description="One object, below the place. Left out: everything there."
+    )
+    destination: str | None = Field(
+        default=None,
+        description="The file, or without a key the folder, below the root. Left out: the key, or "
+        "the root itself.",
+    )
+    unpack: Unpacking | None = Field(
+        default=None, description="With a key: unpack it while it arrives; auto goes by its name."
+    )
+    into: str | None = Field(
+        default=None, description="The folder that it is unpacked into, below the root."
+    )
+    mode: int = Field(default=0o644, ge=0, le=0o777, description="Permission bits, as a number.")
+
+    def request(self, store: str) -> Request:
+        """The same, as the engine is asked."""
+        return Request(
+            store=store,
+            key=self.key,
+            prefix="" if self.key is None else None,
+            destination=self.destination,
+            unpack=self.unpack,
+            into=self.into,
+            mode=self.mode,
+        )
+
+
+class Care(BaseModel):
+    """How carefully, and how much at once."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    check: CacheCheck = Field(
+        default=CacheCheck.SAMPLED,
+        description="How files of an earlier run are recognised: by sampled digests, or by all.",
+    )
+    least: float = Field(
+        default=0.5, gt=0.0, le=1.0, description="The share of the nodes that must live."
+    )
+    limits: LimitSettings = Field(default=LimitSettings(), description="How much goes on at once.")
+
+
+@flow(name="prewarm", flow_run_name="prewarm")
+def prewarm(
+    files: list[Files],
+    root: str,
+    cluster: RayNodes = RayNodes(),  # noqa: B008 - frozen
+    care: Care = Care(),  # noqa: B008 - frozen
+) -> PrewarmReport:
+    """Put the same files on every node of a cluster, each byte out of the store once.
+
+    The rest goes from node to node. A run that was stopped fetches only what is missing when it
+    is started again. The worker must be on a machine of the cluster.
+
+    Args:
+        files: What is put on every node.
+        root: The folder on every node; `$NAME` is filled in from the node's own environment.
+        cluster: Which Ray cluster.
+        care: How carefully, and how much at once.
+    """
+    if not files:
+        raise ConfigurationError("Name at least one place that files come from.")
+    settings = PrewarmSettings(
+        requests=tuple(each.request(str(i)) for i, each in enumerate(files)),
+        stores={str(i): each.store() for i, each in enumerate(files)},
+        root=Path(root),
+        nodes=cluster,
+        check=care.check,
+        least=care.least,
+        limits=care.limits,
+    )
+    for each in files:
+        check_right(each.place, Right.READ, each.prefix)
+    warmed = warm_nodes(settings)
+    report_nodes(warmed)
+    return warmed.report
