@@ -212,10 +212,14 @@ class Host:
         return out
 
     def pids(self) -> list[int]:
-        """Its processes but the first, as the machine outside counts."""
+        """Its processes but the first and those that have ended, as the machine outside counts."""
         ours = _namespace(self.holder)
         found = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
-        return [pid for pid in found if pid != self.holder and _namespace(pid) == ours]
+        return [
+            pid
+            for pid in found
+            if pid != self.holder and _namespace(pid) == ours and not _ended(pid)
+        ]
 
     def kill(self) -> None:
         """SIGKILL all that runs in it. Its disk and its link stay: something may start anew.
@@ -369,6 +373,15 @@ def _namespace(pid: int) -> str:
     with contextlib.suppress(OSError):
         return str(Path(f"/proc/{pid}/ns/pid").readlink())
     return ""
+
+
+def _ended(pid: int) -> bool:
+    """Whether all that is left of a process is its exit code, or nothing."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, threads = fields[0], int(fields[17])
+        return state in "ZX" and threads <= 1  # the first thread ends before the others
+    return True
 
 
 def _command(*words: str) -> None:

@@ -9,11 +9,13 @@ import os
 import secrets
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
+from benchmarks.common import tree
 from benchmarks.rig.hosts import DISK, Host, Rig
 
 PORT = 6379
@@ -101,10 +103,19 @@ class RayNodes:
         """Kill its processes, and those of others that were started with its environment."""
         token = f"RAY_AUTH_TOKEN={self.environment['RAY_AUTH_TOKEN']}".encode()
         for host in self.hosts:
-            while found := [pid for pid in host.pids() if token in _environment(pid)]:
+            killed: set[int] = set()
+            while True:
+                # All are found before the first is killed: one that is ending has no environment.
+                # Some of Ray's write their titles over it, so their parents are to tell of them.
+                told = [pid for pid in host.pids() if token in _environment(pid)]
+                found = {pid for parent in told for pid in tree(parent)}
                 for pid in found:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
+                killed |= found
+                if killed.isdisjoint(host.pids()):
+                    break
+                time.sleep(0.005)
 
 
 def _environment(pid: int) -> list[bytes]:
