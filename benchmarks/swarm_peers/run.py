@@ -140,6 +140,12 @@ def _ray(rig: Rig, store: Store, keys: Sequence[str], destination: Path) -> Figu
         return _driven(rig, store, ray, Path(sys.executable), "ray_put", order)
 
 
+def _millrace(rig: Rig, store: Store, keys: Sequence[str], destination: Path) -> Figures:
+    with RayNodes.start(rig) as ray:
+        order = Order(store.config(), list(keys), str(destination), ray.address, {})
+        return _driven(rig, store, ray, Path(sys.executable), "ours", order)
+
+
 def _xenna(
     rig: Rig, store: Store, keys: Sequence[str], destination: Path, *, options: dict[str, Any]
 ) -> Figures:
@@ -160,6 +166,7 @@ def _driven(
 
 
 PEERS: dict[str, Callable[[Rig, Store, Sequence[str], Path], Figures]] = {
+    "millrace": _millrace,
     "naive": _naive,
     "ray": _ray,
     "xenna": partial(_xenna, options={"chunk_size_bytes": 4 * MIB}),

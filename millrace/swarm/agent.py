@@ -82,7 +82,8 @@ class Run:
         self._events: list[_Event] = []
         self._news = threading.Condition()
         self._orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._buffers = Buffers()
+        self._sizes = plan.catalogue.sizes()
+        self._buffers = Buffers(max(self._sizes, default=0))
         self.heard = time.monotonic()
         self.landing = Landing(
             root,
@@ -177,17 +178,20 @@ class Run:
         if self.landing.has(number) and not order.get("again"):  # another source was quicker
             self._tell({"e": "had", **told})
             return
-        piece = self._plan.catalogue.pieces[number]
-        data = self._buffers.of(sum(segment.size for segment in piece))
-        try:
-            if source:
-                self._peers.piece(number, source, data)
-            else:
-                self._store.piece(number, data)
-        except FetchError as error:
-            self._tell({"e": "failed", **told, "why": str(error)[:300], "status": error.status})
-            return
-        parts = digests(piece, data)
+        with self._buffers.one(self._sizes[number]) as data:
+            try:
+                if source:
+                    self._peers.piece(number, source, data)
+                else:
+                    self._store.piece(number, data)
+            except FetchError as error:
+                why = {"why": str(error)[:300], "status": error.status}
+                self._tell({"e": "failed", **told, **why})
+                return
+            self._take_in(number, data, wanted, told)
+
+    def _take_in(self, number: int, data: memoryview, wanted: str, told: _Event) -> None:
+        parts = digests(self._plan.catalogue.pieces[number], data)
         digest = digest_of(parts)
         if wanted and digest != wanted:
             self._tell({"e": "failed", **told, "why": "wrong bytes", "status": 0, "wrong": True})

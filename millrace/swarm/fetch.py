@@ -5,8 +5,9 @@ import http.client
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -197,14 +198,25 @@ def digests(segments: tuple[Segment, ...], data: memoryview) -> list[bytes]:
     return found
 
 
-class Buffers(threading.local):
-    """One buffer a thread, which goes round: new memory costs more than copying."""
+class Buffers:
+    """Buffers that go round, the last one first: new memory costs more than copying.
 
-    def __init__(self) -> None:
-        self._buffer = bytearray()
+    Args:
+        size: Bytes of each.
+    """
 
-    def of(self, size: int) -> memoryview:
-        """A buffer of so many bytes."""
-        if len(self._buffer) < size:
-            self._buffer = bytearray(size)
-        return memoryview(self._buffer)[:size]
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._free: list[bytearray] = []
+
+    @contextmanager
+    def one(self, size: int) -> Generator[memoryview]:
+        """A buffer of so many bytes, for the length of a block."""
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = bytearray(self._size)
+        try:
+            yield memoryview(buffer)[:size]
+        finally:
+            self._free.append(buffer)

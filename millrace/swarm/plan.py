@@ -20,7 +20,12 @@ STORE = ""
 _LOOKED_AT = 16  # pieces of a node's queue, and holders of a piece, that one decision looks at
 _FED = 8  # waiting nodes that are offered what one event has freed
 _LATE_AT_LEAST = 3.0  # seconds before a transfer can be called late
-_LATE = 4.0  # times the median
+_LATE_UNKNOWN = 30.0  # seconds, before there are enough to compare with
+_LATE = 6.0  # times the median
+_VERY_LATE = 4.0  # times what is late
+_KNOWN, _REMEMBERED = 4, 64  # transfers
+_WINDOW = 2  # reads of each slot, after which their rate is looked at
+_QUICKER = 1.2  # times the rate before, so that twice as many at once are worth it
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
 
@@ -30,13 +35,13 @@ class Limits:
 
     Attributes:
         store: Reads from the store, of all nodes together.
-        node_store: Reads from the store, of one node.
+        node_store: Reads from the store, of one node, at most: fewer where more bring nothing.
         down: Pieces that one node fetches from others.
         up: Pieces that one node gives to others.
     """
 
     store: int = 64
-    node_store: int = 4
+    node_store: int = 8
     down: int = 8
     up: int = 8
 
@@ -60,6 +65,47 @@ class Order:
     digest: str = ""
     drop: bool = False
     again: bool = False
+
+
+@dataclass(slots=True)
+class _Pace:
+    """How many reads from the store each node has under way: more while more is quicker.
+
+    Begins with one, and doubles as long as that brings a good part more bytes a second. Pieces
+    that share the store's rate all come late, and what comes late is passed on late.
+
+    Attributes:
+        reads: Of one node.
+    """
+
+    most: int
+    reads: int = 1
+    _grows: bool = True
+    _before: float = 0.0
+    _since: float | None = None
+    _count: int = 0
+    _bytes: int = 0
+
+    def read(self, size: int, nodes: int, now: float) -> None:
+        """So many bytes were read; after a while, see whether it was quicker than before."""
+        if not self._grows:
+            return
+        if self._since is None:  # of the first, nobody knows how long it waited
+            self._since = now
+            return
+        self._count += 1
+        self._bytes += size
+        if self._count < _WINDOW * self.reads * max(nodes, 1):
+            return
+        rate = self._bytes / max(now - self._since, 1e-6)
+        if rate < _QUICKER * self._before:
+            self.reads, self._grows = self.reads // 2, False
+            return
+        self._before, self._since, self._count, self._bytes = rate, now, 0, 0
+        if self.reads * 2 > self.most:
+            self._grows = False
+        else:
+            self.reads *= 2
 
 
 @dataclass(slots=True)
@@ -95,17 +141,18 @@ class _Piece:
 
 
 @dataclass(slots=True)
-class _Median:
-    """Of the last values."""
+class _Late:
+    """Transfers that take too long.
 
-    values: deque[float] = field(default_factory=lambda: deque[float](maxlen=64))
+    Attributes:
+        transfers: Node, piece and source of each.
+        nodes: Whose fault it would be.
+        very: One takes far too long.
+    """
 
-    def late(self, waited: float, size: int) -> bool:
-        """Whether a transfer of so many bytes has taken too long; values are seconds a byte."""
-        if len(self.values) < 4:
-            return waited > 10 * _LATE_AT_LEAST
-        middle = sorted(self.values)[len(self.values) // 2]
-        return waited > max(_LATE_AT_LEAST, _LATE * middle * max(size, 1))
+    transfers: list[tuple[_Node, int, str]] = field(default_factory=list[tuple[_Node, int, str]])
+    nodes: set[str] = field(default_factory=set[str])
+    very: bool = False
 
 
 class Tracker:
@@ -129,14 +176,17 @@ class Tracker:
     ) -> None:
         self._pieces = [_Piece(size) for size in sizes]
         self._limits = limits or Limits()
+        self._pace = _Pace(self._limits.node_store)
         self._nodes: dict[str, _Node] = {}
         self._unread = list(range(len(sizes)))  # a heap: in no node, and nobody reads it
         self._delayed: list[int] = []  # failed at the store: read again later
         self._reads = 0
-        self._hungry: deque[str] = deque()
-        self._waiting: set[str] = set()  # what is in _hungry
+        self._hungry: set[str] = set()
         self._random = random.Random(seed)
-        self._seconds = {STORE: _Median(), "peer": _Median()}
+        self._seconds: dict[str, deque[float]] = {
+            kind: deque[float](maxlen=_REMEMBERED) for kind in (STORE, "peer")
+        }
+        """A byte, of the last transfers."""
         self._orders: list[Order] = []
         self._begun = False
         self.disputed: list[int] = []
@@ -200,7 +250,7 @@ class Tracker:
         node, piece = self._nodes[name], self._pieces[number]
         since = self._over(node, number, source)
         if since is not None:
-            self._measure(node, piece, source, now - since)
+            self._measure(node, piece, source, now - since, now)
         if not node.alive or node.have[number]:
             return self._taken()
         if piece.digest not in {"", digest}:
@@ -270,9 +320,7 @@ class Tracker:
         self._delayed = [number for number in self._delayed if number not in set(due)]
         for number in due:
             self._offer_to_read(number)
-        for node in self._nodes.values():
-            if node.alive:
-                self._hedge(node, now)
+        self._hedge(now)
         for node in self._nodes.values():
             if node.alive:
                 self._feed(node, now)
@@ -342,9 +390,7 @@ class Tracker:
         self._await(node)
 
     def _await(self, node: _Node) -> None:
-        if node.name not in self._waiting:
-            self._waiting.add(node.name)
-            self._hungry.append(node.name)
+        self._hungry.add(node.name)
 
     def _forget_holder(self, node: _Node) -> None:
         for number, piece in enumerate(self._pieces):
@@ -375,7 +421,7 @@ class Tracker:
     def _offer_to_read(self, number: int) -> None:
         heapq.heappush(self._unread, number)
         for node in self._nodes.values():
-            if node.alive and node.reads < self._limits.node_store:
+            if node.alive and node.reads < self._pace.reads:
                 self._await(node)
 
     def _read_again(self, number: int, now: float) -> None:
@@ -389,19 +435,18 @@ class Tracker:
     # -- what a node does next
 
     def _feed_hungry(self, now: float) -> None:
-        for _ in range(min(_FED, len(self._hungry))):
-            name = self._hungry.popleft()
-            self._waiting.discard(name)
-            node = self._nodes[name]
-            if node.alive:
-                self._feed(node, now)
+        """Offer what has become free to those that wait; to those that lack most first."""
+        waiting = [node for name in self._hungry if (node := self._nodes[name]).alive]
+        for node in heapq.nlargest(_FED, waiting, key=lambda node: node.missing):
+            self._hungry.discard(node.name)
+            self._feed(node, now)
 
     def _feed(self, node: _Node, now: float) -> None:
         """Fill a node's free slots."""
         if not self._begun:
             return
         limits = self._limits
-        while node.reads < limits.node_store and self._reads < limits.store:
+        while node.reads < self._pace.reads and self._reads < limits.store:
             number = self._next_unread(node)
             if number is None:
                 break
@@ -419,7 +464,7 @@ class Tracker:
                 continue
             self._order(node, number, source.name, now)
         if (node.queue and node.fetches < limits.down) or (
-            self._unread and node.reads < limits.node_store
+            self._unread and node.reads < self._pace.reads
         ):
             self._await(node)
 
@@ -512,37 +557,60 @@ class Tracker:
             self._nodes[source].up -= 1
         return since
 
-    def _measure(self, node: _Node, piece: _Piece, source: str, seconds: float) -> None:
+    def _measure(self, node: _Node, piece: _Piece, source: str, seconds: float, now: float) -> None:
         """Learn from a transfer how long one takes, and how quick a node is."""
-        kind = self._seconds[STORE if source == STORE else "peer"]
-        late = kind.late(seconds, piece.size)
-        kind.values.append(seconds / max(piece.size, 1))
+        self._seconds[STORE if source == STORE else "peer"].append(seconds / max(piece.size, 1))
+        if source == STORE:
+            self._pace.read(piece.size, len(self.nodes), now)
         other = node if source == STORE else self._nodes[source]
-        if late:
-            self._mark_slow(other)
-        else:
-            other.slow = False
+        other.slow = False
         if source != STORE:
             rate = piece.size / max(seconds, 1e-6)
             other.rate = 0.8 * other.rate + 0.2 * rate if other.rate else rate
 
-    def _hedge(self, node: _Node, now: float) -> None:
+    def _hedge(self, now: float) -> None:
         """Order what is late from somewhere else too; whichever comes first counts."""
-        for number, sources in list(node.down.items()):
-            if node.have[number]:  # read again to be sure, or won by another source
+        late = {STORE: _Late(), "peer": _Late()}
+        for node in self._nodes.values():
+            if node.alive:
+                self._find_late(node, late, now)
+        living = len(self.nodes)
+        for found in late.values():
+            # Late at many at once is a crowded network, and more of the same would not help.
+            if len(found.nodes) <= max(1, living // 4) or found.very:
+                for node, number, source in found.transfers:
+                    self._hedge_one(node, number, source, now)
+
+    def _find_late(self, node: _Node, late: "dict[str, _Late]", now: float) -> None:
+        for number, sources in node.down.items():
+            if len(sources) > 1 or node.have[number]:  # hedged already, or read again to be sure
                 continue
-            piece = self._pieces[number]
             source, since = next(iter(sources.items()))
             kind = STORE if source == STORE else "peer"
-            if len(sources) > 1 or not self._seconds[kind].late(now - since, piece.size):
-                continue
-            self._mark_slow(node if source == STORE else self._nodes[source])
-            if source == STORE and not piece.holders and number not in self._unread:
+            allowed = self._allowed(kind, self._pieces[number].size)
+            if now - since > allowed:
+                late[kind].transfers.append((node, number, source))
+                late[kind].nodes.add(node.name if source == STORE else source)
+                late[kind].very |= now - since > _VERY_LATE * allowed
+
+    def _allowed(self, kind: str, size: int) -> float:
+        """Seconds that a transfer of so many bytes may take."""
+        values = self._seconds[kind]
+        if len(values) < _KNOWN:
+            return _LATE_UNKNOWN
+        middle = sorted(values)[len(values) // 2]
+        return max(_LATE_AT_LEAST, _LATE * middle * max(size, 1))
+
+    def _hedge_one(self, node: _Node, number: int, source: str, now: float) -> None:
+        piece = self._pieces[number]
+        self._mark_slow(node if source == STORE else self._nodes[source])
+        if source == STORE and not piece.holders:
+            if number not in self._unread:
                 self._offer_to_read(number)  # somebody else reads it too
-                continue
-            giver = self._source(node, number)
-            if giver is not None and giver.name != source and not giver.slow:
-                self._order(node, number, giver.name, now)
+            return
+        giver = self._source(node, number)
+        if giver is not None and giver.name != source and not giver.slow:
+            self._order(node, number, giver.name, now)
 
     def _taken(self) -> list[Order]:
         orders, self._orders = self._orders, []

@@ -75,7 +75,12 @@ class LimitSettings(_Settings):
     """How much goes on at once."""
 
     store: int = Field(default=64, ge=1, description="Reads from the store, of all nodes together.")
-    node_store: int = Field(default=4, ge=1, le=64, description="Reads from the store, a node.")
+    node_store: int = Field(
+        default=8,
+        ge=1,
+        le=64,
+        description="Reads from the store, a node, at most: fewer where more bring nothing.",
+    )
     down: int = Field(default=8, ge=1, le=64, description="Pieces a node fetches from others.")
     up: int = Field(default=8, ge=1, le=64, description="Pieces a node gives to others.")
 
