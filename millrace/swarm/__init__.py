@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from millrace.swarm.drive import NodeReport, Preview, PrewarmReport, preview, prewarm
-    from millrace.swarm.landing import CacheCheck
+    from millrace.swarm.made import CacheCheck
     from millrace.swarm.settings import (
         Host,
         Hosts,
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "CacheCheck": "landing",
+    "CacheCheck": "made",
     "NodeReport": "drive",
     "PrewarmReport": "drive",
     "Preview": "drive",

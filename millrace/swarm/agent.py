@@ -26,7 +26,8 @@ from typing import Any, cast
 from millrace.errors import ChangedError, MillraceError
 from millrace.swarm.archives import Archives
 from millrace.swarm.fetch import Buffers, FetchError, PeerReader, StoreReader, digests
-from millrace.swarm.landing import CacheCheck, Landing
+from millrace.swarm.landing import Landing
+from millrace.swarm.made import CacheCheck
 from millrace.swarm.pieces import Catalogue, digest_of
 from millrace.swarm.wire import AUTH, Connections, Place, signed_by
 

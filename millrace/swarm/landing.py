@@ -11,61 +11,34 @@ Nothing that is not in it is ever replaced or removed.
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import queue
-import random
 import shutil
 import struct
 import threading
 from collections.abc import Callable, Generator
-from dataclasses import asdict, dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from millrace.errors import ChangedError, ConfigurationError, ConflictError, NoSpaceError
+from millrace.swarm.made import (
+    CacheCheck,
+    Made,
+    append_made,
+    hash_file,
+    read_made,
+    recognised,
+    segment_digests,
+)
 from millrace.swarm.pieces import Catalogue, File, Segment, digest_of
 
 OURS = ".millrace"
 _ENTRY = struct.Struct(">I32s")
-_SAMPLED = 8  # segments of a cached file that are read again
 _BLOCK = 1 << 20
 _FLUSHED = 64 << 20  # bytes after which writing to the disk is begun
 _ROOM = 64 << 20  # bytes left free on the disk
 _FEW = 8  # files that are brought onto the disk one by one
-
-
-class CacheCheck(StrEnum):
-    """How a file that an earlier run has left is recognised."""
-
-    SAMPLED = "sampled"
-    FULL = "full"
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """What we made: a line of ``files.jsonl``.
-
-    Attributes:
-        path: Below the root.
-        size: Bytes.
-        mtime_ns: When it was last changed.
-        etag: The store's name for the content.
-        origin: Its URL.
-        sha256: Of the whole, if it was known.
-        piece_size: What `digests` are cut by.
-        digests: SHA-256 of each segment.
-    """
-
-    path: str
-    size: int
-    mtime_ns: int
-    etag: str
-    origin: str
-    sha256: str
-    piece_size: int
-    digests: list[str]
 
 
 @dataclass(slots=True)
@@ -389,12 +362,14 @@ class Landing:
     # -- what an earlier run has left
 
     def _find_finished(self) -> None:
-        made = _read_made(self._ours / "files.jsonl")
+        made = read_made(self._ours / "files.jsonl")
         for number, state in enumerate(self._states):
             path = self._final(state.file.path)
             if not os.path.lexists(path):
                 continue
-            digests = self._recognised(path, state.file, made.get(state.file.path, []))
+            digests = recognised(
+                path, state.file, made.get(state.file.path, []), self._catalogue, self._check
+            )
             if digests is None:
                 continue
             wrong = any(digest is None for digest in digests)
@@ -407,45 +382,6 @@ class Landing:
                 self._link(path, self._final(link))
             self._finished(number)
         self._note_pieces()
-
-    def _recognised(self, path: Path, file: File, made: list[Made]) -> list[bytes | None] | None:
-        """The digests of a file that is in our way, None for each segment that is damaged.
-
-        None for all: it is ours, and of another content, so it will be replaced.
-        """
-        stat = path.lstat()
-        plain = path.is_file() and not path.is_symlink()
-        content = file.origin, file.etag, file.size
-        same = [entry for entry in made if (entry.origin, entry.etag, entry.size) == content]
-        if plain and same and stat.st_size == file.size:
-            return self._checked(path, file, same[-1])
-        if plain and any(
-            (entry.size, entry.mtime_ns) == (stat.st_size, stat.st_mtime_ns) for entry in made
-        ):
-            return None
-        if file.sha256 and plain and stat.st_size == file.size:
-            whole, digests = _hash_file(path, file, self._catalogue.piece_size)
-            if whole == file.sha256:
-                return list(digests)
-        raise ConfigurationError(
-            f"{path} is there already, and was not put there by us (or was changed since): move "
-            "it away, or choose another destination. It was not touched."
-        )
-
-    def _checked(self, path: Path, file: File, made: Made) -> list[bytes | None]:
-        recorded = [bytes.fromhex(digest) for digest in made.digests]
-        count = len(recorded)
-        if self._check is CacheCheck.SAMPLED and made.piece_size == self._catalogue.piece_size:
-            chosen = random.Random(self._catalogue.id).sample(range(count), min(count, _SAMPLED))
-            if _segment_digests(path, file, made.piece_size, chosen) == [
-                recorded[i] for i in chosen
-            ]:
-                return list(recorded)
-        found = _segment_digests(path, file, made.piece_size, range(count))
-        if made.piece_size == self._catalogue.piece_size:
-            return [a if a == b else None for a, b in zip(found, recorded, strict=True)]
-        _, digests = _hash_file(path, file, self._catalogue.piece_size)
-        return list(digests) if found == recorded else [None] * len(digests)
 
     def _find_journaled(self) -> None:
         try:
@@ -469,7 +405,7 @@ class Landing:
             file = self._catalogue.files[segment.file]
             path = self.path_now(segment.file)
             try:
-                parts += _segment_digests(
+                parts += segment_digests(
                     path, file, self._catalogue.piece_size, [self._index(segment)]
                 )
             except OSError:
@@ -557,7 +493,7 @@ class Landing:
             return
         self._settle([state.file for _, state in ready])
         # Before the names are there: a file of which no line says that it is ours is never touched.
-        _append_made(self._ours / "files.jsonl", [self._made(state) for _, state in ready])
+        append_made(self._ours / "files.jsonl", [self._made(state) for _, state in ready])
         for _, state in ready:
             self._rename(state)
         for folder in {self._final(state.file.path).parent for _, state in ready}:
@@ -574,7 +510,7 @@ class Landing:
             part = state.digests[0]
             found = part.hex() if part else ""
         elif not state.fresh:
-            found, _ = _hash_file(self.path_now(number), file, self._catalogue.piece_size)
+            found, _ = hash_file(self.path_now(number), file, self._catalogue.piece_size)
         elif state.hashed < file.size:
             return False  # the thread that hashes comes back with it
         else:
@@ -665,46 +601,6 @@ def _segments(catalogue: Catalogue) -> list[int]:
         for segment in piece:
             counts[segment.file] += 1
     return counts
-
-
-def _segment_digests(path: Path, file: File, piece_size: int, indexes: Any) -> list[bytes]:
-    found: list[bytes] = []
-    step = piece_size if file.size >= piece_size else max(file.size, 1)
-    with path.open("rb", buffering=0) as opened:
-        for index in indexes:
-            opened.seek(index * step)
-            found.append(hashlib.sha256(opened.read(min(step, file.size - index * step))).digest())
-    return found
-
-
-def _hash_file(path: Path, file: File, piece_size: int) -> tuple[str, list[bytes]]:
-    """SHA-256 of a file, and of each of its segments."""
-    whole, parts = hashlib.sha256(), list[bytes]()
-    with path.open("rb", buffering=0) as opened:
-        while block := opened.read(piece_size):
-            whole.update(block)
-            parts.append(hashlib.sha256(block).digest())
-    return whole.hexdigest(), parts or [hashlib.sha256().digest()]
-
-
-def _read_made(path: Path) -> dict[str, list[Made]]:
-    """The lines of each file; a line that a kill has cut is nobody's."""
-    made: dict[str, list[Made]] = {}
-    with contextlib.suppress(FileNotFoundError):
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError, TypeError):
-                entry = Made(**json.loads(line))
-                made.setdefault(entry.path, []).append(entry)
-    return made
-
-
-def _append_made(path: Path, made: list[Made]) -> None:
-    lines = "".join(json.dumps(asdict(entry)) + "\n" for entry in made)
-    with path.open("a") as file:
-        # A line that a kill has cut is ended first.
-        file.write(lines if file.tell() == 0 else f"\n{lines}")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync_file_system(folder: Path) -> None:

@@ -179,6 +179,7 @@ class Tracker:
         self._pace = _Pace(self._limits.node_store)
         self._nodes: dict[str, _Node] = {}
         self._unread = list(range(len(sizes)))  # a heap: in no node, and nobody reads it
+        self._offered = set(self._unread)  # what is in it
         self._delayed: list[int] = []  # failed at the store: read again later
         self._reads = 0
         self._hungry: set[str] = set()
@@ -419,6 +420,9 @@ class Tracker:
             self._orders.append(Order(node.name, number, STORE, drop=True))
 
     def _offer_to_read(self, number: int) -> None:
+        if number in self._offered:
+            return
+        self._offered.add(number)
         heapq.heappush(self._unread, number)
         for node in self._nodes.values():
             if node.alive and node.reads < self._pace.reads:
@@ -477,9 +481,11 @@ class Tracker:
         while self._unread and len(passed) < _LOOKED_AT:
             number = heapq.heappop(self._unread)
             if self._well_held(number):
+                self._offered.discard(number)
                 continue
             if STORE not in node.down.get(number, {}) and not node.have[number]:
                 found = number
+                self._offered.discard(number)
                 break
             passed.append(number)
         for number in passed:
@@ -605,8 +611,7 @@ class Tracker:
         piece = self._pieces[number]
         self._mark_slow(node if source == STORE else self._nodes[source])
         if source == STORE and not piece.holders:
-            if number not in self._unread:
-                self._offer_to_read(number)  # somebody else reads it too
+            self._offer_to_read(number)  # somebody else reads it too
             return
         giver = self._source(node, number)
         if giver is not None and giver.name != source and not giver.slow:

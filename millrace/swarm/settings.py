@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from millrace.storage import StoreSpec
-from millrace.swarm.landing import CacheCheck
+from millrace.swarm.made import CacheCheck
 from millrace.swarm.pieces import LARGEST, SMALLEST, safe
 from millrace.swarm.unpack import Unpacking
 

@@ -18,6 +18,7 @@ from tests.soak.faults import outlast, r2_place, rgw_place, run_faults
 from tests.soak.kills import Kills
 from tests.soak.material import make_all
 from tests.soak.place import LocalPlace, Place
+from tests.soak.swarm import run_swarm
 from tests.soak.tally import Tally
 from tests.soak.together import Wakes, meet, share, take_over
 
@@ -30,22 +31,34 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--kills", type=int, default=212, help="at least so many")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=["kills", "faults"])
+    parser.add_argument("--only", choices=["kills", "faults", "swarm"])
     options = parser.parse_args()
     began = time.monotonic()
+    good: list[bool] = []
+    summary: list[str] = []
+    if options.only in {None, "kills", "faults"}:
+        good, summary = _shards(options)
+    if options.only in {None, "swarm"}:
+        cases, wrong = run_swarm(_tell)
+        good.append(not wrong)
+        summary.append(f"swarm {cases}, wrong {wrong}")
+    print(f"{time.monotonic() - began:.0f} s", *reversed(summary), sep="\n")
+    return 0 if all(good) else 1
+
+
+def _shards(options: argparse.Namespace) -> tuple[list[bool], list[str]]:
+    good: list[bool] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
         rgw = stack.enter_context(RGW.start(folder / "rgw"))
         soak = _Soak(folder, rgw, options.seed)
-        good: list[bool] = []
         if options.only != "faults":
             good += [soak.kills(options.kills), soak.meetings()]
         if options.only != "kills":
             keys = {rgw.full.access_key_id: rgw.full.secret_access_key}
             proxy = stack.enter_context(R2Proxy.start(rgw.endpoint, keys, folder / "r2"))
             good.append(soak.faults(proxy))
-    print(f"{time.monotonic() - began:.0f} s", *reversed(soak.summary), sep="\n")
-    return 0 if all(good) else 1
+        return good, soak.summary
 
 
 class _Soak:

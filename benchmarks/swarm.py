@@ -1,0 +1,215 @@
+"""The same files put on every node of a cluster: Millrace, its peers, and the floor.
+
+Run it with ``python -m benchmarks.swarm [--quick] [--json FILE]``, as root. Each run has a rig of
+its own (`benchmarks.rig`): hosts in namespaces with links shaped both ways, a Ray node on each, a
+store that counts what it sends. ``s`` is from the call to the last file in place on the last node,
+planning, hashing and syncing included; the start of the agents is ``startup_s``.
+
+The floor is ``max(S / B, S / d, N * S / (B + N * u))`` for S bytes to N nodes with up- and
+downlinks u and d, out of a store of B bytes a second (Kumar and Ross, 2006), less the headers of
+TCP and Ethernet.
+
+Of the planner alone: the time that it takes over one event, with 100 nodes and 10,000 pieces; and
+one file of 1 kB to 64 agents in one process.
+"""
+
+import heapq
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from benchmarks.common import Results, options, rotated, show
+from benchmarks.rig import DISK, GOODPUT, Rig
+from benchmarks.rig.store import Store
+from benchmarks.swarm_peers.run import Figures, run_peer
+from benchmarks.swarm_peers.xenna_python import NoXennaError
+from millrace.storage import StoreSpec
+from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm
+from millrace.swarm.agent import Agent
+from millrace.swarm.plan import STORE, Limits, Order, Tracker
+
+MIB = 1 << 20
+SYSTEMS = ("millrace", "xenna", "naive", "ray")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is put on which nodes.
+
+    Attributes:
+        name: Of the work.
+        nodes: How many.
+        mbit: Of every link, the store's too.
+        files: How many.
+        size: Bytes of each.
+        quick: Bytes of each with ``--quick``.
+    """
+
+    name: str
+    nodes: int
+    mbit: int
+    files: int
+    size: int
+    quick: int
+
+    def floor(self, size: int) -> float:
+        """Seconds that nothing can beat."""
+        link = self.mbit * 1e6 / 8 * GOODPUT
+        return max(size / link, self.nodes * size / (link + self.nodes * link))
+
+
+WORKS = (
+    Work("4 nodes", 4, 200, 1, 512 * MIB, 64 * MIB),
+    Work("8 nodes", 8, 100, 1, 128 * MIB, 32 * MIB),
+    Work("small files", 4, 200, 1000, 10_000, 10_000),
+)
+
+
+def run_one(work: Work, system: str, size: int) -> Figures:
+    """Let one system do one work, on a rig of its own."""
+    room = 3 * work.files * size + 512 * MIB  # two copies, and Ray's object store
+    with (
+        Rig.start(
+            nodes=work.nodes, rate_mbit=work.mbit, store_mbit=work.mbit, disk_bytes=room
+        ) as rig,
+        Store.start(DISK / "objects", rig.store) as store,
+    ):
+        keys = [f"files/{number:04d}" for number in range(work.files)]
+        for number, key in enumerate(keys):
+            store.generate(key, size, seed=number)
+        return run_peer(rig, store, system, keys)
+
+
+def run_works(results: Results, *, quick: bool) -> None:
+    """Run each system over each work, interleaved."""
+    left_out: set[str] = set()
+    for work in WORKS:
+        size = work.quick if quick else work.size
+        total = size * work.files
+        results.add(work.name, "floor", "s", work.floor(total))
+        for repeat in range(1 if quick else 3):
+            for system in rotated(SYSTEMS, repeat):
+                if system in left_out:
+                    continue
+                try:
+                    found = run_one(work, system, size)
+                except NoXennaError as error:
+                    print(f"{system} is left out: {error}", file=sys.stderr)
+                    left_out.add(system)
+                    continue
+                results.add(work.name, system, "s", found.seconds)
+                results.add(work.name, system, "startup_s", found.startup_seconds)
+                results.add(work.name, system, "peak_rss_MB", found.peak_rss / 1e6)
+                results.add(work.name, system, "store_bytes_ratio", found.store_bytes / total)
+
+
+def run_planner(results: Results, *, quick: bool) -> None:
+    """Time the tracker alone, in simulated time."""
+    nodes, pieces = 100, 1000 if quick else 10_000
+    tracker = Tracker([1] * pieces, Limits(store=400))
+    pending: list[tuple[float, int, Order]] = []
+    spent: list[float] = []
+
+    def give(orders: list[Order], now: float) -> None:
+        for order in orders:
+            # A read takes as long as ten transfers, more or less.
+            took = (10.0 if order.source == STORE else 1.0) * (1 + order.piece % 7 / 10)
+            heapq.heappush(pending, (now + took, len(spent) + len(pending), order))
+
+    for number in range(nodes):
+        give(tracker.joined(f"n{number}", [], 0.0), 0.0)
+    give(tracker.begin(0.0), 0.0)
+    due = 0.0
+    while pending:
+        now, _, order = heapq.heappop(pending)
+        began = time.perf_counter()
+        orders = tracker.done(order.node, order.piece, order.source, "", now)
+        if now >= due:
+            orders += tracker.tick(now)
+            due = now + 5.0
+        spent.append(time.perf_counter() - began)
+        give(orders, now)
+    if not tracker.complete():
+        raise RuntimeError("The tracker left something out.")
+    work = f"planner, {nodes} x {pieces}"
+    results.add(work, "millrace", "ms an event, mean", statistics.mean(spent) * 1e3)
+    results.add(work, "millrace", "ms an event, worst", max(spent) * 1e3)
+
+
+def run_small(results: Results) -> None:
+    """One file of 1 kB to 64 agents, all of them in this process."""
+    count, key = 64, secrets.token_hex(16)
+    with tempfile.TemporaryDirectory(prefix="millrace-swarm-") as name, ExitStack() as stack:
+        folder = Path(name)
+        (folder / "source").mkdir()
+        (folder / "source" / "file").write_bytes(secrets.token_bytes(1000))
+        agents = [
+            Agent(folder / f"n{number}", key.encode(), host="127.0.0.1") for number in range(count)
+        ]
+        for agent in agents:
+            agent.start()
+            stack.callback(agent.close)
+        hosts = tuple(Host(url=f"http://127.0.0.1:{agent.port}") for agent in agents)
+        report = prewarm(
+            PrewarmSettings(
+                requests=(Request(prefix=""),),
+                stores={"source": StoreSpec(url=(folder / "source").as_uri())},
+                root=folder,
+                nodes=Hosts(hosts=hosts, key=SecretStr(key)),
+            )
+        )
+    if not all(node.ready for node in report.nodes):
+        raise RuntimeError(f"Not all are ready: {report.nodes}")
+    results.add("1 kB to 64 nodes", "millrace", "s", report.seconds - report.startup)
+    results.add("1 kB to 64 nodes", "millrace", "startup_s", report.startup)
+
+
+def report(results: Results) -> None:
+    """Print the figures of a run, and the ratios to the floor."""
+    values = {(row.work, row.system, row.metric): row for row in results.rows()}
+    metrics = ("s", "startup_s", "peak_rss_MB", "store_bytes_ratio")
+    lines: list[list[str]] = []
+    for work in WORKS:
+        floor = values[work.name, "floor", "s"].value
+        lines.append([work.name, "floor", f"{floor:.2f}", "", "", "", "1.00x", ""])
+        for system in SYSTEMS:
+            cells = [values.get((work.name, system, metric)) for metric in metrics]
+            seconds = cells[0]
+            if seconds is None:
+                continue
+            shown = [
+                f"{cell.value:.{digits}f}" if cell else ""
+                for cell, digits in zip(cells, (2, 2, 0, 2), strict=True)
+            ]
+            ratio = f"{seconds.value / floor:.2f}x"
+            lines.append([work.name, system, *shown, ratio, str(seconds.n)])
+    show(["work", "system", *metrics, "/floor", "n"], lines)
+    print()
+    for (work, _, metric), row in values.items():
+        if work.startswith(("planner", "1 kB")):
+            print(f"{work}: {row.value:.3f} {metric}")
+
+
+def main() -> int:
+    """Measure, print the table, and write the rows if asked."""
+    assert __doc__ is not None
+    asked = options("swarm", __doc__.splitlines()[0])
+    results = Results("swarm")
+    run_planner(results, quick=asked.quick)
+    run_small(results)
+    run_works(results, quick=asked.quick)
+    report(results)
+    if asked.file:
+        results.save(asked.file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
