@@ -141,8 +141,9 @@ def _ray(rig: Rig, store: Store, keys: Sequence[str], destination: Path) -> Figu
 
 
 def _millrace(rig: Rig, store: Store, keys: Sequence[str], destination: Path) -> Figures:
+    asked = list(keys) if len(keys) == 1 else []  # many by their prefix, as a person would
     with RayNodes.start(rig) as ray:
-        order = Order(store.config(), list(keys), str(destination), ray.address, {})
+        order = Order(store.config(), asked, str(destination), ray.address, {})
         return _driven(rig, store, ray, Path(sys.executable), "ours", order)
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         Request,
     )
     from millrace.swarm.unpack import Unpacking
+    from millrace.swarm.waiting import ready
 
 __all__ = [
     "CacheCheck",
@@ -29,6 +30,7 @@ __all__ = [
     "Unpacking",
     "preview",
     "prewarm",
+    "ready",
 ]
 
 _ROOMS = {
@@ -39,6 +41,7 @@ _ROOMS = {
     "Unpacking": "unpack",
     "preview": "drive",
     "prewarm": "drive",
+    "ready": "waiting",
 }
 
 

@@ -1,0 +1,69 @@
+"""Wait on a node until a file is there: training may begin before the last one is."""
+
+import ctypes
+import os
+import select
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from millrace.errors import UnavailableError
+
+_CREATE, _MOVED_TO, _DELETE_SELF, _MOVE_SELF = 0x100, 0x80, 0x400, 0x800
+_WATCHED = _CREATE | _MOVED_TO | _DELETE_SELF | _MOVE_SELF
+
+
+def ready(path: Path | str, *, timeout: timedelta | None = None) -> Path:
+    """Wait until a file, or the folder of an archive, has its final name; then all of it is there.
+
+    Needs neither the driver nor the agent: a final name appears at once, by a rename. Waits for
+    the kernel to say so (inotify(7)).
+
+    Args:
+        path: The destination, on this node.
+        timeout: How long to wait; without end by default.
+
+    Returns:
+        The same path.
+
+    Raises:
+        UnavailableError: It is not there in time.
+    """
+    path = Path(path)
+    end = None if timeout is None else time.monotonic() + timeout.total_seconds()
+    descriptor = _call("inotify_init1", os.O_CLOEXEC)
+    try:
+        events = select.poll()
+        events.register(descriptor, select.POLLIN)
+        while not path.exists():
+            folder = _nearest(path)
+            watch = _call("inotify_add_watch", descriptor, os.fsencode(folder), _WATCHED)
+            if path.exists() or _nearest(path) != folder:
+                continue  # it came before it was watched
+            rest = None if end is None else 1000 * (end - time.monotonic())
+            if (rest is not None and rest <= 0) or not events.poll(rest):
+                raise UnavailableError(
+                    f"{path} was not there after {timeout}. See what the run that warms this node "
+                    "says, and wait again."
+                )
+            os.read(descriptor, 1 << 16)
+            _forget(descriptor, watch)
+    finally:
+        os.close(descriptor)
+    return path
+
+
+def _nearest(path: Path) -> Path:
+    """The folder that there is: the path's own may come later."""
+    return next(parent for parent in path.absolute().parents if parent.is_dir())
+
+
+def _call(name: str, *arguments: int | bytes) -> int:
+    result: int = getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments)
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{name} failed")
+    return result
+
+
+def _forget(descriptor: int, watch: int) -> None:
+    ctypes.CDLL(None).inotify_rm_watch(descriptor, watch)  # it may be gone with its folder
