@@ -67,7 +67,7 @@ class PrewarmReport:
         size: Their bytes.
         unverified: Files of which neither a record nor the caller said what they should be: all
             nodes have the same bytes, and the store's ETag did not change.
-        seconds: From the call to the last file in place.
+        seconds: From the call to the last file in place. Letting go of the agents comes after it.
         startup: Seconds of it in which agents were started, and looked at what they have.
         nodes: What became of each.
         curve: Seconds since the call, and the bytes all nodes had by then.
@@ -188,7 +188,7 @@ class _Drive:
         self._ending = False
         self._expected = 0
         self._started = self._began
-        self._startup = 0.0
+        self._startup = self._seconds = 0.0
         self._had = 0
         self._curve: list[tuple[float, int]] = []
         self._failing: dict[int, float] = {}  # piece → since when the store has failed it
@@ -206,6 +206,7 @@ class _Drive:
                 try:
                     self._expected = expected
                     self._wait()
+                    self._seconds = time.monotonic() - self._began
                 finally:
                     self._end()
         finally:
@@ -407,6 +408,7 @@ class _Drive:
         member.why = why
         member.orders.put(None)
         self._told.append(Event("node.lost", member.node.name, {"why": why}))
+        self._had -= sum(self._tracker.held(member.node.name, self._sizes))
         self._deal(self._tracker.lost(member.node.name, time.monotonic()))
         for number, audit in list(self._audits.items()):
             if audit.reader == member.node.name:
@@ -657,7 +659,7 @@ class _Drive:
             files=len(self._catalogue.files),
             size=self._catalogue.size,
             unverified=sum(not file.sha256 for file in self._catalogue.files),
-            seconds=round(time.monotonic() - self._began, 3),
+            seconds=round(self._seconds, 3),
             startup=round(self._startup, 3),
             nodes=tuple(nodes),
             curve=tuple(self._curve),

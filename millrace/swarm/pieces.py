@@ -16,7 +16,7 @@ from millrace.errors import ConfigurationError
 SMALLEST = 1 << 20
 LARGEST = 4 << 20
 _PIECES = 2000  # about so many, where the size may be chosen
-_SHARED = 256  # files in one piece at most
+_SHARED = 32  # files in one piece at most
 _LONGEST_NAME = 255  # bytes, on every file system in use
 
 

@@ -218,6 +218,11 @@ class Tracker:
         """Whether every living node has every piece."""
         return all(node.missing == 0 for node in self._nodes.values() if node.alive)
 
+    def held(self, node: str, sizes: Sequence[int]) -> list[int]:
+        """The sizes of the pieces that a node has; of one that never joined, none."""
+        known = self._nodes.get(node)
+        return [size for size, has in zip(sizes, known.have, strict=True) if has] if known else []
+
     def has(self, node: str, piece: int) -> bool:
         """Whether a node has a piece."""
         return bool(self._nodes[node].have[piece])
