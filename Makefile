@@ -51,6 +51,7 @@ bench: .venv/dev
 	@deployments/test-servers.sh
 	$(BIN)/python -m benchmarks.shards
 	$(BIN)/python -m benchmarks.resume
+	$(BIN)/python -m benchmarks.swarm
 
 soak: .venv/dev
 	@deployments/test-servers.sh

@@ -63,6 +63,11 @@ def find(settings: PrewarmSettings, stores: Mapping[str, Store]) -> Found:
             first = files.get(file.origin)
             if first is None:
                 files[file.origin], places[file.origin] = file, (store, key)
+            elif replace(first, path=file.path, links=()) != file:
+                raise errors.ConfigurationError(
+                    f"{file.origin} is requested twice, with different mode, owner, digest or "
+                    "unpacking. It is one file with two names: ask for both alike."
+                )
             elif file.path not in {first.path, *first.links}:
                 files[file.origin] = replace(first, links=(*first.links, file.path))
     catalogue = catalogue_of(files.values(), settings.piece_size)

@@ -23,7 +23,6 @@ from millrace.swarm.wire import AUTH, Connections, RefusedError, sign
 _READABLE_FOR = timedelta(hours=24)  # that signed URLs are valid
 _SILENT = 6.0  # seconds without an answer after which a node is lost
 _TICK = 0.25
-_COME_WITHIN = 30.0  # seconds in which nodes may look at what they have before others begin
 _KNOCK = 1.0  # seconds between two tries to reach a host that does not answer yet
 _DENIED = {http.client.UNAUTHORIZED, http.client.FORBIDDEN}
 _REREADS = 2  # times that an object is read again because it is not what its digest says
@@ -184,6 +183,7 @@ class _Drive:
         self._news = threading.Condition(self._lock)
         self._members: dict[str, _Member] = {}
         self._absent: dict[str, str] = {}
+        self._knocking: set[str] = set()  # of them, those that may yet come
         self._fatal: errors.MillraceError | None = None
         self._ending = False
         self._expected = 0
@@ -247,9 +247,13 @@ class _Drive:
     def _all_came(self, now: float) -> bool:
         """Whether to begin: all are there or known not to be, or long enough was waited."""
         joined = sum(member.joined or bool(member.why) for member in self._members.values())
-        if joined + len(self._absent) >= self._expected > 0:
+        enough = joined >= self._settings.least * self._expected
+        if enough and joined + len(self._absent) >= self._expected > 0:
             return True
-        return bool(joined) and now - self._began > _COME_WITHIN
+        return bool(joined) and self._arrival_is_over(now)
+
+    def _arrival_is_over(self, now: float) -> bool:
+        return now - self._began > self._settings.arrival.total_seconds()
 
     def _over(self) -> bool:
         living = [member for member in self._members.values() if not member.why]
@@ -268,7 +272,10 @@ class _Drive:
         return Event("swarm.progress", "", figures)
 
     def _check_enough(self) -> None:
-        lost = {m.node.name: m.why for m in self._members.values() if m.why} | self._absent
+        lost = {m.node.name: m.why for m in self._members.values() if m.why}
+        lost |= {name: why for name, why in self._absent.items() if name not in self._knocking}
+        if self._arrival_is_over(time.monotonic()):
+            lost |= self._absent
         if not self._expected or len(lost) > (1 - self._settings.least) * self._expected + 1e-9:
             reasons = "; ".join(f"{name}: {why}" for name, why in sorted(lost.items())[:5])
             raise errors.WorkerError(
@@ -369,6 +376,7 @@ class _Drive:
                 return False
             name = member.node.name
             self._absent[name] = f"it cannot be reached ({errors.one_line(error)})"
+            self._knocking.add(name)
             self._members.pop(name, None)
             self._news.wait(_KNOCK)
             return not self._ending

@@ -202,6 +202,15 @@ class Landing:
             self._digests[number] = ""
             for segment in self._catalogue.pieces[number]:
                 state = self._states[segment.file]
+                if state.final and state.file.sha256:
+                    self._fault(
+                        ConflictError(
+                            f"{state.file.path} is what its digest says, and another node has "
+                            "other bytes: it was left as it is. Run it again, and look at the "
+                            "other nodes' files."
+                        )
+                    )
+                    continue
                 if state.final:  # taken for whole, as nothing said what it should be
                     self._final(state.file.path).rename(self._partial(state.file))
                     state.final = False

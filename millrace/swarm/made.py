@@ -84,7 +84,7 @@ def _checked(
     recorded = [bytes.fromhex(digest) for digest in made.digests]
     count = len(recorded)
     if check is CacheCheck.SAMPLED and made.piece_size == catalogue.piece_size:
-        chosen = random.Random(catalogue.id).sample(range(count), min(count, _SAMPLED))
+        chosen = random.sample(range(count), min(count, _SAMPLED))
         if segment_digests(path, file, made.piece_size, chosen) == [recorded[i] for i in chosen]:
             return list(recorded)
     found = segment_digests(path, file, made.piece_size, range(count))

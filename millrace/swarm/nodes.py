@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from millrace.digest import sha256
 from millrace.errors import ConfigurationError, one_line
 from millrace.swarm.actor import Actor
 from millrace.swarm.settings import Hosts, RayNodes
@@ -159,7 +160,7 @@ class _Cluster:
         }
         if self._settings.keep:
             options |= {
-                "name": f"millrace-agent-{identity}",
+                "name": f"millrace-agent-{identity}-{sha256(str(self._root).encode())[:8]}",
                 "namespace": _NAMESPACE,
                 "lifetime": "detached",
                 "get_if_exists": True,

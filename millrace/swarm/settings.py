@@ -139,6 +139,11 @@ class PrewarmSettings(_Settings):
         le=1.0,
         description="The share of the nodes that must live: with fewer the run fails.",
     )
+    arrival: timedelta = Field(
+        default=timedelta(seconds=30),
+        description="How long nodes may take to look at what they have before the others begin "
+        "without them, and how long hosts may take to come while too few are there.",
+    )
     patience: timedelta = Field(
         default=timedelta(minutes=2), description="How long the store may keep failing."
     )

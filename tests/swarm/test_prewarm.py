@@ -245,12 +245,22 @@ def test_the_same_object_to_two_destinations_is_fetched_once(store, nodes):
     contents = fill(store, "links")
     requests = [
         Request(key="links/large.bin", destination="a/model.bin"),
-        Request(key="links/large.bin", destination="b/model.bin", mode=0o600),
+        Request(key="links/large.bin", destination="b/model.bin"),
     ]
     report = prewarm(settings_of(store, nodes, requests=requests))
     body = contents["large.bin"]
     assert files_below(nodes[0].root) == {"a/model.bin": body, "b/model.bin": body}
     assert store.counts().bytes == report.size == len(body)
+
+
+def test_an_object_that_is_asked_for_in_two_ways_is_refused(store, nodes):
+    fill(store, "ways")
+    requests = [
+        Request(key="ways/even.bin", destination="a"),
+        Request(key="ways/even.bin", destination="b", mode=0o600),
+    ]
+    with pytest.raises(errors.ConfigurationError, match="requested twice"):
+        preview(settings_of(store, nodes, requests=requests))
 
 
 def test_files_have_the_mode_that_was_asked_for(store, nodes):
@@ -294,8 +304,9 @@ def test_too_few_nodes_are_an_error_that_says_why(store, nodes):
     fill(store, "few")
     nodes[0].kill()
     nodes[1].kill()
+    arrival = timedelta(seconds=1)
     with pytest.raises(errors.WorkerError, match=r"2 of 3 nodes are lost.*cannot be reached"):
-        prewarm(settings_of(store, nodes, **below("few")))
+        prewarm(settings_of(store, nodes, arrival=arrival, **below("few")))
 
 
 def tarred(members: dict[str, bytes], mode: str = "w:gz") -> bytes:
