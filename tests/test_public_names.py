@@ -3,6 +3,7 @@
 import millrace
 import millrace.shards
 import millrace.storage
+import millrace.swarm
 
 
 def test_the_names_of_the_package():
@@ -39,6 +40,7 @@ def test_the_names_of_storage():
         "read",
         "read_range",
         "scoped",
+        "signed_url",
         "stream",
     ]
 
@@ -66,3 +68,24 @@ def test_the_names_of_shards():
         "status",
         "verify",
     }
+
+
+def test_the_names_of_swarm():
+    assert millrace.swarm.__all__ == [
+        "CacheCheck",
+        "Host",
+        "Hosts",
+        "LimitSettings",
+        "NodeReport",
+        "Preview",
+        "PrewarmReport",
+        "PrewarmSettings",
+        "RayNodes",
+        "Request",
+        "Unpacking",
+        "preview",
+        "prewarm",
+        "ready",
+    ]
+    for name in millrace.swarm.__all__:
+        assert getattr(millrace.swarm, name).__name__ == name
