@@ -235,7 +235,8 @@ def prewarm(settings: Path, *, dry_run: bool) -> int:
         seen = preview(config)
         for path, size, origin in seen.files:
             click.echo(f"{config.root / path}  {_size(size)}  {origin}")
-        click.echo(f"{len(seen.files)} files, {_size(seen.size)}, in {seen.pieces} pieces.")
+        count = len(seen.files)
+        click.echo(f"{count} files, {_size(seen.size)}, in {seen.pieces} pieces.")
         return 0
     with BytesBar() as progress:
         report = warm(config, progress=progress)

@@ -34,7 +34,7 @@ def settings(tmp_path):
 
 def test_help_names_every_command(run):
     shown = run("--help")
-    for command in ("init", "plan", "run", "verify", "status", "gc", "setup"):
+    for command in ("init", "plan", "run", "verify", "status", "gc", "prewarm", "node", "setup"):
         assert f"\n  {command} " in shown
 
 
@@ -88,3 +88,34 @@ def test_bad_input_gets_a_sentence_and_an_exit_code(run, settings, words, code, 
     shown = run(*words, code=code)
     assert said in shown
     assert "Traceback" not in shown
+
+
+@pytest.fixture
+def warm(tmp_path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "a.bin").write_bytes(bytes(2_000_000))
+    path = tmp_path / "prewarm.yaml"
+    path.write_text(
+        f"requests: [{{prefix: ''}}]\nroot: /data\n"
+        f"stores: {{models: {{url: {(tmp_path / 'models').as_uri()}}}}}\n"
+        "nodes: {kind: hosts, key: '0123456789abcdef', hosts: [{url: 'http://127.0.0.1:9'}]}\n"
+        "arrival: 0.2\n"
+    )
+    return path
+
+
+def test_prewarm_shows_what_would_go_where(run, warm):
+    shown = run("prewarm", str(warm), "--dry-run")
+    assert "/data/a.bin  2.0 MB  file://" in shown
+    assert "1 files, 2.0 MB, in 2 pieces." in shown
+
+
+def test_prewarm_says_which_node_cannot_be_reached(run, warm):
+    said = run("prewarm", str(warm), code=1)
+    assert "1 of 1 nodes are lost" in said
+    assert "127.0.0.1:9: it cannot be reached" in said
+
+
+def test_a_node_wants_a_key(run, tmp_path, monkeypatch):
+    monkeypatch.delenv("MILLRACE_NODE_KEY", raising=False)
+    assert "Set MILLRACE_NODE_KEY" in run("node", "--root", str(tmp_path), code=2)

@@ -210,10 +210,6 @@ class Tracker:
         """The nodes that nothing is fetched from any more."""
         return [node.name for node in self._nodes.values() if not node.trusted]
 
-    def missing(self, node: str) -> int:
-        """How many pieces a node lacks."""
-        return self._nodes[node].missing
-
     def complete(self) -> bool:
         """Whether every living node has every piece."""
         return all(node.missing == 0 for node in self._nodes.values() if node.alive)
@@ -322,10 +318,12 @@ class Tracker:
 
     def tick(self, now: float) -> list[Order]:
         """Time has passed: what was delayed is due, and what is late is ordered elsewhere too."""
-        due = [number for number in self._delayed if self._pieces[number].not_before <= now]
-        self._delayed = [number for number in self._delayed if number not in set(due)]
-        for number in due:
-            self._offer_to_read(number)
+        delayed, self._delayed = self._delayed, []
+        for number in delayed:
+            if self._pieces[number].not_before <= now:
+                self._offer_to_read(number)
+            else:
+                self._delayed.append(number)
         self._hedge(now)
         for node in self._nodes.values():
             if node.alive:

@@ -9,7 +9,7 @@ from prefect.runtime import flow_run
 
 from millrace.progress import Event
 from tasks import progress as module
-from tasks.progress import ShardProgress
+from tasks.progress import ShardProgress, SwarmProgress
 from tests.prefect_server import PrefectServer
 
 PLAN = Event("plan.committed", "words/plan.json", {"splits": 4, "bytes": 4000, "files": 2})
@@ -83,3 +83,18 @@ def test_a_server_that_does_not_answer_holds_up_nothing(
         return float(sum(live.pace.values()))
 
     assert goes_on() == sum(range(1000))
+
+
+def test_a_swarm_is_as_far_as_its_bytes() -> None:
+    with disable_run_logger():
+        counting = SwarmProgress("progress-prewarm")
+    assert counting.percent == 0
+    assert counting.sentence == "Looking for the files and the nodes."
+    figures = {"of": 4_000_000, "nodes": 2, "ready": 0, "seconds": 1.0}
+    counting(Event("swarm.progress", "", {"bytes": 1_000_000, **figures}))
+    counting(Event("swarm.progress", "", {"bytes": 3_000_000, **figures, "ready": 1}))
+    counting(Event("node.lost", "n1", {"why": "it no longer answers"}))
+    assert counting.percent == 75
+    assert counting.sentence.startswith("1 of 2 nodes ready; 3.0 MB of 4.0 MB there, at ")
+    assert counting.sentence.endswith(" to go.")
+    assert sum(counting.pace.values()) == 2_000_000  # what was there before took no time

@@ -2,8 +2,10 @@
 
 from millrace.models.dataset import Manifest, ManifestShard
 from millrace.shards import Fault, ShardReport, Verification
-from tasks import sharding, verifying
+from millrace.swarm import NodeReport, PrewarmReport
+from tasks import sharding, verifying, warming
 from tasks.sharding import Sharded
+from tasks.warming import Warmed
 from tasks.words import artifact_key, duration, size
 
 
@@ -51,3 +53,25 @@ def test_words() -> None:
     assert [size(n) for n in (999, 1_500, 2e9)] == ["999 bytes", "1.5 kB", "2.0 GB"]
     assert [duration(s) for s in (3.14, 252, 7300)] == ["3.1 s", "4 min 12 s", "2 h 1 min"]
     assert artifact_key("shards", "Fine_Web/2024") == "shards-fine-web-2024"
+
+
+def node(name: str, **changes: object) -> NodeReport:
+    values: dict[str, object] = {
+        "name": name, "ready": True, "why": "", "cached": 0, "from_store": 3_000_000,
+        "from_peers": 7_000_000, "failures": 1, "seconds": 2.5, "trusted": True,
+    }  # fmt: skip
+    return NodeReport(**(values | changes))  # pyright: ignore[reportArgumentType]
+
+
+def test_the_report_of_a_swarm_names_every_node() -> None:
+    lost = node("n1", ready=False, why="it no longer answers", trusted=False)
+    report = PrewarmReport(
+        files=2, size=10_000_000, unverified=1, seconds=4.0, startup=1.0,
+        nodes=(node("n0"), lost), curve=(),
+    )  # fmt: skip
+    text = warming.describe(Warmed(report, {0: 20_000_000}))
+    assert text.startswith("**1 of 2 nodes** has all of 2 files, 10.0 MB, after 4.0 s. 6.0 MB left")
+    assert "| `n0` | yes | 0 bytes | 3.0 MB | 7.0 MB | 1 | 2.5 |" in text
+    assert "| `n1` | no: it no longer answers (gave wrong bytes) |" in text
+    assert "1 file unverified at the source" in text
+    assert "](data:image/svg+xml;base64," in text
