@@ -185,6 +185,7 @@ class Landing:
             at += segment.size
         with self._lock:
             if self._digests[number] == digest:
+                self._remove_strays(number)
                 return False
             self._digests[number] = digest
             if self._journal is not None:
@@ -232,7 +233,7 @@ class Landing:
         opened: list[tuple[int, int, int]] = []
         try:
             opened.extend(
-                (self._open(segment.file), segment.start, segment.size)
+                (self.open_now(segment.file), segment.start, segment.size)
                 for segment in self._catalogue.pieces[number]
                 if segment.size
             )
@@ -294,6 +295,13 @@ class Landing:
         if state.missing == 0:
             self._complete.put(segment.file)
 
+    def _remove_strays(self, number: int) -> None:
+        """Another thread was quicker: its file may have its final name, and we made a new half."""
+        for segment in self._catalogue.pieces[number]:
+            state = self._states[segment.file]
+            if state.final:
+                self._partial(state.file).unlink(missing_ok=True)
+
     def _index(self, segment: Segment) -> int:
         return segment.start // self._catalogue.piece_size
 
@@ -318,7 +326,8 @@ class Landing:
         finally:
             os.close(descriptor)
 
-    def _open(self, number: int) -> int:
+    def open_now(self, number: int) -> int:
+        """A descriptor of a file, under whichever name it has at the moment."""
         try:
             return os.open(self.path_now(number), os.O_RDONLY | os.O_NOFOLLOW)
         except FileNotFoundError:  # it got its final name meanwhile
@@ -466,7 +475,7 @@ class Landing:
                 self._complete.put(number)
 
     def _hash_more(self, number: int, state: _State, size: int, buffer: memoryview) -> None:
-        descriptor = self._open(number)
+        descriptor = self.open_now(number)
         try:
             while size:
                 got = os.preadv(descriptor, [buffer[: min(size, _BLOCK)]], state.hashed)
@@ -597,9 +606,11 @@ class Arriving:
         size = ready if size < 0 else min(size, ready)
         if size == 0:
             return b""
-        with self._landing.path_now(self._number).open("rb", buffering=0) as file:
-            file.seek(self._at)
-            data = file.read(size)
+        descriptor = self._landing.open_now(self._number)
+        try:
+            data = os.pread(descriptor, size, self._at)
+        finally:
+            os.close(descriptor)
         self._at += len(data)
         return data
 

@@ -324,7 +324,7 @@ def test_an_archive_is_unpacked_and_kept_and_known_again(store, nodes):
     store.put("archives/data.tar.gz", tarred(members))
     request = Request(key="archives/data.tar.gz", unpack=Unpacking.AUTO, mode=0o600)
     settings = settings_of(store, nodes, requests=[request])
-    prewarm(settings)
+    assert [node.why for node in prewarm(settings).nodes] == [""] * 3
     wanted = {f"archives/data/{name}": body for name, body in members.items()}
     for node in nodes:
         found = files_below(node.root)
@@ -342,7 +342,8 @@ def test_a_zip_is_unpacked_when_it_is_whole(store, nodes):
         opened.writestr("x/y.txt", "y" * 1000)
     store.put("archives/data.zip", out.getvalue())
     request = Request(key="archives/data.zip", unpack=Unpacking.ZIP, into="unpacked/here")
-    prewarm(settings_of(store, nodes, requests=[request]))
+    report = prewarm(settings_of(store, nodes, requests=[request]))
+    assert [node.why for node in report.nodes] == [""] * 3
     assert files_below(nodes[1].root)["unpacked/here/x/y.txt"] == b"y" * 1000
 
 
