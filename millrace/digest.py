@@ -1,6 +1,7 @@
 """Digests: what the bytes were when we wrote them."""
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,6 +22,14 @@ def sha256_of(blocks: Iterable[Bytes]) -> tuple[str, int]:
         digest.update(block)
         size += len(block)
     return digest.hexdigest(), size
+
+
+def local_etag(stat: os.stat_result) -> str:
+    """What stands for the ETag of a file in a folder: its size and time of change.
+
+    Not the inode: a copy that keeps times (rsync -a, cp -p) is the same file elsewhere.
+    """
+    return f"{stat.st_size:x}-{stat.st_mtime_ns:x}"
 
 
 def canonical(value: Mapping[str, Any]) -> bytes:

@@ -18,7 +18,25 @@ from rich.progress import (
 from millrace.progress import Event
 
 
-class ProgressBar:
+class _Bar:
+    """What every bar does: it is shown while its block lasts."""
+
+    _bar: Progress
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+
+class ProgressBar(_Bar):
     """A bar that counts splits, and shows what was committed and how fast."""
 
     def __init__(self) -> None:
@@ -32,18 +50,6 @@ class ProgressBar:
         )
         self._task = self._bar.add_task("splits", total=None, shards=0, samples=0)
         self._shards = self._samples = 0
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
 
     def __call__(self, event: Event) -> None:
         match event.name:
@@ -66,7 +72,7 @@ class ProgressBar:
                 pass
 
 
-class BytesBar:
+class BytesBar(_Bar):
     """A bar of the bytes that all nodes of a swarm have, with their rate and what is left."""
 
     def __init__(self) -> None:
@@ -79,18 +85,6 @@ class BytesBar:
             console=Console(stderr=True),
         )
         self._task = self._bar.add_task("bytes", total=None, ready=0, nodes=0)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
 
     def __call__(self, event: Event) -> None:
         figures = event.figures

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from millrace import errors
+from millrace.digest import local_etag
 from millrace.models.dataset import FileRef
 from millrace.storage import Backend, Store, list_objects, read, stream
 from millrace.storage.read import BLOCK
@@ -157,13 +158,8 @@ def _local(store: Store) -> bool:
 
 def _check(store: Store, file: FileRef, descriptor: int) -> None:
     now = os.fstat(descriptor)
-    if now.st_size != file.size or _local_etag(now) != file.etag:
+    if now.st_size != file.size or local_etag(now) != file.etag:
         raise changed(store, file)
-
-
-def _local_etag(stat: os.stat_result) -> str:
-    # Not the inode: a copy that keeps times (rsync -a, cp -p) is the same source elsewhere.
-    return f"{stat.st_size:x}-{stat.st_mtime_ns:x}"
 
 
 def _objects(store: Store, taken: Callable[[str], bool]) -> Iterator[FileRef]:
@@ -205,4 +201,4 @@ def _walk(folder: Path, taken: Callable[[str], bool]) -> Iterator[FileRef]:
             if not taken(path) or not file.is_file():  # a link that leads nowhere is no file
                 continue
             stat = file.stat()
-            yield FileRef(path=path, size=stat.st_size, etag=_local_etag(stat))
+            yield FileRef(path=path, size=stat.st_size, etag=local_etag(stat))

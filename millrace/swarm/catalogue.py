@@ -7,11 +7,11 @@ from datetime import timedelta
 from pathlib import Path
 
 from millrace import errors
+from millrace.digest import local_etag
 from millrace.keys import DatasetKeys
 from millrace.models.dataset import Manifest
 from millrace.records import fetch
 from millrace.storage import Backend, Stat, Store, head, list_objects, read_range, signed_url
-from millrace.swarm.fetch import local_etag
 from millrace.swarm.pieces import Catalogue, File, catalogue_of, safe
 from millrace.swarm.settings import PrewarmSettings, Request
 from millrace.swarm.unpack import Unpacking, detect

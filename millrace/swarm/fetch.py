@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
+from millrace.digest import local_etag
 from millrace.swarm.pieces import Catalogue, Segment
 from millrace.swarm.wire import AUTH, Connections, Place, RefusedError, sign
 
@@ -130,11 +131,6 @@ class StoreReader:
                 if not got:
                     raise FetchError("the file is shorter than it was")
                 at += got
-
-
-def local_etag(stat: os.stat_result) -> str:
-    """What stands for an ETag of a file in a folder."""
-    return f"{stat.st_size:x}-{stat.st_mtime_ns:x}"
 
 
 class PeerReader:

@@ -256,11 +256,7 @@ class Landing:
         if at >= state.file.size:
             return 0
         index = at // size if state.file.size >= size else 0
-        with self._lock:
-            while state.digests[index] is None:
-                if self._closing:
-                    raise ChangedError(f"The run ended before {state.file.path} was complete.")
-                self._arrived.wait()
+        self._wait_until(state, lambda: state.digests[index] is not None)
         return min(state.file.size, (index + 1) * size) - at
 
     def wait_final(self, number: int) -> None:
@@ -270,11 +266,7 @@ class Landing:
             ChangedError: The run has ended before.
         """
         state = self._states[number]
-        with self._lock:
-            while not state.final:
-                if self._closing:
-                    raise ChangedError(f"The run ended before {state.file.path} was complete.")
-                self._arrived.wait()
+        self._wait_until(state, lambda: state.final)
 
     def path_now(self, number: int) -> Path:
         """Where a file's bytes are at the moment."""
@@ -282,6 +274,13 @@ class Landing:
         return self._final(state.file.path) if state.final else self._partial(state.file)
 
     # -- inside
+
+    def _wait_until(self, state: _State, there: Callable[[], bool]) -> None:
+        with self._lock:
+            while not there():
+                if self._closing:
+                    raise ChangedError(f"The run ended before {state.file.path} was complete.")
+                self._arrived.wait()
 
     def _landed(self, segment: Segment, part: bytes, *, again: bool) -> None:
         state, index = self._states[segment.file], self._index(segment)

@@ -1,6 +1,5 @@
 """A Ray cluster over a rig's nodes: all are in it, no stranger is, and it goes at once."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -8,13 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.rig import Rig, RigError, missing
+from benchmarks.rig import Rig, RigError
 from benchmarks.rig.ray_nodes import RayNodes
-
-pytestmark = [
-    pytest.mark.skipif(bool(missing()), reason=missing()),
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed."),
-]
 
 NODES = """
 import json, ray
