@@ -5,6 +5,7 @@ server of its own. Nothing leaves this machine, and nothing of it is left runnin
 """
 
 import argparse
+import logging
 import os
 import socket
 import subprocess
@@ -147,6 +148,8 @@ def main() -> None:
                 return
     with prefect_server(free_port()):
         shard()
+        for handler in logging.getLogger("prefect.flow_runs").handlers:
+            handler.flush()  # while the server is there that the run's lines are sent to
     print("\nSee the run, its report and its plot: make ui")
     print(f"See what a bucket alone tells: .venv/bin/millrace status {STORE.as_uri()}")
 

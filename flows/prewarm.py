@@ -40,6 +40,11 @@ class Files(Place):
         default=None, description="The folder that it is unpacked into, below the root."
     )
     mode: int = Field(default=0o644, ge=0, le=0o777, description="Permission bits, as a number.")
+    sha256: str | None = Field(
+        default=None,
+        pattern="^[0-9a-f]{64}$",
+        description="With a key: what the object must be, where you know it better than the store.",
+    )
 
     def request(self, store: str) -> Request:
         """The same, as the engine is asked."""
@@ -51,6 +56,7 @@ class Files(Place):
             unpack=self.unpack,
             into=self.into,
             mode=self.mode,
+            sha256=self.sha256,
         )
 
 

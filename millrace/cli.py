@@ -304,6 +304,8 @@ def _show_prewarmed(report: "PrewarmReport") -> None:
         f"{len(report.nodes)} nodes in {report.seconds:.1f} s; {_size(report.store_bytes)} left "
         f"the store."
     )
+    if report.direct:
+        click.echo(f"Nodes also read from the store what others had: {report.direct}.")
     if report.unverified:
         click.echo(
             f"{report.unverified} files are unverified at the source: nothing says what their "

@@ -68,6 +68,8 @@ def describe(warmed: Warmed) -> str:
         sizes = [size(n) for n in (node.cached, node.from_store, node.from_peers)]
         cells = [f"`{node.name}`", state, *sizes, f"{node.failures:,}", f"{node.seconds:.1f}"]
         lines.append(f"| {' | '.join(cells)} |")
+    if report.direct:
+        lines += ["", f"Nodes also read from the store what others had: {report.direct}."]
     if report.unverified:
         said = f"{count(report.unverified, 'file')} unverified at the source: nothing says what "
         lines += ["", f"{said}the digest should be. All nodes have the same bytes."]

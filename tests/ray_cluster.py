@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.servers.process import free_ports
+
 DISK = "MILLRACE_TEST_DISK"
 """The variable that names a node's own folder."""
 
-_PORT = 46379
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
@@ -49,7 +50,8 @@ class RayCluster:
         if self.disks:
             command += ["--address", self.address, "--num-cpus=1"]
         else:
-            command += ["--head", f"--port={_PORT}", "--num-cpus=0", "--include-dashboard=false"]
+            port = self.address.rpartition(":")[2]
+            command += ["--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false"]
             command += ["--temp-dir", str(self.folder / "ray")]
         subprocess.run(
             command,
@@ -93,7 +95,8 @@ def ray_cluster() -> Iterator[RayCluster]:
     """Three nodes; the head has no CPU, as is usual on Kubernetes."""
     with tempfile.TemporaryDirectory(prefix="mr-", ignore_cleanup_errors=True) as name:
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        cluster = RayCluster(f"127.0.0.1:{_PORT}", {**_QUIET, **token}, [], Path(name))
+        (port,) = free_ports(1)
+        cluster = RayCluster(f"127.0.0.1:{port}", {**_QUIET, **token}, [], Path(name))
         try:
             for _ in range(3):
                 cluster.join()

@@ -1,15 +1,18 @@
 """Archives of a run: each is unpacked while it arrives, and gets its folder when it is whole."""
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from millrace.errors import ConfigurationError
 from millrace.swarm.landing import OURS, Arriving, Landing
 from millrace.swarm.pieces import Catalogue, File
+
+_Member = tuple[str, int, int]  # path below the folder, bytes, time in ns; of a folder 0 and 0
 
 
 class Archives:
@@ -33,32 +36,40 @@ class Archives:
 
         Raises:
             ChangedError: The run has ended before.
-            ConfigurationError: Its folder is there already, and we did not make it.
+            ConfigurationError: Its folder is there already, and not all of it is as we made it.
             ArchiveError: It holds what must not be unpacked.
         """
         file = self._catalogue.files[number]
         into = self._root / file.into
+        name = hashlib.sha256(file.into.encode()).hexdigest()[:16]
+        record = _Record(self._root / OURS / "unpacked" / name)
         if os.path.lexists(into):
-            self._check_ours(file, into)
-            self._landing.wait_final(number)
-            return
+            if record.is_of(file) and record.is_whole(into):
+                self._landing.wait_final(number)
+                return
+            record.check_ours(into, file)
         into.parent.mkdir(parents=True, exist_ok=True)
         if not into.parent.resolve().is_relative_to(self._root):
             raise ConfigurationError(
                 f"{into} leads out of {self._root} through a link: nothing was written there."
             )
-        name = hashlib.sha256(file.into.encode()).hexdigest()[:16]
         half = into.parent / f".{name}.{self._catalogue.id}.unpacking"
-        shutil.rmtree(half, ignore_errors=True)  # of a run that was killed
+        old = into.parent / f".{name}.{self._catalogue.id}.replaced"
+        for left in (half, old):  # by a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
         half.mkdir()
         try:
             self._fill(number, file, half)
             self._landing.wait_final(number)  # it is what it should be
-            self._note(file)
+            if os.path.lexists(into):
+                record.check_ours(into, file)
+                into.rename(old)
+            record.write(file, half)
             half.rename(into)
         except BaseException:
             shutil.rmtree(half, ignore_errors=True)
             raise
+        shutil.rmtree(old, ignore_errors=True)
 
     def _fill(self, number: int, file: File, half: Path) -> None:
         from millrace.swarm.unpack import Limits, Unpacking, unpack  # noqa: PLC0415
@@ -71,28 +82,90 @@ class Archives:
             archive = self._landing.sequential(number)
         unpack(archive, method, half, limits=limits, mode=file.mode, owner=file.owner)
 
-    @property
-    def _record(self) -> Path:
-        return self._root / OURS / "unpacked.jsonl"
 
-    def _check_ours(self, file: File, into: Path) -> None:
-        made: list[dict[str, str]] = []
-        with contextlib.suppress(FileNotFoundError):
-            for line in self._record.read_text().splitlines():
-                with contextlib.suppress(ValueError):
-                    made.append(json.loads(line))
-        if _entry(file) not in made:
-            raise ConfigurationError(
-                f"{into} is there already, and was not unpacked by us from {file.origin} as it is "
-                "now: move it away, or unpack into another folder. It was not touched."
-            )
+class _Record:
+    """What was unpacked into one folder: from what, then a line for each member.
 
-    def _note(self, file: File) -> None:
-        with self._record.open("a") as record:
-            record.write(f"\n{json.dumps(_entry(file))}\n")
-            record.flush()
-            os.fsync(record.fileno())
+    Args:
+        path: Of the record.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, file: File, folder: Path) -> None:
+        """Note all that is in a folder, before it gets its name."""
+        self._path.parent.mkdir(exist_ok=True)
+        half = self._path.with_suffix(".part")
+        with half.open("w") as lines:
+            lines.write(f"{json.dumps(_source(file))}\n")
+            for member in _members(folder):
+                lines.write(f"{json.dumps(member)}\n")
+            lines.flush()
+            os.fsync(lines.fileno())
+        half.rename(self._path)
+
+    def is_of(self, file: File) -> bool:
+        """Whether the folder was unpacked from this content of this object."""
+        try:
+            with self._path.open() as lines:
+                return json.loads(lines.readline()) == _source(file)
+        except (FileNotFoundError, ValueError):
+            return False
+
+    def is_whole(self, folder: Path) -> bool:
+        """Whether all members are as they were made; there may be other files beside them."""
+        return all(_seen(folder, member[0]) == member for member in self._noted())
+
+    def check_ours(self, folder: Path, file: File) -> None:
+        """See that nothing is in a folder but members as they were made.
+
+        Raises:
+            ConfigurationError: Something is, so that the folder must not be replaced.
+        """
+        noted = set(self._noted())
+        plain = folder.is_dir() and not folder.is_symlink()
+        others = (m[0] for m in _members(folder) if m not in noted) if plain else iter([""])
+        other = next(others, None)
+        if other is None:
+            return
+        raise ConfigurationError(
+            f"{folder} would be unpacked anew from {file.origin} as it is now, but "
+            f"{folder / other} was not unpacked by us, or was changed since: move the folder "
+            "away, or unpack into another one. Nothing in it was touched."
+        )
+
+    def _noted(self) -> Iterator[_Member]:
+        try:
+            lines = self._path.open()
+        except FileNotFoundError:
+            return
+        with lines:
+            lines.readline()
+            for line in lines:
+                path, size, mtime = json.loads(line)
+                yield path, size, mtime
 
 
-def _entry(file: File) -> dict[str, str]:
+def _source(file: File) -> dict[str, str]:
     return {"into": file.into, "origin": file.origin, "etag": file.etag}
+
+
+def _members(folder: Path) -> Iterator[_Member]:
+    """All that is below a folder, links not followed."""
+    for above, folders, files in os.walk(folder):
+        below = Path(above).relative_to(folder)
+        for name in (*folders, *files):
+            member = _seen(folder, str(below / name))
+            if member is not None:
+                yield member
+
+
+def _seen(folder: Path, path: str) -> _Member | None:
+    try:
+        found = (folder / path).lstat()
+    except OSError:
+        return None
+    if stat.S_ISDIR(found.st_mode):
+        return path, 0, 0
+    return path, found.st_size, found.st_mtime_ns

@@ -69,6 +69,7 @@ class PrewarmReport:
         seconds: From the call to the last file in place. Letting go of the agents comes after it.
         startup: Seconds of it in which agents were started, and looked at what they have.
         nodes: What became of each.
+        direct: Why nodes also read from the store what others had; empty if none did.
         curve: Seconds since the call, and the bytes all nodes had by then.
     """
 
@@ -78,6 +79,7 @@ class PrewarmReport:
     seconds: float
     startup: float
     nodes: tuple[NodeReport, ...]
+    direct: str
     curve: tuple[tuple[float, int], ...]
 
     @property
@@ -174,7 +176,8 @@ class _Drive:
         self._sizes = found.catalogue.sizes()
         limits = settings.limits
         self._tracker = Tracker(
-            self._sizes, Limits(limits.store, limits.node_store, limits.down, limits.up)
+            self._sizes,
+            Limits(limits.store, limits.node_store, limits.down, limits.up, limits.direct),
         )
         self._name = secrets.token_hex(8)
         self._key = secrets.token_bytes(32)
@@ -670,6 +673,7 @@ class _Drive:
             seconds=round(self._seconds, 3),
             startup=round(self._startup, 3),
             nodes=tuple(nodes),
+            direct=self._tracker.direct,
             curve=tuple(self._curve),
         )
 

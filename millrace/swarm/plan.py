@@ -14,18 +14,15 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from millrace.swarm.rates import Durations, Outrun, Pace
+
 STORE = ""
 """The source of a piece that is read from the store."""
 
 _LOOKED_AT = 16  # pieces of a node's queue, and holders of a piece, that one decision looks at
 _FED = 8  # waiting nodes that are offered what one event has freed
-_LATE_AT_LEAST = 3.0  # seconds before a transfer can be called late
-_LATE_UNKNOWN = 30.0  # seconds, before there are enough to compare with
-_LATE = 6.0  # times the median
 _VERY_LATE = 4.0  # times what is late
-_KNOWN, _REMEMBERED = 4, 64  # transfers
-_WINDOW = 2  # reads of each slot, after which their rate is looked at
-_QUICKER = 1.2  # times the rate before, so that twice as many at once are worth it
+_ACCUSERS = 2  # nodes that must say that one gives wrong bytes, where there are as many
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
 
@@ -38,12 +35,15 @@ class Limits:
         node_store: Reads from the store, of one node, at most: fewer where more bring nothing.
         down: Pieces that one node fetches from others.
         up: Pieces that one node gives to others.
+        direct: Whether nodes read from the store what others have, where the store proves to be
+            by far quicker than they are.
     """
 
     store: int = 64
     node_store: int = 8
     down: int = 8
     up: int = 8
+    direct: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,47 +68,6 @@ class Order:
 
 
 @dataclass(slots=True)
-class _Pace:
-    """How many reads from the store each node has under way: more while more is quicker.
-
-    Begins with one, and doubles as long as that brings a good part more bytes a second. Pieces
-    that share the store's rate all come late, and what comes late is passed on late.
-
-    Attributes:
-        reads: Of one node.
-    """
-
-    most: int
-    reads: int = 1
-    _grows: bool = True
-    _before: float = 0.0
-    _since: float | None = None
-    _count: int = 0
-    _bytes: int = 0
-
-    def read(self, size: int, nodes: int, now: float) -> None:
-        """So many bytes were read; after a while, see whether it was quicker than before."""
-        if not self._grows:
-            return
-        if self._since is None:  # of the first, nobody knows how long it waited
-            self._since = now
-            return
-        self._count += 1
-        self._bytes += size
-        if self._count < _WINDOW * self.reads * max(nodes, 1):
-            return
-        rate = self._bytes / max(now - self._since, 1e-6)
-        if rate < _QUICKER * self._before:
-            self.reads, self._grows = self.reads // 2, False
-            return
-        self._before, self._since, self._count, self._bytes = rate, now, 0, 0
-        if self.reads * 2 > self.most:
-            self._grows = False
-        else:
-            self.reads *= 2
-
-
-@dataclass(slots=True)
 class _Node:
     name: str
     zone: str
@@ -127,6 +86,10 @@ class _Node:
     """Bytes a second of one piece that it gives, smoothed; 0 before the first."""
     queue: deque[int] = field(default_factory=deque[int])
     """Pieces that some node has and this one lacks, oldest first."""
+    shuns: set[str] = field(default_factory=set[str])
+    """Nodes that gave it wrong bytes: it asks them no more."""
+    alone: deque[int] = field(default_factory=deque[int])
+    """Pieces that only those have: it reads them from the store itself."""
 
 
 @dataclass(slots=True)
@@ -176,7 +139,9 @@ class Tracker:
     ) -> None:
         self._pieces = [_Piece(size) for size in sizes]
         self._limits = limits or Limits()
-        self._pace = _Pace(self._limits.node_store)
+        self._pace = Pace(self._limits.node_store)
+        self._outrun = Outrun()
+        self._accusers: dict[str, set[str]] = {}  # of a node → who says that it gives wrong bytes
         self._nodes: dict[str, _Node] = {}
         self._unread = list(range(len(sizes)))  # a heap: in no node, and nobody reads it
         self._offered = set(self._unread)  # what is in it
@@ -184,10 +149,7 @@ class Tracker:
         self._reads = 0
         self._hungry: set[str] = set()
         self._random = random.Random(seed)
-        self._seconds: dict[str, deque[float]] = {
-            kind: deque[float](maxlen=_REMEMBERED) for kind in (STORE, "peer")
-        }
-        """A byte, of the last transfers."""
+        self._durations = {STORE: Durations(), "peer": Durations()}
         self._orders: list[Order] = []
         self._begun = False
         self.disputed: list[int] = []
@@ -209,6 +171,11 @@ class Tracker:
     def quarantined(self) -> list[str]:
         """The nodes that nothing is fetched from any more."""
         return [node.name for node in self._nodes.values() if not node.trusted]
+
+    @property
+    def direct(self) -> str:
+        """Why nodes read from the store what others have; empty while they do not."""
+        return self._outrun.why
 
     def complete(self) -> bool:
         """Whether every living node has every piece."""
@@ -277,7 +244,7 @@ class Tracker:
             self._read_again(number, now)
         elif (giver := self._nodes.get(source)) is not None:
             if wrong:
-                self._quarantine(giver)
+                self._accuse(node, giver)
             else:
                 giver.rate /= 2
         if node.alive and not node.have[number] and piece.holders:
@@ -325,6 +292,7 @@ class Tracker:
             else:
                 self._delayed.append(number)
         self._hedge(now)
+        self._look_at_rates(now)
         for node in self._nodes.values():
             if node.alive:
                 self._feed(node, now)
@@ -396,25 +364,25 @@ class Tracker:
     def _await(self, node: _Node) -> None:
         self._hungry.add(node.name)
 
-    def _forget_holder(self, node: _Node) -> None:
-        for number, piece in enumerate(self._pieces):
-            if node.name in piece.holders:
-                piece.holders.remove(node.name)
-                self._offer_if_nobody_has(number)
-
-    def _quarantine(self, node: _Node) -> None:
-        """Fetch nothing more from a node. What only it had is read from the store again."""
-        if not node.trusted:
-            return
-        node.trusted = False
+    def _forget_holder(self, node: _Node, *, wrong: bool = False) -> None:
+        """Fetch nothing more from a node; with `wrong`, what only it has is worth nothing."""
         for number, piece in enumerate(self._pieces):
             if node.name not in piece.holders:
                 continue
             piece.holders.remove(node.name)
-            if not piece.holders:
+            if wrong and not piece.holders:
                 piece.digest = ""
                 self._lost_copy(node, number)
-                self._offer_if_nobody_has(number)
+            self._offer_if_nobody_has(number)
+
+    def _accuse(self, node: _Node, giver: _Node) -> None:
+        """A node was given wrong bytes. It may be its own memory: one accuser is not believed."""
+        node.shuns.add(giver.name)
+        accusers = self._accusers.setdefault(giver.name, set())
+        accusers.add(node.name)
+        if giver.trusted and len(accusers) >= min(_ACCUSERS, len(self.nodes) - 1):
+            giver.trusted = False
+            self._forget_holder(giver, wrong=True)
 
     def _lost_copy(self, node: _Node, number: int) -> None:
         if node.have[number]:
@@ -454,7 +422,9 @@ class Tracker:
             return
         limits = self._limits
         while node.reads < self._pace.reads and self._reads < limits.store:
-            number = self._next_unread(node)
+            number = self._next_alone(node)
+            if number is None:
+                number = self._next_unread(node)
             if number is None:
                 break
             self._order(node, number, STORE, now)
@@ -465,15 +435,27 @@ class Tracker:
                 continue
             source = self._source(node, number)
             if source is None:
-                if self._pieces[number].holders:  # all busy, or better left to a neighbour
+                holders = self._pieces[number].holders
+                if not node.shuns.issuperset(holders):  # all busy, or better left to a neighbour
                     node.queue.append(number)
+                elif holders:
+                    node.alone.append(number)
                 looked += 1
                 continue
             self._order(node, number, source.name, now)
         if (node.queue and node.fetches < limits.down) or (
-            self._unread and node.reads < self._pace.reads
+            (self._unread or node.alone) and node.reads < self._pace.reads
         ):
             self._await(node)
+
+    def _next_alone(self, node: _Node) -> int | None:
+        """A piece that others have, and that this node is to read from the store nevertheless."""
+        for waiting in (node.alone, node.queue) if self._outrun.why else (node.alone,):
+            while waiting:
+                number = waiting.pop()
+                if not node.have[number] and number not in node.down:
+                    return number
+        return None
 
     def _next_unread(self, node: _Node) -> int | None:
         """The first piece that nobody has, and that this node does not read already."""
@@ -513,7 +495,7 @@ class Tracker:
         best: tuple[tuple[bool, bool, float], _Node] | None = None
         for name in reversed(holders[-_LOOKED_AT:]):
             holder = self._nodes[name]
-            if not (holder.alive and holder.trusted):
+            if not (holder.alive and holder.trusted) or name in node.shuns:
                 continue
             same = holder.zone == node.zone
             near = near or same
@@ -568,14 +550,28 @@ class Tracker:
 
     def _measure(self, node: _Node, piece: _Piece, source: str, seconds: float, now: float) -> None:
         """Learn from a transfer how long one takes, and how quick a node is."""
-        self._seconds[STORE if source == STORE else "peer"].append(seconds / max(piece.size, 1))
+        self._durations[STORE if source == STORE else "peer"].took(piece.size, seconds)
         if source == STORE:
             self._pace.read(piece.size, len(self.nodes), now)
+            self._outrun.read(piece.size, now)
+        else:
+            self._outrun.given(piece.size)
         other = node if source == STORE else self._nodes[source]
         other.slow = False
         if source != STORE:
             rate = piece.size / max(seconds, 1e-6)
             other.rate = 0.8 * other.rate + 0.2 * rate if other.rate else rate
+
+    def _look_at_rates(self, now: float) -> None:
+        """See whether the store outruns the nodes, when nothing waits for the store."""
+        if not self._limits.direct or self._outrun.why:
+            return
+        if self._unread or self._reads or self._delayed:
+            self._outrun.supplied(now)
+            return
+        living = [node for node in self._nodes.values() if node.alive]
+        lacking = sum(node.fetches > 0 for node in living)
+        self._outrun.look(len(living), lacking, now)
 
     def _hedge(self, now: float) -> None:
         """Order what is late from somewhere else too; whichever comes first counts."""
@@ -596,19 +592,11 @@ class Tracker:
                 continue
             source, since = next(iter(sources.items()))
             kind = STORE if source == STORE else "peer"
-            allowed = self._allowed(kind, self._pieces[number].size)
+            allowed = self._durations[kind].allowed(self._pieces[number].size)
             if now - since > allowed:
                 late[kind].transfers.append((node, number, source))
                 late[kind].nodes.add(node.name if source == STORE else source)
                 late[kind].very |= now - since > _VERY_LATE * allowed
-
-    def _allowed(self, kind: str, size: int) -> float:
-        """Seconds that a transfer of so many bytes may take."""
-        values = self._seconds[kind]
-        if len(values) < _KNOWN:
-            return _LATE_UNKNOWN
-        middle = sorted(values)[len(values) // 2]
-        return max(_LATE_AT_LEAST, _LATE * middle * max(size, 1))
 
     def _hedge_one(self, node: _Node, number: int, source: str, now: float) -> None:
         piece = self._pieces[number]

@@ -83,6 +83,12 @@ class LimitSettings(_Settings):
     )
     down: int = Field(default=8, ge=1, le=64, description="Pieces a node fetches from others.")
     up: int = Field(default=8, ge=1, le=64, description="Pieces a node gives to others.")
+    direct: bool = Field(
+        default=True,
+        description="Let nodes read from the store what others have, where it proves to give a "
+        "node at least twice what the other nodes give it. Turn it off if bytes out of it are "
+        "dear.",
+    )
 
 
 class RayNodes(_Settings):

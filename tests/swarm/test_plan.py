@@ -172,31 +172,81 @@ def test_whatever_fails_or_dies_the_others_get_everything(seed, nodes, pieces, d
     assert all(have == set(range(pieces)) for have in swarm.has.values())
 
 
-def test_a_node_that_gives_wrong_bytes_is_asked_no_more():
-    swarm = Swarm(Tracker([1] * 30), lambda _: 1.0)
-    for name in ("good", "bad", "other"):
-        swarm.join(name)
-    wrong = 0
-
-    def fails(order: Order) -> bool:
-        return order.source == "bad"
-
-    swarm.begin()
-    while swarm.pending:
+def spoil(swarm: Swarm, wrong: Callable[[Order], bool]) -> Counter[str]:
+    """Carry all out, where some transfers bring wrong bytes; says how often each node gave them."""
+    seen: Counter[str] = Counter()
+    while not swarm.tracker.complete():
+        if not swarm.pending:
+            swarm.now += 0.5
+            swarm.give(swarm.tracker.tick(swarm.now))
+            continue
         swarm.now, _, order = heapq.heappop(swarm.pending)
         if order.source != STORE:
             swarm.up[order.source] -= 1
-        if fails(order):
-            wrong += 1
-            told = swarm.tracker.failed(order.node, order.piece, "bad", swarm.now, wrong=True)
+        if order.source != STORE and wrong(order):
+            seen[order.source] += 1
+            told = swarm.tracker.failed(
+                order.node, order.piece, order.source, swarm.now, wrong=True
+            )
         else:
             swarm.has[order.node].add(order.piece)
             digest = f"d{order.piece}"
             told = swarm.tracker.done(order.node, order.piece, order.source, digest, swarm.now)
         swarm.give(told)
-    assert swarm.tracker.complete()
+    return seen
+
+
+def test_a_node_that_gives_wrong_bytes_is_asked_no_more():
+    swarm = Swarm(Tracker([1] * 30), lambda _: 1.0)
+    for name in ("good", "bad", "other"):
+        swarm.join(name)
+    swarm.begin()
+    seen = spoil(swarm, lambda order: order.source == "bad")
     assert swarm.tracker.quarantined == ["bad"]
-    assert wrong <= Limits().up
+    assert seen["bad"] <= 2 * Limits().up
+
+
+def test_one_node_alone_is_not_believed_and_gets_its_bytes_elsewhere():
+    swarm = Swarm(Tracker([1] * 30), lambda _: 1.0)
+    for name in ("a", "b", "c", "broken"):
+        swarm.join(name)
+    swarm.begin()
+    seen = spoil(swarm, lambda order: order.node == "broken")
+    assert swarm.tracker.quarantined == []
+    assert set(seen) == {"a", "b", "c"}
+    assert all(have == set(range(30)) for have in swarm.has.values())
+    others = [order for order in swarm.orders if order.node != "broken"]
+    assert max(Counter(o.piece for o in others if o.source == STORE).values()) == 1
+
+
+def slow_uplinks(order: Order) -> float:
+    return 1.0 if order.source == STORE else 60.0
+
+
+def test_nodes_read_from_a_store_that_outruns_them_and_the_reason_is_said():
+    swarm = Swarm(Tracker([1_000_000] * 200), slow_uplinks)
+    for i in range(4):
+        swarm.join(f"n{i}")
+    swarm.begin()
+    while not swarm.tracker.complete():
+        swarm.step()
+        if not swarm.pending or swarm.pending[0][0] > swarm.now + 0.25:
+            swarm.now += 0.25
+            swarm.give(swarm.tracker.tick(swarm.now))
+    assert all(have == set(range(200)) for have in swarm.has.values())
+    assert "the store gave each node" in swarm.tracker.direct
+    alone = 200 * 3 / 4 * 60.0 / Limits().down  # seconds, had the nodes but themselves
+    assert swarm.now < alone / 4
+
+
+def test_nodes_do_without_a_store_that_outruns_them_where_its_bytes_are_dear():
+    swarm = Swarm(Tracker([1_000_000] * 60, Limits(direct=False)), slow_uplinks)
+    for i in range(4):
+        swarm.join(f"n{i}")
+    swarm.begin()
+    swarm.finish()
+    assert swarm.tracker.direct == ""
+    assert max(swarm.reads().values()) == 1
 
 
 def test_a_transfer_that_takes_too_long_is_ordered_from_somewhere_else_too():

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import shutil
 import subprocess
 import tarfile
 import time
@@ -334,6 +335,50 @@ def test_an_archive_is_unpacked_and_kept_and_known_again(store, nodes):
     store.reset()
     assert all(node.ready for node in prewarm(settings).nodes)
     assert store.counts().bytes < 1000  # its head tells what kind it is
+
+
+def test_an_unpacked_folder_is_mended_and_replaced_while_all_of_it_is_ours(store, nodes):
+    def wanted(name: str) -> dict[str, bytes]:
+        return {"d/a.txt": name.encode(), "d/b/c.txt": b"c", "d.tar": tarred(members(name), "w")}
+
+    def members(name: str) -> dict[str, bytes]:
+        return {"a.txt": name.encode(), "b/c.txt": b"c"}
+
+    settings = settings_of(
+        store, nodes[:1], requests=[Request(key="d.tar", unpack=Unpacking.AUTO)], least=1.0
+    )
+    root = nodes[0].root
+    store.put("d.tar", tarred(members("old"), "w"))
+    prewarm(settings)
+    (root / "d/mine.txt").write_text("mine")
+    prewarm(settings)  # what lies beside its members does no harm
+    (root / "d/mine.txt").unlink()
+    (root / "d/b/c.txt").unlink()
+    prewarm(settings)
+    assert files_below(root) == wanted("old")
+    shutil.rmtree(root / "d")
+    (root / "d").mkdir()
+    prewarm(settings)
+    assert files_below(root) == wanted("old")
+    store.put("d.tar", tarred(members("new"), "w"))
+    prewarm(settings)
+    assert files_below(root) == wanted("new")
+    assert not list(root.glob(".*.replaced"))
+
+
+@pytest.mark.parametrize("change", ["added", "changed"])
+def test_an_unpacked_folder_that_is_not_all_ours_is_not_replaced(store, nodes, change):
+    store.put("d.tar", tarred({"a.txt": b"a", "b.txt": b"b"}, "w"))
+    request = Request(key="d.tar", unpack=Unpacking.AUTO, into="in/here")
+    settings = settings_of(store, nodes[:1], requests=[request], least=1.0)
+    prewarm(settings)
+    mine = nodes[0].root / "in/here" / ("mine.txt" if change == "added" else "a.txt")
+    mine.write_text("mine")
+    store.put("d.tar", tarred({"a.txt": b"new"}, "w"))
+    with pytest.raises(errors.WorkerError, match=f"{mine.name} was not unpacked by us"):
+        prewarm(settings)
+    assert mine.read_text() == "mine"
+    assert (nodes[0].root / "in/here/b.txt").read_bytes() == b"b"
 
 
 def test_a_zip_is_unpacked_when_it_is_whole(store, nodes):
