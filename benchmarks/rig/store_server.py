@@ -9,11 +9,13 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
+from email.utils import formatdate
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +33,18 @@ SEND_TIMEOUT = 120  # seconds in which a client takes nothing
 SKEW = timedelta(minutes=15)
 SHA256 = re.compile(r"[0-9a-f]{64}")
 RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+
+
+@lru_cache(maxsize=64)
+def moment(stamp: str) -> datetime:
+    """When a request was signed."""
+    return datetime.strptime(stamp, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+
+
+@lru_cache(maxsize=64)
+def http_date(seconds: int) -> str:
+    """A time as HTTP writes it."""
+    return formatdate(seconds, usegmt=True)
 
 
 class RefusedError(Exception):
@@ -133,6 +147,10 @@ class Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815
 
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        """The same text for all requests of one second."""
+        return http_date(int(time.time() if timestamp is None else timestamp))
+
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Nothing: requests are counted."""
 
@@ -200,7 +218,7 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusedError(403, "SignatureDoesNotMatch")
         fields = dict(parse_qsl(query)) if signature.presigned else {}
         stamp = fields.get("X-Amz-Date") or headers.get("x-amz-date", "")
-        signed = datetime.strptime(stamp, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+        signed = moment(stamp)
         lasts = timedelta(seconds=int(fields.get("X-Amz-Expires", SKEW.total_seconds())))
         if not signed - SKEW <= datetime.now(UTC) <= signed + lasts:
             raise RefusedError(403, "AccessDenied", "Request has expired.")
@@ -231,7 +249,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Type", "application/octet-stream")
             self.send_header("Accept-Ranges", "bytes")
             self.send_header("ETag", stored.etag)
-            self.send_header("Last-Modified", format_datetime(stored.modified, usegmt=True))
+            self.send_header("Last-Modified", http_date(int(stored.modified.timestamp())))
             self.end_headers()
             if asked.operation == "GetObject":
                 self._send(_Body(self, asked.key, file, start, end), fault)

@@ -42,7 +42,10 @@ _Event = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a run is: the body of the request that starts it."""
+    """What a run is: the body of the request that starts it.
+
+    Two lines of JSON: the nodes that are there, and what every node is told alike.
+    """
 
     catalogue: Catalogue
     sources: list[str]
@@ -55,12 +58,13 @@ class _Plan:
 
     @classmethod
     def parse(cls, body: bytes) -> "_Plan":
-        data = json.loads(body)
+        peers, _, plan = body.partition(b"\n")
+        data = json.loads(plan)
         return cls(
             catalogue=Catalogue.from_json(data["catalogue"]),
             sources=data["sources"],
             key=bytes.fromhex(data["key"]),
-            peers={name: Place(*place) for name, place in data["peers"].items()},
+            peers={name: Place(*place) for name, place in json.loads(peers).items()},
             check=CacheCheck(data["check"]),
             slots=data["slots"],
             ca=data["ca"],
@@ -200,9 +204,10 @@ class Run:
         self.landing.write(number, data, parts)
         self._tell({"e": "done", **told, "d": digest, "b": len(data)})
 
-    def _finished(self, number: int) -> None:
-        if not self._plan.catalogue.files[number].unpack:
-            self._tell({"e": "file", "f": number})
+    def _finished(self, numbers: list[int]) -> None:
+        files = self._plan.catalogue.files
+        if plain := [number for number in numbers if not files[number].unpack]:
+            self._tell({"e": "files", "f": plain})
 
     def _unpack(self, number: int) -> None:
         """Unpack an archive while it arrives; told as a file when it is there and unpacked."""
@@ -213,7 +218,7 @@ class Run:
         except Exception as error:  # noqa: BLE001 - told to the driver
             self._fault(error)
             return
-        self._tell({"e": "file", "f": number})
+        self._tell({"e": "files", "f": [number]})
 
 
 class Agent:

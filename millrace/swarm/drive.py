@@ -199,7 +199,7 @@ class _Drive:
         self._wrong: dict[int, set[str]] = {}  # file → the digests that it should not have had
         self._told: list[Event] = []
         self._threads: list[threading.Thread] = []
-        self._sources = found.sources(_READABLE_FOR)
+        self._plan = self._planned(found.sources(_READABLE_FOR))
 
     def run(self) -> PrewarmReport:
         settings = self._settings
@@ -340,24 +340,10 @@ class _Drive:
                 self._news.notify_all()
 
     def _begin(self, member: _Member) -> bool:
-        settings, limits = self._settings, self._settings.limits
         with self._lock:
             peers = {m.node.name: m.node for m in self._members.values() if m.joined}
-        body = json.dumps(
-            {
-                "catalogue": self._catalogue.to_json(),
-                "sources": self._sources,
-                "key": self._key.hex(),
-                "peers": {name: _place(node) for name, node in peers.items()},
-                "check": settings.check,
-                "slots": limits.node_store + limits.down + 4,
-                "ca": self._authorities(),
-                "unpacked": {
-                    "bytes": settings.unpacked_bytes,
-                    "members": settings.unpacked_members,
-                },
-            }
-        ).encode()
+        known = {name: _place(node) for name, node in peers.items()}
+        body = b"\n".join((json.dumps(known).encode(), self._plan))
         while True:
             try:
                 have = self._ask(member, "PUT", "", body, timeout=3600.0)["have"]
@@ -404,6 +390,24 @@ class _Drive:
         )
         self._deal(orders)
         self._news.notify_all()
+
+    def _planned(self, sources: list[str]) -> bytes:
+        """What every node is told of the run, made once: it may be large."""
+        settings, limits = self._settings, self._settings.limits
+        return json.dumps(
+            {
+                "catalogue": self._catalogue.to_json(),
+                "sources": sources,
+                "key": self._key.hex(),
+                "check": settings.check,
+                "slots": limits.node_store + limits.down + 4,
+                "ca": self._authorities(),
+                "unpacked": {
+                    "bytes": settings.unpacked_bytes,
+                    "members": settings.unpacked_members,
+                },
+            }
+        ).encode()
 
     def _authorities(self) -> str | None:
         files = [spec.ca_file for spec in self._settings.stores.values() if spec.ca_file]
@@ -502,8 +506,8 @@ class _Drive:
                 self._failed(member, event)
             case "retry":
                 member.failures += 1
-            case "file":
-                self._file(member, event["f"])
+            case "files":
+                self._files(member, event["f"])
             case "mismatch":
                 self._mismatch(member, event["f"], event["sha256"])
             case _:
@@ -567,8 +571,8 @@ class _Drive:
                 "store answers: what is on the nodes stays."
             )
 
-    def _file(self, member: _Member, number: int) -> None:
-        member.files.add(number)
+    def _files(self, member: _Member, numbers: list[int]) -> None:
+        member.files.update(numbers)
         if len(member.files) == len(self._catalogue.files) and not member.ready:
             member.ready = True
             member.seconds = time.monotonic() - self._began

@@ -16,7 +16,6 @@ from millrace.swarm.pieces import Catalogue, Segment
 from millrace.swarm.wire import AUTH, Connections, Place, RefusedError, sign
 
 _AT_ONCE = 16  # small files of one piece that are read from the store at once
-_BODY = 256 * 1024  # bytes taken from the socket at a time
 _TRIES = 4
 _PAUSE = 0.1  # seconds at most before the second try; then twice as many
 FINAL = {http.client.NOT_FOUND, http.client.GONE, http.client.PRECONDITION_FAILED}
@@ -113,12 +112,9 @@ class StoreReader:
             "If-Match": file.etag,
             "Range": f"bytes={segment.start}-{segment.start + segment.size - 1}",
         }
-        with self._connections.request(place, "GET", target, headers) as answer:
-            if answer.status != http.client.PARTIAL_CONTENT and segment.size != file.size:
-                raise FetchError("the store ignores ranges", answer.status)
-            if answer.headers.get("ETag", file.etag) != file.etag:
-                raise FetchError("another content", http.client.PRECONDITION_FAILED)
-            read_into(answer, into)
+        answer = self._connections.fill(place, target, headers, into)
+        if answer.get("etag", file.etag) != file.etag:
+            raise FetchError("another content", http.client.PRECONDITION_FAILED)
 
     def _read_local(self, path: Path, segment: Segment, into: memoryview) -> None:
         file = self._catalogue.files[segment.file]
@@ -158,30 +154,11 @@ class PeerReader:
         place, path = self._peers[source], f"/runs/{self._run}/pieces/{number}"
         headers = {AUTH: sign(self._key, "GET", path)}
         try:
-            with self._connections.request(place, "GET", path, headers) as answer:
-                read_into(answer, into)
+            self._connections.fill(place, path, headers, into)
         except RefusedError as error:
             raise FetchError(str(error), error.status) from error
         except (OSError, http.client.HTTPException) as error:
             raise FetchError(f"{type(error).__name__}: {error}") from error
-
-
-def read_into(answer: http.client.HTTPResponse, into: memoryview) -> None:
-    """Fill a buffer with a body, which must be of just that size.
-
-    Raises:
-        FetchError: It is longer or shorter.
-    """
-    if answer.length is not None and answer.length != len(into):
-        raise FetchError(f"{answer.length} bytes instead of {len(into)}")
-    at = 0
-    while at < len(into):
-        got = answer.readinto(into[at : at + _BODY])
-        if not got:
-            raise FetchError(f"the body broke off after {at} of {len(into)} bytes")
-        at += got
-    if not answer.isclosed() and answer.read(1):
-        raise FetchError(f"more than {len(into)} bytes")
 
 
 def digests(segments: tuple[Segment, ...], data: memoryview) -> list[bytes]:

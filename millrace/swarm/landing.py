@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import os
 import queue
-import shutil
 import struct
 import threading
 from collections.abc import Callable, Generator
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from millrace.errors import ChangedError, ConfigurationError, ConflictError, NoSpaceError
+from millrace.errors import ChangedError, ConflictError
 from millrace.swarm.made import (
     CacheCheck,
     Made,
@@ -32,20 +31,19 @@ from millrace.swarm.made import (
     segment_digests,
 )
 from millrace.swarm.pieces import Catalogue, File, Segment, digest_of
+from millrace.swarm.places import Place, Places, sync
 
 OURS = ".millrace"
 _ENTRY = struct.Struct(">I32s")
 _BLOCK = 1 << 20
 _FLUSHED = 64 << 20  # bytes after which writing to the disk is begun
-_ROOM = 64 << 20  # bytes left free on the disk
-_FEW = 8  # files that are brought onto the disk one by one
 
 
 @dataclass(slots=True)
 class _State:
     """One file on its way."""
 
-    file: File
+    place: Place
     digests: list[bytes | None]
     missing: int
     final: bool = False
@@ -55,6 +53,10 @@ class _State:
     hash: Any = field(default_factory=hashlib.sha256)
     unflushed: int = 0
 
+    @property
+    def file(self) -> File:
+        return self.place.file
+
 
 class Landing:
     """The files of a catalogue below a root.
@@ -63,7 +65,7 @@ class Landing:
         root: The folder that no file is written outside of.
         catalogue: What lands.
         check: How an earlier run's files are recognised.
-        finished: Told the number of each file that has got its final name.
+        finished: Told the numbers of files that have got their final names.
         mismatch: Told the number of a file whose bytes are not those of its digest, and theirs.
         fault: Told why nothing more can be written here.
     """
@@ -74,7 +76,7 @@ class Landing:
         catalogue: Catalogue,
         *,
         check: CacheCheck = CacheCheck.SAMPLED,
-        finished: Callable[[int], None],
+        finished: Callable[[list[int]], None],
         mismatch: Callable[[int, str], None],
         fault: Callable[[BaseException], None],
     ) -> None:
@@ -82,14 +84,16 @@ class Landing:
         self._finished, self._mismatch, self._fault = finished, mismatch, fault
         self._ours = self._root / OURS
         self._digests: list[str] = [""] * len(catalogue.pieces)  # of what is here
+        self._places = Places(self._root, catalogue)
         self._states = [
-            _State(file, [None] * n, n)
-            for file, n in zip(catalogue.files, _segments(catalogue), strict=True)
+            _State(place, [None] * n, n)
+            for place, n in zip(self._places.of, _segments(catalogue), strict=True)
         ]
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
+        self._writing = threading.Lock()
         self._closing = False
-        self._complete: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._complete: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
             for work, name in ((self._finish_all, "finish"), (self._hash_all, "hash"))
@@ -114,13 +118,13 @@ class Landing:
         self._take_lock()
         self._find_finished()
         self._find_journaled()
-        self._check_space()
+        self._places.check_space(state.place for state in self._states if not state.final)
         self._journal = os.open(self._journal_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for number, state in enumerate(self._states):
             if not state.final and state.file.size >= self._catalogue.piece_size:
-                self._preallocate(state.file)
+                self._places.preallocate(state.place)
             if not state.final and state.missing == 0:
-                self._complete.put(number)
+                self._complete.put([number])
         for thread in self._threads:
             thread.start()
         return [(number, digest) for number, digest in enumerate(self._digests) if digest]
@@ -180,9 +184,10 @@ class Landing:
                 return False
             again = bool(self._digests[number])
         at = 0
-        for segment in self._catalogue.pieces[number]:
-            self._write_segment(segment, data[at : at + segment.size])
-            at += segment.size
+        with self._writing if len(parts) > 1 else contextlib.nullcontext():
+            for segment in self._catalogue.pieces[number]:
+                self._write_segment(segment, data[at : at + segment.size])
+                at += segment.size
         with self._lock:
             if self._digests[number] == digest:
                 self._remove_strays(number)
@@ -190,9 +195,14 @@ class Landing:
             self._digests[number] = digest
             if self._journal is not None:
                 os.write(self._journal, _ENTRY.pack(number, bytes.fromhex(digest)))
-            for segment, part in zip(self._catalogue.pieces[number], parts, strict=True):
-                self._landed(segment, part, again=again)
+            complete = [
+                segment.file
+                for segment, part in zip(self._catalogue.pieces[number], parts, strict=True)
+                if self._landed(segment, part, again=again)
+            ]
             self._arrived.notify_all()
+        if complete:
+            self._complete.put(complete)
         return True
 
     def drop(self, number: int) -> None:
@@ -213,7 +223,7 @@ class Landing:
                     )
                     continue
                 if state.final:  # taken for whole, as nothing said what it should be
-                    self._final(state.file.path).rename(self._partial(state.file))
+                    state.place.final.rename(state.place.partial)
                     state.final = False
                 index = self._index(segment)
                 if state.digests[index] is not None:
@@ -271,7 +281,7 @@ class Landing:
     def path_now(self, number: int) -> Path:
         """Where a file's bytes are at the moment."""
         state = self._states[number]
-        return self._final(state.file.path) if state.final else self._partial(state.file)
+        return state.place.final if state.final else state.place.partial
 
     # -- inside
 
@@ -282,24 +292,24 @@ class Landing:
                     raise ChangedError(f"The run ended before {state.file.path} was complete.")
                 self._arrived.wait()
 
-    def _landed(self, segment: Segment, part: bytes, *, again: bool) -> None:
+    def _landed(self, segment: Segment, part: bytes, *, again: bool) -> bool:
+        """Note a segment; whether its file is complete now."""
         state, index = self._states[segment.file], self._index(segment)
         if state.final:
-            return
+            return False
         if state.digests[index] is None:
             state.missing -= 1
         state.digests[index] = part
         if again:
             state.fresh = False
-        if state.missing == 0:
-            self._complete.put(segment.file)
+        return state.missing == 0
 
     def _remove_strays(self, number: int) -> None:
         """Another thread was quicker: its file may have its final name, and we made a new half."""
         for segment in self._catalogue.pieces[number]:
             state = self._states[segment.file]
             if state.final:
-                self._partial(state.file).unlink(missing_ok=True)
+                state.place.partial.unlink(missing_ok=True)
 
     def _index(self, segment: Segment) -> int:
         return segment.start // self._catalogue.piece_size
@@ -308,12 +318,7 @@ class Landing:
         state = self._states[segment.file]
         if state.final:
             return
-        path = self._partial(state.file)
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        except FileNotFoundError:
-            self._make_folder(path.parent)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        descriptor = self._places.create(state.place)
         try:
             at = 0
             while at < len(data):
@@ -332,56 +337,17 @@ class Landing:
         except FileNotFoundError:  # it got its final name meanwhile
             return os.open(self.path_now(number), os.O_RDONLY | os.O_NOFOLLOW)
 
-    def _final(self, path: str) -> Path:
-        return self._root / path
-
-    def _partial(self, file: File) -> Path:
-        name = hashlib.sha256(file.path.encode()).hexdigest()[:16]
-        return self._final(file.path).parent / f".{name}.{self._catalogue.id}.part"
-
     @property
     def _journal_path(self) -> Path:
         return self._ours / f"{self._catalogue.id}.journal"
-
-    def _make_folder(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not folder.resolve().is_relative_to(self._root):
-            raise ConfigurationError(
-                f"{folder} leads out of {self._root} through a link: nothing was written there."
-            )
-
-    def _preallocate(self, file: File) -> None:
-        path = self._partial(file)
-        self._make_folder(path.parent)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, file.size)
-        except OSError as error:
-            raise NoSpaceError(
-                f"{path}: no room for {file.size} bytes ({error.strerror})."
-            ) from error
-        finally:
-            os.close(descriptor)
-
-    def _check_space(self) -> None:
-        needed = sum(
-            state.file.size
-            for state in self._states
-            if not state.final and not self._partial(state.file).exists()
-        )
-        free = shutil.disk_usage(self._root).free
-        if needed and needed + _ROOM > free:
-            raise NoSpaceError(
-                f"{self._root} has {free} bytes free, and {needed} (and {_ROOM} to spare) are to "
-                "come: free some, or choose another root."
-            )
 
     # -- what an earlier run has left
 
     def _find_finished(self) -> None:
         made = read_made(self._ours / "files.jsonl")
+        whole: list[int] = []
         for number, state in enumerate(self._states):
-            path = self._final(state.file.path)
+            path = state.place.final
             if not os.path.lexists(path):
                 continue
             digests = recognised(
@@ -393,11 +359,11 @@ class Landing:
             state.digests, state.final = digests, not wrong
             state.missing = sum(digest is None for digest in digests)
             if wrong:  # ours, and damaged: what is good of it is kept
-                path.rename(self._partial(state.file))
+                path.rename(state.place.partial)
                 continue
-            for link in state.file.links:
-                self._link(path, self._final(link))
-            self._finished(number)
+            self._places.link(state.place)
+            whole.append(number)
+        self._finished(whole)
         self._note_pieces()
 
     def _find_journaled(self) -> None:
@@ -471,7 +437,7 @@ class Landing:
                     break
                 self._hash_more(number, state, ready, buffer)
             if state.missing == 0 and not state.final:
-                self._complete.put(number)
+                self._complete.put([number])
 
     def _hash_more(self, number: int, state: _State, size: int, buffer: memoryview) -> None:
         descriptor = self.open_now(number)
@@ -486,16 +452,16 @@ class Landing:
 
     def _finish_all(self) -> None:
         while True:
-            number = self._complete.get()
-            if number is None:
+            numbers = self._complete.get()
+            if numbers is None:
                 return
-            batch = [number]
+            batch = list(numbers)
             while not self._complete.empty():
                 more = self._complete.get()
                 if more is None:
                     self._complete.put(None)
                     break
-                batch.append(more)
+                batch += more
             self._finish(list(dict.fromkeys(batch)))
 
     def _finish(self, numbers: list[int]) -> None:
@@ -508,15 +474,14 @@ class Landing:
             ready.append((number, state))
         if not ready:
             return
-        self._settle([state.file for _, state in ready])
+        self._places.settle([state.place for _, state in ready])
         # Before the names are there: a file of which no line says that it is ours is never touched.
         append_made(self._ours / "files.jsonl", [self._made(state) for _, state in ready])
         for _, state in ready:
             self._rename(state)
-        for folder in {self._final(state.file.path).parent for _, state in ready}:
-            _sync(folder)
-        for number, _ in ready:
-            self._finished(number)
+        for folder in {state.place.folder for _, state in ready}:
+            sync(folder)
+        self._finished([number for number, _ in ready])
 
     def _is_whole(self, number: int, state: _State) -> bool:
         """Whether a file is what its digest says; False also while that is being found out."""
@@ -538,32 +503,12 @@ class Landing:
         self._mismatch(number, found)
         return False
 
-    def _settle(self, files: list[File]) -> None:
-        """Bring files onto the disk: one by one, or where they are many with all that is there."""
-        one_by_one = len(files) <= _FEW
-        for file in files:
-            path = self._partial(file)
-            if file.size == 0:
-                self._make_folder(path.parent)
-                path.touch()
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                os.fchmod(descriptor, file.mode)
-                if file.owner is not None:
-                    os.fchown(descriptor, *file.owner)
-                if one_by_one:
-                    os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        if not one_by_one:
-            _sync_file_system(self._root)
-
     def _made(self, state: _State) -> Made:
         file = state.file
         return Made(
             path=file.path,
             size=file.size,
-            mtime_ns=self._partial(file).stat().st_mtime_ns,
+            mtime_ns=state.place.partial.stat().st_mtime_ns,
             etag=file.etag,
             origin=file.origin,
             sha256=file.sha256,
@@ -572,25 +517,11 @@ class Landing:
         )
 
     def _rename(self, state: _State) -> None:
-        final = self._final(state.file.path)
         with self._lock:  # whoever opens it looks for it under one name or the other
-            self._partial(state.file).rename(final)
+            state.place.partial.rename(state.place.final)
             state.final = True
             self._arrived.notify_all()
-        for link in state.file.links:
-            self._link(final, self._final(link))
-
-    def _link(self, final: Path, link: Path) -> None:
-        """A further destination: the same file where the file system can, else a copy."""
-        self._make_folder(link.parent)
-        if os.path.lexists(link):
-            if link.is_file() and link.samefile(final):
-                return
-            raise ConfigurationError(f"{link} is there already: move it away. It was not touched.")
-        try:
-            os.link(final, link)
-        except OSError:
-            shutil.copy2(final, link)
+        self._places.link(state.place)
 
 
 class Arriving:
@@ -620,23 +551,3 @@ def _segments(catalogue: Catalogue) -> list[int]:
         for segment in piece:
             counts[segment.file] += 1
     return counts
-
-
-def _sync_file_system(folder: Path) -> None:
-    """Bring everything of a file system onto its disk: by far quicker than many fsyncs."""
-    import ctypes  # noqa: PLC0415
-
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        if ctypes.CDLL(None, use_errno=True).syncfs(descriptor) != 0:
-            raise OSError(ctypes.get_errno(), "syncfs failed", str(folder))
-    finally:
-        os.close(descriptor)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,7 @@ import json
 import os
 import random
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -126,7 +126,9 @@ def read_made(path: Path) -> dict[str, list[Made]]:
 
 
 def append_made(path: Path, made: list[Made]) -> None:
-    lines = "".join(json.dumps(asdict(entry)) + "\n" for entry in made)
+    lines = "".join(
+        json.dumps({name: getattr(entry, name) for name in Made.__slots__}) + "\n" for entry in made
+    )
     with path.open("a") as file:
         # A line that a kill has cut is ended first.
         file.write(lines if file.tell() == 0 else f"\n{lines}")

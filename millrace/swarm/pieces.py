@@ -7,8 +7,7 @@ A large file is cut at multiples of the piece size; small files share a piece.
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import PurePosixPath
+from dataclasses import dataclass, fields
 from typing import Any
 
 from millrace.errors import ConfigurationError
@@ -95,7 +94,7 @@ class Catalogue:
 
     def to_json(self) -> dict[str, Any]:
         """What another machine makes it again from."""
-        return {"piece_size": self.piece_size, "files": [asdict(file) for file in self.files]}
+        return {"piece_size": self.piece_size, "files": [_row(file) for file in self.files]}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Catalogue":
@@ -104,7 +103,7 @@ class Catalogue:
         Raises:
             ConfigurationError: A destination leads out of the root.
         """
-        return catalogue_of((_file(item) for item in data["files"]), data["piece_size"])
+        return catalogue_of(map(_file, data["files"]), data["piece_size"])
 
 
 def catalogue_of(files: Iterable[File], piece_size: int | None = None) -> Catalogue:
@@ -122,7 +121,7 @@ def catalogue_of(files: Iterable[File], piece_size: int | None = None) -> Catalo
     if piece_size is None:
         wanted = sum(file.size for file in files) // _PIECES
         piece_size = min(LARGEST, max(SMALLEST, 1 << max(0, wanted - 1).bit_length()))
-    listing = json.dumps([piece_size, *(asdict(file) for file in files)], sort_keys=True)
+    listing = json.dumps([piece_size, *map(_row, files)])
     name = hashlib.sha256(listing.encode()).hexdigest()[:16]
     return Catalogue(name, files, piece_size, tuple(_cut(files, piece_size)))
 
@@ -154,11 +153,12 @@ def _check(files: Sequence[File]) -> None:
                 )
             taken.add(path)
     for path in taken:
-        inside = next((str(p) for p in PurePosixPath(path).parents if str(p) in taken), None)
-        if inside is not None:
-            raise ConfigurationError(
-                f"{path} would lie inside {inside}, which is a destination itself."
-            )
+        above = path
+        while above := above.rpartition("/")[0]:
+            if above in taken:
+                raise ConfigurationError(
+                    f"{path} would lie inside {above}, which is a destination itself."
+                )
 
 
 def _cut(files: Sequence[File], piece_size: int) -> Iterable[Piece]:
@@ -183,8 +183,16 @@ def digest_of(parts: Sequence[bytes]) -> str:
     return parts[0].hex() if len(parts) == 1 else hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def _file(item: dict[str, Any]) -> File:
-    fixed: dict[str, Any] = {"links": tuple(item["links"])}
-    if item["owner"]:
-        fixed["owner"] = tuple(item["owner"])
-    return File(**(item | fixed))
+def _row(file: File) -> list[Any]:
+    return [getattr(file, name) for name in _FIELDS]
+
+
+def _file(row: list[Any]) -> File:
+    named = dict(zip(_FIELDS, row, strict=True))
+    named["links"] = tuple(named["links"])
+    if named["owner"] is not None:
+        named["owner"] = tuple(named["owner"])
+    return File(**named)
+
+
+_FIELDS = tuple(field.name for field in fields(File))

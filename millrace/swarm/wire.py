@@ -10,10 +10,10 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 from urllib.parse import urlsplit
 
 AUTH = "X-Millrace-Auth"
@@ -21,6 +21,12 @@ SKEW = 300.0
 """Seconds that two machines' clocks may differ, and so how long a request could be replayed."""
 
 _KEPT = 32
+_PORTS = {"http": 80, "https": 443}
+_HEAD = 64 * 1024  # bytes of an answer that are asked for at first
+_LONGEST_HEAD = 256 * 1024
+_BODY = 256 * 1024  # bytes taken from the socket at a time
+
+T = TypeVar("T")
 
 
 class RefusedError(Exception):
@@ -70,11 +76,17 @@ class Place:
     host: str
     port: int
 
+    @property
+    def netloc(self) -> str:
+        """As the ``Host`` header names it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
+
     @classmethod
     def of(cls, url: str) -> "tuple[Place, str]":
         """A URL's place, and the path and query that follow it."""
         parts = urlsplit(url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
+        port = parts.port or _PORTS[parts.scheme]
         path = parts.path or "/"
         target = f"{path}?{parts.query}" if parts.query else path
         return cls(parts.scheme, parts.hostname or "", port), target
@@ -112,27 +124,47 @@ class Connections:
             RefusedError: The answer was not 2xx.
             OSError, http.client.HTTPException: It could not be made, or broke off.
         """
-        connection, used = self._take(place)
-        done = False
-        try:
-            try:
-                answer = self._ask(connection, method, path, headers, body, timeout)
-            except (ConnectionError, http.client.BadStatusLine):
-                if not used:
-                    raise
-                # A kept connection that the server has closed meanwhile: once more, on a new one.
-                self._drop(connection)
-                connection = self._connect(place)
-                answer = self._ask(connection, method, path, headers, body, timeout)
+        with self._asked(
+            place, lambda connection: self._ask(connection, method, path, headers, body, timeout)
+        ) as (use, answer):
             if not 200 <= answer.status < 300:
                 raise RefusedError(answer.status, answer.read(500).decode("utf-8", "replace"))
             yield answer
-            done = answer.isclosed() and not answer.will_close
-        finally:
-            if done:
-                self._keep(place, connection)
-            else:
-                self._drop(connection)
+            use.over = answer.isclosed() and not answer.will_close
+
+    def fill(
+        self, place: Place, path: str, headers: dict[str, str], into: memoryview
+    ) -> dict[str, str]:
+        """GET a body that is just of a buffer's size into the buffer.
+
+        Read from the socket itself: of a small body the most is there with its headers, and
+        `http.client` takes longer over those than all the rest takes.
+
+        Returns:
+            The headers of the answer, their names in lower case.
+
+        Raises:
+            RefusedError: The answer was not 2xx.
+            OSError, http.client.HTTPException: It could not be had, or is of another size.
+        """
+        with self._asked(
+            place, lambda connection: _head(self._open(connection), place, path, headers)
+        ) as (use, head):
+            sock = self._open(use.connection)
+            if not 200 <= head.status < 300:
+                raise RefusedError(head.status, head.body[:500].decode("utf-8", "replace"))
+            said = head.headers.get("content-length", "")
+            if said != str(len(into)):
+                raise http.client.HTTPException(f"{said or 'unknown'} bytes, not {len(into)}")
+            at = len(head.body)
+            into[:at] = head.body
+            while at < len(into):
+                got = sock.recv_into(into[at : at + _BODY])
+                if not got:
+                    raise http.client.IncompleteRead(bytes(into[:0]), len(into) - at)
+                at += got
+            use.over = head.headers.get("connection", "").lower() != "close"
+        return head.headers
 
     def close(self) -> None:
         """Break off every connection: requests under way fail at once."""
@@ -146,6 +178,40 @@ class Connections:
         for connection in busy:
             _shut(connection)
 
+    @contextmanager
+    def _asked(
+        self, place: Place, ask: Callable[[http.client.HTTPConnection], T]
+    ) -> Generator[tuple["_Use", T]]:
+        """Ask over a kept connection or a new one; it is kept if the use of it is over."""
+        connection, used = self._take(place)
+        use = _Use(connection)
+        try:
+            try:
+                answer = ask(connection)
+            except (ConnectionError, http.client.BadStatusLine):
+                if not used:
+                    raise
+                # A kept connection that the server has closed meanwhile: once more, on a new one.
+                self._drop(connection)
+                use.connection = self._connect(place)
+                answer = ask(use.connection)
+            yield use, answer
+        finally:
+            if use.over:
+                self._keep(place, use.connection)
+            else:
+                self._drop(use.connection)
+
+    def _open(
+        self, connection: http.client.HTTPConnection, timeout: float | None = None
+    ) -> socket.socket:
+        """The socket of a connection, which is made if it is not there yet."""
+        if connection.sock is None:  # pyright: ignore[reportUnnecessaryComparison]
+            connection.connect()  # which also sets TCP_NODELAY
+        sock = cast("socket.socket", connection.sock)
+        sock.settimeout(timeout or self._timeout)
+        return sock
+
     def _ask(
         self,
         connection: http.client.HTTPConnection,
@@ -155,9 +221,7 @@ class Connections:
         body: bytes | None,
         timeout: float | None,
     ) -> http.client.HTTPResponse:
-        if connection.sock is None:  # pyright: ignore[reportUnnecessaryComparison]
-            connection.connect()  # which also sets TCP_NODELAY
-        cast("socket.socket", connection.sock).settimeout(timeout or self._timeout)
+        self._open(connection, timeout)
         connection.request(method, path, body=body, headers=headers or {})
         return connection.getresponse()
 
@@ -197,6 +261,59 @@ class Connections:
         with self._lock:
             self._busy.discard(connection)
         connection.close()
+
+
+@dataclass(slots=True)
+class _Use:
+    """One use of a connection.
+
+    Attributes:
+        connection: Which.
+        over: Everything was read, so that it can be used again.
+    """
+
+    connection: http.client.HTTPConnection
+    over: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class _Head:
+    """The beginning of an answer.
+
+    Attributes:
+        status: Its HTTP status.
+        headers: Their names in lower case.
+        body: What of the body came with it.
+    """
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+def _head(sock: socket.socket, place: Place, path: str, headers: dict[str, str]) -> _Head:
+    """Send a GET request, and read the head of the answer."""
+    lines = [f"GET {path} HTTP/1.1", f"Host: {place.netloc}", "Accept-Encoding: identity"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    request = "\r\n".join([*lines, "", ""])
+    if not request.count("\r") == request.count("\n") == len(lines) + 1:
+        raise ValueError("A header must be one line.")
+    sock.sendall(request.encode("latin-1"))
+    found = b""
+    while (end := found.find(b"\r\n\r\n")) < 0:
+        if len(found) > _LONGEST_HEAD:
+            raise http.client.HTTPException("the headers do not end")
+        got = sock.recv(_HEAD)
+        if not got:
+            raise http.client.RemoteDisconnected("closed without an answer")
+        found += got
+    first, *rest = found[:end].decode("latin-1").split("\r\n")
+    version, _, status = first.partition(" ")
+    if version != "HTTP/1.1" or not status[:3].isdigit():
+        raise http.client.BadStatusLine(first)
+    said = (line.partition(":") for line in rest)
+    named = {name.strip().lower(): value.strip() for name, _, value in said}
+    return _Head(int(status[:3]), named, found[end + 4 :])
 
 
 def _shut(connection: http.client.HTTPConnection) -> None:

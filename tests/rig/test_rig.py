@@ -36,8 +36,9 @@ with socket.create_connection((sys.argv[1], 9), timeout=20) as peer:
     print(got / (time.monotonic() - began) / 1e6)
 """
 OWNER = """
-import time
+import signal, time
 from benchmarks.rig import Rig
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in background
 with Rig.start(nodes=1) as rig:
     host = rig.nodes[0]
     host.popen(["sleep", "300"])

@@ -8,6 +8,7 @@ import hashlib
 import hmac
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import quote, unquote_to_bytes
 
 ALGORITHM = "AWS4-HMAC-SHA256"
@@ -151,11 +152,13 @@ def _pairs(query: str) -> list[tuple[str, str]]:
     return [(encoded(name), encoded(value)) for name, _, value in words]
 
 
+@lru_cache(maxsize=4096)  # most are the same in every request
 def encoded(text: str) -> str:
     """Percent-encode a name or value of a query, encoded or not, the one canonical way."""
     return quote(unquote_to_bytes(text.replace("+", "%20")), safe=UNRESERVED)
 
 
+@lru_cache(maxsize=64)
 def _key(secret: str, scope: str) -> bytes:
     key = f"AWS4{secret}".encode()
     for part in scope.split("/"):

@@ -1,0 +1,161 @@
+"""A run's files on the disk: their partial and final names, below a root that nothing leaves."""
+
+import ctypes
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.errors import ConfigurationError, NoSpaceError
+from millrace.swarm.pieces import Catalogue, File
+
+_ROOM = 64 << 20  # bytes left free on the disk
+_FEW = 8  # files that are brought onto the disk one by one
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one file is.
+
+    Attributes:
+        file: What it is.
+        final: Its path when it is whole.
+        partial: Its path until then.
+        folder: Of both.
+    """
+
+    file: File
+    final: Path
+    partial: Path
+    folder: Path
+
+
+class Places:
+    """The places of a catalogue's files.
+
+    Args:
+        root: The folder that no file is written outside of; resolved.
+        catalogue: The files.
+
+    Attributes:
+        of: The place of each, by its number.
+    """
+
+    def __init__(self, root: Path, catalogue: Catalogue) -> None:
+        self._root = root
+        self._made: set[Path] = set()  # folders that are there, and below the root
+        self.of = [self._place(file, catalogue.id) for file in catalogue.files]
+
+    def _place(self, file: File, catalogue: str) -> Place:
+        final = self._root / file.path
+        folder = final.parent
+        name = hashlib.sha256(file.path.encode()).hexdigest()[:16]
+        return Place(file, final, folder / f".{name}.{catalogue}.part", folder)
+
+    def check_space(self, places: Iterable[Place]) -> None:
+        """See that there is room for files of which nothing is there yet.
+
+        Raises:
+            NoSpaceError: There is not.
+        """
+        needed = sum(place.file.size for place in places if not place.partial.exists())
+        free = shutil.disk_usage(self._root).free
+        if needed and needed + _ROOM > free:
+            raise NoSpaceError(
+                f"{self._root} has {free} bytes free, and {needed} (and {_ROOM} to spare) are to "
+                "come: free some, or choose another root."
+            )
+
+    def preallocate(self, place: Place) -> None:
+        """Make a partial file of its full size.
+
+        Raises:
+            NoSpaceError: The disk is full.
+        """
+        descriptor = self.create(place)
+        try:
+            os.posix_fallocate(descriptor, 0, place.file.size)
+        except OSError as error:
+            raise NoSpaceError(
+                f"{place.partial}: no room for {place.file.size} bytes ({error.strerror})."
+            ) from error
+        finally:
+            os.close(descriptor)
+
+    def create(self, place: Place) -> int:
+        """A descriptor that writes a partial file, which has the mode and owner asked for."""
+        self.make_folder(place.folder)
+        descriptor = os.open(place.partial, _NEW, 0o600)
+        try:
+            os.fchmod(descriptor, place.file.mode)
+            if place.file.owner is not None:
+                os.fchown(descriptor, *place.file.owner)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def make_folder(self, folder: Path) -> None:
+        """Make a folder below the root.
+
+        Raises:
+            ConfigurationError: It lies elsewhere, through a link.
+        """
+        if folder in self._made:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.resolve().is_relative_to(self._root):
+            raise ConfigurationError(
+                f"{folder} leads out of {self._root} through a link: nothing was written there."
+            )
+        self._made.add(folder)
+
+    def settle(self, places: list[Place]) -> None:
+        """Bring partial files onto the disk: one by one, or many with all that is there."""
+        if len(places) > _FEW:
+            _sync_file_system(self._root)
+            return
+        for place in places:
+            sync(place.partial)
+
+    def link(self, place: Place) -> None:
+        """Make a file's further destinations: the same file where the file system can, or a copy.
+
+        Raises:
+            ConfigurationError: Something else is there.
+        """
+        for name in place.file.links:
+            link = self._root / name
+            self.make_folder(link.parent)
+            if os.path.lexists(link):
+                if link.is_file() and link.samefile(place.final):
+                    continue
+                raise ConfigurationError(
+                    f"{link} is there already: move it away. It was not touched."
+                )
+            try:
+                os.link(place.final, link)
+            except OSError:
+                shutil.copy2(place.final, link)
+
+
+def sync(path: Path) -> None:
+    """Bring one file, or a folder's names, onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_file_system(folder: Path) -> None:
+    """Bring everything of a file system onto its disk: by far quicker than many fsyncs."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(descriptor) != 0:
+            raise OSError(ctypes.get_errno(), "syncfs failed", str(folder))
+    finally:
+        os.close(descriptor)
