@@ -32,6 +32,7 @@ def test_the_names_of_storage():
         "filesystem",
         "from_environment",
         "head",
+        "kept_sha256",
         "list_folders",
         "list_objects",
         "open_store",

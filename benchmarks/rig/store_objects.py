@@ -23,12 +23,14 @@ class Stored:
         size: Bytes.
         etag: The MD5 of the bytes, in quotes, as S3's.
         modified: When it was stored.
+        sha256: In base64, if it was uploaded with it.
     """
 
     path: Path
     size: int
     etag: str
     modified: datetime
+    sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class Objects:
         blocks = (dice.randbytes(min(BLOCK, size - at)) for at in range(0, size, BLOCK))
         return self.put(key, blocks)
 
-    def put(self, key: str, blocks: Iterable[bytes]) -> Stored:
+    def put(self, key: str, blocks: Iterable[bytes], sha256: str = "") -> Stored:
         """Make or replace an object."""
         with self._lock:
             path = self._folder / f".{next(self._numbers)}"
@@ -83,11 +85,11 @@ class Objects:
             for block in blocks:
                 file.write(block)
                 md5.update(block)
-        return self._add(key, path, md5.hexdigest())
+        return self._add(key, path, md5.hexdigest(), sha256)
 
-    def _add(self, key: str, path: Path, digest: str) -> Stored:
+    def _add(self, key: str, path: Path, digest: str, sha256: str = "") -> Stored:
         now = datetime.now(UTC).replace(microsecond=0)  # HTTP and S3's listing agree on seconds
-        stored = Stored(path, path.stat().st_size, f'"{digest}"', now)
+        stored = Stored(path, path.stat().st_size, f'"{digest}"', now, sha256)
         with self._lock:
             before = self._stored.get(key)
             self._stored[key] = stored

@@ -1,5 +1,6 @@
 """The process of the rig's store. Run by `benchmarks.rig.store`; see there for what it promises."""
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -237,11 +238,10 @@ class Handler(BaseHTTPRequestHandler):
         stored, file = self._opened(asked.key)
         try:
             self._check(stored)
-            start, end = self._range(stored)
+            start, end, part = self._range(stored)
             fault = self.server.faults.choose(asked.operation, asked.key, start, end)
             if fault is not None and fault.kind not in BODY:
                 self._refuse(fault)
-            part = end - start < stored.size
             self.send_response(206 if part else 200)
             if part:
                 self.send_header("Content-Range", f"bytes {start}-{end - 1}/{stored.size}")
@@ -249,6 +249,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Type", "application/octet-stream")
             self.send_header("Accept-Ranges", "bytes")
             self.send_header("ETag", stored.etag)
+            if stored.sha256 and self.headers.get("x-amz-checksum-mode") == "ENABLED":
+                self.send_header("x-amz-checksum-sha256", stored.sha256)
             self.send_header("Last-Modified", http_date(int(stored.modified.timestamp())))
             self.end_headers()
             if asked.operation == "GetObject":
@@ -267,10 +269,11 @@ class Handler(BaseHTTPRequestHandler):
         if wanted != "*" and stored.etag not in [one.strip() for one in wanted.split(",")]:
             raise RefusedError(412, "PreconditionFailed")
 
-    def _range(self, stored: Stored) -> tuple[int, int]:
+    def _range(self, stored: Stored) -> tuple[int, int, bool]:
+        """What is asked for: the first byte, the one after the last, whether it is a range."""
         match = RANGE.fullmatch(self.headers.get("Range", ""))
         if match is None or not any(match.groups()):  # none, or several: as S3, the whole
-            return 0, stored.size
+            return 0, stored.size, False
         first, last = match.groups()
         if not first:
             start, end = max(0, stored.size - int(last)), stored.size
@@ -278,7 +281,7 @@ class Handler(BaseHTTPRequestHandler):
             start, end = int(first), min(int(last or stored.size) + 1, stored.size)
         if start >= end:
             raise RefusedError(416, "InvalidRange")
-        return start, end
+        return start, end, True
 
     def _send(self, body: "_Body", fault: Fault | None) -> None:
         if fault is None:
@@ -347,7 +350,10 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusedError(400, "XAmzContentSHA256Mismatch")
         if self.headers.get("If-None-Match") == "*" and self.server.objects.get(key):
             raise RefusedError(412, "PreconditionFailed")
-        stored = self.server.objects.put(key, [body])
+        kept = self.headers.get("x-amz-checksum-sha256", "")
+        if kept and base64.b64encode(hashlib.sha256(body).digest()).decode() != kept:
+            raise RefusedError(400, "BadDigest")
+        stored = self.server.objects.put(key, [body], kept)
         self.send_response(200)
         self.send_header("ETag", stored.etag)
         self.send_header("Content-Length", "0")

@@ -14,6 +14,7 @@ from millrace.storage.open import (
 )
 from millrace.storage.read import Stat, exists, head, read, read_range, stream
 from millrace.storage.scoped import Right, scoped, signed_url
+from millrace.storage.signed import kept_sha256
 from millrace.storage.write import (
     DeleteFailure,
     abort_stale_uploads,
@@ -43,6 +44,7 @@ __all__ = [
     "filesystem",
     "from_environment",
     "head",
+    "kept_sha256",
     "list_folders",
     "list_objects",
     "open_store",

@@ -1,7 +1,8 @@
-"""Create an object whose SHA-256 is known already, without hashing it again.
+"""Two requests by hand, for stores of S3's kind: those that obstore has no words for.
 
-obstore signs every body with a digest that it computes itself: 0.6 to 0.9 CPU seconds a GB that a
-ledger's digest makes needless. This is that one request by hand, for stores of S3's kind.
+Create an object whose SHA-256 is known already: obstore signs every body with a digest that it
+computes itself, 0.6 to 0.9 CPU seconds a GB that a ledger's digest makes needless. And ask for the
+SHA-256 that the store has kept of an object.
 
 Source: "Authenticating Requests: Using the Authorization Header (AWS Signature Version 4)",
 Amazon S3 API reference.
@@ -20,14 +21,15 @@ from urllib.parse import quote, urlsplit
 from obstore.exceptions import AlreadyExistsError, GenericError
 
 from millrace.storage.clients import full_key
-from millrace.storage.open import Credentials, Store
+from millrace.storage.open import Store
 
 if TYPE_CHECKING:
-    from urllib3 import PoolManager
+    from urllib3 import BaseHTTPResponse, PoolManager
 
 _PIECE = 1024 * 1024  # bytes given to the socket at a time: the timeout is for each
 _TIMEOUT = 30.0  # seconds without a byte moved, as obstore's
 _CONNECTIONS = 16
+_EMPTY = hashlib.sha256().hexdigest()  # of no body
 _PROXIES = {"http_proxy", "https_proxy", "all_proxy"}  # obstore goes through them
 
 
@@ -55,37 +57,75 @@ def create_signed(
         AlreadyExistsError: There is one, or another create is being decided (409).
         GenericError: Any other fault, worded as obstore words it. Also a key that would be another.
     """
-    from urllib3.exceptions import HTTPError  # noqa: PLC0415
-
-    credentials = store.spec.credentials
-    assert credentials is not None
     if not {"", ".", ".."}.isdisjoint(key.split("/")):
         raise GenericError(f"Error parsing Path: {key!r} has an empty or a relative segment")
-    endpoint = store.endpoint or f"https://s3.{store.region}.amazonaws.com"
-    path = quote(f"/{store.location.bucket}/{full_key(store, key)}", safe="/-_.~")
     headers = {
         "content-length": str(len(data)),
-        "host": urlsplit(endpoint).netloc,
         "if-none-match": "*",
         "x-amz-checksum-sha256": base64.b64encode(bytes.fromhex(sha256)).decode(),
         "x-amz-content-sha256": sha256,
     }
-    headers = _signed(headers, path, credentials, store.region or "us-east-1")
+    answer = _ask(store, "PUT", key, headers, _pieces(memoryview(data)))
+    if answer.status >= 300:
+        said = answer.data[:1000].decode("utf-8", "replace")
+        message = f"Server returned non-2xx status code: {answer.status}: {said}"
+        raise (AlreadyExistsError if answer.status in {409, 412} else GenericError)(message)
+
+
+def kept_sha256(store: Store, key: str) -> str:
+    """The SHA-256 that the store has kept of a whole object. One try of one request.
+
+    Stores keep the digest that an object was uploaded with (S3 does, for ``create`` with a digest
+    among others). One that is made of the digests of an upload's parts is another thing.
+
+    Args:
+        store: Where it is.
+        key: Which.
+
+    Returns:
+        It, in hexadecimal; empty if none is kept, or if the store cannot be asked.
+    """
+    if not can_sign(store):
+        return ""
+    headers = {"x-amz-checksum-mode": "ENABLED", "x-amz-content-sha256": _EMPTY}
     try:
-        answer = _pool(str(store.spec.ca_file) if store.spec.ca_file else None).request(
-            "PUT",
+        answer = _ask(store, "HEAD", key, headers)
+    except GenericError:
+        return ""
+    kept = answer.headers.get("x-amz-checksum-sha256", "")
+    whole = answer.headers.get("x-amz-checksum-type", "FULL_OBJECT") == "FULL_OBJECT"
+    if answer.status != 200 or not whole:
+        return ""
+    try:
+        digest = base64.b64decode(kept, validate=True)
+    except ValueError:  # that of parts: their number follows it
+        return ""
+    return digest.hex() if len(digest) == hashlib.sha256().digest_size else ""
+
+
+def _ask(
+    store: Store,
+    method: str,
+    key: str,
+    headers: dict[str, str],
+    body: Iterator[memoryview] | None = None,
+) -> "BaseHTTPResponse":
+    from urllib3.exceptions import HTTPError  # noqa: PLC0415
+
+    endpoint = store.endpoint or f"https://s3.{store.region}.amazonaws.com"
+    path = quote(f"/{store.location.bucket}/{full_key(store, key)}", safe="/-_.~")
+    headers = {**headers, "host": urlsplit(endpoint).netloc}
+    try:
+        return _pool(str(store.spec.ca_file) if store.spec.ca_file else None).request(
+            method,
             f"{endpoint}{path}",
-            body=_pieces(memoryview(data)),  # pyright: ignore[reportArgumentType] - any buffer does
-            headers={**headers, "user-agent": "millrace"},
+            body=body,  # pyright: ignore[reportArgumentType] - any buffer does
+            headers={**_signed(method, headers, path, store), "user-agent": "millrace"},
             retries=False,
             redirect=False,
         )
     except HTTPError as error:
         raise GenericError(f"{type(error).__name__}: {error}") from error
-    if answer.status >= 300:
-        said = answer.data[:1000].decode("utf-8", "replace")
-        message = f"Server returned non-2xx status code: {answer.status}: {said}"
-        raise (AlreadyExistsError if answer.status in {409, 412} else GenericError)(message)
 
 
 def _pieces(data: memoryview) -> Iterator[memoryview]:
@@ -102,10 +142,10 @@ def _pool(ca_file: str | None) -> "PoolManager":
     return PoolManager(maxsize=_CONNECTIONS, timeout=timeout, ca_certs=ca_file)
 
 
-def _signed(
-    headers: dict[str, str], path: str, credentials: Credentials, region: str
-) -> dict[str, str]:
-    """The headers of a PUT, and the signature over them all."""
+def _signed(method: str, headers: dict[str, str], path: str, store: Store) -> dict[str, str]:
+    """The headers of a request, and the signature over them all."""
+    credentials, region = store.spec.credentials, store.region or "us-east-1"
+    assert credentials is not None
     now = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
     headers = {**headers, "x-amz-date": now}
     if credentials.session_token:
@@ -113,7 +153,7 @@ def _signed(
     names = sorted(headers)
     lines = [f"{name}:{headers[name]}" for name in names]
     request = "\n".join(
-        ["PUT", path, "", *lines, "", ";".join(names), headers["x-amz-content-sha256"]]
+        [method, path, "", *lines, "", ";".join(names), headers["x-amz-content-sha256"]]
     )
     scope = f"{now[:8]}/{region}/s3/aws4_request"
     text = "\n".join(["AWS4-HMAC-SHA256", now, scope, hashlib.sha256(request.encode()).hexdigest()])

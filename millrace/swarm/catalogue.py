@@ -11,7 +11,16 @@ from millrace.digest import local_etag
 from millrace.keys import DatasetKeys
 from millrace.models.dataset import Manifest
 from millrace.records import fetch
-from millrace.storage import Backend, Stat, Store, head, list_objects, read_range, signed_url
+from millrace.storage import (
+    Backend,
+    Stat,
+    Store,
+    head,
+    kept_sha256,
+    list_objects,
+    read_range,
+    signed_url,
+)
 from millrace.swarm.pieces import Catalogue, File, catalogue_of, safe
 from millrace.swarm.settings import PrewarmSettings, Request
 from millrace.swarm.unpack import Unpacking, detect
@@ -92,7 +101,8 @@ def _found(request: Request, stores: Mapping[str, Store]) -> Iterator[tuple[File
         destination = request.destination or request.key
         file = _file(request, store, stat, destination)
         if not file.sha256:
-            file = replace(file, sha256=_digests(store, {stat.key: stat.size}).get(stat.key, ""))
+            known = _digests(store, {stat.key: stat.size}).get(stat.key)
+            file = replace(file, sha256=known or kept_sha256(store, stat.key))
         yield _unpacked(request, store, stat, file), store, stat.key
         return
     folder = (request.prefix or "").strip("/")

@@ -82,6 +82,12 @@ def test_ranges_are_what_lies_there(client, whole):
     assert bytes(obstore.get(client, "a", options={"range": {"offset": 9}}).bytes()) == whole[9:]
 
 
+def test_a_range_of_all_is_a_range_too(client):
+    url = obstore.sign(client, "GET", "a", timedelta(minutes=1))
+    assert raw(url, Range=f"bytes=0-{SIZE - 1}")[0] == 206
+    assert raw(url)[0] == 200
+
+
 def test_a_range_behind_the_end_is_refused(client, store):
     url = obstore.sign(client, "GET", "a", timedelta(minutes=1))
     status, body = raw(url, Range=f"bytes={SIZE}-")

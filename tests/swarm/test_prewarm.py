@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.rig.store import Fault, FaultKind, Store
 from millrace import errors
-from millrace.storage import StoreSpec
+from millrace.storage import StoreSpec, create, kept_sha256, open_store
 from millrace.swarm import CacheCheck, LimitSettings, Request, Unpacking, preview, prewarm
 from millrace.swarm.wire import AUTH, SKEW, Connections, Place, RefusedError, sign
 from tests.swarm.swarms import (
@@ -27,6 +27,7 @@ from tests.swarm.swarms import (
     files_below,
     running,
     settings_of,
+    spec_of,
     start_agent,
     stop,
 )
@@ -218,6 +219,21 @@ def test_a_wrong_read_of_an_object_with_a_digest_is_found_and_read_again(store, 
     assert store.counts().fired == {"flip": 1}
     assert heard.named("file.mismatch")
     assert report.unverified == 0
+
+
+def test_a_digest_that_the_store_keeps_is_what_an_object_must_be(store, nodes):
+    body = os.urandom(2 * MIB)
+    origin = open_store(spec_of(store))
+    create(origin, "kept", body, sha256=hashlib.sha256(body).hexdigest())
+    store.put("not-kept", b"other")
+    assert kept_sha256(origin, "not-kept") == kept_sha256(origin, "not-there") == ""
+    store.order(Fault(FaultKind.FLIP, key="kept", offset=MIB))
+    heard = Heard()
+    requests = [Request(key="kept"), Request(key="not-kept")]
+    report = prewarm(settings_of(store, nodes, requests=requests), progress=heard)
+    assert [files_below(node.root)["kept"] for node in nodes] == [body] * 3
+    assert [event.subject for event in heard.named("file.mismatch")] == ["s3://rig/kept"]
+    assert report.unverified == 1
 
 
 def test_an_object_that_is_not_what_its_digest_says_gets_no_final_name(store, nodes):
