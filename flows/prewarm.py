@@ -1,14 +1,18 @@
 """Put the same files on every node of a cluster."""
 
 from pathlib import Path
+from typing import cast
 
 from prefect import flow
-from pydantic import BaseModel, ConfigDict, Field
+from prefect.blocks.system import Secret
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from millrace.errors import ConfigurationError
 from millrace.storage import Right
 from millrace.swarm import (
     CacheCheck,
+    Host,
+    Hosts,
     LimitSettings,
     PrewarmReport,
     PrewarmSettings,
@@ -60,6 +64,22 @@ class Files(Place):
         )
 
 
+class Machines(BaseModel):
+    """Machines on which `millrace node` runs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    hosts: list[Host] = Field(min_length=1, description="The machines.")
+    # Bare: Prefect takes Secret[str] for a block type of its own.
+    key: Secret = Field(  # pyright: ignore[reportMissingTypeArgument, reportUnknownVariableType]
+        description="A Secret block: the key that all of them were given (MILLRACE_NODE_KEY)."
+    )
+
+    def nodes(self) -> Hosts:
+        """The same, as the engine is told."""
+        return Hosts(hosts=tuple(self.hosts), key=SecretStr(cast("str", self.key.get())))
+
+
 class Care(BaseModel):
     """How carefully, and how much at once."""
 
@@ -79,18 +99,18 @@ class Care(BaseModel):
 def prewarm(
     files: list[Files],
     root: str,
-    cluster: RayNodes = RayNodes(),  # noqa: B008 - frozen
+    cluster: RayNodes | Machines = RayNodes(),  # noqa: B008 - frozen
     care: Care = Care(),  # noqa: B008 - frozen
 ) -> PrewarmReport:
     """Put the same files on every node of a cluster, each byte out of the store once.
 
     The rest goes from node to node. A run that was stopped fetches only what is missing when it
-    is started again. The worker must be on a machine of the cluster.
+    is started again. The worker must reach the machines; a Ray cluster, from a machine of it.
 
     Args:
         files: What is put on every node.
         root: The folder on every node; `$NAME` is filled in from the node's own environment.
-        cluster: Which Ray cluster.
+        cluster: Which machines: a Ray cluster's, or hosts with an agent.
         care: How carefully, and how much at once.
     """
     if not files:
@@ -99,7 +119,7 @@ def prewarm(
         requests=tuple(each.request(str(i)) for i, each in enumerate(files)),
         stores={str(i): each.store() for i, each in enumerate(files)},
         root=Path(root),
-        nodes=cluster,
+        nodes=cluster.nodes() if isinstance(cluster, Machines) else cluster,
         check=care.check,
         least=care.least,
         limits=care.limits,

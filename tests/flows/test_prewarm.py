@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prefect.blocks.system import Secret
 
 from benchmarks.rig.store import Fault, FaultKind, Store
 from blocks import Bucket, Role
@@ -15,7 +16,7 @@ from tests.flows.conftest import MakeBlock, aws_credentials
 from tests.prefect_server import PrefectServer, Worker, until
 from tests.ray_cluster import DISK, RayCluster
 from tests.servers.rgw import RGW
-from tests.swarm.swarms import files_below
+from tests.swarm.swarms import KEY, files_below, running
 
 PREWARM = "prewarm/prewarm"
 
@@ -64,6 +65,29 @@ def test_every_node_is_warmed_with_credentials_from_a_block(
     assert "data:image/svg+xml;base64," in report
     gets = [line for line in rgw.requests() if f"GET /{bucket}/model/a.bin" in line]
     assert len(gets) == 3  # of 1 MiB each
+
+
+def test_hosts_are_warmed_with_the_key_of_a_block(
+    deployed: PrefectServer, prefect_api: PrefectServer, worker: Worker, tmp_path: Path
+) -> None:
+    Secret(value=KEY).save("node-key")
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "a.bin").write_bytes(os.urandom(100_000))
+    with running(tmp_path, 2) as agents:
+        done = deployed.start(
+            PREWARM,
+            files=[{"url": (tmp_path / "source").as_uri()}],
+            root="/as/the/agents/say",
+            cluster={
+                "hosts": [{"url": agent.url, "name": agent.name} for agent in agents],
+                "key": {"$ref": {"block_document_slug": "secret/node-key"}},
+            },
+        )
+    assert done.code == 0, done.output
+    assert KEY not in done.output
+    assert "**2 of 2 nodes** have all of 1 file" in deployed.artifacts(done.run)["prewarm"]
+    wanted = files_below(tmp_path / "source")
+    assert [files_below(agent.root) for agent in agents] == [wanted] * 2
 
 
 def test_wrong_credentials_are_refused_before_a_node_is_touched(
