@@ -169,6 +169,65 @@ class LeaseKeys:
         return (int(match[1]), match[2]) if match else None
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointKeys:
+    """The checkpoints of one job.
+
+    Attributes:
+        job: Its name: a prefix below the store's URL.
+    """
+
+    job: str
+
+    def __post_init__(self) -> None:
+        name = checked_name(self.job, what="The job's name")
+        if name != self.job or "checkpoints" in name.split("/"):
+            raise ConfigurationError(
+                f"The job's name {self.job!r} begins or ends with '/', or has 'checkpoints' in it, "
+                "as its own objects do: write another."
+            )
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.job}/checkpoints/"
+
+    def folder(self, step: int) -> str:
+        """The prefix of all that belongs to one step."""
+        return f"{self.prefix}step_{step:09d}/"
+
+    def parts(self, step: int) -> str:
+        return f"{self.folder(step)}parts/"
+
+    def part(self, step: int, sha256: str) -> str:
+        return f"{self.parts(step)}{sha256}.safetensors"
+
+    def metadata(self, step: int) -> str:
+        return f"{self.folder(step)}metadata.json"
+
+    def quarantined(self, step: int) -> str:
+        """The prefix of what was damaged, and was moved out of the way."""
+        return f"{self.folder(step)}quarantine/"
+
+    def quarantine(self, step: int, root: str) -> str:
+        """What the damaged checkpoint was, and its damage."""
+        return f"{self.quarantined(step)}{root}.json"
+
+    def damaged(self, step: int, sha256: str) -> str:
+        """The bytes that stood under a part's name and are not what it says."""
+        return f"{self.quarantined(step)}{sha256}.damaged"
+
+    def parse_folder(self, name: str) -> int | None:
+        """The step that a folder's name (``step_000001000``) means, or None."""
+        match = re.fullmatch(r"step_(\d{9,})", name)
+        return int(match[1]) if match else None
+
+    def parse_part(self, key: str) -> tuple[int, str] | None:
+        """The step and the digest of a part's key, or None if it is no part's."""
+        pattern = re.escape(self.prefix) + r"step_(\d{9,})/parts/([0-9a-f]{64})\.safetensors"
+        match = re.fullmatch(pattern, key)
+        return (int(match[1]), match[2]) if match else None
+
+
 def clock_probe(scope: str, holder: str) -> str:
     """An object that is written only to read the store's clock off it."""
     return f"{scope}/lease/clock/{holder}"

@@ -39,6 +39,7 @@ def test_the_names_of_storage():
         "open_writer",
         "put",
         "read",
+        "read_into",
         "read_range",
         "scoped",
         "signed_url",

@@ -8,7 +8,7 @@ from millrace import errors
 from millrace.records import commit_once, commit_same, committed, fetch
 from millrace.storage import create, open_store, put
 from tests.servers.faults import Fault
-from tests.storage.test_contract import spec_of
+from tests.stores import spec_of
 
 
 class Thing(BaseModel):

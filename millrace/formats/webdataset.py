@@ -5,12 +5,11 @@ machine. The members' headers (ustar, POSIX.1-1988) are put together from a temp
 into one buffer that is used again for the next shard.
 """
 
-import contextlib
-import mmap
 import tarfile
 from functools import lru_cache
 
 from millrace.formats.base import BadSampleError
+from millrace.memory import anonymous
 from millrace.models.sample import Sample
 
 EXTENSION = "tar"
@@ -36,7 +35,7 @@ class TarEncoder:
     """
 
     def __init__(self, capacity: int = 1 << 20) -> None:
-        self._buffer = _memory(capacity)
+        self._buffer = anonymous(capacity)
         self._end = 0
         self.samples = 0
 
@@ -85,22 +84,9 @@ class TarEncoder:
     def _reserve(self, size: int) -> None:
         if size > len(self._buffer):
             # A new buffer, not a longer one: whoever uploaded from the old may still look at it.
-            larger = _memory(max(size, 2 * len(self._buffer)))
+            larger = anonymous(max(size, 2 * len(self._buffer)))
             larger[: self._end] = self._buffer[: self._end]
             self._buffer = larger
-
-
-def _memory(size: int) -> mmap.mmap:
-    """Memory of which no page exists before it is written.
-
-    In huge pages where the system has them: with small ones, touching a shard's buffer for the
-    first time takes longer than hashing it.
-    """
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel built without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def _padded(size: int, unit: int) -> int:

@@ -12,7 +12,7 @@ from millrace.storage.open import (
     from_environment,
     open_store,
 )
-from millrace.storage.read import Stat, exists, head, read, read_range, stream
+from millrace.storage.read import Stat, exists, head, read, read_into, read_range, stream
 from millrace.storage.scoped import Right, scoped, signed_url
 from millrace.storage.signed import kept_sha256
 from millrace.storage.write import (
@@ -51,6 +51,7 @@ __all__ = [
     "open_writer",
     "put",
     "read",
+    "read_into",
     "read_range",
     "scoped",
     "signed_url",

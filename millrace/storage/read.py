@@ -77,6 +77,25 @@ def read(store: Store, key: str, *, etag: str | None = None) -> bytes:
     return trying(store, key, get)
 
 
+def read_into(store: Store, key: str, into: memoryview) -> int:
+    """Read an object into a buffer. One request.
+
+    Returns:
+        The object's size: more than the buffer's if it does not fit, and then nothing is written.
+
+    Raises:
+        NotFoundError: There is none.
+    """
+
+    def get() -> int:
+        body = memoryview(obstore.get(store.raw, key).bytes())
+        if len(body) <= len(into):
+            into[: len(body)] = body
+        return len(body)
+
+    return trying(store, key, get)
+
+
 def read_range(store: Store, key: str, start: int, end: int, *, etag: str | None = None) -> bytes:
     """Bytes ``start`` to ``end`` (exclusive) of an object; fewer where it ends before. One request.
 

@@ -26,7 +26,7 @@ from millrace.shards import (
     verify,
 )
 from millrace.storage import delete, exists, list_objects, open_store, put, read
-from tests.storage.test_contract import spec_of
+from tests.stores import spec_of
 
 
 def rows(count: int, seed: int = 0) -> list[dict[str, object]]:

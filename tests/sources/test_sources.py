@@ -14,7 +14,7 @@ from millrace.keys import DatasetKeys
 from millrace.models.sample import BadRow, Sample
 from millrace.sources import SourceKind, SourceSettings, cut, open_source
 from millrace.storage import create, delete, open_store, put
-from tests.storage.test_contract import spec_of
+from tests.stores import spec_of
 
 KEYS = DatasetKeys("d")
 

@@ -23,7 +23,7 @@ from millrace.storage import (
     scoped,
 )
 from millrace.storage.opener import register
-from tests.storage.test_contract import spec_of
+from tests.stores import spec_of
 
 
 def tar_of(texts: dict[str, bytes]) -> bytes:

@@ -14,7 +14,6 @@ from millrace.storage import (
     Backend,
     Credentials,
     Store,
-    StoreSpec,
     abort_stale_uploads,
     copy,
     create,
@@ -27,50 +26,13 @@ from millrace.storage import (
     open_writer,
     put,
     read,
+    read_into,
     read_range,
     stream,
 )
+from tests.stores import spec_of
 
-ACCOUNT = "0123456789abcdef0123456789abcdef"
 MIB = 1 << 20
-
-
-def credentials(key) -> Credentials:
-    return Credentials(
-        access_key_id=key.access_key_id, secret_access_key=SecretStr(key.secret_access_key)
-    )
-
-
-def spec_of(kind: str, request: pytest.FixtureRequest, right: str = "full") -> StoreSpec:
-    match kind:
-        case "local":
-            return StoreSpec(url=request.getfixturevalue("tmp_path").as_uri())
-        case "memory":
-            return StoreSpec(url=f"memory://{secrets.token_hex(8)}")
-        case "rgw":
-            server = request.getfixturevalue("rgw")
-            return StoreSpec(
-                url=f"s3://{request.getfixturevalue('bucket')}/below/here",
-                endpoint=server.endpoint,
-                credentials=credentials(getattr(server, right)),
-            )
-        case "r2":
-            server, proxy = request.getfixturevalue("rgw"), request.getfixturevalue("r2")
-            return StoreSpec(
-                url=f"r2://{ACCOUNT}/{request.getfixturevalue('bucket')}/below/here",
-                endpoint=proxy.endpoint,
-                ca_file=proxy.ca_file,
-                credentials=credentials(getattr(server, right)),
-            )
-        case "gcs":
-            server = request.getfixturevalue("gcs")
-            return StoreSpec(
-                url=f"gs://bucket/{secrets.token_hex(8)}",
-                endpoint=server.endpoint,
-                options=server.store_config()["config"],
-            )
-        case _:
-            raise AssertionError(kind)
 
 
 @pytest.fixture(params=["local", "memory", "rgw", "r2", "gcs"])
@@ -89,6 +51,12 @@ def test_what_is_put_is_read_back_whole_and_by_range(store):
     assert read_range(store, "a/b c+ü.bin", 10, 20) == data[10:20]
     assert read_range(store, "a/b c+ü.bin", 99_990, 200_000) == data[99_990:]
     assert read_range(store, "a/b c+ü.bin", 5, 5) == b""
+    buffer = bytearray(100_001)
+    assert read_into(store, "a/b c+ü.bin", memoryview(buffer)) == len(data)
+    assert bytes(buffer) == data + b"\0"
+    small = bytearray(10)
+    assert read_into(store, "a/b c+ü.bin", memoryview(small)) == len(data)
+    assert not any(small)
 
 
 def test_a_put_replaces_what_was_there(store):

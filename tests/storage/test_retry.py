@@ -6,7 +6,7 @@ from millrace import errors
 from millrace.storage import create, open_store, put, read, stream
 from millrace.storage.retry import seconds_of
 from tests.servers.faults import Fault
-from tests.storage.test_contract import spec_of
+from tests.stores import spec_of
 
 
 @pytest.fixture

@@ -1,0 +1,173 @@
+"""Find checkpoints by listing what was committed, verify them, and move damaged ones away.
+
+No pointer is kept to the newest one: a pointer can be wrong, and a listing is what is there.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from enum import StrEnum
+
+from millrace import errors
+from millrace.checkpoints.parts import root_of
+from millrace.keys import CheckpointKeys
+from millrace.models.checkpoint import Checkpoint, Part, Quarantine
+from millrace.progress import Event, Progress, silent
+from millrace.records import commit_once, fetch
+from millrace.storage import Store, copy, delete, head, list_folders, stream
+
+_AT_ONCE = 4
+
+
+class Check(StrEnum):
+    """How thoroughly a checkpoint is verified."""
+
+    SIZES = "sizes"
+    DIGESTS = "digests"
+
+
+def steps(store: Store, job: str) -> list[int]:
+    """The steps of which there is anything, oldest first; not all are complete. One listing."""
+    keys = CheckpointKeys(job)
+    found = (keys.parse_folder(name) for name in list_folders(store, keys.prefix))
+    return sorted(step for step in found if step is not None)
+
+
+def checkpoint_of(store: Store, job: str, step: int) -> Checkpoint:
+    """The checkpoint of a step, as it was committed. Its files are not looked at.
+
+    Raises:
+        NotFoundError: There is none, or none that is complete.
+        CorruptError: What is there is not the checkpoint of this job and step.
+    """
+    key = CheckpointKeys(job).metadata(step)
+    found = fetch(store, key, Checkpoint)
+    if (found.job, found.step) != (job, step):
+        raise errors.CorruptError(
+            f"{store.url_of(key)} is a checkpoint of {found.job} at step {found.step}: it was "
+            "copied there, and its files are not."
+        )
+    if root_of(found.parts, found.tensors) != found.root:
+        raise errors.CorruptError(f"{store.url_of(key)} is not what it was when it was committed.")
+    return found
+
+
+def checkpoints(store: Store, job: str) -> Iterator[Checkpoint]:
+    """The complete checkpoints of a job, newest first. Their files are not looked at."""
+    for step in reversed(steps(store, job)):
+        with suppress(errors.NotFoundError, errors.CorruptError):
+            yield checkpoint_of(store, job, step)
+
+
+def newest(store: Store, job: str) -> Checkpoint | None:
+    """The newest complete checkpoint, if there is one. Its files are not looked at."""
+    return next(checkpoints(store, job), None)
+
+
+def verify(store: Store, checkpoint: Checkpoint, *, check: Check = Check.DIGESTS) -> dict[str, str]:
+    """Look at every file of a checkpoint.
+
+    What seems damaged is read a second time: the bytes may have been changed on their way.
+
+    Returns:
+        The damage, a sentence by the digest of each file; empty if there is none.
+
+    Raises:
+        UnavailableError: The store failed for longer than its time budget: nothing is known.
+    """
+
+    def look(part: Part) -> str:
+        damage = _damage(store, checkpoint.job, part, check)
+        return damage and _damage(store, checkpoint.job, part, check)
+
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="verify") as pool:
+        found = zip(checkpoint.parts, pool.map(look, checkpoint.parts), strict=True)
+        return {part.sha256: damage for part, damage in found if damage}
+
+
+def latest(
+    store: Store, job: str, *, check: Check = Check.DIGESTS, progress: Progress = silent
+) -> Checkpoint | None:
+    """The newest checkpoint that is verified; None if there is none.
+
+    One that is damaged is moved out of the way (`quarantine`), and the one before it is looked at.
+
+    Args:
+        store: Where to look.
+        job: Whose.
+        check: How thoroughly: sizes take a request a file, digests take all bytes.
+        progress: Told ``checkpoint.damaged`` with ``step`` and ``damage``.
+
+    Raises:
+        UnavailableError: The store failed for longer than its time budget.
+    """
+    for step in reversed(steps(store, job)):
+        try:
+            found = checkpoint_of(store, job, step)
+        except errors.NotFoundError:
+            continue
+        except errors.CorruptError as error:
+            progress(Event("checkpoint.damaged", "", {"step": step, "damage": str(error)}))
+            continue
+        damage = verify(store, found, check=check)
+        if not damage:
+            return found
+        told = {"step": step, "damage": "; ".join(damage.values())}
+        progress(Event("checkpoint.damaged", CheckpointKeys(job).metadata(step), told))
+        with suppress(errors.DeniedError):  # whoever may only read goes on without it
+            quarantine(store, found, damage)
+    return None
+
+
+def quarantine(store: Store, checkpoint: Checkpoint, damage: dict[str, str]) -> None:
+    """Move a damaged checkpoint out of the way: nobody finds it, and its step can be saved anew.
+
+    Nothing is lost: what it was is recorded, and the damaged bytes stay beside the record.
+
+    Args:
+        store: Where it is.
+        checkpoint: Which.
+        damage: What `verify` has found.
+
+    Raises:
+        DeniedError: The credentials may not.
+    """
+    keys = CheckpointKeys(checkpoint.job)
+    record = Quarantine(checkpoint=checkpoint, damage=tuple(damage.values()))
+    commit_once(store, keys.quarantine(checkpoint.step, checkpoint.root), record)
+    moved: list[str] = []
+    for part in checkpoint.parts:
+        if part.sha256 in damage:
+            key = keys.part(part.step, part.sha256)
+            with suppress(errors.NotFoundError):
+                copy(store, key, keys.damaged(part.step, part.sha256))
+                moved.append(key)
+    # The metadata last: until then a run that is killed here leaves a checkpoint to be found again.
+    for key in (*moved, keys.metadata(checkpoint.step)):
+        failures = delete(store, [key])
+        if failures:
+            raise errors.DeniedError(
+                f"{store.url_of(key)} is damaged and could not be moved away: {failures[0].reason}"
+            )
+
+
+def _damage(store: Store, job: str, part: Part, check: Check) -> str:
+    """What is wrong with a file, as a sentence; empty if nothing is."""
+    key = CheckpointKeys(job).part(part.step, part.sha256)
+    try:
+        size = head(store, key).size
+        if size != part.size:
+            return f"{store.url_of(key)} has {size} bytes instead of {part.size}."
+        if check is Check.SIZES:
+            return ""
+        digest = hashlib.sha256()
+        for block in stream(store, key):
+            digest.update(block)
+    except errors.NotFoundError:
+        return f"{store.url_of(key)} is missing."
+    except errors.ChangedError as error:
+        return str(error)
+    if digest.hexdigest() != part.sha256:
+        return f"{store.url_of(key)} is not the bytes that its digest says."
+    return ""

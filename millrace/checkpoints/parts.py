@@ -1,0 +1,208 @@
+"""How tensors lie in files: which go into which part, and a part's bytes.
+
+A part is a safetensors file (https://github.com/huggingface/safetensors, "Format"): eight bytes of
+length, a header in JSON, the tensors one after another. Its bytes depend on the tensors alone, so
+equal tensors make equal files, wherever and whenever they are saved.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import orjson
+import torch
+
+from millrace.digest import canonical
+from millrace.errors import ConfigurationError, CorruptError
+from millrace.models.checkpoint import Part, TensorRecord
+
+_LENGTH = struct.Struct("<Q")
+_LONGEST_HEADER = 100_000_000  # bytes, safetensors' own limit
+_NAMES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_DTYPES = {dtype: name for name, dtype in _NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Some rows of a tensor, or all of it, and where they lie in a part.
+
+    Attributes:
+        tensor: The tensor's name.
+        name: What the box is called in the part.
+        dtype: As torch calls it.
+        start: Where it begins in the tensor, in each dimension.
+        shape: Its own.
+        offset: Of its first byte in the part's file.
+        size: Bytes.
+    """
+
+    tensor: str
+    name: str
+    dtype: torch.dtype
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A part that is to be made.
+
+    Attributes:
+        head: The bytes before the tensors.
+        boxes: What follows, in order.
+        size: Bytes of the file.
+    """
+
+    head: bytes
+    boxes: tuple[Box, ...]
+    size: int
+
+
+def laid_out(tensors: Mapping[str, torch.Tensor], part_bytes: int) -> list[Layout]:
+    """Lay tensors out in parts, in their order; a large one is cut by rows.
+
+    Args:
+        tensors: By their names.
+        part_bytes: A part is closed before it would be larger, but for a row that is.
+
+    Raises:
+        ConfigurationError: A tensor is of a type that safetensors has no name for.
+    """
+    parts: list[Layout] = []
+    waiting: list[Box] = []
+    room = part_bytes
+    for box in _boxes(tensors, part_bytes):
+        if waiting and box.size > room:
+            parts.append(_layout(waiting))
+            waiting, room = [], part_bytes
+        waiting.append(box)
+        room -= box.size
+    if waiting:
+        parts.append(_layout(waiting))
+    return parts
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The type that safetensors calls so.
+
+    Raises:
+        CorruptError: None is.
+    """
+    try:
+        return _NAMES[name]
+    except KeyError:
+        raise CorruptError(f"A checkpoint's tensor is of the unknown type {name!r}.") from None
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """What safetensors calls a type."""
+    return _DTYPES[dtype]
+
+
+def read_boxes(body: memoryview) -> dict[str, torch.Tensor]:
+    """The tensors of a part's file, as views of its bytes.
+
+    Raises:
+        CorruptError: It is no safetensors file, or its header does not describe it.
+    """
+    try:
+        return dict(_views(body))
+    except (struct.error, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise CorruptError(f"A part of a checkpoint is no safetensors file: {error}") from error
+
+
+def root_of(parts: Iterable[Part], tensors: Mapping[str, TensorRecord]) -> str:
+    """The digest of a checkpoint's content, which step and time are not part of."""
+    content = {
+        "parts": [[part.sha256, part.size] for part in parts],
+        "tensors": {name: record.model_dump(mode="json") for name, record in tensors.items()},
+    }
+    return hashlib.sha256(canonical(content)).hexdigest()
+
+
+def _boxes(tensors: Mapping[str, torch.Tensor], part_bytes: int) -> Iterator[Box]:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise ConfigurationError(
+                f"{name} is of type {tensor.dtype}, which safetensors has no name for: convert it."
+            )
+        shape = tuple(tensor.shape)
+        size = tensor.numel() * tensor.element_size()
+        if size <= part_bytes or not shape:
+            yield Box(name, name, tensor.dtype, (0,) * len(shape), shape, 0, size)
+            continue
+        row = size // shape[0]
+        step = max(1, part_bytes // row)
+        for at in range(0, shape[0], step):
+            rows = min(step, shape[0] - at)
+            start, box = (at, *(0,) * (len(shape) - 1)), (rows, *shape[1:])
+            yield Box(name, f"{name}[{at}:{at + rows}]", tensor.dtype, start, box, 0, rows * row)
+
+
+def _layout(boxes: list[Box]) -> Layout:
+    # The widest types first, as safetensors does: so that each lies at a multiple of its width.
+    ordered = sorted(boxes, key=lambda box: -box.dtype.itemsize)
+    header: dict[str, Any] = {}
+    at = 0
+    for box in ordered:
+        header[box.name] = {
+            "dtype": name_of(box.dtype),
+            "shape": box.shape,
+            "data_offsets": (at, at + box.size),
+        }
+        at += box.size
+    text = orjson.dumps(header)
+    text += b" " * (-len(text) % 8)
+    head = _LENGTH.pack(len(text)) + text
+    placed: list[Box] = []
+    offset = len(head)
+    for box in ordered:
+        placed.append(Box(box.tensor, box.name, box.dtype, box.start, box.shape, offset, box.size))
+        offset += box.size
+    return Layout(head, tuple(placed), offset)
+
+
+def _views(body: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
+    (length,) = _LENGTH.unpack_from(body)
+    if length > _LONGEST_HEADER:
+        raise ValueError("its header is too long")
+    header: dict[str, Any] = orjson.loads(body[_LENGTH.size : _LENGTH.size + length])
+    data = body[_LENGTH.size + length :]
+    header.pop("__metadata__", None)
+    end = 0
+    for name, said in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, stop = said["data_offsets"]
+        dtype, shape = dtype_of(said["dtype"]), tuple(said["shape"])
+        if begin != end or stop - begin != prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name} is not where it should be")
+        end = stop
+        flat = (
+            torch.frombuffer(data[begin:stop], dtype=dtype)
+            if stop > begin
+            else torch.empty(0, dtype=dtype)
+        )
+        yield name, flat.view(shape)
+    if end != len(data):
+        raise ValueError("it does not end where its tensors do")

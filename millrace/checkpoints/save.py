@@ -1,0 +1,290 @@
+"""Save checkpoints while training goes on: the trainer waits for the copy, and for nothing else.
+
+A state is copied once, straight into the bytes of its files. Those are hashed and created under
+their digests, so that equal bytes are uploaded once, whoever saves them; ``metadata.json`` comes
+last. A saver that is killed leaves files that the next one takes over, and no checkpoint.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from mmap import mmap
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from millrace import errors
+from millrace.checkpoints.find import newest
+from millrace.checkpoints.parts import Box, Layout, laid_out, name_of, root_of
+from millrace.checkpoints.settings import SaveSettings
+from millrace.checkpoints.tree import SKELETON, taken_apart
+from millrace.digest import sha256
+from millrace.keys import CheckpointKeys
+from millrace.memory import anonymous
+from millrace.models.checkpoint import Checkpoint, Chunk, Part, TensorRecord
+from millrace.progress import Event, Progress, silent
+from millrace.records import commit_once
+from millrace.storage import Store, create, list_objects
+
+
+class Saving:
+    """A checkpoint on its way.
+
+    Attributes:
+        step: Which.
+        held: How long the trainer was held.
+    """
+
+    def __init__(self, step: int, held: timedelta, future: "Future[Checkpoint]") -> None:
+        self.step, self.held = step, held
+        self._future = future
+        self._asked = False
+
+    def done(self) -> bool:
+        """Whether it is over, one way or the other."""
+        return self._future.done()
+
+    def result(self, timeout: timedelta | None = None) -> Checkpoint:
+        """Wait for the checkpoint.
+
+        Raises:
+            MillraceError: It was not saved; what says so.
+            TimeoutError: It is not over yet.
+        """
+        try:
+            return self._future.result(timeout.total_seconds() if timeout else None)
+        finally:
+            self._asked = self._future.done()
+
+    def settle(self) -> None:
+        """Wait until it is over; raise what went wrong if nobody has heard it yet."""
+        error = self._future.exception()
+        if error is not None and not self._asked:
+            self._asked = True
+            raise error
+
+
+class Saver:
+    """Saves the checkpoints of a job. One at a time: a second one waits for the first's memory.
+
+    Memory: one copy of the state, kept from one save to the next.
+
+    Args:
+        store: Where to.
+        job: Whose checkpoints they are.
+        settings: How.
+        progress: Told of each file: ``checkpoint.part`` with ``bytes`` and ``sent``, and at the
+            end ``checkpoint.saved``; from other threads, one at a time.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        job: str,
+        settings: SaveSettings | None = None,
+        *,
+        progress: Progress = silent,
+    ) -> None:
+        self._store, self._keys = store, CheckpointKeys(job)
+        self._settings = settings or SaveSettings()
+        self._progress, self._telling = progress, threading.Lock()
+        self._buffers: list[mmap] = []
+        self._under_way: Saving | None = None
+        self._known: dict[str, Part] | None = None
+        self._pool = ThreadPoolExecutor(self._settings.uploads, thread_name_prefix="part")
+        self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int,
+        run: str = "",
+        position: Mapping[str, Any] | None = None,
+        notes: Mapping[str, str] | None = None,
+    ) -> Saving:
+        """Copy a state, and save the copy while the caller goes on.
+
+        Args:
+            state: Nested dicts, lists and tuples of tensors, numpy arrays and plain values: the
+                state dicts of the model, the optimizer, the scheduler, the loader, the generators.
+            step: Of the training.
+            run: Which run of the job this is.
+            position: Where the data goes on, as JSON.
+            notes: Free text.
+
+        Raises:
+            ConfigurationError: Something in the state cannot be saved; its path is named.
+            MillraceError: The save before this one failed, and nobody has asked for its result.
+        """
+        if self._under_way is not None:
+            self._under_way.settle()
+        began = time.monotonic()
+        tensors = taken_apart(state)
+        content = {name: tensor for name, tensor in tensors.items() if name != SKELETON}
+        # The skeleton in a file of its own: whoever loads a part of the state reads all of it.
+        layouts = [
+            *laid_out(content, self._settings.part_bytes),
+            *laid_out({SKELETON: tensors[SKELETON]}, self._settings.part_bytes),
+        ]
+        self._copy(layouts, tensors)
+        held = timedelta(seconds=time.monotonic() - began)
+        shapes = {
+            name: (name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()
+        }
+        future = self._finisher.submit(
+            self._finish, layouts, shapes, step, run, dict(position or {}), dict(notes or {})
+        )
+        self._under_way = Saving(step, held, future)
+        return self._under_way
+
+    def close(self) -> None:
+        """Wait for what is under way, and let go of the memory.
+
+        Raises:
+            MillraceError: It failed, and nobody has asked for its result.
+        """
+        try:
+            if self._under_way is not None:
+                self._under_way.settle()
+        finally:
+            self._finisher.shutdown()
+            self._pool.shutdown()
+            self._buffers.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        with suppress(errors.MillraceError):  # what was raised in the block says more
+            self.close()
+
+    # -- the copy
+
+    def _copy(self, layouts: list[Layout], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy every tensor to its place in a file's bytes."""
+        for number, layout in enumerate(layouts):
+            if number == len(self._buffers):
+                self._buffers.append(anonymous(layout.size))
+            elif len(self._buffers[number]) < layout.size:
+                self._buffers[number] = anonymous(layout.size)
+            buffer = self._buffers[number]
+            buffer[: len(layout.head)] = layout.head
+            for box in layout.boxes:
+                _copy_box(tensors[box.tensor], box, buffer)
+        del self._buffers[len(layouts) :]
+
+    # -- in the background
+
+    def _finish(
+        self,
+        layouts: list[Layout],
+        shapes: dict[str, tuple[str, tuple[int, ...]]],
+        step: int,
+        run: str,
+        position: dict[str, Any],
+        notes: dict[str, str],
+    ) -> Checkpoint:
+        began = time.monotonic()
+        there = set(self._there(step))
+        known = self._referable()
+
+        def upload(item: tuple[int, Layout]) -> Part:
+            return self._upload(step, item[1], self._buffers[item[0]], there, known)
+
+        parts = tuple(self._pool.map(upload, enumerate(layouts)))
+        tensors = _recorded(layouts, shapes)
+        checkpoint = Checkpoint(
+            job=self._keys.job,
+            step=step,
+            run=run,
+            position=position,
+            notes=notes,
+            saved=datetime.now(UTC),
+            root=root_of(parts, tensors),
+            parts=parts,
+            tensors=tensors,
+        )
+        commit = commit_once(self._store, self._keys.metadata(step), checkpoint)
+        if commit.record.root != checkpoint.root:
+            raise errors.ConflictError(
+                f"{self._store.url_of(self._keys.metadata(step))} is a checkpoint of the same step "
+                "with another content: give this job another name, or resume from that one."
+            )
+        if self._settings.refer:
+            self._known = {part.sha256: part for part in commit.record.parts}
+        figures = {"bytes": checkpoint.size, "seconds": round(time.monotonic() - began, 3)}
+        self._tell(Event("checkpoint.saved", self._keys.metadata(step), figures))
+        return commit.record
+
+    def _there(self, step: int) -> Iterator[str]:
+        """The digests of files that an earlier save of this step has brought there."""
+        for stat in list_objects(self._store, self._keys.parts(step)):
+            found = self._keys.parse_part(stat.key)
+            if found is not None:
+                yield found[1]
+
+    def _referable(self) -> dict[str, Part]:
+        if not self._settings.refer:
+            return {}
+        if self._known is None:
+            before = newest(self._store, self._keys.job)
+            self._known = {part.sha256: part for part in before.parts} if before else {}
+        return self._known
+
+    def _upload(
+        self, step: int, layout: Layout, buffer: mmap, there: set[str], known: dict[str, Part]
+    ) -> Part:
+        body = memoryview(buffer)[: layout.size]
+        digest = sha256(body)
+        sent = 0
+        if digest in known:
+            part = known[digest]
+        else:
+            part = Part(step=step, sha256=digest, size=layout.size)
+            if digest not in there:
+                with suppress(errors.ExistsError):  # the same bytes, by somebody else
+                    create(self._store, self._keys.part(step, digest), body, sha256=digest)
+                    sent = layout.size
+        self._tell(Event("checkpoint.part", digest, {"bytes": layout.size, "sent": sent}))
+        return part
+
+    def _tell(self, event: Event) -> None:
+        with self._telling:
+            self._progress(event)
+
+
+def _copy_box(tensor: torch.Tensor, box: Box, buffer: mmap) -> None:
+    if not box.size:
+        return
+    whole = tuple(tensor.shape) == box.shape
+    source = tensor if whole else tensor.narrow(0, box.start[0], box.shape[0])
+    count = box.size // box.dtype.itemsize
+    place = torch.frombuffer(buffer, dtype=box.dtype, count=count, offset=box.offset)
+    place.view(box.shape).copy_(source)
+
+
+def _recorded(
+    layouts: list[Layout], shapes: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> dict[str, TensorRecord]:
+    chunks: dict[str, list[Chunk]] = {name: [] for name in shapes}
+    for number, layout in enumerate(layouts):
+        for box in layout.boxes:
+            chunk = Chunk(part=number, name=box.name, start=box.start, shape=box.shape)
+            chunks[box.tensor].append(chunk)
+    return {
+        name: TensorRecord(dtype=dtype, shape=shape, chunks=tuple(chunks[name]))
+        for name, (dtype, shape) in shapes.items()
+    }

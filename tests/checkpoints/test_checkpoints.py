@@ -1,0 +1,311 @@
+"""Checkpoints saved, found, verified and loaded, on stores of every kind."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from millrace import errors
+from millrace.checkpoints import (
+    Check,
+    Saver,
+    SaveSettings,
+    checkpoint_of,
+    latest,
+    load,
+    newest,
+    steps,
+    verify,
+)
+from millrace.checkpoints.tree import SKELETON
+from millrace.keys import CheckpointKeys
+from millrace.models.checkpoint import Checkpoint, Quarantine
+from millrace.progress import Event
+from millrace.records import fetch
+from millrace.storage import Store, StoreSpec, copy, delete, list_objects, open_store, put, read
+from tests.stores import spec_of
+
+KEYS = CheckpointKeys("runs/one")
+SMALL = SaveSettings(part_bytes=4096)  # so that a small model is in many files
+
+
+@pytest.fixture(params=["local", "memory", "rgw", "r2", "gcs"])
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    return open_store(spec_of(request.param, request))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Store:
+    return open_store(StoreSpec(url=tmp_path.as_uri()))
+
+
+def state_of(seed: int) -> dict[str, object]:
+    """A state with tensors of several types, one of them larger than a file."""
+    dice = torch.Generator().manual_seed(seed)
+    return {
+        "model": {
+            "embed": torch.randn(300, 16, generator=dice),
+            "half": torch.randn(64, 8, generator=dice).to(torch.bfloat16),
+            "empty": torch.empty(0, 4),
+            "scale": torch.randn((), generator=dice),
+            "strided": torch.randn(20, 30, generator=dice).t(),
+        },
+        "optimizer": {"state": {0: {"step": 3, "m": torch.randn(500, generator=dice)}}, "lr": 1e-3},
+    }
+
+
+def save(store: Store, step: int, state: dict[str, object], **more: object) -> Checkpoint:
+    with Saver(store, KEYS.job, SMALL) as saver:
+        return saver.save(state, step=step, **more).result()  # pyright: ignore[reportArgumentType]
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor):
+        return (
+            isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        )
+    if isinstance(one, dict):
+        return (
+            isinstance(other, dict)
+            and list(one) == list(other)
+            and all(same(one[key], other[key]) for key in one)
+        )
+    return one == other
+
+
+def parts_of(store: Store, step: int) -> list[str]:
+    return [stat.key for stat in list_objects(store, KEYS.parts(step))]
+
+
+def test_what_was_saved_is_loaded(store):
+    state = state_of(1)
+    position = {"shard": 7, "row": 10**12}
+    saved = save(store, 5, state, position=position, run="r1", notes={"why": "a test"})
+    found = load(store, KEYS.job)
+    assert same(found.state, state)
+    assert found.checkpoint == saved == latest(store, KEYS.job)
+    assert (saved.step, saved.run, saved.position) == (5, "r1", position)
+    assert len(parts_of(store, 5)) == len(saved.parts) > 5
+    assert verify(store, saved) == {}
+
+
+def test_any_reader_of_safetensors_reads_the_files(folder, tmp_path):
+    saved = save(folder, 1, state_of(1))
+    tensors: dict[str, torch.Tensor] = {}
+    for part in saved.parts:
+        tensors |= load_file(tmp_path / KEYS.part(1, part.sha256))
+    embed = torch.cat([tensors[c.name] for c in saved.tensors["model.embed"].chunks])
+    assert len(saved.tensors["model.embed"].chunks) > 1
+    assert torch.equal(embed, state_of(1)["model"]["embed"])  # pyright: ignore[reportIndexIssue]
+    assert tensors["model.half"].dtype == torch.bfloat16
+
+
+def test_the_newest_step_is_found_by_listing(store):
+    for step in (9, 10, 100):
+        save(store, step, state_of(step))
+    put(store, f"{KEYS.folder(1000)}parts/half-written", b"")
+    assert steps(store, KEYS.job) == [9, 10, 100, 1000]
+    found = newest(store, KEYS.job)
+    assert found is not None
+    assert found.step == 100
+    assert load(store, KEYS.job).checkpoint.step == 100
+    assert load(store, KEYS.job, step=9).checkpoint.step == 9
+
+
+def test_without_a_checkpoint_there_is_none(store):
+    assert latest(store, KEYS.job) is None
+    with pytest.raises(errors.NotFoundError, match="no checkpoint"):
+        load(store, KEYS.job)
+
+
+def test_a_change_of_the_state_after_the_call_does_not_reach_the_files(folder):
+    state = state_of(1)
+    with Saver(folder, KEYS.job, SMALL) as saver:
+        for step in range(5):
+            saving = saver.save(state, step=step)
+            for tensor in state["model"].values():  # pyright: ignore[reportAttributeAccessIssue]
+                tensor.add_(1)
+            state["optimizer"]["state"][0]["m"].zero_()  # pyright: ignore[reportIndexIssue]
+            saving.result()
+    assert same(load(folder, KEYS.job, step=0).state, state_of(1))
+    m = load(folder, KEYS.job, step=4).state["optimizer"]["state"][0]["m"]
+    assert not m.any()
+
+
+def test_equal_states_are_equal_files_whoever_saves_them(store):
+    first = save(store, 3, state_of(1))
+    sent: list[int] = []
+
+    def heard(event: Event) -> None:
+        if event.name == "checkpoint.part":
+            sent.append(int(event.figures["sent"]))
+
+    delete(store, [KEYS.metadata(3)])  # as of a saver that was killed right before it
+    with Saver(store, KEYS.job, SMALL, progress=heard) as saver:
+        again = saver.save(state_of(1), step=3).result()
+    assert again.root == first.root
+    assert again.parts == first.parts
+    assert len(sent) == len(first.parts)
+    assert not any(sent)
+
+
+def test_a_step_has_one_content(store):
+    first = save(store, 3, state_of(1))
+    assert save(store, 3, state_of(1)) == first
+    with pytest.raises(errors.ConflictError, match="another content"):
+        save(store, 3, state_of(2))
+    assert same(load(store, KEYS.job).state, state_of(1))
+
+
+def test_files_whose_bytes_are_the_same_can_be_referred_to(store):
+    state = state_of(1)
+    settings = SMALL.model_copy(update={"refer": True})
+    with Saver(store, KEYS.job, settings) as saver:
+        saver.save(state, step=1).result()
+        state["model"]["scale"].add_(1)  # pyright: ignore[reportIndexIssue]
+        second = saver.save(state, step=2).result()
+    assert 0 < len(parts_of(store, 2)) < len(second.parts)
+    assert {part.step for part in second.parts} == {1, 2}
+    assert same(load(store, KEYS.job, step=2).state, state)
+    with Saver(store, KEYS.job, settings) as saver:  # another one looks up what it can refer to
+        third = saver.save(state, step=3).result()
+    assert parts_of(store, 3) == []
+    assert {part.step for part in third.parts} == {1, 2}
+    assert same(load(store, KEYS.job).state, state)
+
+
+def test_a_part_of_a_state_is_read_from_its_files_only(folder, tmp_path):
+    saved = save(folder, 1, state_of(1))
+    needed = {c.part for c in saved.tensors["model.half"].chunks}
+    needed |= {c.part for c in saved.tensors[SKELETON].chunks}
+    for number, part in enumerate(saved.parts):
+        if number not in needed:
+            (tmp_path / KEYS.part(1, part.sha256)).write_bytes(b"x" * part.size)
+    found = load(folder, KEYS.job, step=1, only=lambda name: name == "model.half").state
+    assert same(found["model"], {"half": state_of(1)["model"]["half"]})  # pyright: ignore[reportIndexIssue]
+    assert found["optimizer"]["lr"] == 1e-3
+
+
+@pytest.mark.parametrize("rows", [(0, 300), (63, 65), (100, 250), (299, 300), (7, 7)])
+def test_rows_of_a_tensor(folder, rows):
+    save(folder, 1, state_of(1))
+    found = load(folder, KEYS.job, rows={"model.embed": rows}).state["model"]["embed"]
+    assert torch.equal(found, state_of(1)["model"]["embed"][slice(*rows)])  # pyright: ignore[reportIndexIssue]
+
+
+def test_rows_that_are_not_there_are_refused(folder):
+    save(folder, 1, state_of(1))
+    for name, rows in (("model.embed", (0, 301)), ("model.scale", (0, 1))):
+        with pytest.raises(errors.ConfigurationError, match="are not in it"):
+            load(folder, KEYS.job, rows={name: rows})
+
+
+def damage_of(kind: str, body: bytes) -> bytes | None:
+    match kind:
+        case "flip":
+            return (
+                body[: len(body) // 2]
+                + bytes([body[len(body) // 2] ^ 1])
+                + body[len(body) // 2 + 1 :]
+            )
+        case "flip in the header":
+            return body[:20] + bytes([body[20] ^ 1]) + body[21:]
+        case "truncate":
+            return body[:-1]
+        case "longer":
+            return body + b"\0"
+        case _:
+            return None
+
+
+@pytest.mark.parametrize("kind", ["flip", "flip in the header", "truncate", "longer", "missing"])
+def test_damage_is_found_moved_away_and_the_one_before_is_loaded(store, kind):
+    save(store, 1, state_of(1))
+    saved = save(store, 2, state_of(2))
+    key = KEYS.part(2, saved.parts[1].sha256)
+    body = damage_of(kind, read(store, key))
+    if body is None:
+        delete(store, [key])
+    else:
+        put(store, key, body)
+    assert set(verify(store, saved)) == {saved.parts[1].sha256}
+    with pytest.raises(errors.CorruptError, match=r"not the bytes|missing"):
+        load(store, KEYS.job, step=2)
+    heard: list[Event] = []
+    assert same(load(store, KEYS.job, progress=heard.append).state, state_of(1))
+    assert [event.figures["step"] for event in heard] == [2]
+    record = fetch(store, KEYS.quarantine(2, saved.root), Quarantine)
+    assert record.checkpoint == saved
+    if body is not None:
+        assert read(store, KEYS.damaged(2, saved.parts[1].sha256)) == body
+    assert latest(store, KEYS.job) == checkpoint_of(store, KEYS.job, 1)
+    assert save(store, 2, state_of(2)).root == saved.root  # its step can be saved anew
+    assert same(load(store, KEYS.job).state, state_of(2))
+
+
+@pytest.mark.parametrize("at", [0, 7, 8, 100, -1])
+def test_a_bit_flipped_anywhere_in_any_file_is_caught(folder, tmp_path, at):
+    saved = save(folder, 1, state_of(1))
+    for part in saved.parts:
+        path = tmp_path / KEYS.part(1, part.sha256)
+        whole = path.read_bytes()
+        flipped = bytearray(whole)
+        flipped[min(at, len(whole) - 1)] ^= 1
+        path.write_bytes(flipped)
+        assert set(verify(folder, saved)) == {part.sha256}
+        path.write_bytes(whole)
+    assert verify(folder, saved) == {}
+
+
+def test_damage_is_seen_by_size_where_no_bytes_are_read(folder, tmp_path):
+    saved = save(folder, 1, state_of(1))
+    path = tmp_path / KEYS.part(1, saved.parts[0].sha256)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "instead of" in verify(folder, saved, check=Check.SIZES)[saved.parts[0].sha256]
+
+
+def test_a_checkpoint_that_was_copied_to_another_step_is_refused(store):
+    save(store, 1, state_of(1))
+    copy(store, KEYS.metadata(1), KEYS.metadata(2))
+    with pytest.raises(errors.CorruptError, match="at step 1: it was copied there"):
+        load(store, KEYS.job, step=2)
+    heard: list[Event] = []
+    found = latest(store, KEYS.job, progress=heard.append)
+    assert found is not None
+    assert found.step == 1
+    assert "copied" in str(heard[0].figures["damage"])
+
+
+def test_metadata_that_was_edited_is_refused(folder, tmp_path):
+    save(folder, 1, state_of(1))
+    path = tmp_path / KEYS.metadata(1)
+    record = json.loads(path.read_bytes())
+    record["record"]["tensors"]["model.embed"]["chunks"][0]["start"][0] += 1
+    path.write_bytes(json.dumps(record).encode())
+    with pytest.raises(errors.CorruptError, match="not what it was when it was committed"):
+        load(folder, KEYS.job, step=1)
+    assert latest(folder, KEYS.job) is None
+
+
+def test_a_save_that_fails_is_heard_of(folder, tmp_path):
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    saver = Saver(folder, KEYS.job, SMALL)
+    saver.save(state_of(1), step=1)
+    with pytest.raises((errors.MillraceError, OSError)):
+        saver.save(state_of(1), step=2)
+    (tmp_path / "runs").unlink()
+    saver.save(state_of(1), step=3).result()
+    saver.close()
+    assert load(folder, KEYS.job).checkpoint.step == 3
+
+
+def test_names_of_jobs_that_cannot_be_are_refused():
+    for name in ("", "/a", "a/", "a b", "a/checkpoints/b"):
+        with pytest.raises(errors.ConfigurationError, match="job"):
+            CheckpointKeys(name)
+    assert KEYS.parse_part(KEYS.part(12, "a" * 64)) == (12, "a" * 64)
+    assert KEYS.parse_folder("step_000000012") == 12
+    assert KEYS.parse_part(KEYS.metadata(12)) is KEYS.parse_folder("other") is None

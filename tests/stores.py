@@ -1,0 +1,48 @@
+"""Stores of every kind, for tests that hold whatever is behind the URL."""
+
+import secrets
+
+import pytest
+from pydantic import SecretStr
+
+from millrace.storage import Credentials, StoreSpec
+
+ACCOUNT = "0123456789abcdef0123456789abcdef"
+
+
+def credentials(key) -> Credentials:
+    return Credentials(
+        access_key_id=key.access_key_id, secret_access_key=SecretStr(key.secret_access_key)
+    )
+
+
+def spec_of(kind: str, request: pytest.FixtureRequest, right: str = "full") -> StoreSpec:
+    match kind:
+        case "local":
+            return StoreSpec(url=request.getfixturevalue("tmp_path").as_uri())
+        case "memory":
+            return StoreSpec(url=f"memory://{secrets.token_hex(8)}")
+        case "rgw":
+            server = request.getfixturevalue("rgw")
+            return StoreSpec(
+                url=f"s3://{request.getfixturevalue('bucket')}/below/here",
+                endpoint=server.endpoint,
+                credentials=credentials(getattr(server, right)),
+            )
+        case "r2":
+            server, proxy = request.getfixturevalue("rgw"), request.getfixturevalue("r2")
+            return StoreSpec(
+                url=f"r2://{ACCOUNT}/{request.getfixturevalue('bucket')}/below/here",
+                endpoint=proxy.endpoint,
+                ca_file=proxy.ca_file,
+                credentials=credentials(getattr(server, right)),
+            )
+        case "gcs":
+            server = request.getfixturevalue("gcs")
+            return StoreSpec(
+                url=f"gs://bucket/{secrets.token_hex(8)}",
+                endpoint=server.endpoint,
+                options=server.store_config()["config"],
+            )
+        case _:
+            raise AssertionError(kind)
