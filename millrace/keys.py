@@ -204,6 +204,18 @@ class CheckpointKeys:
     def metadata(self, step: int) -> str:
         return f"{self.folder(step)}metadata.json"
 
+    def pin(self, step: int) -> str:
+        """That a step is to be kept, whatever the rules say."""
+        return f"{self.folder(step)}pin.json"
+
+    @property
+    def epochs(self) -> str:
+        return f"{self.job}/epochs/"
+
+    def epoch(self, number: int) -> str:
+        """What moves an epoch on: created once."""
+        return f"{self.epochs}{number:06d}.json"
+
     def quarantined(self, step: int) -> str:
         """The prefix of what was damaged, and was moved out of the way."""
         return f"{self.folder(step)}quarantine/"

@@ -11,12 +11,25 @@ from millrace.checkpoints.find import (
     verify,
 )
 from millrace.checkpoints.load import Loaded, load
+from millrace.checkpoints.retain import (
+    Removal,
+    Retained,
+    RetentionPlan,
+    pin,
+    plan_retention,
+    retain,
+    unpin,
+)
 from millrace.checkpoints.save import Saver, Saving
-from millrace.checkpoints.settings import SaveSettings
+from millrace.checkpoints.settings import Retention, SaveSettings
 
 __all__ = [
     "Check",
     "Loaded",
+    "Removal",
+    "Retained",
+    "Retention",
+    "RetentionPlan",
     "SaveSettings",
     "Saver",
     "Saving",
@@ -25,7 +38,11 @@ __all__ = [
     "latest",
     "load",
     "newest",
+    "pin",
+    "plan_retention",
     "quarantine",
+    "retain",
     "steps",
+    "unpin",
     "verify",
 ]

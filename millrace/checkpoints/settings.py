@@ -1,4 +1,6 @@
-"""What a person says of how checkpoints are saved."""
+"""What a person says of how checkpoints are saved, and which are kept."""
+
+from datetime import timedelta
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
@@ -20,4 +22,20 @@ class SaveSettings(BaseModel):
         default=False,
         description="Refer to files of the job's newest checkpoint whose bytes are the same, "
         "instead of uploading them again. Retention keeps what is referred to.",
+    )
+
+
+class Retention(BaseModel):
+    """Which checkpoints are kept: what any of the rules keeps. All others are removed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    last: int = Field(default=3, ge=1, description="The newest so many that are complete.")
+    every: int | None = Field(
+        default=None, ge=1, description="And each whose step is a multiple of this."
+    )
+    grace: timedelta = Field(
+        default=timedelta(days=1),
+        description="Files that no checkpoint names are removed when they are older than this: "
+        "until then somebody may still be saving.",
     )

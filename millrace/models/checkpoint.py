@@ -82,6 +82,36 @@ class Checkpoint(Committed):
         return sum(part.size for part in self.parts)
 
 
+class Epoch(Committed):
+    """An epoch that has ended, and the checkpoint that it ended with.
+
+    Attributes:
+        job: Whose.
+        epoch: Its number.
+        step: Of the checkpoint.
+        root: Its digest.
+    """
+
+    job: str
+    epoch: int
+    step: int
+    root: str
+
+
+class Pin(Committed):
+    """A checkpoint that is kept, whatever the rules say.
+
+    Attributes:
+        job: Whose.
+        step: Which.
+        why: For whoever wonders later.
+    """
+
+    job: str
+    step: int
+    why: str
+
+
 class Quarantine(Committed):
     """A checkpoint that was found damaged, and moved out of the way.
 

@@ -29,7 +29,8 @@ def put(store: Store, key: str, data: Bytes) -> None:
     Raises:
         DeniedError: The credentials may not write here.
     """
-    trying(store, key, lambda: obstore.put(store.raw, key, data, use_multipart=False))
+    body = _kept(store, data)
+    trying(store, key, lambda: obstore.put(store.raw, key, body, use_multipart=False))
 
 
 def create(store: Store, key: str, data: Bytes, *, sha256: str | None = None) -> None:
@@ -48,13 +49,14 @@ def create(store: Store, key: str, data: Bytes, *, sha256: str | None = None) ->
             `millrace.records.commit_once` does.
         DeniedError: The credentials may not write here.
     """
+    body = _kept(store, data)
 
     def request() -> None:
         try:
             if sha256 is not None and can_sign(store):
-                create_signed(store, key, data, sha256)
+                create_signed(store, key, body, sha256)
             else:
-                obstore.put(store.raw, key, data, mode="create", use_multipart=False)
+                obstore.put(store.raw, key, body, mode="create", use_multipart=False)
         except AlreadyExistsError as error:
             if "status code: 409" in str(error):
                 _see(store, key)
@@ -68,6 +70,11 @@ def create(store: Store, key: str, data: Bytes, *, sha256: str | None = None) ->
         raise errors.NotFoundError(
             f"{store.url}: there is no such bucket. Create it, or correct the URL."
         ) from error
+
+
+def _kept(store: Store, data: Bytes) -> Bytes:
+    """What is handed to obstore: its store in memory keeps the very buffer that it is given."""
+    return bytes(data) if store.location.backend is Backend.MEMORY else data
 
 
 def _see(store: Store, key: str) -> None:

@@ -59,6 +59,14 @@ def test_what_is_put_is_read_back_whole_and_by_range(store):
     assert not any(small)
 
 
+def test_a_buffer_may_be_used_again_once_it_was_written(store):
+    buffer = bytearray(b"first")
+    put(store, "put", memoryview(buffer))
+    create(store, "create", memoryview(buffer), sha256=hashlib.sha256(buffer).hexdigest())
+    buffer[:] = b"later"
+    assert read(store, "put") == read(store, "create") == b"first"
+
+
 def test_a_put_replaces_what_was_there(store):
     put(store, "a", b"one")
     put(store, "a", memoryview(bytearray(b"two")))

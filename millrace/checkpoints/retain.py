@@ -1,0 +1,209 @@
+"""Keep the checkpoints that somebody may need, and remove the others: planned first, then done.
+
+Stronger than any rule: the newest checkpoint that is verified, all that are newer, those that an
+epoch or a pin names, and every file that a kept one refers to. If none is verified, none goes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from millrace import errors
+from millrace.checkpoints.find import Check, checkpoint_of, verify
+from millrace.checkpoints.settings import Retention
+from millrace.keys import CheckpointKeys
+from millrace.models.checkpoint import Checkpoint, Epoch, Pin
+from millrace.records import commit_once, committed
+from millrace.storage import DeleteFailure, Stat, Store, delete, list_objects
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """An object that is to go.
+
+    Attributes:
+        key: Which.
+        size: Bytes.
+        why: Why it may.
+    """
+
+    key: str
+    size: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPlan:
+    """What is kept of a job, and what goes.
+
+    Attributes:
+        job: Whose.
+        rules: By which.
+        kept: Why each step stays that does.
+        removed: The steps that go.
+        removals: Every object that goes, in the order in which it does.
+    """
+
+    job: str
+    rules: Retention
+    kept: dict[int, str]
+    removed: tuple[int, ...]
+    removals: tuple[Removal, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all that goes."""
+        return sum(removal.size for removal in self.removals)
+
+
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """What became of a plan.
+
+    Attributes:
+        removed: How many objects are gone.
+        size: Their bytes.
+        skipped: Keys that somebody needs by now: they stayed.
+        failures: Those that could not be deleted.
+    """
+
+    removed: int
+    size: int
+    skipped: tuple[str, ...]
+    failures: tuple[DeleteFailure, ...]
+
+
+def pin(store: Store, job: str, step: int, why: str) -> None:
+    """Keep a checkpoint, whatever the rules say, until `unpin`.
+
+    Raises:
+        NotFoundError: There is none.
+    """
+    checkpoint_of(store, job, step)
+    commit_once(store, CheckpointKeys(job).pin(step), Pin(job=job, step=step, why=why))
+
+
+def unpin(store: Store, job: str, step: int) -> None:
+    """Let the rules decide on a checkpoint again."""
+    delete(store, [CheckpointKeys(job).pin(step)])
+
+
+def plan_retention(
+    store: Store, job: str, rules: Retention | None = None, *, check: Check = Check.DIGESTS
+) -> RetentionPlan:
+    """Find what the rules keep and what they do not. Changes nothing.
+
+    Args:
+        store: Where the job is.
+        job: Which.
+        rules: By default `Retention()`.
+        check: How thoroughly the newest is verified, without which nothing older goes.
+    """
+    rules = rules or Retention()
+    keys = CheckpointKeys(job)
+    stats = list(list_objects(store, keys.prefix))
+    complete, unreadable = _records(store, keys, stats)
+    kept = dict.fromkeys(unreadable, "it cannot be read, so nobody knows what it is")
+    kept |= _kept(store, keys, complete, rules, check)
+    removed = tuple(sorted(step for step in complete if step not in kept))
+    if unreadable:
+        return RetentionPlan(job, rules, kept | dict.fromkeys(removed, _UNKNOWN), (), ())
+    named = {keys.part(p.step, p.sha256) for step in complete for p in complete[step].parts}
+    needed = _needed(keys, (complete[step] for step in kept))
+    metadata = {keys.metadata(step): step for step in removed}
+    horizon = max((stat.last_modified for stat in stats), default=None)
+    first: list[Removal] = []
+    then: list[Removal] = []
+    for stat in stats:
+        if stat.key in metadata:
+            first.append(Removal(stat.key, stat.size, f"no rule keeps step {metadata[stat.key]}"))
+        elif keys.parse_part(stat.key) is None or stat.key in needed:
+            continue
+        elif stat.key in named:
+            then.append(Removal(stat.key, stat.size, "only removed checkpoints name it"))
+        elif horizon is not None and stat.last_modified < horizon - rules.grace:
+            then.append(Removal(stat.key, stat.size, "no checkpoint names it"))
+    # A checkpoint's metadata first: without it no one takes what is left for a checkpoint.
+    return RetentionPlan(job, rules, kept, removed, (*first, *then))
+
+
+def retain(store: Store, plan: RetentionPlan) -> Retained:
+    """Remove what a plan says, but for what somebody needs by now.
+
+    Broken off at any time, it can be called again with the same plan, or a new one.
+
+    Args:
+        store: Where the job is.
+        plan: Of `plan_retention`.
+    """
+    now = plan_retention(store, plan.job, plan.rules, check=Check.SIZES)
+    still = {removal.key for removal in now.removals}
+    going = [removal for removal in plan.removals if removal.key in still]
+    skipped = tuple(removal.key for removal in plan.removals if removal.key not in still)
+    keys = CheckpointKeys(plan.job)
+    metadata = {keys.metadata(step) for step in plan.removed}
+    failures = delete(store, [removal.key for removal in going if removal.key in metadata])
+    if not failures:  # the files of what is still a checkpoint stay
+        failures = delete(store, [removal.key for removal in going if removal.key not in metadata])
+    failed = {failure.key for failure in failures}
+    gone = [removal for removal in going if removal.key not in failed]
+    return Retained(len(gone), sum(removal.size for removal in gone), skipped, tuple(failures))
+
+
+_UNKNOWN = "another checkpoint cannot be read, and may refer to its files"
+
+
+def _records(
+    store: Store, keys: CheckpointKeys, stats: Iterable[Stat]
+) -> tuple[dict[int, Checkpoint], list[int]]:
+    """The complete checkpoints by their steps, and the steps whose metadata cannot be read."""
+    complete: dict[int, Checkpoint] = {}
+    unreadable: list[int] = []
+    for stat in stats:
+        folder, _, name = stat.key.removeprefix(keys.prefix).partition("/")
+        step = keys.parse_folder(folder)
+        if step is None or name != "metadata.json":
+            continue
+        try:
+            complete[step] = checkpoint_of(store, keys.job, step)
+        except errors.NotFoundError:
+            continue  # removed just now
+        except errors.CorruptError:
+            unreadable.append(step)
+    return complete, unreadable
+
+
+def _kept(
+    store: Store,
+    keys: CheckpointKeys,
+    complete: dict[int, Checkpoint],
+    rules: Retention,
+    check: Check,
+) -> dict[int, str]:
+    """Why each step is kept that is."""
+    kept: dict[int, str] = {}
+    newest_first = sorted(complete, reverse=True)
+    for step in newest_first:
+        if not verify(store, complete[step], check=check):
+            kept[step] = "the newest that is verified"
+            break
+        kept[step] = "newer than all that are verified"
+    for _, epoch in committed(store, keys.epochs, Epoch):
+        if epoch.step in complete:
+            kept.setdefault(epoch.step, f"epoch {epoch.epoch} names it")
+    pinned = (keys.pin(step) for step in complete)
+    wanted = set(pinned)
+    for _, found in committed(store, keys.prefix, Pin, wanted=lambda stat: stat.key in wanted):
+        kept.setdefault(found.step, f"pinned: {found.why}")
+    for step in newest_first[: rules.last]:
+        kept.setdefault(step, f"one of the last {rules.last}")
+    if rules.every:
+        for step in newest_first:
+            if step % rules.every == 0:
+                kept.setdefault(step, f"every {rules.every} steps")
+    return kept
+
+
+def _needed(keys: CheckpointKeys, checkpoints: Iterable[Checkpoint]) -> set[str]:
+    return {
+        keys.part(part.step, part.sha256) for checkpoint in checkpoints for part in checkpoint.parts
+    }

@@ -1,0 +1,181 @@
+"""Retention: what may go goes, and what somebody may need never does."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace import errors
+from millrace.checkpoints import (
+    Retention,
+    Saver,
+    SaveSettings,
+    latest,
+    load,
+    pin,
+    plan_retention,
+    retain,
+    unpin,
+    verify,
+)
+from millrace.checkpoints.find import checkpoints
+from millrace.keys import CheckpointKeys
+from millrace.models.checkpoint import Epoch
+from millrace.records import commit_once
+from millrace.storage import Store, StoreSpec, create, list_objects, open_store, put
+
+KEYS = CheckpointKeys("job")
+NOW = Retention(last=1, grace=timedelta(0))
+
+
+@pytest.fixture(params=["folder", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    url = tmp_path.as_uri() if request.param == "folder" else f"memory://{tmp_path.name}"
+    return open_store(StoreSpec(url=url))
+
+
+def save(store: Store, numbers: list[int], *, refer: bool = False) -> None:
+    """A checkpoint for each step: the same embedding, and a head of its own."""
+    with Saver(store, KEYS.job, SaveSettings(part_bytes=4096, refer=refer)) as saver:
+        for step in numbers:
+            state = {"embed": torch.arange(1000), "head": torch.full((1000,), step)}
+            saver.save(state, step=step).result()
+
+
+def kept(store: Store) -> list[int]:
+    return sorted(checkpoint.step for checkpoint in checkpoints(store, KEYS.job))
+
+
+def there(store: Store) -> list[int]:
+    """The steps of which there is any object: a folder keeps its empty folders."""
+    folders = {stat.key.removeprefix(KEYS.prefix).partition("/")[0] for stat in list_objects(store)}
+    return sorted(step for name in folders if (step := KEYS.parse_folder(name)) is not None)
+
+
+def test_the_last_and_each_of_so_many_stay(store):
+    save(store, [1, 2, 3, 4, 5, 6, 7])
+    plan = plan_retention(store, KEYS.job, Retention(last=2, every=3))
+    assert plan.removed == (1, 2, 4, 5)
+    assert plan.kept == {
+        7: "the newest that is verified",
+        6: "one of the last 2",
+        3: "every 3 steps",
+    }
+    assert kept(store) == [1, 2, 3, 4, 5, 6, 7]
+    before = sum(stat.size for stat in list_objects(store))
+    done = retain(store, plan)
+    assert kept(store) == [3, 6, 7]
+    assert done.size == plan.size == before - sum(stat.size for stat in list_objects(store))
+    assert not done.failures
+    assert there(store) == [3, 6, 7]
+    assert all(verify(store, found) == {} for found in checkpoints(store, KEYS.job))
+
+
+def test_what_is_pinned_or_named_by_an_epoch_stays(store):
+    save(store, [1, 2, 3, 4])
+    pin(store, KEYS.job, 1, "the baseline")
+    root = next(found.root for found in checkpoints(store, KEYS.job) if found.step == 2)
+    commit_once(store, KEYS.epoch(0), Epoch(job=KEYS.job, epoch=0, step=2, root=root))
+    plan = plan_retention(store, KEYS.job, NOW)
+    assert (plan.kept[1], plan.kept[2]) == ("pinned: the baseline", "epoch 0 names it")
+    retain(store, plan)
+    assert kept(store) == [1, 2, 4]
+    unpin(store, KEYS.job, 1)
+    retain(store, plan_retention(store, KEYS.job, NOW))
+    assert kept(store) == [2, 4]
+    with pytest.raises(errors.NotFoundError):
+        pin(store, KEYS.job, 1, "too late")
+
+
+def test_the_last_that_is_verified_stays_whatever_the_rules_say(store):
+    save(store, [1, 2, 3])
+    for found in checkpoints(store, KEYS.job):
+        if found.step > 1:
+            put(store, KEYS.part(found.step, found.parts[0].sha256), b"damaged")
+    plan = plan_retention(store, KEYS.job, NOW)
+    assert set(plan.kept) == {1, 2, 3}
+    assert plan.removed == ()
+    assert retain(store, plan).removed == 0
+    found = latest(store, KEYS.job)
+    assert found is not None
+    assert found.step == 1
+
+
+def test_if_none_is_verified_none_goes(store):
+    save(store, [1, 2, 3])
+    for found in checkpoints(store, KEYS.job):
+        put(store, KEYS.part(found.step, found.parts[0].sha256), b"damaged")
+    assert plan_retention(store, KEYS.job, NOW).removals == ()
+
+
+def test_files_that_a_kept_one_refers_to_stay(store):
+    save(store, [1, 2, 3], refer=True)
+    plan = plan_retention(store, KEYS.job, NOW)
+    retain(store, plan)
+    assert kept(store) == [3]
+    assert there(store) == [1, 3]
+    assert torch.equal(load(store, KEYS.job).state["embed"], torch.arange(1000))
+    save(store, [4])  # which refers to nothing
+    retain(store, plan_retention(store, KEYS.job, NOW))
+    assert there(store) == [4]
+
+
+def test_what_was_saved_since_the_plan_is_looked_at_again(store):
+    save(store, [1, 2])
+    plan = plan_retention(store, KEYS.job, NOW)
+    assert plan.removed == (1,)
+    pin(store, KEYS.job, 1, "just now")
+    done = retain(store, plan)
+    assert done.removed == 0
+    assert len(done.skipped) == len(plan.removals)
+    assert kept(store) == [1, 2]
+
+
+def test_files_that_no_checkpoint_names_go_when_they_are_old(store):
+    save(store, [1])
+    create(store, KEYS.part(2, "0" * 64), b"of a saver that was killed, or is still at it")
+    young = plan_retention(store, KEYS.job, Retention(grace=timedelta(hours=1)))
+    assert young.removals == ()
+    old = plan_retention(store, KEYS.job, Retention(grace=timedelta(days=-1)))
+    assert [removal.key for removal in old.removals] == [KEYS.part(2, "0" * 64)]
+    retain(store, old)
+    assert there(store) == [1]
+
+
+def test_metadata_that_cannot_be_read_keeps_everything(store):
+    save(store, [1, 2, 3])
+    put(store, KEYS.metadata(2), b"{}")
+    plan = plan_retention(store, KEYS.job, NOW)
+    assert plan.removals == ()
+    assert "cannot be read" in plan.kept[2]
+    assert "refer to its files" in plan.kept[1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    numbers=st.lists(st.integers(0, 40), unique=True, min_size=1, max_size=6),
+    last=st.integers(1, 4),
+    every=st.one_of(st.none(), st.integers(1, 9)),
+    refer=st.booleans(),
+    broken=st.sets(st.integers(0, 5), max_size=3),
+)
+def test_whatever_the_rules_what_is_kept_can_be_loaded(numbers, last, every, refer, broken):
+    store = open_store(StoreSpec(url=f"memory://{torch.randint(1 << 60, ()).item()}"))
+    save(store, sorted(numbers), refer=refer)
+    before = {found.step: found for found in checkpoints(store, KEYS.job)}
+    for place in broken:
+        if place < len(numbers):
+            part = before[sorted(numbers)[place]].parts[-1]
+            put(store, KEYS.part(part.step, part.sha256), b"damaged")
+    intact = [step for step, found in before.items() if not verify(store, found)]
+    plan = plan_retention(store, KEYS.job, Retention(last=last, every=every))
+    retain(store, plan)
+    after = {found.step: found for found in checkpoints(store, KEYS.job)}
+    assert set(after) == set(plan.kept)
+    assert all(step in intact for step in after if not verify(store, after[step]))
+    assert all(not verify(store, after[step]) for step in intact if step in after)
+    if intact:
+        assert max(intact) in after
