@@ -220,6 +220,77 @@ def gc(settings_or_url: str, dataset: str | None, *, delete: bool, min_age: floa
 
 
 @main.command()
+@click.argument("url")
+@click.argument("job")
+@click.option("--verify", is_flag=True, help="Read every byte, and compare digests.")
+@_said
+def checkpoints(url: str, job: str, *, verify: bool) -> int:
+    """List a job's checkpoints, newest first. Exit code 1 if one is damaged or cannot be read."""
+    from millrace.checkpoints import Check, checkpoint_of, steps
+    from millrace.checkpoints import verify as look
+    from millrace.storage import open_store
+
+    store = open_store(url, make_folder=False)
+    table = _table("step", "files", "bytes", "saved", "run", "state")
+    faults: list[str] = []
+    check = Check.DIGESTS if verify else Check.SIZES
+    for step in reversed(steps(store, job)):
+        try:
+            found = checkpoint_of(store, job, step)
+        except errors.NotFoundError:
+            continue  # on its way, or what is left of one
+        except errors.CorruptError as error:
+            faults.append(str(error))
+            table.add_row(str(step), "", "", "", "", "unreadable")
+            continue
+        damage = look(store, found, check=check)
+        faults += damage.values()
+        state = "damaged" if damage else "verified" if verify else "all files there"
+        saved = f"{found.saved:%Y-%m-%d %H:%M}"
+        row = (str(step), str(len(found.parts)), _size(found.size), saved, found.run, state)
+        table.add_row(*row)
+    if not table.row_count:
+        raise errors.NotFoundError(f"{store.url_of(job)} has no checkpoint.")
+    _print(table)
+    for fault in faults:
+        click.echo(fault)
+    return 1 if faults else 0
+
+
+@main.command()
+@click.argument("url")
+@click.argument("job")
+@click.option("--last", type=click.IntRange(1), default=3, show_default=True, help="Keep so many.")
+@click.option("--every", type=click.IntRange(1), help="And each whose step is a multiple of this.")
+@click.option("--delete", is_flag=True, help="Delete the others; otherwise they are only shown.")
+@_said
+def retain(url: str, job: str, *, last: int, every: int | None, delete: bool) -> int:
+    """Remove the checkpoints that no rule keeps. The newest that is verified always stays."""
+    from millrace.checkpoints import Retention, plan_retention
+    from millrace.checkpoints import retain as carry_out
+    from millrace.storage import open_store
+
+    store = open_store(url, make_folder=False)
+    plan = plan_retention(store, job, Retention(last=last, every=every))
+    for step, why in sorted(plan.kept.items(), reverse=True):
+        click.echo(f"step {step} stays: {why}")
+    for step in reversed(plan.removed):
+        click.echo(f"step {step} goes")
+    if not delete:
+        click.echo(
+            f"Would delete (with --delete) {len(plan.removals)} objects, {_size(plan.size)}."
+        )
+        return 0
+    done = carry_out(store, plan)
+    for failure in done.failures:
+        click.echo(f"{store.url_of(failure.key)}: {failure.reason}", err=True)
+    if done.skipped:
+        click.echo(f"{len(done.skipped)} objects stay: somebody needs them by now.")
+    click.echo(f"Deleted {done.removed} objects, {_size(done.size)}.")
+    return 1 if done.failures else 0
+
+
+@main.command()
 @click.argument("settings", type=click.Path(path_type=Path), default="prewarm.yaml")
 @click.option("--dry-run", is_flag=True, help="Show what would go where; start nothing.")
 @_said

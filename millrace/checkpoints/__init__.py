@@ -1,27 +1,30 @@
 """Checkpoints with proof: saved by digest, verified before they are used, found by listing."""
 
-from millrace.checkpoints.find import (
-    Check,
-    checkpoint_of,
-    checkpoints,
-    latest,
-    newest,
-    quarantine,
-    steps,
-    verify,
-)
-from millrace.checkpoints.load import Loaded, load
-from millrace.checkpoints.retain import (
-    Removal,
-    Retained,
-    RetentionPlan,
-    pin,
-    plan_retention,
-    retain,
-    unpin,
-)
-from millrace.checkpoints.save import Saver, Saving
-from millrace.checkpoints.settings import Retention, SaveSettings
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from millrace.checkpoints.find import (
+        Check,
+        checkpoint_of,
+        checkpoints,
+        latest,
+        newest,
+        quarantine,
+        steps,
+        verify,
+    )
+    from millrace.checkpoints.loading import Loaded, load
+    from millrace.checkpoints.retention import (
+        Removal,
+        Retained,
+        RetentionPlan,
+        pin,
+        plan_retention,
+        retain,
+        unpin,
+    )
+    from millrace.checkpoints.saving import Saver, Saving
+    from millrace.checkpoints.settings import Retention, SaveSettings
 
 __all__ = [
     "Check",
@@ -46,3 +49,28 @@ __all__ = [
     "unpin",
     "verify",
 ]
+
+_ROOMS = {
+    "Loaded": "loading",
+    "Removal": "retention",
+    "Retained": "retention",
+    "Retention": "settings",
+    "RetentionPlan": "retention",
+    "SaveSettings": "settings",
+    "Saver": "saving",
+    "Saving": "saving",
+    "load": "loading",
+    "pin": "retention",
+    "plan_retention": "retention",
+    "retain": "retention",
+    "unpin": "retention",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when asked for: whoever lists, verifies or retains does not need torch.
+    if name in __all__:
+        from importlib import import_module  # noqa: PLC0415
+
+        return getattr(import_module(f"millrace.checkpoints.{_ROOMS.get(name, 'find')}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

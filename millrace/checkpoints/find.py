@@ -4,15 +4,15 @@ No pointer is kept to the newest one: a pointer can be wrong, and a listing is w
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import StrEnum
 
 from millrace import errors
-from millrace.checkpoints.parts import root_of
+from millrace.digest import canonical
 from millrace.keys import CheckpointKeys
-from millrace.models.checkpoint import Checkpoint, Part, Quarantine
+from millrace.models.checkpoint import Checkpoint, Part, Quarantine, TensorRecord
 from millrace.progress import Event, Progress, silent
 from millrace.records import commit_once, fetch
 from millrace.storage import Store, copy, delete, head, list_folders, stream
@@ -150,6 +150,15 @@ def quarantine(store: Store, checkpoint: Checkpoint, damage: dict[str, str]) -> 
             raise errors.DeniedError(
                 f"{store.url_of(key)} is damaged and could not be moved away: {failures[0].reason}"
             )
+
+
+def root_of(parts: Iterable[Part], tensors: Mapping[str, TensorRecord]) -> str:
+    """The digest of a checkpoint's content, which step and time are not part of."""
+    content = {
+        "parts": [[part.sha256, part.size] for part in parts],
+        "tensors": {name: record.model_dump(mode="json") for name, record in tensors.items()},
+    }
+    return hashlib.sha256(canonical(content)).hexdigest()
 
 
 def _damage(store: Store, job: str, part: Part, check: Check) -> str:

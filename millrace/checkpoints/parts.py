@@ -5,9 +5,8 @@ length, a header in JSON, the tensors one after another. Its bytes depend on the
 equal tensors make equal files, wherever and whenever they are saved.
 """
 
-import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -15,9 +14,7 @@ from typing import Any
 import orjson
 import torch
 
-from millrace.digest import canonical
 from millrace.errors import ConfigurationError, CorruptError
-from millrace.models.checkpoint import Part, TensorRecord
 
 _LENGTH = struct.Struct("<Q")
 _LONGEST_HEADER = 100_000_000  # bytes, safetensors' own limit
@@ -131,15 +128,6 @@ def read_boxes(body: memoryview) -> dict[str, torch.Tensor]:
         return dict(_views(body))
     except (struct.error, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise CorruptError(f"A part of a checkpoint is no safetensors file: {error}") from error
-
-
-def root_of(parts: Iterable[Part], tensors: Mapping[str, TensorRecord]) -> str:
-    """The digest of a checkpoint's content, which step and time are not part of."""
-    content = {
-        "parts": [[part.sha256, part.size] for part in parts],
-        "tensors": {name: record.model_dump(mode="json") for name, record in tensors.items()},
-    }
-    return hashlib.sha256(canonical(content)).hexdigest()
 
 
 def _boxes(tensors: Mapping[str, torch.Tensor], part_bytes: int) -> Iterator[Box]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ from millrace.checkpoints import (
     verify,
 )
 from millrace.checkpoints.find import checkpoints
+from millrace.cli import main
 from millrace.keys import CheckpointKeys
 from millrace.models.checkpoint import Epoch
 from millrace.records import commit_once
@@ -152,6 +154,39 @@ def test_metadata_that_cannot_be_read_keeps_everything(store):
     assert plan.removals == ()
     assert "cannot be read" in plan.kept[2]
     assert "refer to its files" in plan.kept[1]
+
+
+def test_the_commands_list_verify_and_retain(tmp_path):
+    store = open_store(StoreSpec(url=tmp_path.as_uri()))
+    save(store, [1, 2, 3])
+
+    def millrace(*words: str) -> tuple[int, str]:
+        done = CliRunner().invoke(main, [words[0], tmp_path.as_uri(), *words[1:]])
+        return done.exit_code, done.output
+
+    code, said = millrace("checkpoints", "job")
+    assert code == 0
+    assert said.count("all files there") == 3
+    code, said = millrace("retain", "job", "--last", "1")
+    assert code == 0
+    assert "step 3 stays: the newest that is verified" in said
+    assert "step 1 goes" in said
+    assert "Would delete" in said
+    assert kept(store) == [1, 2, 3]
+    code, said = millrace("retain", "job", "--last", "2", "--delete")
+    assert code == 0
+    assert "Deleted 6 objects" in said  # the metadata, four files of tensors, the skeleton
+    assert kept(store) == [2, 3]
+    part = next(checkpoints(store, "job")).parts[0]
+    put(store, KEYS.part(3, part.sha256), b"x" * part.size)
+    assert millrace("checkpoints", "job")[0] == 0
+    code, said = millrace("checkpoints", "job", "--verify")
+    assert code == 1
+    assert "damaged" in said
+    assert "is not the bytes" in said
+    code, said = millrace("checkpoints", "other")
+    assert code == 1
+    assert "has no checkpoint" in said
 
 
 @settings(max_examples=25, deadline=None)

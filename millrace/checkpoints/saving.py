@@ -18,8 +18,8 @@ from typing import Any, Self
 import torch
 
 from millrace import errors
-from millrace.checkpoints.find import newest
-from millrace.checkpoints.parts import Box, Layout, laid_out, name_of, root_of
+from millrace.checkpoints.find import newest, root_of
+from millrace.checkpoints.parts import Box, Layout, laid_out, name_of
 from millrace.checkpoints.settings import SaveSettings
 from millrace.checkpoints.tree import SKELETON, taken_apart
 from millrace.digest import sha256
