@@ -52,6 +52,7 @@ bench: .venv/dev
 	$(BIN)/python -m benchmarks.shards
 	$(BIN)/python -m benchmarks.resume
 	$(BIN)/python -m benchmarks.swarm
+	$(BIN)/python -m benchmarks.checkpoints
 
 soak: .venv/dev
 	@deployments/test-servers.sh
