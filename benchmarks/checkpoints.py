@@ -231,16 +231,21 @@ def _boto3_get(place: dict[str, Any], step: int) -> Callable[[], dict[str, Any]]
     from millrace.storage import boto3_client
 
     if place["name"] == "folder":
-        return lambda: load_file(f"{place['folder']}/boto3-{step}")
+        return lambda: _read_in(load_file(f"{place['folder']}/boto3-{step}"))
     client, local = boto3_client(_store(place)), Path(place["scratch"]) / f"{step}.safetensors"
 
     def run() -> dict[str, Any]:
         client.download_file(place["bucket"], f"boto3-{step}", str(local))
-        found = load_file(local)
+        found = _read_in(load_file(local))
         local.unlink()
         return found
 
     return run
+
+
+def _read_in(tensors: dict[str, Any]) -> dict[str, Any]:
+    """What `load_file` gives is a view of the file, of which nothing has been read yet."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 PUT: dict[str, Callable[[dict[str, Any], dict[str, Any], int], Callable[[], object]]] = {

@@ -91,6 +91,8 @@ class Landing:
         ]
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
+        # Pieces of many files are written one after another: their many short system calls would
+        # hand the interpreter's lock to and fro between the threads.
         self._writing = threading.Lock()
         self._closing = False
         self._complete: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
@@ -223,7 +225,7 @@ class Landing:
                     )
                     continue
                 if state.final:  # taken for whole, as nothing said what it should be
-                    state.place.final.rename(state.place.partial)
+                    self._places.take_back(state.place)
                     state.final = False
                 index = self._index(segment)
                 if state.digests[index] is not None:
@@ -359,7 +361,7 @@ class Landing:
             state.digests, state.final = digests, not wrong
             state.missing = sum(digest is None for digest in digests)
             if wrong:  # ours, and damaged: what is good of it is kept
-                path.rename(state.place.partial)
+                self._places.take_back(state.place)
                 continue
             self._places.link(state.place)
             whole.append(number)

@@ -13,6 +13,7 @@ from millrace.swarm.pieces import Catalogue, File
 
 _ROOM = 64 << 20  # bytes left free on the disk
 _FEW = 8  # files that are brought onto the disk one by one
+_OURS = 0o600  # permission bits that we need
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
 
 
@@ -86,11 +87,14 @@ class Places:
             os.close(descriptor)
 
     def create(self, place: Place) -> int:
-        """A descriptor that writes a partial file, which has the mode and owner asked for."""
+        """A descriptor that writes a partial file, of the owner and mode asked for.
+
+        Until it is whole we may write it, whatever its mode will be.
+        """
         self.make_folder(place.folder)
         descriptor = os.open(place.partial, _NEW, 0o600)
         try:
-            os.fchmod(descriptor, place.file.mode)
+            os.fchmod(descriptor, place.file.mode | _OURS)
             if place.file.owner is not None:
                 os.fchown(descriptor, *place.file.owner)
         except BaseException:
@@ -115,11 +119,19 @@ class Places:
 
     def settle(self, places: list[Place]) -> None:
         """Bring partial files onto the disk: one by one, or many with all that is there."""
+        for place in places:
+            if place.file.mode & _OURS != _OURS:
+                place.partial.chmod(place.file.mode)
         if len(places) > _FEW:
             _sync_file_system(self._root)
             return
         for place in places:
             sync(place.partial)
+
+    def take_back(self, place: Place) -> None:
+        """Make a file partial again: what is good of it is kept."""
+        place.final.rename(place.partial)
+        place.partial.chmod(place.file.mode | _OURS)
 
     def link(self, place: Place) -> None:
         """Make a file's further destinations: the same file where the file system can, or a copy.

@@ -282,13 +282,12 @@ def test_an_object_that_is_asked_for_in_two_ways_is_refused(store, nodes):
 
 def test_files_have_the_mode_that_was_asked_for(store, nodes):
     fill(store, "mode")
-    requests = [Request(key="mode/even.bin", mode=0o640), Request(key="mode/empty")]
+    wanted = {"even.bin": 0o640, "large.bin": 0o400, "empty": 0o644, "sub/one": 0o444}
+    requests = [Request(key=f"mode/{name}", mode=mode) for name, mode in wanted.items()]
     prewarm(settings_of(store, nodes, requests=requests))
-    modes = {name: (nodes[0].root / "mode" / name).stat().st_mode for name in ("even.bin", "empty")}
-    assert {name: mode & 0o777 for name, mode in modes.items()} == {
-        "even.bin": 0o640,
-        "empty": 0o644,
-    }
+    for node in nodes:
+        found = {name: (node.root / "mode" / name).stat().st_mode & 0o777 for name in wanted}
+        assert found == wanted
 
 
 def test_a_folder_is_a_store_too(nodes, tmp_path):

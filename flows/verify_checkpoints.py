@@ -1,0 +1,41 @@
+"""Look at a job's checkpoints before they are needed, by hand or every night."""
+
+from prefect import flow
+
+from blocks import Bucket
+from millrace.checkpoints import Check
+from millrace.errors import ConfigurationError, CorruptError
+from millrace.storage import Right
+from tasks.checkpointing import SeenCheckpoint, report_checkpoints, verify_job
+from tasks.places import check_right, spec_of
+
+
+@flow(name="verify-checkpoints")
+def verify_checkpoints(
+    bucket: Bucket | str,
+    jobs: list[str],
+    check: Check = Check.DIGESTS,
+) -> list[SeenCheckpoint]:
+    """Check that every file of every checkpoint is there, and is what was saved.
+
+    Changes nothing: a damaged checkpoint is moved away by whoever loads next.
+
+    Args:
+        bucket: A Millrace Bucket block with read credentials, or the URL of a folder.
+        jobs: Whose checkpoints.
+        check: `sizes` takes a request a file; `digests` reads all of it.
+    """
+    if not jobs:
+        raise ConfigurationError("Name at least one job: a prefix below the bucket's URL.")
+    place = spec_of(bucket, Right.READ)
+    check_right(bucket, Right.READ)
+    found = [seen for job in jobs for seen in verify_job(place, job, check)]
+    report_checkpoints(place.url, found, check)
+    damaged = [seen for seen in found if seen.damage]
+    if damaged:
+        names = ", ".join(f"{seen.job} step {seen.step}" for seen in damaged[:5])
+        raise CorruptError(
+            f"{len(damaged)} checkpoints of {place.url} are damaged ({names}): the report names "
+            "each file. The ones before them can be loaded; save these steps anew."
+        )
+    return found

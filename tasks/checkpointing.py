@@ -1,0 +1,83 @@
+"""Checkpoints, as Prefect sees them."""
+
+from dataclasses import dataclass
+
+from prefect import get_run_logger, task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+
+from millrace import errors
+from millrace.checkpoints import Check, checkpoint_of, steps, verify
+from millrace.storage import StoreSpec, open_store
+from tasks.retries import PAUSES, passing
+from tasks.words import count, size
+
+
+@dataclass(frozen=True, slots=True)
+class SeenCheckpoint:
+    """What verification found of one checkpoint.
+
+    Attributes:
+        job: Whose.
+        step: Which.
+        files: How many it has; 0 if its metadata cannot be read.
+        size: Bytes of them.
+        damage: A sentence for each file at fault.
+    """
+
+    job: str
+    step: int
+    files: int
+    size: int
+    damage: tuple[str, ...]
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def verify_job(place: StoreSpec, job: str, check: Check) -> list[SeenCheckpoint]:
+    """Look at every checkpoint of a job. Changes nothing."""
+    store = open_store(place, make_folder=False)
+    found: list[SeenCheckpoint] = []
+    for step in steps(store, job):
+        try:
+            checkpoint = checkpoint_of(store, job, step)
+        except errors.NotFoundError:
+            continue  # on its way, or what is left of one
+        except errors.CorruptError as error:
+            found.append(SeenCheckpoint(job, step, 0, 0, (str(error),)))
+            continue
+        damage = verify(store, checkpoint, check=check)
+        files, whole = len(checkpoint.parts), checkpoint.size
+        found.append(SeenCheckpoint(job, step, files, whole, tuple(damage.values())))
+    at_fault = sum(bool(seen.damage) for seen in found)
+    get_run_logger().info("%s: %s, %d damaged", job, count(len(found), "checkpoint"), at_fault)
+    return found
+
+
+@task(cache_policy=NO_CACHE)
+def report_checkpoints(place: str, found: list[SeenCheckpoint], check: Check) -> None:
+    """Leave a report that a person wants to read."""
+    create_markdown_artifact(
+        describe(place, found, check),
+        key="verified-checkpoints",
+        description="What verification found",
+    )
+
+
+def describe(place: str, found: list[SeenCheckpoint], check: Check) -> str:
+    """The report, as Markdown."""
+    damaged = [seen for seen in found if seen.damage]
+    looked = "every byte was read" if check is Check.DIGESTS else "sizes were looked at"
+    verdict = f"**{len(damaged)} damaged**" if damaged else "all as they were saved"
+    lines = [
+        f"`{place}`: {count(len(found), 'checkpoint')}, {verdict}; {looked}.",
+        "",
+        "| job | step | files | bytes | state |",
+        "|---|--:|--:|--:|---|",
+    ]
+    for seen in sorted(found, key=lambda seen: (seen.job, -seen.step)):
+        state = "; ".join(seen.damage[:3]) or "intact"
+        if len(seen.damage) > 3:
+            state += f"; and {len(seen.damage) - 3:,} more"
+        cells = (f"`{seen.job}`", f"{seen.step:,}", f"{seen.files:,}", size(seen.size), state)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
