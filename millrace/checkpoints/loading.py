@@ -48,7 +48,8 @@ def load(
 ) -> Loaded:
     """Load a checkpoint; only the files that hold what is asked for are read.
 
-    Memory is that of the tensors, and of four files.
+    Memory is that of the tensors, and of some files. Tensors of one file may share its memory: it
+    is given back when none of them is left.
 
     Args:
         store: Where it is.
@@ -95,15 +96,19 @@ def _load(
         for chunk in tensor.chunks():
             by_part.setdefault(chunk.part, []).append((tensor, chunk))
 
-    largest = max(part.size for part in checkpoint.parts)
-    free = [memoryview(anonymous(largest)) for _ in range(_AT_ONCE)]
+    free: list[memoryview] = []
 
     def fill(number: int) -> None:
-        buffer = free.pop()
-        boxes = read_boxes(_verified(store, checkpoint.job, checkpoint.parts[number], buffer))
-        for tensor, chunk in by_part[number]:
-            tensor.fill(chunk, boxes.get(chunk.name))
-        free.append(buffer)
+        part, asked = checkpoint.parts[number], by_part[number]
+        buffer = free.pop() if free and len(free[-1]) >= part.size else _memory(part.size)
+        boxes = read_boxes(_verified(store, checkpoint.job, part, buffer))
+        # Where most of a file is wanted as it is, its memory becomes the tensors'.
+        as_they_are = [tensor for tensor, _ in asked if tensor.is_one_box()]
+        keep = sum(tensor.size for tensor in as_they_are) > part.size // 2
+        for tensor, chunk in asked:
+            tensor.fill(chunk, boxes.get(chunk.name), keep=keep and tensor.is_one_box())
+        if not keep:
+            free.append(buffer)
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="part") as pool:
         list(pool.map(fill, sorted(by_part)))
@@ -112,7 +117,7 @@ def _load(
     return Loaded(checkpoint, put_together(tensors))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Wanted:
     """A tensor that is being loaded.
 
@@ -120,7 +125,7 @@ class _Wanted:
         name: Its name.
         record: What it is in the checkpoint.
         first: The first row that is wanted.
-        content: What it is filled into.
+        content: What it is filled into: memory of which no page exists before it is written.
     """
 
     name: str
@@ -128,16 +133,29 @@ class _Wanted:
     first: int
     content: torch.Tensor
 
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.content.numel() * self.content.element_size()
+
+    def is_one_box(self) -> bool:
+        """Whether it is all of a box in memory, and so could be that box itself."""
+        whole = tuple(self.content.shape) == self.record.shape
+        return whole and len(self.record.chunks) == 1 and self.content.device.type == "cpu"
+
     def chunks(self) -> Iterator[Chunk]:
         """The boxes that some of it lies in."""
         for chunk in self.record.chunks:
             if not chunk.shape or self._overlap(chunk)[0] < self._overlap(chunk)[1]:
                 yield chunk
 
-    def fill(self, chunk: Chunk, box: torch.Tensor | None) -> None:
-        """Take from a box what is wanted of it."""
+    def fill(self, chunk: Chunk, box: torch.Tensor | None, *, keep: bool) -> None:
+        """Take from a box what is wanted of it; with `keep`, take the box."""
         if box is None or tuple(box.shape) != chunk.shape or box.dtype != self.content.dtype:
             raise errors.CorruptError(f"{self.name} is not in the file that should hold it.")
+        if keep:
+            self.content = box
+            return
         if not chunk.shape:
             self.content.copy_(box)
             return
@@ -148,6 +166,10 @@ class _Wanted:
     def _overlap(self, chunk: Chunk) -> tuple[int, int]:
         at = chunk.start[0]
         return max(at, self.first), min(at + chunk.shape[0], self.first + len(self.content))
+
+
+def _memory(size: int) -> memoryview:
+    return memoryview(anonymous(size))
 
 
 def _wanted(

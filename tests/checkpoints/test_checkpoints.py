@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -290,7 +291,9 @@ def test_metadata_that_was_edited_is_refused(folder, tmp_path):
     assert latest(folder, KEYS.job) is None
 
 
-def test_a_save_that_fails_is_heard_of(folder, tmp_path):
+def test_a_save_that_fails_is_heard_of(tmp_path):
+    patience = timedelta(seconds=0.1)
+    folder = open_store(StoreSpec(url=tmp_path.as_uri(), patience=patience))
     (tmp_path / "runs").write_text("a file where the folder should be")
     saver = Saver(folder, KEYS.job, SMALL)
     saver.save(state_of(1), step=1)
