@@ -422,7 +422,7 @@ class Tracker:
             return
         limits = self._limits
         while node.reads < self._pace.reads and self._reads < limits.store:
-            number = self._next_alone(node)
+            number = self._next_alone(node, now)
             if number is None:
                 number = self._next_unread(node)
             if number is None:
@@ -448,13 +448,16 @@ class Tracker:
         ):
             self._await(node)
 
-    def _next_alone(self, node: _Node) -> int | None:
+    def _next_alone(self, node: _Node, now: float) -> int | None:
         """A piece that others have, and that this node is to read from the store nevertheless."""
         for waiting in (node.alone, node.queue) if self._outrun.why else (node.alone,):
-            while waiting:
+            for _ in range(min(len(waiting), _LOOKED_AT)):
                 number = waiting.pop()
-                if not node.have[number] and number not in node.down:
+                if node.have[number] or number in node.down:
+                    continue
+                if self._pieces[number].not_before <= now:
                     return number
+                waiting.appendleft(number)  # it failed a moment ago
         return None
 
     def _next_unread(self, node: _Node) -> int | None:

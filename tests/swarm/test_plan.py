@@ -219,6 +219,18 @@ def test_one_node_alone_is_not_believed_and_gets_its_bytes_elsewhere():
     assert max(Counter(o.piece for o in others if o.source == STORE).values()) == 1
 
 
+def test_a_store_that_fails_a_node_that_reads_alone_is_given_a_pause():
+    tracker = Tracker([1])
+    for name in ("a", "b", "c"):
+        tracker.joined(name, [(0, "d0")] if name == "a" else [], 0.0)
+    assert {order.source for order in tracker.begin(0.0)} == {"a"}
+    told = tracker.failed("b", 0, "a", 1.0, wrong=True)
+    assert [(order.node, order.source) for order in told] == [("b", STORE)]
+    assert tracker.failed("b", 0, STORE, 1.0) == []
+    told = tracker.tick(1.1)
+    assert [(order.node, order.source) for order in told] == [("b", STORE)]
+
+
 def slow_uplinks(order: Order) -> float:
     return 1.0 if order.source == STORE else 60.0
 
