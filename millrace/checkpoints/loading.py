@@ -69,13 +69,14 @@ def load(
     read_rows = dict(rows or {})
     if step is not None:
         return _load(store, checkpoint_of(store, job, step), only, read_rows, device)
-    while (found := latest(store, job, check=Check.SIZES, progress=progress)) is not None:
-        try:
+    found = latest(store, job, check=Check.SIZES, progress=progress)
+    try:
+        if found is not None:
             return _load(store, found, only, read_rows, device)
-        except errors.CorruptError:
-            again = latest(store, job, check=Check.DIGESTS, progress=progress)
-            if again == found:  # its files are right after all: the bytes were changed on their way
-                return _load(store, found, only, read_rows, device)
+    except errors.CorruptError:  # or its bytes were changed on their way, and it is found again
+        found = latest(store, job, check=Check.DIGESTS, progress=progress)
+        if found is not None:
+            return _load(store, found, only, read_rows, device)
     raise errors.NotFoundError(f"{store.url_of(job)} has no checkpoint that can be loaded.")
 
 

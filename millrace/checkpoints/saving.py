@@ -36,7 +36,7 @@ class Saving:
 
     Attributes:
         step: Which.
-        held: How long the trainer was held.
+        held: How long the trainer was held: for the copy, and for the save before it to end.
     """
 
     def __init__(self, step: int, held: timedelta, future: "Future[Checkpoint]") -> None:
@@ -121,9 +121,9 @@ class Saver:
             ConfigurationError: Something in the state cannot be saved; its path is named.
             MillraceError: The save before this one failed, and nobody has asked for its result.
         """
+        began = time.monotonic()
         if self._under_way is not None:
             self._under_way.settle()
-        began = time.monotonic()
         tensors = taken_apart(state)
         content = {name: tensor for name, tensor in tensors.items() if name != SKELETON}
         # The skeleton in a file of its own: whoever loads a part of the state reads all of it.

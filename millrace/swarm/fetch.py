@@ -102,7 +102,7 @@ class StoreReader:
                 self._get(source, segment, into)
         except RefusedError as error:
             raise FetchError(str(error), error.status) from error
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:
             raise FetchError(f"{type(error).__name__}: {error}") from error
 
     def _get(self, url: str, segment: Segment, into: memoryview) -> None:
@@ -157,7 +157,7 @@ class PeerReader:
             self._connections.fill(place, path, headers, into)
         except RefusedError as error:
             raise FetchError(str(error), error.status) from error
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:
             raise FetchError(f"{type(error).__name__}: {error}") from error
 
 

@@ -157,6 +157,8 @@ class Connections:
             if said != str(len(into)):
                 raise http.client.HTTPException(f"{said or 'unknown'} bytes, not {len(into)}")
             at = len(head.body)
+            if at > len(into):
+                raise http.client.HTTPException(f"more than {len(into)} bytes")
             into[:at] = head.body
             while at < len(into):
                 got = sock.recv_into(into[at : at + _BODY])
@@ -309,7 +311,7 @@ def _head(sock: socket.socket, place: Place, path: str, headers: dict[str, str])
         found += got
     first, *rest = found[:end].decode("latin-1").split("\r\n")
     version, _, status = first.partition(" ")
-    if version != "HTTP/1.1" or not status[:3].isdigit():
+    if version != "HTTP/1.1" or not status[:3].isdecimal():
         raise http.client.BadStatusLine(first)
     said = (line.partition(":") for line in rest)
     named = {name.strip().lower(): value.strip() for name, _, value in said}

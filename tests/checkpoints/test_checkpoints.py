@@ -247,6 +247,16 @@ def test_damage_is_found_moved_away_and_the_one_before_is_loaded(store, kind):
     assert same(load(store, KEYS.job).state, state_of(2))
 
 
+def test_whoever_may_only_read_passes_over_what_is_damaged(request):
+    store = open_store(spec_of("rgw", request))
+    reader = open_store(spec_of("rgw", request, "read_only"))
+    save(store, 1, state_of(1))
+    saved = save(store, 2, state_of(2))
+    put(store, KEYS.part(2, saved.parts[0].sha256), b"x" * saved.parts[0].size)
+    assert same(load(reader, KEYS.job).state, state_of(1))
+    assert checkpoint_of(store, KEYS.job, 2) == saved
+
+
 @pytest.mark.parametrize("at", [0, 7, 8, 100, -1])
 def test_a_bit_flipped_anywhere_in_any_file_is_caught(folder, tmp_path, at):
     saved = save(folder, 1, state_of(1))

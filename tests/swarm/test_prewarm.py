@@ -1,11 +1,14 @@
 """Files put on every node, by agents that are processes of their own, from a store that counts."""
 
 import hashlib
+import http.client
 import io
 import os
 import shutil
+import socket
 import subprocess
 import tarfile
+import threading
 import time
 import zipfile
 from collections.abc import Iterator
@@ -501,6 +504,48 @@ def test_a_peer_that_gives_flipped_bits_is_caught_and_asked_no_more(store, nodes
     assert [files_below(node.root) for node in nodes[:2]] == [contents] * 2
     assert heard.named("node.untrusted")
     assert [node.trusted for node in report.nodes] == [False, True, True]  # by their names
+
+
+HEAD = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 4\r\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        HEAD + b"\r\nlonger than it says",
+        HEAD + b"\r\nsho",
+        HEAD.replace(b"4", b"5") + b"\r\nfive!",
+        b"HTTP/1.1 206 Partial Content\r\n\r\nfour",
+        b"HTTP/1.1 \xb2\xb2\xb2 ?\r\n\r\n",
+        b"HTTP/1.0 200 OK\r\nContent-Length: 4\r\n\r\nfour",
+        b"no HTTP at all\r\n\r\n",
+        b"",
+    ],
+)
+def test_an_answer_that_is_none_is_an_error_of_the_transfer(answer):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            client, _ = server.accept()
+            with client:
+                client.recv(4096)
+                client.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        connections = Connections(5.0)
+        place = Place("http", "127.0.0.1", server.getsockname()[1])
+        with pytest.raises((OSError, http.client.HTTPException)):
+            connections.fill(place, "/a", {}, memoryview(bytearray(4)))
+        thread.join()
+        connections.close()
+
+
+def test_a_header_of_two_lines_is_not_sent():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = Place("http", "127.0.0.1", server.getsockname()[1])
+        with pytest.raises(ValueError, match="one line"):
+            Connections(5.0).fill(place, "/a", {"A": "b\r\nC: d"}, memoryview(bytearray(1)))
 
 
 def test_a_late_node_joins_a_run(store, nodes, tmp_path):
