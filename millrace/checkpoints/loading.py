@@ -48,8 +48,7 @@ def load(
 ) -> Loaded:
     """Load a checkpoint; only the files that hold what is asked for are read.
 
-    Memory is that of the tensors, and of some files. Tensors of one file may share its memory: it
-    is given back when none of them is left.
+    Memory is that of the tensors, and of four files.
 
     Args:
         store: Where it is.
@@ -97,19 +96,17 @@ def _load(
         for chunk in tensor.chunks():
             by_part.setdefault(chunk.part, []).append((tensor, chunk))
 
-    free: list[memoryview] = []
+    largest = max(part.size for part in checkpoint.parts)
+    free = [memoryview(anonymous(largest)) for _ in range(_AT_ONCE)]
 
     def fill(number: int) -> None:
         part, asked = checkpoint.parts[number], by_part[number]
-        buffer = free.pop() if free and len(free[-1]) >= part.size else _memory(part.size)
+        # A buffer that goes round, and a copy: quicker than new memory that the tensors could keep.
+        buffer = free.pop()
         boxes = read_boxes(_verified(store, checkpoint.job, part, buffer))
-        # Where most of a file is wanted as it is, its memory becomes the tensors'.
-        as_they_are = [tensor for tensor, _ in asked if tensor.is_one_box()]
-        keep = sum(tensor.size for tensor in as_they_are) > part.size // 2
         for tensor, chunk in asked:
-            tensor.fill(chunk, boxes.get(chunk.name), keep=keep and tensor.is_one_box())
-        if not keep:
-            free.append(buffer)
+            tensor.fill(chunk, boxes.get(chunk.name))
+        free.append(buffer)
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="part") as pool:
         list(pool.map(fill, sorted(by_part)))
@@ -118,7 +115,7 @@ def _load(
     return Loaded(checkpoint, put_together(tensors))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Wanted:
     """A tensor that is being loaded.
 
@@ -134,29 +131,16 @@ class _Wanted:
     first: int
     content: torch.Tensor
 
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return self.content.numel() * self.content.element_size()
-
-    def is_one_box(self) -> bool:
-        """Whether it is all of a box in memory, and so could be that box itself."""
-        whole = tuple(self.content.shape) == self.record.shape
-        return whole and len(self.record.chunks) == 1 and self.content.device.type == "cpu"
-
     def chunks(self) -> Iterator[Chunk]:
         """The boxes that some of it lies in."""
         for chunk in self.record.chunks:
             if not chunk.shape or self._overlap(chunk)[0] < self._overlap(chunk)[1]:
                 yield chunk
 
-    def fill(self, chunk: Chunk, box: torch.Tensor | None, *, keep: bool) -> None:
-        """Take from a box what is wanted of it; with `keep`, take the box."""
+    def fill(self, chunk: Chunk, box: torch.Tensor | None) -> None:
+        """Take from a box what is wanted of it."""
         if box is None or tuple(box.shape) != chunk.shape or box.dtype != self.content.dtype:
             raise errors.CorruptError(f"{self.name} is not in the file that should hold it.")
-        if keep:
-            self.content = box
-            return
         if not chunk.shape:
             self.content.copy_(box)
             return
@@ -167,10 +151,6 @@ class _Wanted:
     def _overlap(self, chunk: Chunk) -> tuple[int, int]:
         at = chunk.start[0]
         return max(at, self.first), min(at + chunk.shape[0], self.first + len(self.content))
-
-
-def _memory(size: int) -> memoryview:
-    return memoryview(anonymous(size))
 
 
 def _wanted(
