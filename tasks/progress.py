@@ -182,18 +182,15 @@ class ShardProgress(LiveProgress):
 class SwarmProgress(LiveProgress):
     """How far the nodes of a cluster are: bytes that they have, of all that they are to have."""
 
-    _had = _first = _of = _nodes = _ready = 0
+    _had = _moved = _of = _nodes = _ready = 0
 
     def _count(self, event: Event) -> None:
         figures = event.figures
         match event.name:
             case "swarm.progress":
-                had = int(figures["bytes"])
-                if self._of:
-                    self._add(max(0, had - self._had))
-                else:
-                    self._first = had  # what was there already took no time
-                self._had, self._of = had, int(figures["of"])
+                self._add(int(figures["moved"]) - self._moved)
+                self._moved = int(figures["moved"])
+                self._had, self._of = int(figures["bytes"]), int(figures["of"])
                 self._nodes, self._ready = int(figures["nodes"]), int(figures["ready"])
             case "node.ready":
                 self._log.info("%s is ready after %s s", event.subject, figures["seconds"])
@@ -215,10 +212,9 @@ class SwarmProgress(LiveProgress):
     def _words(self, seconds: float) -> str:
         if not self._of:
             return "Looking for the files and the nodes."
-        new = self._had - self._first
-        left = (self._of - self._had) * seconds / new if new else 0.0
+        left = (self._of - self._had) * seconds / self._moved if self._moved else 0.0
         ahead = f", {duration(left)} to go" if left else ""
         return (
             f"{self._ready} of {count(self._nodes, 'node')} ready; {size(self._had)} of "
-            f"{size(self._of)} there, at {rate(new, seconds)}{ahead}."
+            f"{size(self._of)} there, at {rate(self._moved, seconds)}{ahead}."
         )

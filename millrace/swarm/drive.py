@@ -96,8 +96,9 @@ def prewarm(settings: PrewarmSettings, *, progress: Progress = silent) -> Prewar
 
     Args:
         settings: What, where to, and on which nodes.
-        progress: Told a few times a second: ``swarm.progress`` with ``bytes``, ``of``, ``nodes``
-            and ``ready``; and of each node that is ready or lost.
+        progress: Told a few times a second: ``swarm.progress`` with ``bytes`` that the nodes
+            have ``of`` all, ``moved`` in this run, ``nodes`` and ``ready``; and of each node that
+            is ready or lost.
 
     Raises:
         NotFoundError: An object that was requested is not there.
@@ -268,6 +269,7 @@ class _Drive:
         figures = {
             "bytes": self._had,
             "of": self._catalogue.size * len(living),
+            "moved": sum(m.from_store + m.from_peers for m in self._members.values()),
             "nodes": len(living),
             "ready": sum(member.ready for member in living),
             "seconds": round(time.monotonic() - self._began, 2),

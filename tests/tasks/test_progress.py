@@ -91,8 +91,9 @@ def test_a_swarm_is_as_far_as_its_bytes() -> None:
     assert counting.percent == 0
     assert counting.sentence == "Looking for the files and the nodes."
     figures = {"of": 4_000_000, "nodes": 2, "ready": 0, "seconds": 1.0}
-    counting(Event("swarm.progress", "", {"bytes": 1_000_000, **figures}))
-    counting(Event("swarm.progress", "", {"bytes": 3_000_000, **figures, "ready": 1}))
+    counting(Event("swarm.progress", "", {"bytes": 1_000_000, "moved": 0, **figures}))
+    then = {"bytes": 3_000_000, "moved": 2_000_000, **figures, "ready": 1}
+    counting(Event("swarm.progress", "", then))
     counting(Event("node.lost", "n1", {"why": "it no longer answers"}))
     assert counting.percent == 75
     assert counting.sentence.startswith("1 of 2 nodes ready; 3.0 MB of 4.0 MB there, at ")
