@@ -33,7 +33,8 @@ from benchmarks.swarm_peers.xenna_python import NoXennaError
 from millrace.storage import StoreSpec
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm
 from millrace.swarm.agent import Agent
-from millrace.swarm.plan import STORE, Limits, Order, Tracker
+from millrace.swarm.plan import STORE, Order, Tracker
+from millrace.swarm.settings import LimitSettings
 
 MIB = 1 << 20
 SYSTEMS = ("millrace", "xenna", "naive", "ray")
@@ -113,7 +114,7 @@ def run_works(results: Results, *, quick: bool) -> None:
 def run_planner(results: Results, *, quick: bool) -> None:
     """Time the tracker alone, in simulated time."""
     nodes, pieces = 100, 1000 if quick else 10_000
-    tracker = Tracker([1] * pieces, Limits(store=400))
+    tracker = Tracker([1] * pieces, LimitSettings(store=400))
     pending: list[tuple[float, int, Order]] = []
     spent: list[float] = []
 

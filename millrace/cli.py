@@ -226,7 +226,7 @@ def gc(settings_or_url: str, dataset: str | None, *, delete: bool, min_age: floa
 @_said
 def checkpoints(url: str, job: str, *, verify: bool) -> int:
     """List a job's checkpoints, newest first. Exit code 1 if one is damaged or cannot be read."""
-    from millrace.checkpoints import Check, checkpoint_of, steps
+    from millrace.checkpoints import Check, survey
     from millrace.checkpoints import verify as look
     from millrace.storage import open_store
 
@@ -234,13 +234,9 @@ def checkpoints(url: str, job: str, *, verify: bool) -> int:
     table = _table("step", "files", "bytes", "saved", "run", "state")
     faults: list[str] = []
     check = Check.DIGESTS if verify else Check.SIZES
-    for step in reversed(steps(store, job)):
-        try:
-            found = checkpoint_of(store, job, step)
-        except errors.NotFoundError:
-            continue  # on its way, or what is left of one
-        except errors.CorruptError as error:
-            faults.append(str(error))
+    for step, found in survey(store, job):
+        if isinstance(found, errors.CorruptError):
+            faults.append(str(found))
             table.add_row(str(step), "", "", "", "", "unreadable")
             continue
         damage = look(store, found, check=check)

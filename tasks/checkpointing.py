@@ -7,7 +7,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from millrace import errors
-from millrace.checkpoints import Check, checkpoint_of, steps, verify
+from millrace.checkpoints import Check, survey, verify
 from millrace.storage import StoreSpec, open_store
 from tasks.retries import PAUSES, passing
 from tasks.words import count, size
@@ -37,13 +37,9 @@ def verify_job(place: StoreSpec, job: str, check: Check) -> list[SeenCheckpoint]
     """Look at every checkpoint of a job. Changes nothing."""
     store = open_store(place, make_folder=False)
     found: list[SeenCheckpoint] = []
-    for step in steps(store, job):
-        try:
-            checkpoint = checkpoint_of(store, job, step)
-        except errors.NotFoundError:
-            continue  # on its way, or what is left of one
-        except errors.CorruptError as error:
-            found.append(SeenCheckpoint(job, step, 0, 0, (str(error),)))
+    for step, checkpoint in survey(store, job):
+        if isinstance(checkpoint, errors.CorruptError):
+            found.append(SeenCheckpoint(job, step, 0, 0, (str(checkpoint),)))
             continue
         damage = verify(store, checkpoint, check=check)
         files, whole = len(checkpoint.parts), checkpoint.size

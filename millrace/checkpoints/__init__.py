@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         newest,
         quarantine,
         steps,
+        survey,
         verify,
     )
     from millrace.checkpoints.loading import Loaded, load
@@ -46,6 +47,7 @@ __all__ = [
     "quarantine",
     "retain",
     "steps",
+    "survey",
     "unpin",
     "verify",
 ]

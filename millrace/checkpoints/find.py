@@ -3,19 +3,18 @@
 No pointer is kept to the newest one: a pointer can be wrong, and a listing is what is there.
 """
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import StrEnum
 
 from millrace import errors
-from millrace.digest import canonical
+from millrace.digest import canonical, sha256
 from millrace.keys import CheckpointKeys
 from millrace.models.checkpoint import Checkpoint, Part, Quarantine, TensorRecord
 from millrace.progress import Event, Progress, silent
 from millrace.records import commit_once, fetch
-from millrace.storage import Store, copy, delete, head, list_folders, stream
+from millrace.storage import Store, copy, delete, difference, list_folders
 
 _AT_ONCE = 4
 
@@ -53,11 +52,23 @@ def checkpoint_of(store: Store, job: str, step: int) -> Checkpoint:
     return found
 
 
+def survey(store: Store, job: str) -> Iterator[tuple[int, Checkpoint | errors.CorruptError]]:
+    """The complete checkpoints of a job, newest first, or why one cannot be read, by their steps.
+
+    Their files are not looked at.
+    """
+    for step in reversed(steps(store, job)):
+        try:
+            yield step, checkpoint_of(store, job, step)
+        except errors.NotFoundError:
+            continue  # on its way, or what is left of one
+        except errors.CorruptError as error:
+            yield step, error
+
+
 def checkpoints(store: Store, job: str) -> Iterator[Checkpoint]:
     """The complete checkpoints of a job, newest first. Their files are not looked at."""
-    for step in reversed(steps(store, job)):
-        with suppress(errors.NotFoundError, errors.CorruptError):
-            yield checkpoint_of(store, job, step)
+    return (found for _, found in survey(store, job) if isinstance(found, Checkpoint))
 
 
 def newest(store: Store, job: str) -> Checkpoint | None:
@@ -102,13 +113,9 @@ def latest(
     Raises:
         UnavailableError: The store failed for longer than its time budget.
     """
-    for step in reversed(steps(store, job)):
-        try:
-            found = checkpoint_of(store, job, step)
-        except errors.NotFoundError:
-            continue
-        except errors.CorruptError as error:
-            progress(Event("checkpoint.damaged", "", {"step": step, "damage": str(error)}))
+    for step, found in survey(store, job):
+        if isinstance(found, errors.CorruptError):
+            progress(Event("checkpoint.damaged", "", {"step": step, "damage": str(found)}))
             continue
         damage = verify(store, found, check=check)
         if not damage:
@@ -158,25 +165,11 @@ def root_of(parts: Iterable[Part], tensors: Mapping[str, TensorRecord]) -> str:
         "parts": [[part.sha256, part.size] for part in parts],
         "tensors": {name: record.model_dump(mode="json") for name, record in tensors.items()},
     }
-    return hashlib.sha256(canonical(content)).hexdigest()
+    return sha256(canonical(content))
 
 
 def _damage(store: Store, job: str, part: Part, check: Check) -> str:
     """What is wrong with a file, as a sentence; empty if nothing is."""
     key = CheckpointKeys(job).part(part.step, part.sha256)
-    try:
-        size = head(store, key).size
-        if size != part.size:
-            return f"{store.url_of(key)} has {size} bytes instead of {part.size}."
-        if check is Check.SIZES:
-            return ""
-        digest = hashlib.sha256()
-        for block in stream(store, key):
-            digest.update(block)
-    except errors.NotFoundError:
-        return f"{store.url_of(key)} is missing."
-    except errors.ChangedError as error:
-        return str(error)
-    if digest.hexdigest() != part.sha256:
-        return f"{store.url_of(key)} is not the bytes that its digest says."
-    return ""
+    found = difference(store, key, part.size, part.sha256 if check is Check.DIGESTS else None)
+    return found and f"{store.url_of(key)}: {found}."

@@ -7,13 +7,12 @@ epoch or a pin names, and every file that a kept one refers to. If none is verif
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from millrace import errors
-from millrace.checkpoints.find import Check, checkpoint_of, verify
+from millrace.checkpoints.find import Check, checkpoint_of, survey, verify
 from millrace.checkpoints.settings import Retention
 from millrace.keys import CheckpointKeys
 from millrace.models.checkpoint import Checkpoint, Epoch, Pin
 from millrace.records import commit_once, committed
-from millrace.storage import DeleteFailure, Stat, Store, delete, list_objects
+from millrace.storage import DeleteFailure, Store, delete, list_objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +100,14 @@ def plan_retention(
     rules = rules or Retention()
     keys = CheckpointKeys(job)
     stats = list(list_objects(store, keys.prefix))
-    complete, unreadable = _records(store, keys, stats)
+    complete, unreadable = _records(store, job)
     kept = dict.fromkeys(unreadable, "it cannot be read, so nobody knows what it is")
     kept |= _kept(store, keys, complete, rules, check)
     removed = tuple(sorted(step for step in complete if step not in kept))
     if unreadable:
         return RetentionPlan(job, rules, kept | dict.fromkeys(removed, _UNKNOWN), (), ())
-    named = {keys.part(p.step, p.sha256) for step in complete for p in complete[step].parts}
-    needed = _needed(keys, (complete[step] for step in kept))
+    named = _files(keys, complete.values())
+    needed = _files(keys, (complete[step] for step in kept))
     metadata = {keys.metadata(step): step for step in removed}
     horizon = max((stat.last_modified for stat in stats), default=None)
     first: list[Removal] = []
@@ -152,22 +151,14 @@ def retain(store: Store, plan: RetentionPlan) -> Retained:
 _UNKNOWN = "another checkpoint cannot be read, and may refer to its files"
 
 
-def _records(
-    store: Store, keys: CheckpointKeys, stats: Iterable[Stat]
-) -> tuple[dict[int, Checkpoint], list[int]]:
+def _records(store: Store, job: str) -> tuple[dict[int, Checkpoint], list[int]]:
     """The complete checkpoints by their steps, and the steps whose metadata cannot be read."""
     complete: dict[int, Checkpoint] = {}
     unreadable: list[int] = []
-    for stat in stats:
-        folder, _, name = stat.key.removeprefix(keys.prefix).partition("/")
-        step = keys.parse_folder(folder)
-        if step is None or name != "metadata.json":
-            continue
-        try:
-            complete[step] = checkpoint_of(store, keys.job, step)
-        except errors.NotFoundError:
-            continue  # removed just now
-        except errors.CorruptError:
+    for step, found in survey(store, job):
+        if isinstance(found, Checkpoint):
+            complete[step] = found
+        else:
             unreadable.append(step)
     return complete, unreadable
 
@@ -203,7 +194,8 @@ def _kept(
     return kept
 
 
-def _needed(keys: CheckpointKeys, checkpoints: Iterable[Checkpoint]) -> set[str]:
+def _files(keys: CheckpointKeys, checkpoints: Iterable[Checkpoint]) -> set[str]:
+    """The keys of all files that checkpoints name."""
     return {
         keys.part(part.step, part.sha256) for checkpoint in checkpoints for part in checkpoint.parts
     }

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 from millrace import errors
-from millrace.digest import sha256_of
 from millrace.keys import DatasetKeys
 from millrace.models.dataset import Manifest, ManifestShard
 from millrace.progress import Event, Progress, silent
 from millrace.records import fetch
-from millrace.storage import Store, head, stream
+from millrace.storage import Store, difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +92,9 @@ def _checked(
     pool: ThreadPoolExecutor, store: Store, manifest: Manifest, *, digests: bool
 ) -> Iterator[tuple[ManifestShard, str]]:
     def pair(shard: ManifestShard) -> tuple[ManifestShard, str]:
-        return shard, _fault(store, shard, digests=digests)
+        sha256 = shard.sha256 if digests else None
+        return shard, difference(store, shard.key, shard.size, sha256)
 
     shards = iter(manifest.shards)
     while batch := list(islice(shards, 256)):
         yield from pool.map(pair, batch)
-
-
-def _fault(store: Store, shard: ManifestShard, *, digests: bool) -> str:
-    try:
-        size = head(store, shard.key).size
-        if size != shard.size:
-            return f"{size} bytes, not {shard.size}"
-        if digests and sha256_of(stream(store, shard.key))[0] != shard.sha256:
-            return "its bytes are not those that were written (SHA-256 differs)"
-    except errors.NotFoundError:
-        return "missing"
-    return ""

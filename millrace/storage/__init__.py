@@ -12,7 +12,16 @@ from millrace.storage.open import (
     from_environment,
     open_store,
 )
-from millrace.storage.read import Stat, exists, head, read, read_into, read_range, stream
+from millrace.storage.read import (
+    Stat,
+    difference,
+    exists,
+    head,
+    read,
+    read_into,
+    read_range,
+    stream,
+)
 from millrace.storage.scoped import Right, scoped, signed_url
 from millrace.storage.signed import kept_sha256
 from millrace.storage.write import (
@@ -40,6 +49,7 @@ __all__ = [
     "copy",
     "create",
     "delete",
+    "difference",
     "exists",
     "filesystem",
     "from_environment",

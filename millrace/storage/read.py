@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import obstore
 
 from millrace import errors
+from millrace.digest import sha256_of
 from millrace.storage.open import Backend, Store
 from millrace.storage.retry import trying
 
@@ -181,6 +182,28 @@ def stream(
         finally:
             for _, part in waiting:
                 part.cancel()
+
+
+def difference(store: Store, key: str, size: int, sha256: str | None = None) -> str:
+    """What an object is, if it is not what was written: a few words, empty if it is the same.
+
+    Args:
+        store: Where it is.
+        key: Which.
+        size: Bytes that it should have. One request.
+        sha256: The digest that it should have: all of it is read. By default it is not.
+    """
+    try:
+        found = head(store, key)
+        if found.size != size:
+            return f"{found.size} bytes, not {size}"
+        if sha256 is not None and sha256_of(stream(store, key))[0] != sha256:
+            return "its bytes are not those that were written (SHA-256 differs)"
+    except errors.NotFoundError:
+        return "missing"
+    except errors.ChangedError:
+        return "it is being replaced"
+    return ""
 
 
 def _if_match(etag: str | None) -> "GetOptions":

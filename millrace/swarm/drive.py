@@ -16,7 +16,7 @@ from millrace.storage import open_store
 from millrace.swarm.catalogue import Found, find
 from millrace.swarm.fetch import FINAL
 from millrace.swarm.nodes import Node, NotStarted, agents
-from millrace.swarm.plan import STORE, Limits, Order, Tracker
+from millrace.swarm.plan import STORE, Order, Tracker
 from millrace.swarm.settings import PrewarmSettings
 from millrace.swarm.wire import AUTH, Connections, RefusedError, sign
 
@@ -175,11 +175,7 @@ class _Drive:
         self._settings, self._found, self._progress, self._began = settings, found, progress, began
         self._catalogue = found.catalogue
         self._sizes = found.catalogue.sizes()
-        limits = settings.limits
-        self._tracker = Tracker(
-            self._sizes,
-            Limits(limits.store, limits.node_store, limits.down, limits.up, limits.direct),
-        )
+        self._tracker = Tracker(self._sizes, settings.limits)
         self._name = secrets.token_hex(8)
         self._key = secrets.token_bytes(32)
         self._connections = Connections(_SILENT)

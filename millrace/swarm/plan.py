@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from millrace.swarm.rates import Durations, Outrun, Pace
+from millrace.swarm.settings import LimitSettings
 
 STORE = ""
 """The source of a piece that is read from the store."""
@@ -24,26 +25,6 @@ _FED = 8  # waiting nodes that are offered what one event has freed
 _VERY_LATE = 4.0  # times what is late
 _ACCUSERS = 2  # nodes that must say that one gives wrong bytes, where there are as many
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How much goes on at once.
-
-    Attributes:
-        store: Reads from the store, of all nodes together.
-        node_store: Reads from the store, of one node, at most: fewer where more bring nothing.
-        down: Pieces that one node fetches from others.
-        up: Pieces that one node gives to others.
-        direct: Whether nodes read from the store what others have, where the store proves to be
-            by far quicker than they are.
-    """
-
-    store: int = 64
-    node_store: int = 8
-    down: int = 8
-    up: int = 8
-    direct: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +116,10 @@ class Tracker:
     """
 
     def __init__(
-        self, sizes: Sequence[int], limits: Limits | None = None, *, seed: int = 0
+        self, sizes: Sequence[int], limits: LimitSettings | None = None, *, seed: int = 0
     ) -> None:
         self._pieces = [_Piece(size) for size in sizes]
-        self._limits = limits or Limits()
+        self._limits = limits or LimitSettings()
         self._pace = Pace(self._limits.node_store)
         self._outrun = Outrun()
         self._accusers: dict[str, set[str]] = {}  # of a node → who says that it gives wrong bytes

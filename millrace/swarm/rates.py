@@ -113,27 +113,23 @@ class Outrun:
         """The nodes wait for the store: their own rate cannot be seen now."""
         self._since, self._given = now, 0
 
-    def look(self, nodes: int, lacking: int, now: float) -> bool:
-        """Whether those that lack something should read it from the store themselves.
+    def look(self, nodes: int, lacking: int, now: float) -> None:
+        """See whether those that lack something should read it from the store themselves.
 
         Args:
             nodes: How many live.
             lacking: How many of them still lack something that others have.
             now: The time.
         """
-        if self.why:
-            return True
         if self._since is None:
             self._since = now
         if self._first is None or not lacking or now - self._since < _LOOK:
-            return False
+            return
         from_store = self._read / max(self._last - self._first, 1e-6) / max(nodes, 1)
         from_nodes = self._given / (now - self._since) / lacking
         self._since, self._given = now, 0
-        if self._last - self._first < _LOOK / 2 or from_store < _OUTRUN * from_nodes:
-            return False
-        self.why = (
-            f"the store gave each node {from_store / 1e6:.1f} MB/s, and the other nodes "
-            f"{from_nodes / 1e6:.1f} MB/s"
-        )
-        return True
+        if self._last - self._first >= _LOOK / 2 and from_store >= _OUTRUN * from_nodes:
+            self.why = (
+                f"the store gave each node {from_store / 1e6:.1f} MB/s, and the other nodes "
+                f"{from_nodes / 1e6:.1f} MB/s"
+            )

@@ -150,7 +150,7 @@ class Connections:
         with self._asked(
             place, lambda connection: _head(self._open(connection), place, path, headers)
         ) as (use, head):
-            sock = self._open(use.connection)
+            sock = cast("socket.socket", use.connection.sock)
             if not 200 <= head.status < 300:
                 raise RefusedError(head.status, head.body[:500].decode("utf-8", "replace"))
             said = head.headers.get("content-length", "")

@@ -275,7 +275,7 @@ def test_damage_is_seen_by_size_where_no_bytes_are_read(folder, tmp_path):
     saved = save(folder, 1, state_of(1))
     path = tmp_path / KEYS.part(1, saved.parts[0].sha256)
     path.write_bytes(path.read_bytes()[:-1])
-    assert "instead of" in verify(folder, saved, check=Check.SIZES)[saved.parts[0].sha256]
+    assert " bytes, not " in verify(folder, saved, check=Check.SIZES)[saved.parts[0].sha256]
 
 
 def test_a_checkpoint_that_was_copied_to_another_step_is_refused(store):

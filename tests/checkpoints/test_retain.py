@@ -183,7 +183,7 @@ def test_the_commands_list_verify_and_retain(tmp_path):
     code, said = millrace("checkpoints", "job", "--verify")
     assert code == 1
     assert "damaged" in said
-    assert "is not the bytes" in said
+    assert "SHA-256 differs" in said
     code, said = millrace("checkpoints", "other")
     assert code == 1
     assert "has no checkpoint" in said

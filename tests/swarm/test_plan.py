@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.swarm.plan import STORE, Limits, Order, Tracker
+from millrace.swarm.plan import STORE, Order, Tracker
+from millrace.swarm.settings import LimitSettings
 
 
 @dataclass
@@ -99,7 +100,7 @@ def test_each_piece_leaves_the_store_once():
     swarm.finish()
     assert all(have == set(range(100)) for have in swarm.has.values())
     assert swarm.reads() == Counter(range(100))
-    assert swarm.most_up <= Limits().up
+    assert swarm.most_up <= LimitSettings().up
 
 
 def test_what_a_node_has_already_is_not_fetched_and_is_given_to_others():
@@ -120,7 +121,7 @@ def test_one_piece_reaches_all_nodes_in_a_logarithm_of_hops(nodes):
     swarm.finish()
     assert swarm.reads() == Counter([0])
     hops = 1  # one from the store; then each that has it gives it to as many as it may
-    while (1 + Limits().up) ** (hops - 1) < nodes:
+    while (1 + LimitSettings().up) ** (hops - 1) < nodes:
         hops += 1
     assert swarm.now <= hops + 1
 
@@ -203,7 +204,7 @@ def test_a_node_that_gives_wrong_bytes_is_asked_no_more():
     swarm.begin()
     seen = spoil(swarm, lambda order: order.source == "bad")
     assert swarm.tracker.quarantined == ["bad"]
-    assert seen["bad"] <= 2 * Limits().up
+    assert seen["bad"] <= 2 * LimitSettings().up
 
 
 def test_one_node_alone_is_not_believed_and_gets_its_bytes_elsewhere():
@@ -247,12 +248,12 @@ def test_nodes_read_from_a_store_that_outruns_them_and_the_reason_is_said():
             swarm.give(swarm.tracker.tick(swarm.now))
     assert all(have == set(range(200)) for have in swarm.has.values())
     assert "the store gave each node" in swarm.tracker.direct
-    alone = 200 * 3 / 4 * 60.0 / Limits().down  # seconds, had the nodes but themselves
+    alone = 200 * 3 / 4 * 60.0 / LimitSettings().down  # seconds, had the nodes but themselves
     assert swarm.now < alone / 4
 
 
 def test_nodes_do_without_a_store_that_outruns_them_where_its_bytes_are_dear():
-    swarm = Swarm(Tracker([1_000_000] * 60, Limits(direct=False)), slow_uplinks)
+    swarm = Swarm(Tracker([1_000_000] * 60, LimitSettings(direct=False)), slow_uplinks)
     for i in range(4):
         swarm.join(f"n{i}")
     swarm.begin()
