@@ -49,6 +49,10 @@ class NoSpaceError(MillraceError):
     """The disk is too small for what is to come."""
 
 
+class StoppedError(MillraceError):
+    """The caller called off what it had begun."""
+
+
 class WorkerError(MillraceError):
     """A worker process ended without finishing what it was given."""
 

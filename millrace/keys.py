@@ -240,6 +240,59 @@ class CheckpointKeys:
         return (int(match[1]), match[2]) if match else None
 
 
+@dataclass(frozen=True, slots=True)
+class CooldownKeys:
+    """What the members of a job commit at the end of one epoch.
+
+    Attributes:
+        job: Its name.
+        epoch: The epoch's number.
+    """
+
+    job: str
+    epoch: int
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.job}/cooldowns/{self.epoch:06d}/"
+
+    @property
+    def roster(self) -> str:
+        """Who takes part: created once."""
+        return f"{self.prefix}roster.json"
+
+    def claim(self, member: str) -> str:
+        """What a member says that the content is: created once."""
+        return f"{self.prefix}claims/{member}.json"
+
+    def ended(self, member: str) -> str:
+        """What it came to for a member: created once."""
+        return f"{self.prefix}ended/{member}.json"
+
+    def parse(self, key: str) -> tuple[str, str] | None:
+        """``claims`` or ``ended``, and the member; None of another key."""
+        match = re.fullmatch(re.escape(self.prefix) + r"(claims|ended)/([^/]+)\.json", key)
+        return (match[1], match[2]) if match else None
+
+
+def member_lease(job: str, member: str) -> LeaseKeys:
+    """The lease of a member of a job.
+
+    Raises:
+        ConfigurationError: Its name cannot be part of an object's name.
+    """
+    if "/" in member:
+        raise ConfigurationError(f"The member's name {member!r} has a '/' in it: write another.")
+    name = checked_name(member, what="The member's name")
+    return LeaseKeys(job, f"members/{name}")
+
+
+def member_of(job: str, key: str) -> str | None:
+    """The member whose lease a key belongs to, or None."""
+    match = re.fullmatch(re.escape(f"{job}/lease/members/") + r"([^/]+)/\d{6,}\.\w+", key)
+    return match[1] if match else None
+
+
 def clock_probe(scope: str, holder: str) -> str:
     """An object that is written only to read the store's clock off it."""
     return f"{scope}/lease/clock/{holder}"

@@ -11,21 +11,16 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from mmap import mmap
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-
 from millrace import errors
 from millrace.checkpoints.find import newest, root_of
-from millrace.checkpoints.parts import Box, Layout, laid_out, name_of
 from millrace.checkpoints.settings import SaveSettings
-from millrace.checkpoints.tree import SKELETON, taken_apart
+from millrace.checkpoints.snapshot import Memory, Snapshot
 from millrace.digest import sha256
 from millrace.keys import CheckpointKeys
-from millrace.memory import anonymous
-from millrace.models.checkpoint import Checkpoint, Chunk, Part, TensorRecord
+from millrace.models.checkpoint import Checkpoint, Part
 from millrace.progress import Event, Progress, silent
 from millrace.records import commit_once
 from millrace.storage import Store, create, list_objects
@@ -92,7 +87,7 @@ class Saver:
         self._store, self._keys = store, CheckpointKeys(job)
         self._settings = settings or SaveSettings()
         self._progress, self._telling = progress, threading.Lock()
-        self._buffers: list[mmap] = []
+        self._memory = Memory()
         self._under_way: Saving | None = None
         self._known: dict[str, Part] | None = None
         self._pool = ThreadPoolExecutor(self._settings.uploads, thread_name_prefix="part")
@@ -124,20 +119,10 @@ class Saver:
         began = time.monotonic()
         if self._under_way is not None:
             self._under_way.settle()
-        tensors = taken_apart(state)
-        content = {name: tensor for name, tensor in tensors.items() if name != SKELETON}
-        # The skeleton in a file of its own: whoever loads a part of the state reads all of it.
-        layouts = [
-            *laid_out(content, self._settings.part_bytes),
-            *laid_out({SKELETON: tensors[SKELETON]}, self._settings.part_bytes),
-        ]
-        self._copy(layouts, tensors)
+        copied = self._memory.snapshot(state, self._settings.part_bytes)
         held = timedelta(seconds=time.monotonic() - began)
-        shapes = {
-            name: (name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()
-        }
         future = self._finisher.submit(
-            self._finish, layouts, shapes, step, run, dict(position or {}), dict(notes or {})
+            self._finish, copied, step, run, dict(position or {}), dict(notes or {})
         )
         self._under_way = Saving(step, held, future)
         return self._under_way
@@ -154,7 +139,7 @@ class Saver:
         finally:
             self._finisher.shutdown()
             self._pool.shutdown()
-            self._buffers.clear()
+            self._memory.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -171,27 +156,11 @@ class Saver:
         with suppress(errors.MillraceError):  # what was raised in the block says more
             self.close()
 
-    # -- the copy
-
-    def _copy(self, layouts: list[Layout], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy every tensor to its place in a file's bytes."""
-        for number, layout in enumerate(layouts):
-            if number == len(self._buffers):
-                self._buffers.append(anonymous(layout.size))
-            elif len(self._buffers[number]) < layout.size:
-                self._buffers[number] = anonymous(layout.size)
-            buffer = self._buffers[number]
-            buffer[: len(layout.head)] = layout.head
-            for box in layout.boxes:
-                _copy_box(tensors[box.tensor], box, buffer)
-        del self._buffers[len(layouts) :]
-
     # -- in the background
 
     def _finish(
         self,
-        layouts: list[Layout],
-        shapes: dict[str, tuple[str, tuple[int, ...]]],
+        copied: Snapshot,
         step: int,
         run: str,
         position: dict[str, Any],
@@ -201,11 +170,10 @@ class Saver:
         there = set(self._there(step))
         known = self._referable()
 
-        def upload(item: tuple[int, Layout]) -> Part:
-            return self._upload(step, item[1], self._buffers[item[0]], there, known)
+        def upload(body: memoryview) -> Part:
+            return self._upload(step, body, there, known)
 
-        parts = tuple(self._pool.map(upload, enumerate(layouts)))
-        tensors = _recorded(layouts, shapes)
+        parts = tuple(self._pool.map(upload, copied.files))
         checkpoint = Checkpoint(
             job=self._keys.job,
             step=step,
@@ -213,9 +181,9 @@ class Saver:
             position=position,
             notes=notes,
             saved=datetime.now(UTC),
-            root=root_of(parts, tensors),
+            root=root_of(parts, copied.tensors),
             parts=parts,
-            tensors=tensors,
+            tensors=copied.tensors,
         )
         commit = commit_once(self._store, self._keys.metadata(step), checkpoint)
         if commit.record.root != checkpoint.root:
@@ -244,47 +212,20 @@ class Saver:
             self._known = {part.sha256: part for part in before.parts} if before else {}
         return self._known
 
-    def _upload(
-        self, step: int, layout: Layout, buffer: mmap, there: set[str], known: dict[str, Part]
-    ) -> Part:
-        body = memoryview(buffer)[: layout.size]
+    def _upload(self, step: int, body: memoryview, there: set[str], known: dict[str, Part]) -> Part:
         digest = sha256(body)
         sent = 0
         if digest in known:
             part = known[digest]
         else:
-            part = Part(step=step, sha256=digest, size=layout.size)
+            part = Part(step=step, sha256=digest, size=len(body))
             if digest not in there:
                 with suppress(errors.ExistsError):  # the same bytes, by somebody else
                     create(self._store, self._keys.part(step, digest), body, sha256=digest)
-                    sent = layout.size
-        self._tell(Event("checkpoint.part", digest, {"bytes": layout.size, "sent": sent}))
+                    sent = len(body)
+        self._tell(Event("checkpoint.part", digest, {"bytes": len(body), "sent": sent}))
         return part
 
     def _tell(self, event: Event) -> None:
         with self._telling:
             self._progress(event)
-
-
-def _copy_box(tensor: torch.Tensor, box: Box, buffer: mmap) -> None:
-    if not box.size:
-        return
-    whole = tuple(tensor.shape) == box.shape
-    source = tensor if whole else tensor.narrow(0, box.start[0], box.shape[0])
-    count = box.size // box.dtype.itemsize
-    place = torch.frombuffer(buffer, dtype=box.dtype, count=count, offset=box.offset)
-    place.view(box.shape).copy_(source)
-
-
-def _recorded(
-    layouts: list[Layout], shapes: Mapping[str, tuple[str, tuple[int, ...]]]
-) -> dict[str, TensorRecord]:
-    chunks: dict[str, list[Chunk]] = {name: [] for name in shapes}
-    for number, layout in enumerate(layouts):
-        for box in layout.boxes:
-            chunk = Chunk(part=number, name=box.name, start=box.start, shape=box.shape)
-            chunks[box.tensor].append(chunk)
-    return {
-        name: TensorRecord(dtype=dtype, shape=shape, chunks=tuple(chunks[name]))
-        for name, (dtype, shape) in shapes.items()
-    }

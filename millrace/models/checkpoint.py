@@ -1,6 +1,7 @@
 """What a checkpoint commits: its metadata, and that it is not to be used."""
 
 from datetime import datetime
+from enum import StrEnum
 from typing import Any
 
 from millrace.models.dataset import Committed
@@ -88,14 +89,86 @@ class Epoch(Committed):
     Attributes:
         job: Whose.
         epoch: Its number.
-        step: Of the checkpoint.
-        root: Its digest.
+        step: At which it ended.
+        root: The digest of the checkpoint of that step; None if it went on without one.
+        member: Who committed this.
+        why: If it went on without, why.
     """
 
     job: str
     epoch: int
     step: int
+    root: str | None
+    member: str = ""
+    why: str = ""
+
+
+class Roster(Committed):
+    """Who takes part in the end of an epoch, the same for all.
+
+    Attributes:
+        job: Whose.
+        epoch: Which.
+        members: Their names, sorted.
+        seed: From which the order of the checkpointers follows.
+    """
+
+    job: str
+    epoch: int
+    members: tuple[str, ...]
+    seed: int
+
+
+class Claim(Committed):
+    """What a member says that the content of an epoch's checkpoint is.
+
+    Attributes:
+        member: Who.
+        step: The step that it is at.
+        root: The digest of its content.
+        rest: The digest of what else must be alike: where the data goes on.
+    """
+
+    member: str
+    step: int
     root: str
+    rest: str
+
+    @property
+    def said(self) -> tuple[int, str, str]:
+        """What two members that are alike say alike."""
+        return self.step, self.root, self.rest
+
+
+class Outcome(StrEnum):
+    """What the end of an epoch came to for one member. Only the first is a success of its own."""
+
+    COMMITTED = "committed"  # it was the one that ended the epoch, with a checkpoint
+    LOST = "lost"  # it was uploading, and another was first
+    NOT_CHOSEN = "not chosen"  # others did it
+    CANCELLED = "cancelled"  # its caller called it off
+    FAILED = "failed"  # what went wrong is said
+    NO_DESTINATION = "no destination"  # nowhere to save to: nothing was done
+
+
+class Ended(Committed):
+    """What the end of an epoch came to for one member, as it was recorded.
+
+    Attributes:
+        member: Who.
+        outcome: What.
+        reason: Why, where there is something to say.
+        sent: Bytes that it uploaded.
+        checked: Bytes of others' uploads that it verified.
+        seconds: How long it took.
+    """
+
+    member: str
+    outcome: Outcome
+    reason: str
+    sent: int
+    checked: int
+    seconds: float
 
 
 class Pin(Committed):

@@ -12,7 +12,7 @@ import base64
 import hashlib
 import hmac
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from urllib.parse import quote, urlsplit
 
 from obstore.exceptions import AlreadyExistsError, GenericError
 
+from millrace.errors import StoppedError
 from millrace.storage.clients import full_key
 from millrace.storage.open import Store
 
@@ -41,7 +42,11 @@ def can_sign(store: Store) -> bool:
 
 
 def create_signed(
-    store: Store, key: str, data: bytes | bytearray | memoryview, sha256: str
+    store: Store,
+    key: str,
+    data: bytes | bytearray | memoryview,
+    sha256: str,
+    stopped: Callable[[], bool] | None = None,
 ) -> None:
     """Create an object if there is none under its key. One try of one request.
 
@@ -52,8 +57,10 @@ def create_signed(
         key: The object's key.
         data: Its bytes, contiguous.
         sha256: Their digest, in hexadecimal.
+        stopped: Asked before each MiB is sent: whether to break off.
 
     Raises:
+        StoppedError: It was broken off: there is no such object by this request.
         AlreadyExistsError: There is one, or another create is being decided (409).
         GenericError: Any other fault, worded as obstore words it. Also a key that would be another.
     """
@@ -65,7 +72,7 @@ def create_signed(
         "x-amz-checksum-sha256": base64.b64encode(bytes.fromhex(sha256)).decode(),
         "x-amz-content-sha256": sha256,
     }
-    answer = _ask(store, "PUT", key, headers, _pieces(memoryview(data)))
+    answer = _ask(store, "PUT", key, headers, _pieces(memoryview(data), stopped))
     if answer.status >= 300:
         said = answer.data[:1000].decode("utf-8", "replace")
         message = f"Server returned non-2xx status code: {answer.status}: {said}"
@@ -128,8 +135,10 @@ def _ask(
         raise GenericError(f"{type(error).__name__}: {error}") from error
 
 
-def _pieces(data: memoryview) -> Iterator[memoryview]:
+def _pieces(data: memoryview, stopped: Callable[[], bool] | None) -> Iterator[memoryview]:
     for at in range(0, len(data), _PIECE):
+        if stopped is not None and stopped():
+            raise StoppedError("The upload was called off.")
         yield data[at : at + _PIECE]
 
 

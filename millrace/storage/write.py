@@ -33,7 +33,14 @@ def put(store: Store, key: str, data: Bytes) -> None:
     trying(store, key, lambda: obstore.put(store.raw, key, body, use_multipart=False))
 
 
-def create(store: Store, key: str, data: Bytes, *, sha256: str | None = None) -> None:
+def create(
+    store: Store,
+    key: str,
+    data: Bytes,
+    *,
+    sha256: str | None = None,
+    stopped: Callable[[], bool] | None = None,
+) -> None:
     """Write an object if there is none under this key. One request; of several at once, one wins.
 
     Args:
@@ -42,19 +49,24 @@ def create(store: Store, key: str, data: Bytes, *, sha256: str | None = None) ->
         data: Its bytes.
         sha256: Their digest in hexadecimal, where it is known: a store of S3's kind is told it,
             and it is not computed again. A store that finds another refuses the object.
+        stopped: Whether to break off, asked before each try; with ``sha256`` and such a store also
+            while the body is sent. What was broken off leaves no object.
 
     Raises:
         ExistsError: There is one. It may be ours: an earlier try may have been carried out
             although its answer was lost. Whoever must know compares the content, as
             `millrace.records.commit_once` does.
         DeniedError: The credentials may not write here.
+        StoppedError: It was broken off.
     """
     body = _kept(store, data)
 
     def request() -> None:
+        if stopped is not None and stopped():
+            raise errors.StoppedError(f"{store.url_of(key)}: the upload was called off.")
         try:
             if sha256 is not None and can_sign(store):
-                create_signed(store, key, body, sha256)
+                create_signed(store, key, body, sha256, stopped)
             else:
                 obstore.put(store.raw, key, body, mode="create", use_multipart=False)
         except AlreadyExistsError as error:
