@@ -122,7 +122,12 @@ class Host:
     def _hold(self, limit: timedelta) -> subprocess.Popen[bytes]:
         socket.sethostname(self.name)
         command = [sys.executable, "-I", "-S", str(HOLDER), str(limit.total_seconds())]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        pipe = subprocess.PIPE
+        holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
+        assert holder.stdout is not None
+        with holder.stdout as said:
+            said.readline()  # it runs: what it was started from may be covered now
+        return holder
 
     def _mount(self, size: int) -> None:
         tmpfs = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=755", "rig"]
