@@ -287,12 +287,6 @@ def member_lease(job: str, member: str) -> LeaseKeys:
     return LeaseKeys(job, f"members/{name}")
 
 
-def member_of(job: str, key: str) -> str | None:
-    """The member whose lease a key belongs to, or None."""
-    match = re.fullmatch(re.escape(f"{job}/lease/members/") + r"([^/]+)/\d{6,}\.\w+", key)
-    return match[1] if match else None
-
-
 def clock_probe(scope: str, holder: str) -> str:
     """An object that is written only to read the store's clock off it."""
     return f"{scope}/lease/clock/{holder}"
@@ -306,3 +300,9 @@ def write_probe(scope: str, nonce: str) -> str:
 def leases(scope: str) -> str:
     """The prefix of every lease under a scope."""
     return f"{scope}/lease/"
+
+
+def parse_lease(scope: str, key: str) -> LeaseKeys | None:
+    """The lease that a key belongs to, or None if it is no lease's."""
+    keys = LeaseKeys(scope, key.removeprefix(leases(scope)).rpartition("/")[0])
+    return keys if keys.parse(key) else None

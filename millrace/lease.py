@@ -12,6 +12,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,7 +20,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from millrace import errors
-from millrace.keys import LeaseKeys, clock_probe
+from millrace.keys import LeaseKeys, clock_probe, leases, parse_lease
 from millrace.records import commit_once, fetch
 from millrace.storage import Stat, Store, create, delete, head, list_objects, put
 
@@ -136,8 +137,7 @@ class Lease:
 
     def hurried(self, patience: timedelta) -> "Lease":
         """The same lease, that does not try for long: for what comes again, or is about to end."""
-        spec = self.store.spec.model_copy(update={"patience": patience})
-        return replace(self, store=replace(self.store, spec=spec))
+        return replace(self, store=self.store.hurried(patience))
 
     def release(self) -> None:
         """Give it back, so that the next one need not wait."""
@@ -185,23 +185,75 @@ def held_by(store: Store, keys: LeaseKeys, clock: StoreClock) -> Held | None:
 
 def _current(store: Store, keys: LeaseKeys, clock: StoreClock) -> tuple[int, Held | None]:
     """The newest epoch's number (-1 before the first) and who has it, if somebody has."""
-    epochs: dict[int, dict[str, Stat]] = {}
-    for stat in list_objects(store, keys.prefix):
+    number, newest = _newest(keys, list_objects(store, keys.prefix))
+    if not _taken(newest):
+        return number, None
+    return number, _held(fetch(store, keys.epoch(number), Epoch), newest, clock)
+
+
+def _newest(keys: LeaseKeys, stats: Iterable[Stat]) -> tuple[int, dict[str, Stat]]:
+    """The newest epoch's number (-1 before the first), and what there is of it."""
+    epochs: dict[int, dict[str, Stat]] = {-1: {}}
+    for stat in stats:
         parsed = keys.parse(stat.key)
         if parsed:
             epochs.setdefault(parsed[0], {})[parsed[1]] = stat
-    if not epochs:
-        return -1, None
     number = max(epochs)
-    newest = epochs[number]
-    if "end" in newest or "json" not in newest:
-        return number, None
-    record = fetch(store, keys.epoch(number), Epoch)
+    return number, epochs[number]
+
+
+def _taken(newest: Mapping[str, Stat]) -> bool:
+    """Whether an epoch was taken and not given back."""
+    return "json" in newest and "end" not in newest
+
+
+def _held(record: Epoch, newest: Mapping[str, Stat], clock: StoreClock) -> Held | None:
+    """Who has a lease by its newest epoch, unless nothing was heard of it for too long."""
     heard = max(stat.last_modified for stat in newest.values())
     until = heard.astimezone(UTC) + record.ttl + _RESOLUTION
     if record.holder.seen_dead or until < clock.now():
-        return number, None
-    return number, Held(record.holder, until)
+        return None
+    return Held(record.holder, until)
+
+
+class Census:
+    """Who holds the leases under a prefix: looked at often, so what cannot change is kept.
+
+    Args:
+        store: Where they stand.
+        scope: What they stand under.
+        group: What their names begin with.
+        clock: The store's.
+    """
+
+    def __init__(self, store: Store, scope: str, group: str, clock: StoreClock) -> None:
+        self._store, self._scope, self._clock = store, scope, clock
+        self._prefix = f"{leases(scope)}{group}/"
+        self._records: dict[str, Epoch] = {}
+
+    def held(self) -> dict[str, Held]:
+        """Who has which lease, by the last part of its name. A listing, and a GET for each new one.
+
+        Raises:
+            UnavailableError: The store does not answer.
+        """
+        found: dict[LeaseKeys, list[Stat]] = {}
+        for stat in list_objects(self._store, self._prefix):
+            keys = parse_lease(self._scope, stat.key)
+            if keys is not None:
+                found.setdefault(keys, []).append(stat)
+        held: dict[str, Held] = {}
+        for keys, stats in found.items():
+            number, newest = _newest(keys, stats)
+            if not _taken(newest):
+                continue
+            key = keys.epoch(number)
+            if key not in self._records:
+                self._records[key] = fetch(self._store, key, Epoch)
+            who = _held(self._records[key], newest, self._clock)
+            if who is not None:
+                held[keys.name.rpartition("/")[2]] = who
+        return held
 
 
 class Heartbeat:

@@ -3,6 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from millrace.checkpoints.choosing import Choice
+    from millrace.checkpoints.contents import Content, saved_content
+    from millrace.checkpoints.cooldown import Cooled, cool_down, epochs_without
+    from millrace.checkpoints.epochs import EpochSaver
     from millrace.checkpoints.find import (
         Check,
         checkpoint_of,
@@ -15,6 +19,7 @@ if TYPE_CHECKING:
         verify,
     )
     from millrace.checkpoints.loading import Loaded, load
+    from millrace.checkpoints.members import Membership
     from millrace.checkpoints.retention import (
         Removal,
         Retained,
@@ -25,11 +30,20 @@ if TYPE_CHECKING:
         unpin,
     )
     from millrace.checkpoints.saving import Saver, Saving
-    from millrace.checkpoints.settings import Retention, SaveSettings
+    from millrace.checkpoints.settings import CooldownSettings, OnTimeout, Retention, SaveSettings
+    from millrace.models.checkpoint import Outcome
 
 __all__ = [
     "Check",
+    "Choice",
+    "Content",
+    "CooldownSettings",
+    "Cooled",
+    "EpochSaver",
     "Loaded",
+    "Membership",
+    "OnTimeout",
+    "Outcome",
     "Removal",
     "Retained",
     "Retention",
@@ -39,6 +53,8 @@ __all__ = [
     "Saving",
     "checkpoint_of",
     "checkpoints",
+    "cool_down",
+    "epochs_without",
     "latest",
     "load",
     "newest",
@@ -46,6 +62,7 @@ __all__ = [
     "plan_retention",
     "quarantine",
     "retain",
+    "saved_content",
     "steps",
     "survey",
     "unpin",
@@ -53,7 +70,15 @@ __all__ = [
 ]
 
 _ROOMS = {
+    "Choice": "choosing",
+    "Content": "contents",
+    "CooldownSettings": "settings",
+    "Cooled": "cooldown",
+    "EpochSaver": "epochs",
     "Loaded": "loading",
+    "Membership": "members",
+    "OnTimeout": "settings",
+    "Outcome": "cooldown",
     "Removal": "retention",
     "Retained": "retention",
     "Retention": "settings",
@@ -61,10 +86,13 @@ _ROOMS = {
     "SaveSettings": "settings",
     "Saver": "saving",
     "Saving": "saving",
+    "cool_down": "cooldown",
+    "epochs_without": "cooldown",
     "load": "loading",
     "pin": "retention",
     "plan_retention": "retention",
     "retain": "retention",
+    "saved_content": "contents",
     "unpin": "retention",
 }
 

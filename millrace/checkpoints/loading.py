@@ -8,15 +8,14 @@ from typing import Any
 import torch
 
 from millrace import errors
+from millrace.checkpoints.contents import read_part
 from millrace.checkpoints.find import Check, checkpoint_of, latest
 from millrace.checkpoints.parts import dtype_of, read_boxes
 from millrace.checkpoints.tree import SKELETON, put_together
-from millrace.digest import sha256
-from millrace.keys import CheckpointKeys
 from millrace.memory import anonymous
-from millrace.models.checkpoint import Checkpoint, Chunk, Part, TensorRecord
+from millrace.models.checkpoint import Checkpoint, Chunk, TensorRecord
 from millrace.progress import Progress, silent
-from millrace.storage import Store, read_into
+from millrace.storage import Store
 
 _AT_ONCE = 4
 
@@ -103,7 +102,7 @@ def _load(
         part, asked = checkpoint.parts[number], by_part[number]
         # A buffer that goes round, and a copy: quicker than new memory that the tensors could keep.
         buffer = free.pop()
-        boxes = read_boxes(_verified(store, checkpoint.job, part, buffer))
+        boxes = read_boxes(read_part(store, checkpoint.job, part, buffer))
         for tensor, chunk in asked:
             tensor.fill(chunk, boxes.get(chunk.name))
         free.append(buffer)
@@ -166,23 +165,3 @@ def _wanted(
         shape = (stop - first, *shape[1:])
     content = torch.empty(shape, dtype=dtype_of(record.dtype), device=device)
     return _Wanted(name, record, first, content)
-
-
-def _verified(store: Store, job: str, part: Part, into: memoryview) -> memoryview:
-    """The bytes of a file, which are those that were saved.
-
-    Raises:
-        CorruptError: They are not, or it is missing.
-    """
-    key = CheckpointKeys(job).part(part.step, part.sha256)
-    body = into[: part.size]
-    try:
-        right = read_into(store, key, body) == part.size and sha256(body) == part.sha256
-    except errors.NotFoundError:
-        raise errors.CorruptError(f"{store.url_of(key)} is missing.") from None
-    if not right:
-        raise errors.CorruptError(
-            f"{store.url_of(key)} is not the bytes that were saved: verify the checkpoint, or load "
-            "the one before it."
-        )
-    return body

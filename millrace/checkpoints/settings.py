@@ -1,8 +1,12 @@
-"""What a person says of how checkpoints are saved, and which are kept."""
+"""What a person says of how checkpoints are saved, which are kept, and how an epoch ends."""
 
 from datetime import timedelta
+from enum import StrEnum
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
+
+from millrace.checkpoints.choosing import Choice
+from millrace.checkpoints.find import Check
 
 
 class SaveSettings(BaseModel):
@@ -38,4 +42,56 @@ class Retention(BaseModel):
         default=timedelta(days=1),
         description="Files that no checkpoint names are removed when they are older than this: "
         "until then somebody may still be saving.",
+    )
+
+
+class OnTimeout(StrEnum):
+    """What to do when an epoch's checkpoint is not there in time."""
+
+    EXTEND = "extend"  # wait once more
+    ELECT = "elect"  # wait once more, with as many checkpointers more
+    BACKGROUND = "background"  # train on, and go on uploading
+    ADVANCE = "advance"  # train on without
+
+
+class CooldownSettings(BaseModel):
+    """How an epoch ends: who saves, and for how long the others wait."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    time: timedelta = Field(
+        default=timedelta(minutes=2),
+        gt=timedelta(0),
+        description="How long the checkpoint may take, from when the first member was there.",
+    )
+    choice: Choice = Field(
+        default=Choice.SPREAD,
+        description="Who saves: `spread` has at least two and replaces who is gone at once; "
+        "`psyche` is Psyche's selection.",
+    )
+    on_timeout: OnTimeout = Field(
+        default=OnTimeout.EXTEND,
+        description="When it is not there in time: `extend` the wait, `elect` more checkpointers, "
+        "go on in the `background`, or `advance` without.",
+    )
+    extensions: int = Field(
+        default=2,
+        ge=0,
+        description="How often it is extended, or more are elected, before the epoch goes on "
+        "without a checkpoint.",
+    )
+    without: int = Field(
+        default=2,
+        ge=0,
+        description="How many epochs in a row may go on without a checkpoint. After so many "
+        "the members are told not to train on.",
+    )
+    check: Check = Field(
+        default=Check.DIGESTS,
+        description="How files that another member uploaded are verified before the commit: by "
+        "their `digests`, asked of the store where it keeps them and read back elsewhere; or by "
+        "their `sizes`.",
+    )
+    save: SaveSettings = Field(
+        default=SaveSettings(), description="How the state is cut into files and uploaded."
     )

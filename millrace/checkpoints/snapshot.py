@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from millrace.checkpoints.contents import Content, content
 from millrace.checkpoints.parts import Box, Layout, laid_out, name_of
 from millrace.checkpoints.tree import SKELETON, taken_apart
 from millrace.digest import sha256
 from millrace.memory import anonymous
-from millrace.models.checkpoint import Chunk, TensorRecord
+from millrace.models.checkpoint import Chunk, Part, TensorRecord
 
 _AT_ONCE = 4
 
@@ -37,10 +38,16 @@ class Snapshot:
         for layout, buffer in zip(self.layouts, self.buffers, strict=True):
             yield memoryview(buffer)[: layout.size]
 
-    def digests(self) -> list[str]:
-        """SHA-256 of each file, four at a time."""
+    def content(self, step: int) -> Content:
+        """What will be saved of it at a step. Every file is hashed, four at a time."""
+        files = tuple(self.files)
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="digest") as pool:
-            return list(pool.map(sha256, self.files))
+            digests = list(pool.map(sha256, files))
+        parts = tuple(
+            Part(step=step, sha256=digest, size=len(body))
+            for digest, body in zip(digests, files, strict=True)
+        )
+        return content(step, parts, self.tensors, files.__getitem__)
 
 
 class Memory:

@@ -91,6 +91,7 @@ class Epoch(Committed):
         epoch: Its number.
         step: At which it ended.
         root: The digest of the checkpoint of that step; None if it went on without one.
+        rest: The digest of what else the members had to have alike.
         member: Who committed this.
         why: If it went on without, why.
     """
@@ -99,6 +100,7 @@ class Epoch(Committed):
     epoch: int
     step: int
     root: str | None
+    rest: str = ""
     member: str = ""
     why: str = ""
 
@@ -160,6 +162,7 @@ class Ended(Committed):
         reason: Why, where there is something to say.
         sent: Bytes that it uploaded.
         checked: Bytes of others' uploads that it verified.
+        replaced: Files of others that were not what their names say.
         seconds: How long it took.
     """
 
@@ -168,6 +171,7 @@ class Ended(Committed):
     reason: str
     sent: int
     checked: int
+    replaced: int
     seconds: float
 
 

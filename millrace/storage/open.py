@@ -4,7 +4,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -194,6 +194,10 @@ class Store:
     def url(self) -> str:
         """The store's URL, without credentials."""
         return str(self.location)
+
+    def hurried(self, patience: timedelta) -> "Store":
+        """The same store, whose requests are not tried for longer than this."""
+        return replace(self, spec=self.spec.model_copy(update={"patience": patience}))
 
     def url_of(self, key: str) -> str:
         """The URL of one object."""

@@ -1,7 +1,7 @@
 """Read objects: whole, by range, as a stream of blocks, or only what describes them."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
@@ -184,7 +184,14 @@ def stream(
                 part.cancel()
 
 
-def difference(store: Store, key: str, size: int, sha256: str | None = None) -> str:
+def difference(
+    store: Store,
+    key: str,
+    size: int,
+    sha256: str | None = None,
+    *,
+    stopped: Callable[[], bool] = lambda: False,
+) -> str:
     """What an object is, if it is not what was written: a few words, empty if it is the same.
 
     Args:
@@ -192,18 +199,29 @@ def difference(store: Store, key: str, size: int, sha256: str | None = None) -> 
         key: Which.
         size: Bytes that it should have. One request.
         sha256: The digest that it should have: all of it is read. By default it is not.
+        stopped: Whether to break off, asked after each block.
+
+    Raises:
+        StoppedError: It was broken off.
     """
     try:
         found = head(store, key)
         if found.size != size:
             return f"{found.size} bytes, not {size}"
-        if sha256 is not None and sha256_of(stream(store, key))[0] != sha256:
+        if sha256 is not None and sha256_of(_until(stopped, stream(store, key)))[0] != sha256:
             return "its bytes are not those that were written (SHA-256 differs)"
     except errors.NotFoundError:
         return "missing"
     except errors.ChangedError:
         return "it is being replaced"
     return ""
+
+
+def _until(stopped: Callable[[], bool], blocks: Iterator[bytes]) -> Iterator[bytes]:
+    for block in blocks:
+        if stopped():
+            raise errors.StoppedError("The verification was called off.")
+        yield block
 
 
 def _if_match(etag: str | None) -> "GetOptions":

@@ -1,0 +1,86 @@
+"""What is to be saved, wherever it is now: files by their digests, and the tensors in them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from millrace import errors
+from millrace.checkpoints.find import root_of
+from millrace.digest import sha256
+from millrace.keys import CheckpointKeys
+from millrace.memory import anonymous
+from millrace.models.checkpoint import Checkpoint, Part, TensorRecord
+from millrace.storage import Store, read_into
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A checkpoint that is not in its place yet.
+
+    Attributes:
+        parts: Its files, as they will be in the folder of its step.
+        tensors: Its tensors, and where they lie in the files.
+        root: The digest of both.
+        body: The bytes of a file, by its place in ``parts``.
+    """
+
+    parts: tuple[Part, ...]
+    tensors: Mapping[str, TensorRecord] = field(repr=False)
+    root: str
+    body: Callable[[int], memoryview] = field(repr=False)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(part.size for part in self.parts)
+
+
+def saved_content(store: Store, checkpoint: Checkpoint) -> Content:
+    """The content of a checkpoint that was saved before, elsewhere: its files are read one by one.
+
+    Args:
+        store: Where it is.
+        checkpoint: Which.
+    """
+
+    def body(number: int) -> memoryview:
+        part = checkpoint.parts[number]
+        return read_part(store, checkpoint.job, part, memoryview(anonymous(part.size)))
+
+    return content(checkpoint.step, checkpoint.parts, checkpoint.tensors, body)
+
+
+def content(
+    step: int,
+    parts: tuple[Part, ...],
+    tensors: Mapping[str, TensorRecord],
+    body: Callable[[int], memoryview],
+) -> Content:
+    """What will be saved at a step."""
+    there = tuple(Part(step=step, sha256=part.sha256, size=part.size) for part in parts)
+    return Content(there, tensors, root_of(there, tensors), body)
+
+
+def read_part(store: Store, job: str, part: Part, into: memoryview) -> memoryview:
+    """The bytes of a file, which are those that were saved.
+
+    Args:
+        store: Where it is.
+        job: Whose.
+        part: Which.
+        into: Where they are read to; its beginning is returned.
+
+    Raises:
+        CorruptError: They are not, or it is missing.
+    """
+    key = CheckpointKeys(job).part(part.step, part.sha256)
+    body = into[: part.size]
+    try:
+        right = read_into(store, key, body) == part.size and sha256(body) == part.sha256
+    except errors.NotFoundError:
+        raise errors.CorruptError(f"{store.url_of(key)} is missing.") from None
+    if not right:
+        raise errors.CorruptError(
+            f"{store.url_of(key)} is not the bytes that were saved: verify the checkpoint, or load "
+            "the one before it."
+        )
+    return body

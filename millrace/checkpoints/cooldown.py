@@ -1,0 +1,460 @@
+"""The cooldown: an epoch ends with a checkpoint that some members upload and nobody can doubt.
+
+All that members know of each other is in the bucket. Each claims what its content is, before any of
+it is uploaded; where more than half say the same, that is what is saved, and whoever says otherwise
+is told so. Of the order that follows from the epoch's seed, the first members that live upload
+(`millrace.checkpoints.race`). Whoever sees the set complete and verified commits the checkpoint's
+metadata, then the epoch: the one record that moves it on, created once. It is looked for twice a
+second, and whoever sees it stops.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from millrace import errors
+from millrace.checkpoints.choosing import Choice, number_of, order_of
+from millrace.checkpoints.contents import Content
+from millrace.checkpoints.find import checkpoint_of
+from millrace.checkpoints.members import Membership, roster_of
+from millrace.checkpoints.race import Race
+from millrace.checkpoints.settings import CooldownSettings, OnTimeout
+from millrace.digest import canonical, sha256
+from millrace.keys import CheckpointKeys, CooldownKeys
+from millrace.models.checkpoint import Checkpoint, Claim, Ended, Epoch, Outcome, Roster
+from millrace.progress import Event, Figure, Progress, silent
+from millrace.records import commit_once, fetch
+from millrace.storage import Store, list_objects
+
+_TICK = 0.5  # seconds between looks
+_CENSUS = 4  # ticks between looks at who lives
+_PATIENCE = timedelta(seconds=5)  # of one look, the next of which finds out what it did not
+
+
+@dataclass(frozen=True, slots=True)
+class Cooled:
+    """What the end of an epoch came to, for one member.
+
+    Attributes:
+        outcome: In a word; only `Outcome.COMMITTED` is a success of this member's own.
+        reason: Why, where there is something to say.
+        epoch: What moved the epoch on; None if nothing did: then do not train on.
+        sent: Bytes that this member uploaded.
+        checked: Bytes of others that it verified.
+        replaced: Files of others that were not what their names say.
+        seconds: How long it took.
+        rest: With `OnTimeout.BACKGROUND`, what the upload comes to that goes on.
+    """
+
+    outcome: Outcome
+    reason: str
+    epoch: Epoch | None
+    sent: int = 0
+    checked: int = 0
+    replaced: int = 0
+    seconds: float = 0.0
+    rest: "Future[Cooled] | None" = field(default=None, repr=False)
+
+    @property
+    def durable(self) -> bool:
+        """Whether the epoch ended with a checkpoint, whoever saved it."""
+        return self.epoch is not None and self.epoch.root is not None
+
+
+def cool_down(
+    membership: Membership | None,
+    content: Content,
+    *,
+    epoch: int,
+    run: str = "",
+    position: Mapping[str, Any] | None = None,
+    notes: Mapping[str, str] | None = None,
+    seed: int | None = None,
+    settings: CooldownSettings | None = None,
+    cancel: threading.Event | None = None,
+    progress: Progress = silent,
+) -> Cooled:
+    """End an epoch, together with the other members: returns when it has a checkpoint, or not.
+
+    Every member calls it, also those that will upload nothing: more than half of the living must
+    say what the content is. A member that was killed calls it again and goes on.
+
+    Args:
+        membership: Of the job, entered; None where there is nowhere to save to.
+        content: What to save: the same on all members, at the same step.
+        epoch: The epoch that ends.
+        run: Which run of the job this is.
+        position: Where the data goes on; the same on all members.
+        notes: Free text.
+        seed: From which the order of the checkpointers follows, of 64 bits, the same on all
+            members; by default whoever comes first draws one.
+        settings: How.
+        cancel: Set, it breaks the member's part off.
+        progress: Told ``cooldown.agreed``, ``cooldown.racing`` with ``rank``, ``cooldown.late`` and
+            ``epoch.without``, from this thread.
+
+    Raises:
+        UnavailableError: The store does not answer at the beginning.
+        DeniedError: The credentials may not write here.
+    """
+    if membership is None:
+        reason = "There is nowhere to save to: the epoch has no checkpoint of this member."
+        return Cooled(Outcome.NO_DESTINATION, reason, None)
+    draft = Checkpoint(
+        job=membership.job,
+        step=content.parts[0].step,
+        run=run,
+        position=dict(position or {}),
+        notes=dict(notes or {}),
+        saved=datetime.now(UTC),
+        root=content.root,
+        parts=content.parts,
+        tensors=dict(content.tensors),
+    )
+    roster = roster_of(membership, epoch, seed)
+    one = _Cooldown(
+        membership, content, draft, roster, settings or CooldownSettings(), cancel, progress
+    )
+    return one.run()
+
+
+def epochs_without(store: Store, job: str, epoch: int) -> int:
+    """How many epochs in a row before this one ended without a checkpoint.
+
+    Raises:
+        UnavailableError: The store does not answer.
+    """
+    keys = CheckpointKeys(job)
+    for count, before in enumerate(range(epoch - 1, -1, -1)):
+        try:
+            record = fetch(store, keys.epoch(before), Epoch)
+        except errors.NotFoundError:
+            return count  # the job began after it
+        if record.root is not None:
+            return count
+        with suppress(errors.NotFoundError):
+            checkpoint_of(store, job, record.step)
+            return count  # it was finished later, in the background
+    return epoch
+
+
+class _Cooldown:
+    """One member's part in the end of one epoch."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        content: Content,
+        draft: Checkpoint,
+        roster: Roster,
+        settings: CooldownSettings,
+        cancel: threading.Event | None,
+        progress: Progress,
+    ) -> None:
+        self._member, self._store = membership.member, membership.store
+        self._hurried = membership.store.hurried(_PATIENCE)
+        self._membership, self._draft, self._roster = membership, draft, roster
+        self._settings, self._progress = settings, progress
+        self._cancel = cancel or threading.Event()
+        self._keys = CheckpointKeys(membership.job)
+        self._cooldown = CooldownKeys(membership.job, roster.epoch)
+        rest = {"position": draft.position, "run": draft.run}
+        self._claim = Claim(
+            member=self._member, step=draft.step, root=draft.root, rest=sha256(canonical(rest))
+        )
+        self._order = order_of(roster.members, roster.seed, settings.choice)
+        self._number = number_of(len(roster.members), settings.choice)
+        self._claims: dict[str, Claim] = {}
+        self._ended_as: dict[str, Outcome] = {}
+        self._living = set(roster.members)
+        self._claimed = self._agreed = False
+        self._news = threading.Event()
+        self._race = Race(
+            self._store,
+            membership.job,
+            content,
+            uploads=settings.save.uploads,
+            check=settings.check,
+            news=self._news.set,
+        )
+        self._began = time.monotonic()
+        self._due = self._began + settings.time.total_seconds()
+        self._late = self._looks = 0
+        self._behind = False
+        self._epoch: Epoch | None = None
+
+    def run(self) -> Cooled:
+        try:
+            cooled = self._until_over()
+        finally:
+            if not self._behind:
+                self._race.stop()
+        return self._recorded(cooled)
+
+    def _until_over(self) -> Cooled:
+        """Look again and again, until it is over."""
+        patience = self._store.spec.patience.total_seconds()
+        heard = time.monotonic()
+        while True:
+            self._news.clear()
+            try:
+                cooled = self._broken() or self._look()
+                heard = time.monotonic()
+            except errors.UnavailableError as error:
+                gone = time.monotonic() - heard > patience
+                cooled = self._cooled(Outcome.FAILED, str(error)) if gone else None
+            except (errors.DeniedError, errors.CorruptError, errors.ConflictError) as error:
+                cooled = self._cooled(Outcome.FAILED, str(error))
+            if cooled is not None:
+                return cooled
+            self._news.wait(_TICK)
+
+    def _look(self) -> Cooled | None:
+        if not self._behind and (epoch := self._moved_on()) is not None:
+            return self._over(epoch)
+        if not self._looks % _CENSUS:
+            self._living = {*self._membership.census.held(), self._member}
+        self._looks += 1
+        fault = self._agreement()
+        if fault:
+            return self._cooled(Outcome.FAILED, fault)
+        if self._agreed:
+            finished = self._advance_race()
+            if finished is not None:
+                return finished
+        if not self._behind and time.monotonic() > self._due:
+            return self._out_of_time()
+        return None
+
+    def _broken(self) -> Cooled | None:
+        """What it came to, if this member cannot go on."""
+        if self._cancel.is_set():
+            return self._cooled(Outcome.CANCELLED, "It was called off.")
+        if self._race.error is not None:
+            return self._cooled(Outcome.FAILED, str(self._race.error))
+        return None
+
+    def _moved_on(self) -> Epoch | None:
+        try:
+            return fetch(self._hurried, self._keys.epoch(self._roster.epoch), Epoch)
+        except errors.NotFoundError:
+            return None
+
+    # -- what the content is
+
+    def _agreement(self) -> str:
+        """Hear what the content is; a sentence if it is not this member's, or nobody knows."""
+        self._hear()
+        if self._agreed:
+            return ""
+        if self._member in self._roster.members and not self._claimed:
+            said = commit_once(self._store, self._cooldown.claim(self._member), self._claim).record
+            if said != self._claim:
+                return (
+                    f"{self._member} has claimed another content for this epoch before: it did not "
+                    "resume from where it was. Load the newest checkpoint."
+                )
+            self._claimed = True
+            self._claims[self._member] = said
+        members = set(self._roster.members)
+        voters = members & (self._living | self._claims.keys())
+        votes = Counter(claim.said for claim in self._claims.values())
+        said, count = votes.most_common(1)[0] if votes else (None, 0)
+        if 2 * count > len(voters):
+            if said != self._claim.said:
+                return (
+                    f"{count} of {len(voters)} members have another content than {self._member}: "
+                    "it is not saved, and this member has gone astray. Load the epoch's checkpoint."
+                )
+            self._agreed = True
+            self._tell("cooldown.agreed", members=count, of=len(voters))
+        elif voters <= self._claims.keys():
+            return (
+                f"No content is that of more than half of the {len(voters)} members, which say "
+                f"{len(votes)} different ones: nothing is saved. Load the newest checkpoint."
+            )
+        return ""
+
+    def _hear(self) -> None:
+        """Read what members have committed since the last look."""
+        for stat in list_objects(self._hurried, self._cooldown.prefix):
+            kind, member = self._cooldown.parse(stat.key) or ("", "")
+            if kind == "claims" and member not in self._claims:
+                self._claims[member] = fetch(self._hurried, stat.key, Claim)
+            elif kind == "ended" and member not in self._ended_as:
+                self._ended_as[member] = fetch(self._hurried, stat.key, Ended).outcome
+
+    # -- the upload
+
+    def _advance_race(self) -> Cooled | None:
+        if self._is_there():
+            return self._commit()
+        if not self._race.begun:
+            racers = self._racers()
+            if self._member in racers:
+                rank = racers.index(self._member)
+                self._tell("cooldown.racing", rank=rank, of=len(racers))
+                self._race.begin(rank, len(racers))
+        return None
+
+    def _is_there(self) -> bool:
+        """Whether the checkpoint is complete, or committed already."""
+        stats = list(list_objects(self._hurried, self._keys.folder(self._draft.step)))
+        self._race.see(stats)
+        metadata = self._keys.metadata(self._draft.step)
+        return self._race.complete or any(stat.key == metadata for stat in stats)
+
+    def _racers(self) -> list[str]:
+        """Who uploads, as far as this member knows."""
+        if self._settings.choice is Choice.PSYCHE:
+            return self._order[: self._number]
+        apart = {name for name, claim in self._claims.items() if claim.said != self._claim.said}
+        able = [name for name in self._order if name in self._living - apart]
+        # Who has failed once is asked last, not never: the others may fail too.
+        able.sort(key=lambda name: self._ended_as.get(name) is Outcome.FAILED)
+        return able[: self._number]
+
+    def _commit(self) -> Cooled:
+        """Commit what is complete: the checkpoint, if nobody has, and the epoch, if nobody has."""
+        mine = self._commit_metadata()
+        if self._behind:
+            return self._cooled(self._won(self._member if mine else ""), "The epoch was over.")
+        record = Epoch(
+            job=self._draft.job,
+            epoch=self._roster.epoch,
+            step=self._draft.step,
+            root=self._draft.root,
+            rest=self._claim.rest,
+            member=self._member,
+        )
+        commit = commit_once(self._store, self._keys.epoch(self._roster.epoch), record)
+        return self._over(commit.record)
+
+    def _commit_metadata(self) -> bool:
+        """Whether the checkpoint is this member's commit.
+
+        Raises:
+            ConflictError: Another stands there.
+        """
+        key = self._keys.metadata(self._draft.step)
+        commit = commit_once(self._store, key, self._draft)
+        there = commit.record
+        if (there.root, there.position) != (self._draft.root, self._draft.position):
+            raise errors.ConflictError(
+                f"{self._store.url_of(key)} is a checkpoint of the same step with another content "
+                "or position: it was saved before this epoch ended. Give this job another name, or "
+                "resume from that one."
+            )
+        return commit.mine
+
+    # -- the end
+
+    def _over(self, epoch: Epoch) -> Cooled:
+        """What it came to, the epoch having moved on."""
+        self._epoch = epoch
+        if epoch.root is None:
+            if self._settings.on_timeout is OnTimeout.BACKGROUND:
+                return self._continued()
+            return self._cooled(Outcome.FAILED, f"Epoch {epoch.epoch} went on without: {epoch.why}")
+        if (epoch.step, epoch.root, epoch.rest) != self._claim.said:
+            return self._cooled(
+                Outcome.FAILED,
+                f"Epoch {epoch.epoch} ended with another content than {self._member} has, by "
+                f"{epoch.member}: load its checkpoint.",
+            )
+        outcome = self._won(epoch.member)
+        first = outcome is Outcome.COMMITTED
+        return self._cooled(outcome, "" if first else f"{epoch.member} was first.")
+
+    def _won(self, winner: str) -> Outcome:
+        """What it came to, somebody having committed the checkpoint."""
+        if winner == self._member:
+            return Outcome.COMMITTED
+        chosen = self._race.begun or self._member in self._racers()
+        return Outcome.LOST if chosen else Outcome.NOT_CHOSEN
+
+    def _out_of_time(self) -> Cooled | None:
+        settings, epoch = self._settings, self._roster.epoch
+        self._late += 1
+        waited = f"{time.monotonic() - self._began:.0f} s"
+        may_wait = settings.on_timeout in {OnTimeout.EXTEND, OnTimeout.ELECT}
+        if may_wait and self._late <= settings.extensions:
+            self._due += settings.time.total_seconds()
+            if settings.on_timeout is OnTimeout.ELECT:
+                self._number += number_of(len(self._order), settings.choice)
+            self._tell("cooldown.late", times=self._late, of=settings.extensions)
+            return None
+        without = epochs_without(self._hurried, self._draft.job, epoch)
+        if without >= settings.without:
+            return self._cooled(
+                Outcome.FAILED,
+                f"There is no checkpoint after {waited}, and the {without} epochs before have none "
+                "either: do not train on. Find out why nobody can upload, and call it again.",
+            )
+        record = Epoch(
+            job=self._draft.job,
+            epoch=epoch,
+            step=self._draft.step,
+            root=None,
+            member=self._member,
+            why=f"no checkpoint after {waited}",
+        )
+        commit = commit_once(self._store, self._keys.epoch(epoch), record)
+        if commit.mine:
+            self._tell("epoch.without", epochs=without + 1, of=settings.without)
+        return self._over(commit.record)
+
+    def _continued(self) -> Cooled:
+        """Go on behind the caller's back."""
+        self._behind = True
+        rest: Future[Cooled] = Future()
+        reason = f"Epoch {self._roster.epoch} went on without; the upload goes on."
+        cooled = replace(self._cooled(Outcome.FAILED, reason), rest=rest)
+
+        def finish() -> None:
+            try:
+                ended = self._until_over()
+            except BaseException as error:
+                rest.set_exception(error)
+                raise
+            finally:
+                self._race.stop()
+            rest.set_result(ended)
+
+        threading.Thread(target=finish, name="cooldown", daemon=True).start()
+        return cooled
+
+    def _cooled(self, outcome: Outcome, reason: str) -> Cooled:
+        return Cooled(
+            outcome,
+            reason,
+            self._epoch,
+            sent=self._race.sent,
+            checked=self._race.checked,
+            replaced=self._race.replaced,
+            seconds=round(time.monotonic() - self._began, 3),
+        )
+
+    def _recorded(self, cooled: Cooled) -> Cooled:
+        """Leave a record of what it came to, for whoever asks later."""
+        record = Ended(
+            member=self._member,
+            outcome=cooled.outcome,
+            reason=cooled.reason,
+            sent=cooled.sent,
+            checked=cooled.checked,
+            replaced=cooled.replaced,
+            seconds=cooled.seconds,
+        )
+        with suppress(errors.MillraceError):  # what it came to is known without it
+            commit_once(self._hurried, self._cooldown.ended(self._member), record)
+        return cooled
+
+    def _tell(self, name: str, **figures: Figure) -> None:
+        self._progress(Event(name, self._member, figures))

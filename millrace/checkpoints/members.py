@@ -1,0 +1,93 @@
+"""The members of a job: who takes part, by leases in the bucket, and who of them lives."""
+
+import secrets
+import time
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Self
+
+from millrace import errors
+from millrace.keys import CooldownKeys, member_lease
+from millrace.lease import Census, Heartbeat, Held, Holder, Lease, StoreClock, acquire
+from millrace.models.checkpoint import Roster
+from millrace.records import commit_once, fetch
+from millrace.storage import Store
+
+_GROUP = "members"
+_TTL = timedelta(seconds=30)
+_LOOK = 1.0  # seconds
+
+
+class Membership:
+    """A member of a job, from entering the context to leaving it: a lease and its heartbeat.
+
+    Who leaves is withdrawn; who is killed is dead once nothing was heard of it for ``ttl``.
+
+    Args:
+        store: The bucket that the members meet in.
+        job: Which job.
+        member: A name that no other member has; the same after a restart.
+        ttl: For how long without a heartbeat it is believed to live; at least three seconds.
+    """
+
+    def __init__(self, store: Store, job: str, member: str, ttl: timedelta = _TTL) -> None:
+        self.store, self.job, self.member, self.ttl = store, job, member, ttl
+        self._keys = member_lease(job, member)
+        self._stack = ExitStack()
+        self.holder = Holder.this_process()
+
+    def __enter__(self) -> Self:
+        """Take the lease; wait for that of a dead member of this name to end.
+
+        Raises:
+            ConflictError: A member of this name lives.
+            DeniedError: The credentials may not write here.
+        """
+        with ExitStack() as stack:
+            self.clock = StoreClock.read(self.store, self.job, self.holder)
+            self.census = Census(self.store, self.job, _GROUP, self.clock)
+            lease = self._acquired()
+            stack.enter_context(Heartbeat(self.ttl)).keep(lease)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _acquired(self) -> Lease:
+        first: Held | None = None
+        while True:
+            got = acquire(self.store, self._keys, self.holder, self.ttl, self.clock)
+            if isinstance(got, Lease):
+                return got
+            first = first or got
+            if got.holder.id != first.holder.id or got.until > first.until:
+                raise errors.ConflictError(
+                    f"{self.member} of {self.job} lives, on {got.holder.host} in process "
+                    f"{got.holder.pid}: give this one another name."
+                )
+            time.sleep(_LOOK)
+
+
+def roster_of(membership: Membership, epoch: int, seed: int | None = None) -> Roster:
+    """Who takes part in the end of an epoch: the first who asks writes down who lives.
+
+    Args:
+        membership: Whoever asks.
+        epoch: Which epoch.
+        seed: Of 64 bits; by default one is drawn.
+    """
+    keys = CooldownKeys(membership.job, epoch)
+    store = membership.store
+    try:
+        return fetch(store, keys.roster, Roster)
+    except errors.NotFoundError:
+        pass
+    members = tuple(sorted({*membership.census.held(), membership.member}))
+    roster = Roster(
+        job=membership.job,
+        epoch=epoch,
+        members=members,
+        seed=secrets.randbits(64) if seed is None else seed,
+    )
+    return commit_once(store, keys.roster, roster).record

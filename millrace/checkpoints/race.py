@@ -1,0 +1,179 @@
+"""Several upload one checkpoint: each its own share first, then what is still missing.
+
+Files stand under their digests and are created once, so that whoever helps does no harm: two that
+race are as quick as their links together, and one that stalls holds nobody up. What another has
+uploaded is verified before it counts; what is not what its name says is replaced, as only the
+right bytes can stand there.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from millrace import errors
+from millrace.checkpoints.contents import Content
+from millrace.checkpoints.find import Check
+from millrace.keys import CheckpointKeys
+from millrace.storage import Stat, Store, create, difference, kept_sha256, put
+
+_CHECKERS = 2
+
+
+class Race:
+    """One member's part in the upload of a checkpoint.
+
+    Args:
+        store: Where to.
+        job: Whose.
+        content: What.
+        uploads: Files that are uploaded at once.
+        check: How others' files are verified.
+        news: Called from other threads when it is complete, or has failed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        job: str,
+        content: Content,
+        *,
+        uploads: int,
+        check: Check,
+        news: Callable[[], None],
+    ) -> None:
+        self._store, self._keys, self._content = store, CheckpointKeys(job), content
+        self._uploads, self._check, self._news = uploads, check, news
+        self._changed = threading.Condition()
+        self._numbers: dict[str, list[int]] = {}
+        for number, part in enumerate(content.parts):
+            self._numbers.setdefault(part.sha256, []).append(number)
+        self._mine = deque[str]()
+        self._others = deque[str]()
+        self._there: set[str] = set()
+        self._unchecked = deque[str]()
+        self._good: set[str] = set()
+        self._stopped = False
+        self._threads: list[threading.Thread] = []
+        self.error: errors.MillraceError | None = None
+        self.sent = self.checked = self.replaced = 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether this member uploads."""
+        return bool(self._threads)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every file is there, and is right."""
+        with self._changed:
+            return len(self._good) == len(self._numbers)
+
+    def begin(self, rank: int, racers: int) -> None:
+        """Upload: first every so-manieth file, then what others have not.
+
+        Args:
+            rank: This member's place among those who upload, from 0.
+            racers: How many they are.
+        """
+        digests = list(self._numbers)
+        self._mine.extend(digests[rank % racers :: racers])
+        mine = set(self._mine)
+        # From the end, where whoever has them as a share comes last.
+        self._others.extend(digest for digest in reversed(digests) if digest not in mine)
+        jobs = [self._upload_all] * self._uploads + [self._check_all] * _CHECKERS
+        for job in jobs:
+            thread = threading.Thread(target=self._run, args=(job,), name="race", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def see(self, stats: Iterable[Stat]) -> None:
+        """Take note of what is in the folder of the checkpoint's step."""
+        with self._changed:
+            for stat in stats:
+                found = self._keys.parse_part(stat.key)
+                if found is None or found[1] not in self._numbers or found[1] in self._there:
+                    continue
+                self._there.add(found[1])
+                self._unchecked.append(found[1])
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Break off what is under way, and wait for it to end."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    # -- in threads of its own
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except errors.StoppedError:
+            return
+        except errors.MillraceError as error:
+            with self._changed:
+                self.error, self._stopped = self.error or error, True
+                self._changed.notify_all()
+            self._news()
+
+    def _over(self) -> bool:
+        return self._stopped
+
+    def _upload_all(self) -> None:
+        while (digest := self._next_upload()) is not None:
+            number = self._numbers[digest][0]
+            key = self._keys.part(self._content.parts[number].step, digest)
+            body = self._content.body(number)
+            try:
+                create(self._store, key, body, sha256=digest, stopped=self._over)
+            except errors.ExistsError:
+                continue  # by another: seen, and verified like all of theirs
+            with self._changed:
+                self._there.add(digest)
+                self.sent += len(body)
+                self._found_good(digest)
+
+    def _next_upload(self) -> str | None:
+        with self._changed:
+            for waiting in (self._mine, self._others):
+                while waiting and not self._stopped:
+                    digest = waiting.popleft()
+                    if digest not in self._there:
+                        return digest
+            return None
+
+    def _check_all(self) -> None:
+        while (digest := self._next_unchecked()) is not None:
+            if digest not in self._good:
+                self._check_one(digest)
+
+    def _next_unchecked(self) -> str | None:
+        with self._changed:
+            while not self._unchecked and not self._stopped:
+                if len(self._good) == len(self._numbers):
+                    return None
+                self._changed.wait()
+            return None if self._stopped else self._unchecked.popleft()
+
+    def _check_one(self, digest: str) -> None:
+        number = self._numbers[digest][0]
+        part = self._content.parts[number]
+        key = self._keys.part(part.step, digest)
+        wanted = digest if self._check is Check.DIGESTS else None
+        if wanted is not None and kept_sha256(self._store, key) == digest:
+            wanted = None  # the store has verified it
+        damage = difference(self._store, key, part.size, wanted, stopped=self._over)
+        if damage:
+            put(self._store, key, self._content.body(number))
+        with self._changed:
+            self.checked += part.size
+            self.replaced += bool(damage)
+            self._found_good(digest)
+
+    def _found_good(self, digest: str) -> None:
+        self._good.add(digest)
+        if len(self._good) == len(self._numbers):
+            self._changed.notify_all()
+            self._news()

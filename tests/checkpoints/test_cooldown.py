@@ -1,0 +1,342 @@
+"""The end of an epoch, with members in threads: on every kind of store, and where it goes wrong."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from millrace import errors
+from millrace.checkpoints import (
+    CooldownSettings,
+    Cooled,
+    EpochSaver,
+    Membership,
+    OnTimeout,
+    Outcome,
+    Retention,
+    SaveSettings,
+    checkpoint_of,
+    epochs_without,
+    load,
+    plan_retention,
+    verify,
+)
+from millrace.checkpoints.choosing import Choice, order_of
+from millrace.checkpoints.members import roster_of
+from millrace.checkpoints.snapshot import Memory
+from millrace.keys import CheckpointKeys, CooldownKeys, member_lease
+from millrace.lease import Holder, StoreClock, acquire
+from millrace.models.checkpoint import Claim, Ended, Epoch, Roster
+from millrace.records import commit_once, fetch
+from millrace.storage import Store, StoreSpec, delete, list_objects, open_store, put, read
+from tests.stores import spec_of
+
+JOB = "runs/one"
+KEYS = CheckpointKeys(JOB)
+SMALL = SaveSettings(part_bytes=4096)
+QUICK = CooldownSettings(save=SMALL, time=timedelta(minutes=1))
+SEED = 7
+
+
+@pytest.fixture(params=["local", "memory", "rgw", "r2", "gcs"])
+def store(request: pytest.FixtureRequest) -> Store:
+    return open_store(spec_of(request.param, request))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Store:
+    return open_store(StoreSpec(url=tmp_path.as_uri()))
+
+
+def state_of(seed: int) -> dict[str, object]:
+    dice = torch.Generator().manual_seed(seed)
+    return {"model": {"w": torch.randn(300, 64, generator=dice)}, "step": 5}
+
+
+class Members:
+    """Members of a job in this process, each in a thread of its own."""
+
+    def __init__(self, store: Store, names: list[str]) -> None:
+        self._stack = ExitStack()
+        self.memberships = {
+            name: self._stack.enter_context(Membership(store, JOB, name)) for name in names
+        }
+
+    def leave(self) -> None:
+        self._stack.close()
+
+    def end(
+        self,
+        epoch: int = 0,
+        *,
+        settings: CooldownSettings = QUICK,
+        state: Callable[[str], dict[str, object]] = lambda _: state_of(0),
+        step: int = 5,
+    ) -> dict[str, Cooled]:
+        """All of them end an epoch; what it came to for each."""
+
+        def one(name: str) -> Cooled:
+            with EpochSaver(self.memberships[name], settings) as saver:
+                return saver.end(
+                    state(name), epoch=epoch, step=step, position={"sample": 9}, seed=SEED
+                )
+
+        with ThreadPoolExecutor(len(self.memberships)) as pool:
+            return dict(zip(self.memberships, pool.map(one, self.memberships), strict=True))
+
+
+@pytest.fixture
+def members(request: pytest.FixtureRequest) -> Iterator[Callable[[Store, list[str]], Members]]:
+    with ExitStack() as stack:
+
+        def make(store: Store, names: list[str]) -> Members:
+            made = Members(store, names)
+            stack.callback(made.leave)
+            return made
+
+        yield make
+
+
+def outcomes(cooled: dict[str, Cooled]) -> dict[str, Outcome]:
+    return {name: one.outcome for name, one in cooled.items()}
+
+
+def test_an_epoch_has_one_winner_and_a_checkpoint(store, members) -> None:
+    names = ["a", "b", "c", "d"]
+    cooled = members(store, names).end()
+    chosen = set(order_of(names, SEED)[:2])
+    found = outcomes(cooled)
+    assert sorted(found[name] for name in chosen) == [Outcome.COMMITTED, Outcome.LOST]
+    assert {found[name] for name in set(names) - chosen} == {Outcome.NOT_CHOSEN}
+    assert all(one.durable for one in cooled.values())
+    epoch = fetch(store, KEYS.epoch(0), Epoch)
+    assert found[epoch.member] is Outcome.COMMITTED
+    there = checkpoint_of(store, JOB, 5)
+    assert there.root == epoch.root
+    assert not verify(store, there)
+    loaded = load(store, JOB)
+    assert torch.equal(loaded.state["model"]["w"], state_of(0)["model"]["w"])
+    assert loaded.checkpoint.position == {"sample": 9}
+    # Each file was sent about once, and what another sent was verified before it counted.
+    winner = cooled[epoch.member]
+    assert winner.sent + winner.checked >= there.size
+    records = {
+        name: fetch(store, CooldownKeys(JOB, 0).ended(name), Ended).outcome for name in names
+    }
+    assert records == found
+
+
+def test_the_second_epoch_uploads_nothing_that_is_there(folder, members) -> None:
+    some = members(folder, ["a", "b"])
+    some.end(0)
+    again = some.end(1)
+    assert sum(one.sent for one in again.values()) == 0
+    assert {one.durable for one in again.values()} == {True}
+
+
+def test_a_member_that_went_astray_is_told_and_does_not_commit(folder, members) -> None:
+    cooled = members(folder, ["a", "b", "c"]).end(state=lambda name: state_of(int(name == "b")))
+    assert cooled["b"].outcome is Outcome.FAILED
+    assert "another content than b" in cooled["b"].reason
+    assert Outcome.COMMITTED in {cooled["a"].outcome, cooled["c"].outcome}
+    assert not verify(folder, checkpoint_of(folder, JOB, 5))
+    assert cooled["b"].sent == 0
+
+
+def test_where_no_two_agree_nothing_is_saved(folder, members) -> None:
+    cooled = members(folder, ["a", "b"]).end(state=lambda name: state_of(ord(name)))
+    assert set(outcomes(cooled).values()) == {Outcome.FAILED}
+    assert all("more than half" in one.reason for one in cooled.values())
+    assert not any(one.epoch for one in cooled.values())
+    assert not list(list_objects(folder, KEYS.prefix))
+
+
+def test_another_position_is_another_content(folder, members) -> None:
+    names = ["a", "b", "c"]
+    made = members(folder, names)
+
+    def one(name: str) -> Cooled:
+        with EpochSaver(made.memberships[name], QUICK) as saver:
+            position = {"sample": 1 if name == "c" else 2}
+            return saver.end(state_of(0), epoch=0, step=5, position=position)
+
+    with ThreadPoolExecutor(3) as pool:
+        cooled = dict(zip(names, pool.map(one, names), strict=True))
+    assert cooled["c"].outcome is Outcome.FAILED
+    assert checkpoint_of(folder, JOB, 5).position == {"sample": 2}
+
+
+def dead(store: Store, name: str) -> None:
+    """A member that was killed: its lease stands, and its process is gone."""
+    holder = Holder.this_process().model_copy(update={"pid": 2**22 - 1})
+    clock = StoreClock.read(store, JOB, holder)
+    acquire(store, member_lease(JOB, name), holder, timedelta(minutes=1), clock)
+
+
+def test_who_is_dead_is_replaced_by_the_next(folder, members) -> None:
+    names = ["a", "b", "c", "d"]
+    first, second, *rest = order_of(names, SEED)
+    roster = Roster(job=JOB, epoch=0, members=tuple(names), seed=SEED)
+    commit_once(folder, CooldownKeys(JOB, 0).roster, roster)
+    dead(folder, first)
+    dead(folder, second)
+    cooled = members(folder, rest).end()
+    # Whoever comes when all is over has not seen that the dead are dead.
+    others = {Outcome.LOST, Outcome.NOT_CHOSEN}
+    (winner,) = (one for one in cooled.values() if one.outcome is Outcome.COMMITTED)
+    assert {one.outcome for one in cooled.values() if one is not winner} <= others
+
+
+def test_who_withdraws_is_no_member_any_more(folder, members) -> None:
+    with Membership(folder, JOB, "gone"):
+        pass
+    made = members(folder, ["a", "b"])
+    assert roster_of(made.memberships["a"], 0).members == ("a", "b")
+
+
+def test_psyches_chosen_ones_are_not_replaced_but_more_are_elected_in_time(folder, members) -> None:
+    names = ["a", "b", "c"]
+    (only, *rest) = order_of(names, SEED, Choice.PSYCHE)
+    roster = Roster(job=JOB, epoch=0, members=tuple(names), seed=SEED)
+    commit_once(folder, CooldownKeys(JOB, 0).roster, roster)
+    dead(folder, only)
+    settings = QUICK.model_copy(
+        update={
+            "choice": Choice.PSYCHE,
+            "time": timedelta(milliseconds=1),
+            "on_timeout": OnTimeout.ELECT,
+            "extensions": 100,
+        }
+    )
+    cooled = members(folder, rest).end(settings=settings)
+    assert Outcome.COMMITTED in outcomes(cooled).values()
+
+
+def late(policy: OnTimeout, **more: object) -> CooldownSettings:
+    """Nobody is chosen, as the one whom Psyche would choose is dead; and there is no time."""
+    some = {"choice": Choice.PSYCHE, "time": timedelta(milliseconds=1), "on_timeout": policy}
+    return QUICK.model_copy(update={**some, **more})
+
+
+def without_the_chosen(folder: Store, members, epochs: int) -> Members:
+    names = ["a", "b", "c"]
+    only = order_of(names, SEED, Choice.PSYCHE)[0]
+    for epoch in range(epochs):
+        roster = Roster(job=JOB, epoch=epoch, members=tuple(names), seed=SEED)
+        commit_once(folder, CooldownKeys(JOB, epoch).roster, roster)
+    dead(folder, only)
+    return members(folder, [name for name in names if name != only])
+
+
+@pytest.mark.parametrize("policy", [OnTimeout.ADVANCE, OnTimeout.EXTEND])
+def test_epochs_go_on_without_a_checkpoint_only_so_often(folder, members, policy) -> None:
+    some = without_the_chosen(folder, members, 3)
+    settings = late(policy, without=2, extensions=1)
+    for epoch in (0, 1):
+        cooled = some.end(epoch, settings=settings, step=epoch)
+        assert set(outcomes(cooled).values()) == {Outcome.FAILED}
+        assert all(one.epoch and one.epoch.root is None for one in cooled.values())
+        assert "no checkpoint after" in fetch(folder, KEYS.epoch(epoch), Epoch).why
+    assert epochs_without(folder, JOB, 2) == 2
+    third = some.end(2, settings=settings, step=2)
+    assert all(one.epoch is None for one in third.values())
+    assert all("do not train on" in one.reason for one in third.values())
+
+
+def test_an_upload_goes_on_in_the_background(folder, members) -> None:
+    names = ["a", "b"]
+    made = members(folder, names)
+    settings = QUICK.model_copy(
+        update={"time": timedelta(milliseconds=1), "on_timeout": OnTimeout.BACKGROUND}
+    )
+
+    def one(name: str) -> tuple[Cooled, Cooled | None]:
+        with EpochSaver(made.memberships[name], settings) as saver:
+            cooled = saver.end(state_of(0), epoch=0, step=5, seed=SEED)
+            return cooled, saver.settle()
+
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(one, names))
+    ends = {rest.outcome for _, rest in both if rest is not None}
+    assert Outcome.COMMITTED in ends
+    assert not verify(folder, checkpoint_of(folder, JOB, 5))
+    assert epochs_without(folder, JOB, 1) == 0
+
+
+def test_nowhere_to_save_to_is_no_success(folder) -> None:
+    with EpochSaver(None) as saver:
+        cooled = saver.end(state_of(0), epoch=0, step=5)
+    assert (cooled.outcome, cooled.durable) == (Outcome.NO_DESTINATION, False)
+
+
+def test_called_off_is_no_success(folder, members) -> None:
+    made = members(folder, ["a", "b"])  # b never comes, so a waits
+    with EpochSaver(made.memberships["a"], QUICK) as saver:
+        saver.cancel()
+        cooled = saver.end(state_of(0), epoch=0, step=5)
+    assert (cooled.outcome, cooled.durable) == (Outcome.CANCELLED, False)
+
+
+def test_refused_credentials_are_a_failure_with_a_reason(request, rgw, bucket) -> None:
+    spec = spec_of("rgw", request)
+    with Membership(open_store(spec), JOB, "a") as membership:
+        membership.store = open_store(spec_of("rgw", request, "read_only"))
+        with pytest.raises(errors.DeniedError), EpochSaver(membership, QUICK) as saver:
+            saver.end(state_of(0), epoch=0, step=5)
+
+
+def test_a_name_is_one_members(folder, members) -> None:
+    members(folder, ["a"])
+    with pytest.raises(errors.ConflictError, match="a of runs/one lives"):
+        Membership(folder, JOB, "a").__enter__()
+
+
+def test_a_member_that_comes_back_with_another_content_is_told(folder, members) -> None:
+    made = members(folder, ["a", "b"])
+    roster_of(made.memberships["a"], 0, SEED)
+    claim = Claim(member="a", step=4, root="0" * 64, rest="0" * 64)
+    commit_once(folder, CooldownKeys(JOB, 0).claim("a"), claim)
+    with EpochSaver(made.memberships["a"], QUICK) as saver:
+        cooled = saver.end(state_of(0), epoch=0, step=5)
+    assert cooled.outcome is Outcome.FAILED
+    assert "has claimed another content" in cooled.reason
+
+
+def test_wrong_bytes_under_a_right_name_are_replaced(folder, members) -> None:
+    content = Memory().snapshot(state_of(0), SMALL.part_bytes).content(5)
+    bad = [KEYS.part(5, part.sha256) for part in content.parts[:3]]
+    put(folder, bad[0], b"x" * content.parts[0].size)
+    put(folder, bad[1], b"")
+    put(folder, bad[2], bytes(content.body(2)))
+    cooled = members(folder, ["a"]).end()["a"]
+    assert (cooled.outcome, cooled.replaced) == (Outcome.COMMITTED, 2)
+    assert read(folder, bad[0]) == bytes(content.body(0))
+    assert not verify(folder, checkpoint_of(folder, JOB, 5))
+
+
+def test_whoever_finds_the_metadata_ends_the_epoch(folder, members) -> None:
+    members(folder, ["a", "b"]).end()
+    (ended,) = [stat.key for stat in list_objects(folder, KEYS.epochs)]
+    delete(folder, [ended])
+    again = members(folder, ["c"])
+    commit = CooldownKeys(JOB, 0)
+    assert fetch(folder, commit.roster, Roster).members == ("a", "b")
+    # c is no member of the epoch: the members' leases are still held, and they agreed.
+    with EpochSaver(again.memberships["c"], QUICK) as saver:
+        cooled = saver.end(state_of(0), epoch=0, step=5, position={"sample": 9})
+    assert cooled.durable
+
+
+def test_nothing_unnamed_is_left(folder, members) -> None:
+    members(folder, ["a", "b", "c", "d", "e", "f"]).end()
+    plan = plan_retention(folder, JOB, Retention(grace=timedelta(0)))
+    assert plan.removals == ()
+
+
+def test_there_is_no_way_to_skip_the_upload() -> None:
+    with pytest.raises(ValueError, match="skip_upload"):
+        CooldownSettings(skip_upload=True)  # pyright: ignore[reportCallIssue]
