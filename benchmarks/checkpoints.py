@@ -11,9 +11,15 @@ RGW on loopback; each run in a process of its own, whose state is made before th
 
 ``held`` is how long the trainer waits for `Saver.save`, from the second save on, against a plain
 copy of the tensors (``floor``) into memory that is there already.
+
+``race`` is the end of an epoch on shaped links (`benchmarks.rig`): two members that upload, each
+over a link of 200 Mbit/s, against one (``alone``); ``floor`` is what the one's link takes.
 """
 
+import json
+import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +30,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common import Cpu, Results, measured, options, rotated, show
+from benchmarks.rig import DISK, GOODPUT, Host, Rig
+from benchmarks.rig.store import REGION, Store
 from tests.servers.rgw import RGW
 
 SYSTEMS = ("millrace", "torch-dcp", "boto3", "floor")
@@ -32,6 +40,7 @@ CAPACITY = 20 << 30  # of the server's disk
 MIB = 1 << 20
 AT_ONCE = 4
 JOB = "job"
+_MBIT = 200  # of a member's link
 
 
 def state_of(size: int, seed: int) -> dict[str, Any]:
@@ -278,6 +287,67 @@ def run_place(results: Results, place: dict[str, Any], *, repeats: int) -> None:
                 results.add(f"{work}, {place['name']}", system, "peak_rss_MB", found.peak_rss / 1e6)
 
 
+_SAVE = """
+import sys
+from benchmarks.checkpoints import state_of
+from millrace.checkpoints import Saver
+from millrace.storage import open_store
+with Saver(open_store(sys.argv[1]), "trained") as saver:
+    saver.save(state_of(int(sys.argv[2]), 0), step=0).result()
+"""
+
+
+def race(members: int, size: int) -> float:
+    """Let so many members end an epoch, on hosts of a rig; seconds until all know that it ended."""
+    with (
+        Rig.start(
+            nodes=2, rate_mbit=_MBIT, store_mbit=5 * _MBIT, disk_bytes=3 * size + 256 * MIB
+        ) as rig,
+        Store.start(DISK / "objects", rig.store) as store,
+    ):
+        nodes = rig.nodes[:members]
+        here = (DISK / "saved").as_uri()
+        for host in nodes:
+            host.run([sys.executable, "-c", _SAVE, here, str(size)], timeout=300)
+        settings = {
+            "store": {
+                "url": f"s3://{store.bucket}",
+                "endpoint": store.endpoint,
+                "region": REGION,
+                "credentials": {
+                    "access_key_id": store.key.access_key_id,
+                    "secret_access_key": store.key.secret_access_key,
+                },
+            },
+            "job": JOB,
+            "epoch": 0,
+            "source": {"store": {"url": here}, "job": "trained"},
+            "members": members,
+            "seed": 0,
+        }
+        running = [_member(host, settings) for host in nodes]
+        said = [process.communicate(timeout=300)[0] for process in running]
+        assert not any(process.returncode for process in running), said
+        return max(float(re.findall(r"in ([0-9.]+) s", text)[0]) for text in said)
+
+
+def _member(host: Host, settings: dict[str, Any]) -> "subprocess.Popen[str]":
+    path = DISK / "cool-down.yaml"  # JSON is YAML
+    host.call(path.write_text, json.dumps(settings))
+    command = [sys.executable, "-c", "from millrace.cli import main; main()", "cool-down"]
+    return host.popen(
+        [*command, str(path), "--member", host.name], stdout=subprocess.PIPE, text=True
+    )
+
+
+def run_races(results: Results, *, size: int, repeats: int) -> None:
+    """One member alone, and two, in turn."""
+    for _ in range(repeats):
+        results.add("race", "alone", "s", race(1, size))
+        results.add("race", "millrace", "s", race(2, size))
+    results.add("race", "floor", "s", size / (_MBIT * 1e6 / 8 * GOODPUT))
+
+
 def report(results: Results) -> None:
     """Print the figures, and how many times the floor each takes."""
     values = {(row.work, row.system, row.metric): row for row in results.rows()}
@@ -298,6 +368,13 @@ def report(results: Results) -> None:
         f"\nThe trainer is held for {ours.value:.3f} s, {ratio:.2f}x a plain copy; at the first "
         f"save, which takes its memory, for {first.value:.3f} s."
     )
+    two, one, floor = (
+        values["race", system, "s"].value for system in ("millrace", "alone", "floor")
+    )
+    print(
+        f"Two members that race end an epoch in {two:.1f} s, one alone in {one:.1f} s: "
+        f"{one / two:.2f}x as quick (the one's link takes {floor:.1f} s)."
+    )
 
 
 def main() -> int:
@@ -315,6 +392,7 @@ def main() -> int:
             results.add("held", "millrace", "s", found["s"])
             results.add("held", "millrace", "first_s", found["first_s"])
             results.add("held", "floor", "s", found["copy_s"])
+        run_races(results, size=size // 2, repeats=repeats)
         place: dict[str, Any] = {"size": size, "scratch": str(folder / "scratch")}
         here = str(folder / "store")
         local = {"name": "folder", "folder": here, "spec": {"url": Path(here).as_uri()}}

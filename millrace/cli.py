@@ -286,6 +286,27 @@ def retain(url: str, job: str, *, last: int, every: int | None, delete: bool) ->
     return 1 if done.failures else 0
 
 
+@main.command("cool-down")
+@click.argument("settings", type=click.Path(path_type=Path), default="cool-down.yaml")
+@click.option("--member", required=True, help="This member's name: no other has it.")
+@_said
+def cool_down(settings: Path, *, member: str) -> int:
+    """End an epoch together with the other members, with the checkpoint on this machine's disk.
+
+    Exit code 0 if the epoch has a checkpoint by now, whoever saved it; 1 if not.
+    """
+    from millrace.checkpoints import MemberSettings, end_epoch
+    from millrace.settings import load
+
+    cooled = end_epoch(load(settings, MemberSettings), member)
+    click.echo(
+        f"{member}: {cooled.outcome}{cooled.reason and f' ({cooled.reason})'}; sent "
+        f"{_size(cooled.sent)}, verified {_size(cooled.checked)} of others, in "
+        f"{cooled.seconds:.1f} s"
+    )
+    return 0 if cooled.durable else 1
+
+
 @main.command()
 @click.argument("settings", type=click.Path(path_type=Path), default="prewarm.yaml")
 @click.option("--dry-run", is_flag=True, help="Show what would go where; start nothing.")

@@ -1,5 +1,6 @@
 """Checkpoints, as Prefect sees them."""
 
+import time
 from dataclasses import dataclass
 
 from prefect import get_run_logger, task
@@ -7,10 +8,13 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from millrace import errors
-from millrace.checkpoints import Check, survey, verify
+from millrace.checkpoints import Check, SavedSource, survey, transfer, verify
+from millrace.models.checkpoint import Checkpoint
+from millrace.progress import Event
 from millrace.storage import StoreSpec, open_store
+from tasks.progress import CheckpointProgress
 from tasks.retries import PAUSES, passing
-from tasks.words import count, size
+from tasks.words import artifact_key, count, duration, rate, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,57 @@ def verify_job(place: StoreSpec, job: str, check: Check) -> list[SeenCheckpoint]
     at_fault = sum(bool(seen.damage) for seen in found)
     get_run_logger().info("%s: %s, %d damaged", job, count(len(found), "checkpoint"), at_fault)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """A checkpoint that was brought into a bucket.
+
+    Attributes:
+        checkpoint: As it was committed there.
+        sent: Bytes that this run sent; the others were there already.
+        seconds: How long it took.
+    """
+
+    checkpoint: Checkpoint
+    sent: int
+    seconds: float
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def transfer_checkpoint(source: SavedSource, place: StoreSpec, job: str) -> SavedCheckpoint:
+    """Copy a checkpoint into a bucket, verified on both sides."""
+    began, sent = time.monotonic(), 0
+    origin, wanted = source.open()
+    with CheckpointProgress(artifact_key("progress", "save", job), wanted.size) as progress:
+
+        def tell(event: Event) -> None:
+            nonlocal sent
+            if event.name == "checkpoint.part":
+                sent += int(event.figures["sent"])
+            progress(event)
+
+        saved = transfer(origin, wanted, open_store(place), job, progress=tell)
+    return SavedCheckpoint(saved, sent, time.monotonic() - began)
+
+
+@task(cache_policy=NO_CACHE)
+def report_saved(place: str, saved: SavedCheckpoint) -> None:
+    """Leave a report that a person wants to read."""
+    create_markdown_artifact(
+        describe_saved(place, saved), key="saved-checkpoint", description="What was saved"
+    )
+
+
+def describe_saved(place: str, saved: SavedCheckpoint) -> str:
+    """The report, as Markdown."""
+    found = saved.checkpoint
+    pace = f", at {rate(saved.sent, saved.seconds)}" if saved.sent else ""
+    return (
+        f"**Step {found.step:,}** of `{found.job}` is in `{place}`: {size(found.size)} in "
+        f"{count(len(found.parts), 'file')}, every byte verified. This run sent "
+        f"{size(saved.sent)} of them in {duration(saved.seconds)}{pace}.\n"
+    )
 
 
 @task(cache_policy=NO_CACHE)

@@ -218,3 +218,42 @@ class SwarmProgress(LiveProgress):
             f"{self._ready} of {count(self._nodes, 'node')} ready; {size(self._had)} of "
             f"{size(self._of)} there, at {rate(self._moved, seconds)}{ahead}."
         )
+
+
+class CheckpointProgress(LiveProgress):
+    """How much of a checkpoint is in its bucket."""
+
+    _there = _members = 0
+
+    def __init__(self, key: str, of: int = 0) -> None:
+        """Begin to count.
+
+        Args:
+            key: The artifact's.
+            of: Bytes of the checkpoint, where they are known.
+        """
+        super().__init__(key)
+        self._of = of
+
+    def _count(self, event: Event) -> None:
+        figures = event.figures
+        match event.name:
+            case "cooldown.progress":
+                self._there, self._of = int(figures["bytes"]), int(figures["of"])
+                self._members = int(figures["members"])
+            case "checkpoint.part":
+                self._there += int(figures["bytes"])
+            case _:
+                pass
+
+    def _complete(self) -> None:
+        self._there = self._of
+
+    def _share(self) -> float:
+        return self._there / self._of if self._of else 0.0
+
+    def _words(self, seconds: float) -> str:
+        if not self._of:
+            return "Waiting for the members to say what they have."
+        through = f"; {count(self._members, 'member')} through" if self._members else ""
+        return f"{size(self._there)} of {size(self._of)} there{through}."

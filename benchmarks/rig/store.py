@@ -2,8 +2,8 @@
 
 It is there to be outrun by nothing: bodies go from the page cache to the socket by ``sendfile``.
 It serves one bucket over plain HTTP: GetObject with Range and If-Match, HeadObject, ListObjectsV2,
-PutObject (small ones: the body is read whole). Requests must be signed, in the header or in the
-query (presigned): the signature is checked, and its time.
+PutObject (small ones: the body is read whole), DeleteObject. Requests must be signed, in the header
+or in the query (presigned): the signature is checked, and its time.
 
 What it counts: requests by operation, and of each object the GetObject requests and the bytes of
 body that were handed to the socket. (Of a body that a client broke off, the socket may have taken

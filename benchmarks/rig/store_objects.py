@@ -78,6 +78,24 @@ class Objects:
 
     def put(self, key: str, blocks: Iterable[bytes], sha256: str = "") -> Stored:
         """Make or replace an object."""
+        stored = self._written(key, blocks, sha256, absent=False)
+        assert stored is not None
+        return stored
+
+    def create(self, key: str, blocks: Iterable[bytes], sha256: str = "") -> Stored | None:
+        """Make an object; None if there is one."""
+        return self._written(key, blocks, sha256, absent=True)
+
+    def delete(self, key: str) -> None:
+        """Remove an object, if there is one."""
+        with self._lock:
+            before = self._stored.pop(key, None)
+        if before is not None:
+            before.path.unlink()
+
+    def _written(
+        self, key: str, blocks: Iterable[bytes], sha256: str, *, absent: bool
+    ) -> Stored | None:
         with self._lock:
             path = self._folder / f".{next(self._numbers)}"
         md5 = hashlib.md5()
@@ -85,14 +103,21 @@ class Objects:
             for block in blocks:
                 file.write(block)
                 md5.update(block)
-        return self._add(key, path, md5.hexdigest(), sha256)
+        return self._add(key, path, md5.hexdigest(), sha256, absent=absent)
 
-    def _add(self, key: str, path: Path, digest: str, sha256: str = "") -> Stored:
+    def _add(
+        self, key: str, path: Path, digest: str, sha256: str = "", *, absent: bool = False
+    ) -> Stored | None:
         now = datetime.now(UTC).replace(microsecond=0)  # HTTP and S3's listing agree on seconds
         stored = Stored(path, path.stat().st_size, f'"{digest}"', now, sha256)
         with self._lock:
             before = self._stored.get(key)
-            self._stored[key] = stored
+            if before is None or not absent:
+                self._stored[key] = stored
+                absent = False
+        if absent:
+            path.unlink()
+            return None
         if before is not None and before.path.name.startswith("."):
             before.path.unlink()  # who reads it has it open
         return stored

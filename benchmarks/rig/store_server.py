@@ -181,6 +181,11 @@ class Handler(BaseHTTPRequestHandler):
             case "PutObject":
                 self._maybe_refuse(asked.operation, asked.key)
                 self._put(asked.key)
+            case "DeleteObject":
+                self.server.objects.delete(asked.key)
+                self._say(204, b"", "application/xml")
+            case "DeleteObjects":
+                raise RefusedError(405, "MethodNotAllowed", "Delete one object at a time.")
             case _:
                 raise RefusedError(501, "NotImplemented")
 
@@ -190,8 +195,15 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusedError(404, "NoSuchBucket")
         if not key:
             listed = self.command == "GET" and query.get("list-type") == "2"
-            return Asked("ListObjectsV2" if listed else "Unknown", "", query)
-        named = {"GET": "GetObject", "HEAD": "HeadObject", "PUT": "PutObject"}
+            several = self.command == "POST" and "delete" in query
+            operation = "DeleteObjects" if several else "ListObjectsV2" if listed else "Unknown"
+            return Asked(operation, "", query)
+        named = {
+            "GET": "GetObject",
+            "HEAD": "HeadObject",
+            "PUT": "PutObject",
+            "DELETE": "DeleteObject",
+        }
         plain = not {"uploads", "uploadId", "partNumber", "acl", "tagging"} & query.keys()
         operation = named.get(self.command, "Unknown") if plain else "Unknown"
         return Asked(operation, key, query)
@@ -348,12 +360,14 @@ class Handler(BaseHTTPRequestHandler):
         body = self._body()
         if SHA256.fullmatch(claimed) and hashlib.sha256(body).hexdigest() != claimed:
             raise RefusedError(400, "XAmzContentSHA256Mismatch")
-        if self.headers.get("If-None-Match") == "*" and self.server.objects.get(key):
-            raise RefusedError(412, "PreconditionFailed")
         kept = self.headers.get("x-amz-checksum-sha256", "")
         if kept and base64.b64encode(hashlib.sha256(body).digest()).decode() != kept:
             raise RefusedError(400, "BadDigest")
-        stored = self.server.objects.put(key, [body], kept)
+        absent = self.headers.get("If-None-Match") == "*"
+        objects = self.server.objects
+        stored = (objects.create if absent else objects.put)(key, [body], kept)
+        if stored is None:
+            raise RefusedError(412, "PreconditionFailed")
         self.send_response(200)
         self.send_header("ETag", stored.etag)
         self.send_header("Content-Length", "0")

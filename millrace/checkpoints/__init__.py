@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         verify,
     )
     from millrace.checkpoints.loading import Loaded, load
+    from millrace.checkpoints.member import MemberSettings, SavedSource, end_epoch
     from millrace.checkpoints.members import Membership
     from millrace.checkpoints.retention import (
         Removal,
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     )
     from millrace.checkpoints.saving import Saver, Saving
     from millrace.checkpoints.settings import CooldownSettings, OnTimeout, Retention, SaveSettings
+    from millrace.checkpoints.transferring import transfer
+    from millrace.checkpoints.watching import Seen, watch
     from millrace.models.checkpoint import Outcome
 
 __all__ = [
@@ -41,6 +44,7 @@ __all__ = [
     "Cooled",
     "EpochSaver",
     "Loaded",
+    "MemberSettings",
     "Membership",
     "OnTimeout",
     "Outcome",
@@ -49,11 +53,14 @@ __all__ = [
     "Retention",
     "RetentionPlan",
     "SaveSettings",
+    "SavedSource",
     "Saver",
     "Saving",
+    "Seen",
     "checkpoint_of",
     "checkpoints",
     "cool_down",
+    "end_epoch",
     "epochs_without",
     "latest",
     "load",
@@ -65,8 +72,10 @@ __all__ = [
     "saved_content",
     "steps",
     "survey",
+    "transfer",
     "unpin",
     "verify",
+    "watch",
 ]
 
 _ROOMS = {
@@ -76,6 +85,7 @@ _ROOMS = {
     "Cooled": "cooldown",
     "EpochSaver": "epochs",
     "Loaded": "loading",
+    "MemberSettings": "member",
     "Membership": "members",
     "OnTimeout": "settings",
     "Outcome": "cooldown",
@@ -84,16 +94,21 @@ _ROOMS = {
     "Retention": "settings",
     "RetentionPlan": "retention",
     "SaveSettings": "settings",
+    "SavedSource": "member",
     "Saver": "saving",
     "Saving": "saving",
+    "Seen": "watching",
     "cool_down": "cooldown",
+    "end_epoch": "member",
     "epochs_without": "cooldown",
     "load": "loading",
     "pin": "retention",
     "plan_retention": "retention",
     "retain": "retention",
     "saved_content": "contents",
+    "transfer": "transferring",
     "unpin": "retention",
+    "watch": "watching",
 }
 
 

@@ -33,7 +33,7 @@ from millrace.records import commit_once, fetch
 from millrace.storage import Store, list_objects
 
 _TICK = 0.5  # seconds between looks
-_CENSUS = 4  # ticks between looks at who lives
+_CENSUS = 2  # ticks between looks at who lives
 _PATIENCE = timedelta(seconds=5)  # of one look, the next of which finds out what it did not
 
 
@@ -96,8 +96,9 @@ def cool_down(
             members; by default whoever comes first draws one.
         settings: How.
         cancel: Set, it breaks the member's part off.
-        progress: Told ``cooldown.agreed``, ``cooldown.racing`` with ``rank``, ``cooldown.late`` and
-            ``epoch.without``, from this thread.
+        progress: Told ``cooldown.agreed``, ``cooldown.racing`` with ``rank``, ``checkpoint.part``
+            of each file sent, ``cooldown.complete``, ``checkpoint.saved``, ``cooldown.late`` and
+            ``epoch.without``; from several threads.
 
     Raises:
         UnavailableError: The store does not answer at the beginning.
@@ -166,7 +167,11 @@ class _Cooldown:
         self._cooldown = CooldownKeys(membership.job, roster.epoch)
         rest = {"position": draft.position, "run": draft.run}
         self._claim = Claim(
-            member=self._member, step=draft.step, root=draft.root, rest=sha256(canonical(rest))
+            member=self._member,
+            step=draft.step,
+            root=draft.root,
+            rest=sha256(canonical(rest)),
+            size=content.size,
         )
         self._order = order_of(roster.members, roster.seed, settings.choice)
         self._number = number_of(len(roster.members), settings.choice)
@@ -182,6 +187,7 @@ class _Cooldown:
             uploads=settings.save.uploads,
             check=settings.check,
             news=self._news.set,
+            progress=progress,
         )
         self._began = time.monotonic()
         self._due = self._began + settings.time.total_seconds()
@@ -322,7 +328,9 @@ class _Cooldown:
 
     def _commit(self) -> Cooled:
         """Commit what is complete: the checkpoint, if nobody has, and the epoch, if nobody has."""
+        self._tell("cooldown.complete", bytes=self._draft.size)
         mine = self._commit_metadata()
+        self._tell("checkpoint.saved", bytes=self._draft.size)
         if self._behind:
             return self._cooled(self._won(self._member if mine else ""), "The epoch was over.")
         record = Epoch(

@@ -45,7 +45,7 @@ class Membership:
         """
         with ExitStack() as stack:
             self.clock = StoreClock.read(self.store, self.job, self.holder)
-            self.census = Census(self.store, self.job, _GROUP, self.clock)
+            self.census = census_of(self.store, self.job, self.clock)
             lease = self._acquired()
             stack.enter_context(Heartbeat(self.ttl)).keep(lease)
             self._stack = stack.pop_all()
@@ -53,6 +53,21 @@ class Membership:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def gather(self, members: int, patience: timedelta) -> None:
+        """Wait until so many members are there, this one among them.
+
+        Raises:
+            UnavailableError: They are not.
+        """
+        deadline = time.monotonic() + patience.total_seconds()
+        while (there := len(self.census.held())) < members:
+            if time.monotonic() > deadline:
+                raise errors.UnavailableError(
+                    f"{there} of {members} members of {self.job} are there after "
+                    f"{patience.total_seconds():g} s: start the others, or ask for fewer."
+                )
+            time.sleep(_LOOK)
 
     def _acquired(self) -> Lease:
         first: Held | None = None
@@ -67,6 +82,11 @@ class Membership:
                     f"{got.holder.pid}: give this one another name."
                 )
             time.sleep(_LOOK)
+
+
+def census_of(store: Store, job: str, clock: StoreClock) -> Census:
+    """Who of a job's members lives."""
+    return Census(store, job, _GROUP, clock)
 
 
 def roster_of(membership: Membership, epoch: int, seed: int | None = None) -> Roster:

@@ -14,6 +14,7 @@ from millrace import errors
 from millrace.checkpoints.contents import Content
 from millrace.checkpoints.find import Check
 from millrace.keys import CheckpointKeys
+from millrace.progress import Event, Progress, silent
 from millrace.storage import Stat, Store, create, difference, kept_sha256, put
 
 _CHECKERS = 2
@@ -29,6 +30,8 @@ class Race:
         uploads: Files that are uploaded at once.
         check: How others' files are verified.
         news: Called from other threads when it is complete, or has failed.
+        progress: Told of each file that was sent, from other threads, one at a time:
+            ``checkpoint.part`` with ``bytes`` and ``sent``, as of `Saver`.
     """
 
     def __init__(
@@ -40,9 +43,11 @@ class Race:
         uploads: int,
         check: Check,
         news: Callable[[], None],
+        progress: Progress = silent,
     ) -> None:
         self._store, self._keys, self._content = store, CheckpointKeys(job), content
         self._uploads, self._check, self._news = uploads, check, news
+        self._progress, self._telling = progress, threading.Lock()
         self._changed = threading.Condition()
         self._numbers: dict[str, list[int]] = {}
         for number, part in enumerate(content.parts):
@@ -52,6 +57,8 @@ class Race:
         self._there: set[str] = set()
         self._unchecked = deque[str]()
         self._good: set[str] = set()
+        self._sending = 0
+        self._helping = False
         self._stopped = False
         self._threads: list[threading.Thread] = []
         self.error: errors.MillraceError | None = None
@@ -123,25 +130,45 @@ class Race:
 
     def _upload_all(self) -> None:
         while (digest := self._next_upload()) is not None:
-            number = self._numbers[digest][0]
-            key = self._keys.part(self._content.parts[number].step, digest)
-            body = self._content.body(number)
             try:
-                create(self._store, key, body, sha256=digest, stopped=self._over)
-            except errors.ExistsError:
-                continue  # by another: seen, and verified like all of theirs
-            with self._changed:
-                self._there.add(digest)
-                self.sent += len(body)
-                self._found_good(digest)
+                self._upload(digest)
+            finally:
+                with self._changed:
+                    self._sending -= 1
+                    self._changed.notify_all()
+
+    def _upload(self, digest: str) -> None:
+        number = self._numbers[digest][0]
+        key = self._keys.part(self._content.parts[number].step, digest)
+        body = self._content.body(number)
+        try:
+            create(self._store, key, body, sha256=digest, stopped=self._over)
+        except errors.ExistsError:
+            return  # by another: seen, and verified like all of theirs
+        with self._changed:
+            self._there.add(digest)
+            self.sent += len(body)
+            self._found_good(digest)
+        with self._telling:
+            self._progress(
+                Event("checkpoint.part", digest, {"bytes": len(body), "sent": len(body)})
+            )
 
     def _next_upload(self) -> str | None:
+        """A file of this member's share; one of another's, once all of that was sent."""
         with self._changed:
-            for waiting in (self._mine, self._others):
-                while waiting and not self._stopped:
-                    digest = waiting.popleft()
-                    if digest not in self._there:
-                        return digest
+            while not self._stopped:
+                if not self._mine and self._sending and not self._helping:
+                    self._changed.wait()  # the link is in use, and others have theirs
+                    continue
+                self._helping = not self._mine
+                waiting = self._others if self._helping else self._mine
+                if not waiting:
+                    return None
+                digest = waiting.popleft()
+                if digest not in self._there:
+                    self._sending += 1
+                    return digest
             return None
 
     def _check_all(self) -> None:

@@ -129,12 +129,14 @@ class Claim(Committed):
         step: The step that it is at.
         root: The digest of its content.
         rest: The digest of what else must be alike: where the data goes on.
+        size: Bytes of it.
     """
 
     member: str
     step: int
     root: str
     rest: str
+    size: int
 
     @property
     def said(self) -> tuple[int, str, str]:

@@ -1,14 +1,14 @@
 """The agents of a run: started on the nodes of a Ray cluster, or found where they already run."""
 
-import logging
 import secrets
 import threading
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from millrace import cluster
 from millrace.digest import sha256
 from millrace.errors import ConfigurationError, one_line
 from millrace.swarm.actor import Actor
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 _LOOKED = 1.0  # seconds between two looks at who belongs to the cluster
-_NAMESPACE = "millrace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,24 +95,10 @@ class _Cluster:
         self._actors: dict[str, ActorHandle[Any]] = {}
         self._ended = threading.Event()
         self._watching: list[threading.Thread] = []
-        self._connected = False
+        self._stack = ExitStack()
 
     def __enter__(self) -> int:
-        ray = _ray()
-        if not ray.is_initialized():
-            try:
-                ray.init(
-                    address=self._settings.address or "auto",
-                    namespace=_NAMESPACE,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                )
-            except Exception as error:
-                raise ConfigurationError(
-                    f"There is no Ray cluster to be reached ({one_line(error)}): start one with "
-                    "`ray start --head`, give its address, and RAY_AUTH_MODE=token if it asks."
-                ) from error
-            self._connected = True
+        self._ray = self._stack.enter_context(cluster.connected(self._settings.address))
         expected = self._look()
         watcher = threading.Thread(target=self._watch, name="cluster", daemon=True)
         watcher.start()
@@ -121,20 +106,17 @@ class _Cluster:
         return expected
 
     def __exit__(self, *_: object) -> None:
-        ray = _ray()
         self._ended.set()
-        for thread in self._watching:
-            thread.join()
-        if not self._settings.keep:
-            for actor in self._actors.values():
-                ray.kill(actor)
-        if self._connected:
-            ray.shutdown()
+        with self._stack:
+            for thread in self._watching:
+                thread.join()
+            if not self._settings.keep:
+                for actor in self._actors.values():
+                    self._ray.kill(actor)
 
     def _look(self) -> int:
         """Start an agent on every living node that has none."""
-        ray = _ray()
-        living = [node for node in ray.nodes() if node["Alive"]]
+        living = cluster.living(self._ray)
         for node in living:
             if node["NodeID"] not in self._actors:
                 self._start(node)
@@ -145,48 +127,31 @@ class _Cluster:
             self._look()
 
     def _start(self, node: dict[str, Any]) -> None:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: PLC0415
-
-        ray = _ray()
-        identity = node["NodeID"]
-        name = f"{node['NodeManagerAddress']}-{identity[:6]}"
+        identity, name = node["NodeID"], cluster.name_of(node)
         zone = node.get("Labels", {}).get(self._settings.zone_label, "")
         key = secrets.token_bytes(32)
         options: dict[str, Any] = {
-            "num_cpus": 0,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(identity, soft=False),
+            **cluster.only_on(node),
             "max_restarts": 0,
             "max_concurrency": 2,
         }
         if self._settings.keep:
             options |= {
                 "name": f"millrace-agent-{identity}-{sha256(str(self._root).encode())[:8]}",
-                "namespace": _NAMESPACE,
+                "namespace": cluster.NAMESPACE,
                 "lifetime": "detached",
                 "get_if_exists": True,
             }
-        actor: Any = ray.remote(Actor).options(**options).remote()
+        actor: Any = self._ray.remote(Actor).options(**options).remote()
         self._actors[identity] = actor
         asked = actor.start.remote(str(self._root), node["NodeManagerAddress"], key)
 
         def tell() -> None:
             try:
-                port, its_key = ray.get(asked)
+                port, its_key = self._ray.get(asked)
             except Exception as error:  # noqa: BLE001 - a node that cannot start is a node less
                 self._came(NotStarted(name, f"its agent did not start: {one_line(error)}"))
                 return
             self._came(Node(name, Place("http", node["NodeManagerAddress"], port), its_key, zone))
 
         threading.Thread(target=tell, name=f"start-{identity[:6]}", daemon=True).start()
-
-
-def _ray() -> Any:
-    """Ray, which is imported where there is a cluster only."""
-    try:
-        import ray  # noqa: PLC0415
-    except ImportError as error:
-        raise ConfigurationError(
-            "Ray is not installed here: pip install 'millrace[ray]', or name hosts on which "
-            "`millrace node` runs."
-        ) from error
-    return ray

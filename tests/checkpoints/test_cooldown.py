@@ -298,7 +298,7 @@ def test_a_name_is_one_members(folder, members) -> None:
 def test_a_member_that_comes_back_with_another_content_is_told(folder, members) -> None:
     made = members(folder, ["a", "b"])
     roster_of(made.memberships["a"], 0, SEED)
-    claim = Claim(member="a", step=4, root="0" * 64, rest="0" * 64)
+    claim = Claim(member="a", step=4, root="0" * 64, rest="0" * 64, size=1)
     commit_once(folder, CooldownKeys(JOB, 0).claim("a"), claim)
     with EpochSaver(made.memberships["a"], QUICK) as saver:
         cooled = saver.end(state_of(0), epoch=0, step=5)

@@ -10,40 +10,71 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
+from millrace.storage import StoreSpec
+from tests.servers.faults import Fault
 from tests.servers.r2 import R2Proxy
 from tests.servers.rgw import RGW
-from tests.soak import report
+from tests.soak import races, report
 from tests.soak.case import Case, References
-from tests.soak.faults import outlast, r2_place, rgw_place, run_faults
+from tests.soak.faults import bad_weather, outlast, r2_place, rgw_place, run_faults
 from tests.soak.kills import Kills
 from tests.soak.material import make_all
 from tests.soak.place import LocalPlace, Place
+from tests.soak.races import run_races
 from tests.soak.swarm import run_swarm
 from tests.soak.tally import Tally
 from tests.soak.together import Wakes, meet, share, take_over
 
 CASES = 6  # with faults
 OUTLASTS = 45.0  # seconds, more than a client waits for a byte
+SAVES = 60  # that are killed
 AT_LEAST = 20  # times that each kind of fault shall fire
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--kills", type=int, default=212, help="at least so many")
+    parser.add_argument("--races", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=["kills", "faults", "swarm"])
+    parser.add_argument("--only", choices=["kills", "faults", "races", "swarm"])
     options = parser.parse_args()
     began = time.monotonic()
     good: list[bool] = []
     summary: list[str] = []
     if options.only in {None, "kills", "faults"}:
         good, summary = _shards(options)
+    if options.only in {None, "races"}:
+        right, said = _races(options)
+        good.append(right)
+        summary.append(said)
     if options.only in {None, "swarm"}:
         cases, wrong = run_swarm(_tell)
         good.append(not wrong)
         summary.append(f"swarm {cases}, wrong {wrong}")
     print(f"{time.monotonic() - began:.0f} s", *reversed(summary), sep="\n")
     return 0 if all(good) else 1
+
+
+def _races(options: argparse.Namespace) -> tuple[bool, str]:
+    """Ends of epochs and savers: in a folder, on RGW, and through a proxy that fails."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
+        rgw = stack.enter_context(RGW.start(folder / "rgw"))
+        keys = {rgw.full.access_key_id: rgw.full.secret_access_key}
+        proxy = stack.enter_context(R2Proxy.start(rgw.endpoint, keys, folder / "r2"))
+        proxy.set_faults(bad_weather(options.seed, each=0.05 / len(Fault)))
+        places = [
+            StoreSpec(url=(folder / "store").as_uri()),
+            StoreSpec.model_validate(rgw_place(rgw, "races").spec("below")),
+            StoreSpec.model_validate(r2_place(rgw, proxy, "failing").spec("below")),
+        ]
+        found = run_races(
+            places, folder, options.seed, races=options.races, saves=SAVES, tell=_tell
+        )
+        fired = proxy.counts()
+        print(*races.summary(found), f"faults {fired}", "", sep="\n")
+        often = min(fired.values()) >= AT_LEAST and min(found.blows[at] for at in races.ALL) > 0
+        return often and not found.wrong, races.summary(found)[-1]
 
 
 def _shards(options: argparse.Namespace) -> tuple[list[bool], list[str]]:

@@ -17,10 +17,14 @@ _MOST = 60  # cases
 
 
 def bad_weather(
-    seed: int, *, retry_after: float | None = None, stall_seconds: float = 0.5
+    seed: int,
+    *,
+    retry_after: float | None = None,
+    stall_seconds: float = 0.5,
+    each: float = EACH,
 ) -> Faults:
     """All six kinds, each at 5 % of the requests. A stall ends when the proxy hangs up."""
-    chances = {kind.value: EACH for kind in Fault}
+    chances = {kind.value: each for kind in Fault}
     return Faults(**chances, seed=seed, retry_after=retry_after, stall_seconds=stall_seconds)
 
 

@@ -1,0 +1,96 @@
+"""A member with its checkpoint on disk: what trains has saved it there, and this ends epochs."""
+
+from datetime import timedelta
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from millrace import errors
+from millrace.checkpoints.contents import saved_content
+from millrace.checkpoints.cooldown import Cooled, cool_down
+from millrace.checkpoints.find import checkpoint_of, newest
+from millrace.checkpoints.members import Membership
+from millrace.checkpoints.settings import CooldownSettings
+from millrace.models.checkpoint import Checkpoint
+from millrace.progress import Progress, silent
+from millrace.storage import Store, StoreSpec, open_store
+
+
+class SavedSource(BaseModel):
+    """A checkpoint that was saved before."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    store: StoreSpec = Field(description="Where it is, such as a folder of this machine.")
+    job: str = Field(description="Whose it is there.")
+    step: int | None = Field(default=None, description="Which; by default the newest.")
+
+    def open(self) -> tuple[Store, Checkpoint]:
+        """The store, and the checkpoint, whose files are not looked at yet.
+
+        Raises:
+            NotFoundError: There is none.
+            CorruptError: Its metadata cannot be read.
+        """
+        store = open_store(self.store, make_folder=False)
+        if self.step is not None:
+            return store, checkpoint_of(store, self.job, self.step)
+        found = newest(store, self.job)
+        if found is None:
+            raise errors.NotFoundError(f"{store.url_of(self.job)} has no checkpoint.")
+        return store, found
+
+
+class MemberSettings(BaseModel):
+    """What a member needs to know in order to end an epoch."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    store: StoreSpec = Field(description="The bucket that the members meet in, and save to.")
+    job: str = Field(description="Which job; a prefix below the store's URL.")
+    epoch: int = Field(ge=0, description="The epoch that ends.")
+    source: SavedSource = Field(description="What this member has: the same on all of them.")
+    members: int = Field(default=1, ge=1, description="Wait until so many members are there.")
+    arrival: timedelta = Field(
+        default=timedelta(minutes=5), description="For how long they are waited for."
+    )
+    ttl: timedelta = Field(
+        default=timedelta(seconds=30),
+        description="A member that was not heard of for so long is taken for dead.",
+    )
+    seed: int | None = Field(
+        default=None,
+        description="From which the order of the checkpointers follows; left out, one is drawn.",
+    )
+    cooldown: CooldownSettings = Field(default=CooldownSettings(), description="How it ends.")
+
+
+def end_epoch(settings: MemberSettings, member: str, *, progress: Progress = silent) -> Cooled:
+    """End an epoch, as one of its members, with what this member has on its disk.
+
+    Every file is verified when it is read.
+
+    Args:
+        settings: The same on all members.
+        member: This one's name: no other has it.
+        progress: As `cool_down` tells.
+
+    Raises:
+        NotFoundError: There is no such checkpoint.
+        ConflictError: A member of this name lives.
+        UnavailableError: The others are not there, or the store does not answer.
+    """
+    source, checkpoint = settings.source.open()
+    with Membership(open_store(settings.store), settings.job, member, settings.ttl) as one:
+        one.gather(settings.members, settings.arrival)
+        cooled = cool_down(
+            one,
+            saved_content(source, checkpoint),
+            epoch=settings.epoch,
+            run=checkpoint.run,
+            position=checkpoint.position,
+            notes=checkpoint.notes,
+            seed=settings.seed,
+            settings=settings.cooldown,
+            progress=progress,
+        )
+        return cooled.rest.result() if cooled.rest is not None else cooled

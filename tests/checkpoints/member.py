@@ -1,0 +1,25 @@
+"""``python -m tests.checkpoints.member SETTINGS NAME [EVENT]``: a member that dies at an event."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from millrace.checkpoints import MemberSettings, end_epoch
+from millrace.progress import Event
+from millrace.settings import load
+
+
+def main() -> None:
+    settings, name, *deadly = sys.argv[1:]
+
+    def progress(event: Event) -> None:
+        if event.name in deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    cooled = end_epoch(load(Path(settings), MemberSettings), name, progress=progress)
+    print(cooled.outcome, cooled.reason)
+
+
+if __name__ == "__main__":
+    main()

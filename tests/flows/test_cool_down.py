@@ -1,0 +1,226 @@
+"""The deployments cool-down and save-checkpoint, on a bucket with credentials from a block."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ByteSize
+
+from millrace.checkpoints import (
+    Saver,
+    SaveSettings,
+    checkpoint_of,
+    load,
+    verify,
+)
+from millrace.checkpoints.choosing import order_of
+from millrace.keys import CheckpointKeys
+from millrace.models.checkpoint import Checkpoint, Epoch
+from millrace.records import fetch
+from millrace.storage import Credentials, Store, StoreSpec, open_store
+from tests.flows.conftest import MakeBlock
+from tests.prefect_server import PrefectServer, Worker
+from tests.ray_cluster import DISK, RayCluster
+from tests.servers.process import REPOSITORY
+from tests.servers.rgw import RGW
+
+COOL_DOWN, SAVE = "cool-down/cool-down", "save-checkpoint/save-checkpoint"
+NAMES = [f"m{number}" for number in range(6)]
+SEED = 11
+Start = Callable[..., list[subprocess.Popen[str]]]
+
+
+def saved(url: str, step: int = 40) -> Checkpoint:
+    """A checkpoint on a disk, in 17 files."""
+    dice = torch.Generator().manual_seed(1)
+    state = {f"w{number}": torch.randn(2000, generator=dice) for number in range(16)}
+    with Saver(open_store(url), "trained", SaveSettings(part_bytes=ByteSize(8192))) as saver:
+        return saver.save(state, step=step, position={"sample": 123}).result()
+
+
+@pytest.fixture
+def spec(rgw: RGW, bucket: str) -> StoreSpec:
+    pair = {
+        "access_key_id": rgw.full.access_key_id,
+        "secret_access_key": rgw.full.secret_access_key,
+    }
+    return StoreSpec(
+        url=f"s3://{bucket}",
+        endpoint=rgw.endpoint,
+        credentials=Credentials.model_validate(pair),
+    )
+
+
+@pytest.fixture
+def store(spec: StoreSpec) -> Store:
+    return open_store(spec)
+
+
+@pytest.fixture
+def start(spec: StoreSpec, tmp_path: Path) -> Iterator[Start]:
+    """Start members as processes, which die at an event if one is given for them."""
+    saved((tmp_path / "disk").as_uri())
+    settings = {
+        "store": spec.reveal(),
+        "job": "job",
+        "epoch": 0,
+        "source": {"store": {"url": (tmp_path / "disk").as_uri()}, "job": "trained"},
+        "members": len(NAMES),
+        "ttl": "PT3S",
+        "seed": SEED,
+    }
+
+    with ExitStack() as stack:
+
+        def members(deadly: dict[str, str], *, members: int) -> list[subprocess.Popen[str]]:
+            path = tmp_path / f"settings-{members}.yaml"
+            path.write_text(json.dumps(settings | {"members": members}))  # JSON is YAML too
+            command = [sys.executable, "-m", "tests.checkpoints.member", str(path)]
+            started = [
+                subprocess.Popen(
+                    [*command, name, *filter(None, [deadly.get(name)])],
+                    cwd=REPOSITORY,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                for name in NAMES
+            ]
+            for process in started:
+                stack.callback(process.communicate)
+                stack.callback(process.kill)
+            return started
+
+        yield members
+
+
+def test_two_of_six_members_are_killed_in_the_race_and_the_epoch_has_a_checkpoint(
+    deployed: PrefectServer,
+    worker: Worker,
+    rgw: RGW,
+    bucket: str,
+    block: MakeBlock,
+    store: Store,
+    start: Start,
+) -> None:
+    first, second = order_of(NAMES, SEED)[:2]
+    members = start(dict.fromkeys((first, second), "checkpoint.part"), members=6)
+
+    done = deployed.start(
+        COOL_DOWN, bucket=block(bucket, write=rgw.full), job="job", epoch=0, patience="PT3M"
+    )
+
+    assert done.code == 0, done.output
+    codes = {name: one.wait() for name, one in zip(NAMES, members, strict=True)}
+    assert {name for name, code in codes.items() if code} == {first, second}
+    epoch = fetch(store, CheckpointKeys("job").epoch(0), Epoch)
+    found = checkpoint_of(store, "job", 40)
+    assert epoch.root == found.root
+    assert not verify(store, found)
+    assert found.position == {"sample": 123}
+    artifacts = deployed.artifacts(done.run)
+    assert artifacts["progress-cool-down"] == 100.0
+    report = artifacts["cool-down"]
+    assert f"ended with **step 40**: 133.6 kB in 17 files, committed by `{epoch.member}`" in report
+    assert f"| `{epoch.member}` | **committed** |" in report
+    assert f"| `{first}` | dead |" in report
+    assert f"| `{second}` | dead |" in report
+    assert report.count("| lost |") + report.count("| not chosen |") == 3
+
+
+def test_all_checkpointers_die_once(
+    deployed: PrefectServer,
+    worker: Worker,
+    rgw: RGW,
+    bucket: str,
+    block: MakeBlock,
+    store: Store,
+    start: Start,
+) -> None:
+    running = deployed.start(
+        COOL_DOWN,
+        watch=False,
+        bucket=block(bucket, write=rgw.full),
+        job="job",
+        epoch=0,
+        patience="PT5M",
+    )
+    for process in start(dict.fromkeys(NAMES, "cooldown.racing"), members=6):
+        assert process.wait() != 0  # one after the other stands in, and dies
+    for process in start({}, members=1):
+        assert process.wait() == 0
+    run = deployed.wait(running.run, "COMPLETED", "FAILED", "CRASHED")
+    assert run.state_name == "Completed"
+    epoch = fetch(store, CheckpointKeys("job").epoch(0), Epoch)
+    assert not verify(store, checkpoint_of(store, "job", epoch.step))
+    assert f"| `{epoch.member}` | **committed** |" in deployed.artifacts(running.run)["cool-down"]
+
+
+def test_nodes_of_a_ray_cluster_end_an_epoch_with_what_is_on_their_disks(
+    deployed: PrefectServer,
+    ray_cluster: RayCluster,
+    rgw: RGW,
+    bucket: str,
+    block: MakeBlock,
+    store: Store,
+    tmp_path: Path,
+) -> None:
+    for disk in ray_cluster.disks[1:]:
+        saved((disk / "checkpoints").as_uri())
+    inside: dict[str, Any] = {**ray_cluster.environment, "RAY_ADDRESS": ray_cluster.address}
+    worker = Worker(deployed, tmp_path, environment=inside)
+    try:
+        done = deployed.start(
+            COOL_DOWN,
+            bucket=block(bucket, write=rgw.full),
+            job="job",
+            epoch=0,
+            nodes={"url": f"file://${DISK}/checkpoints", "job": "trained"},
+        )
+    finally:
+        worker.stop()
+    assert done.code == 0, done.output
+    found = checkpoint_of(store, "job", 40)
+    assert not verify(store, found)
+    report = deployed.artifacts(done.run)["cool-down"]
+    assert report.count("| **committed** |") == 1
+    assert report.count("took no part: There is no folder") == 1  # the head has none
+
+
+def test_a_checkpoint_on_a_disk_is_brought_into_a_bucket(
+    deployed: PrefectServer,
+    worker: Worker,
+    rgw: RGW,
+    bucket: str,
+    block: MakeBlock,
+    store: Store,
+    tmp_path: Path,
+) -> None:
+    here = saved((tmp_path / "disk").as_uri())
+    asked: dict[str, Any] = {
+        "source": {"url": (tmp_path / "disk").as_uri(), "job": "trained"},
+        "bucket": block(bucket, write=rgw.full),
+        "job": "job",
+    }
+
+    done = deployed.start(SAVE, **asked)
+    assert done.code == 0, done.output
+    found = checkpoint_of(store, "job", 40)
+    assert (found.root, found.position) == (here.root, here.position)
+    assert not verify(store, found)
+    assert torch.equal(
+        load(store, "job").state["w3"],
+        load(open_store((tmp_path / "disk").as_uri()), "trained").state["w3"],
+    )
+    report = deployed.artifacts(done.run)["saved-checkpoint"]
+    assert "**Step 40** of `job`" in report
+    assert "This run sent 133.6 kB of them" in report
+
+    again = deployed.start(SAVE, **asked)
+    assert again.code == 0, again.output
+    assert "This run sent 0 bytes of them" in deployed.artifacts(again.run)["saved-checkpoint"]
