@@ -286,6 +286,35 @@ def retain(url: str, job: str, *, last: int, every: int | None, delete: bool) ->
     return 1 if done.failures else 0
 
 
+@main.command()
+@click.argument("url")
+@click.argument("job")
+@click.option("--size", default="0", help="Of a checkpoint, such as 80GB: is there room and time?")
+@click.option("--within", type=float, help="Seconds that it may take to save one.")
+@_said
+def probe(url: str, job: str, *, size: str, within: float | None) -> int:
+    """Find out whether a job could save its checkpoints there.
+
+    Exit code 0: ready. Else: 11 read only, 12 denied, 13 not found, 14 throttled, 15 unreachable,
+    16 wrong bytes, 17 no space, 18 too slow, 19 unknown.
+    """
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    from millrace.checkpoints import probe as look
+    from millrace.storage import open_store
+
+    try:
+        whole = TypeAdapter(ByteSize).validate_python(size)
+    except ValidationError:
+        raise errors.ConfigurationError(f"{size!r} is no size: write 80GB, or 512MiB.") from None
+    limit = None if within is None else timedelta(seconds=within)
+    found = look(open_store(url), job, size=int(whole), within=limit)
+    click.echo(f"{found.verdict}: {found.reason}")
+    if found.rate:
+        click.echo(f"One upload: {found.rate / 1e6:.1f} MB/s.")
+    return found.verdict.exit_code
+
+
 @main.command("cool-down")
 @click.argument("settings", type=click.Path(path_type=Path), default="cool-down.yaml")
 @click.option("--member", required=True, help="This member's name: no other has it.")

@@ -30,7 +30,13 @@ class ChangedError(MillraceError):
 
 
 class UnavailableError(MillraceError):
-    """The store could not be reached, or kept failing until the time budget was spent."""
+    """The store could not be reached, or kept failing until the time budget was spent.
+
+    Attributes:
+        status: The HTTP status of its last answer, if it answered.
+    """
+
+    status: int | None = None
 
 
 class ConflictError(MillraceError):

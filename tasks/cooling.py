@@ -85,7 +85,8 @@ def _verdict(place: str, job: str, epoch: int, seen: Seen) -> str:
     if seen.epoch is None:
         return f"**{what} has not ended** after {duration(seen.seconds)}."
     if seen.checkpoint is None:
-        return f"**{what} went on without a checkpoint** at step {seen.epoch.step:,}: {seen.epoch.why}."
+        at = f"at step {seen.epoch.step:,}: {seen.epoch.why}"
+        return f"**{what} went on without a checkpoint** {at}."
     racers = [one for one in seen.ended.values() if one.sent]
     longest = max((one.seconds for one in racers), default=0.0)
     pace = f" at {rate(seen.checkpoint.size, longest)}" if longest else ""

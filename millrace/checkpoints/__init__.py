@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from millrace.checkpoints.loading import Loaded, load
     from millrace.checkpoints.member import MemberSettings, SavedSource, end_epoch
     from millrace.checkpoints.members import Membership
+    from millrace.checkpoints.probing import Probe, Verdict, probe
     from millrace.checkpoints.retention import (
         Removal,
         Retained,
@@ -48,6 +49,7 @@ __all__ = [
     "Membership",
     "OnTimeout",
     "Outcome",
+    "Probe",
     "Removal",
     "Retained",
     "Retention",
@@ -57,6 +59,7 @@ __all__ = [
     "Saver",
     "Saving",
     "Seen",
+    "Verdict",
     "checkpoint_of",
     "checkpoints",
     "cool_down",
@@ -67,6 +70,7 @@ __all__ = [
     "newest",
     "pin",
     "plan_retention",
+    "probe",
     "quarantine",
     "retain",
     "saved_content",
@@ -89,6 +93,7 @@ _ROOMS = {
     "Membership": "members",
     "OnTimeout": "settings",
     "Outcome": "cooldown",
+    "Probe": "probing",
     "Removal": "retention",
     "Retained": "retention",
     "Retention": "settings",
@@ -98,12 +103,14 @@ _ROOMS = {
     "Saver": "saving",
     "Saving": "saving",
     "Seen": "watching",
+    "Verdict": "probing",
     "cool_down": "cooldown",
     "end_epoch": "member",
     "epochs_without": "cooldown",
     "load": "loading",
     "pin": "retention",
     "plan_retention": "retention",
+    "probe": "probing",
     "retain": "retention",
     "saved_content": "contents",
     "transfer": "transferring",

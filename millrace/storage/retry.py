@@ -71,11 +71,13 @@ class Tries:
                 _hold(store, asked)
                 pause = 0.0
         if time.monotonic() + pause >= self._deadline or store.throttle.until >= self._deadline:
-            raise errors.UnavailableError(
+            spent = errors.UnavailableError(
                 f"{store.url_of(key)}: given up after {self._failed} tries "
                 f"({errors.one_line(error)}). Run it again when the store answers; "
                 "nothing that was committed is lost."
-            ) from error
+            )
+            spent.status = _status(error)
+            raise spent from error
         time.sleep(pause)
 
 

@@ -1,0 +1,170 @@
+"""Find out whether a job could save to a place, before anything depends on it.
+
+What a save does is done once: an object is created, read back, overwritten, read back and deleted,
+under the job's own prefix. A faster way would only ask what the permissions say.
+"""
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+
+from millrace import errors
+from millrace.keys import CheckpointKeys, write_probe
+from millrace.storage import Backend, Store, create, delete, list_objects, put, read
+
+_SAMPLE = 4 << 20  # bytes, by which the rate is measured
+_PATIENCE = timedelta(seconds=20)
+_THROTTLED = {429, 503}
+
+
+class Verdict(StrEnum):
+    """Whether a job could save to a place. Only the first is a yes."""
+
+    READY = "ready"
+    READ_ONLY = "read only"  # the credentials may list, and not write, overwrite or delete
+    DENIED = "denied"  # they are unknown there, or may nothing
+    NOT_FOUND = "not found"  # no such bucket
+    THROTTLED = "throttled"  # it asks to come later
+    UNREACHABLE = "unreachable"  # it does not answer, or is broken
+    WRONG = "wrong"  # it does not give back what it was given
+    NO_SPACE = "no space"  # a disk without room for the checkpoint
+    TOO_SLOW = "too slow"  # the checkpoint would not be there in time
+    UNKNOWN = "unknown"  # something else, which is no yes
+
+    @property
+    def exit_code(self) -> int:
+        """What `millrace probe` ends with: 0 if it is ready, else from 11 on in this order."""
+        return 0 if self is Verdict.READY else 10 + list(Verdict).index(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What was found out.
+
+    Attributes:
+        verdict: In a word.
+        reason: In a sentence; what to do, if it is no yes.
+        rate: Bytes a second of one upload; 0 if none came through.
+        expected: Seconds that a checkpoint of the stated size takes at this rate; 0 if none was
+            stated.
+    """
+
+    verdict: Verdict
+    reason: str
+    rate: float = 0.0
+    expected: float = 0.0
+
+    @property
+    def ready(self) -> bool:
+        return self.verdict is Verdict.READY
+
+
+def probe(
+    store: Store,
+    job: str,
+    *,
+    size: int = 0,
+    within: timedelta | None = None,
+    patience: timedelta = _PATIENCE,
+) -> Probe:
+    """Try what a save does, and leave nothing behind.
+
+    Args:
+        store: Where to.
+        job: Whose checkpoints they would be.
+        size: Bytes of one, if the time and the room for it shall be looked at.
+        within: The time that it may take, such as the cooldown.
+        patience: How long each request is tried.
+    """
+    key = write_probe(CheckpointKeys(job).job, secrets.token_hex(8))
+    hurried = store.hurried(patience)
+    try:
+        rate = _tried(hurried, job, key)
+    except _FailedError as failed:
+        return Probe(failed.verdict, str(failed))
+    return _judged(store, rate, size, within)
+
+
+class _FailedError(Exception):
+    def __init__(self, verdict: Verdict, reason: str) -> None:
+        super().__init__(reason)
+        self.verdict = verdict
+
+
+def _tried(store: Store, job: str, key: str) -> float:
+    """Do what a save does; bytes a second of the upload."""
+    with _understood(Verdict.DENIED):
+        next(list_objects(store, f"{job}/"), None)
+    body, other = os.urandom(_SAMPLE), secrets.token_bytes(16)
+    with _understood(Verdict.READ_ONLY):
+        try:
+            began = time.monotonic()
+            create(store, key, body)
+            rate = len(body) / max(time.monotonic() - began, 1e-6)
+            _read_back(store, key, body)
+            put(store, key, other)
+            _read_back(store, key, other)
+        except BaseException:
+            with suppress(errors.MillraceError):
+                delete(store, [key])
+            raise
+        failures = delete(store, [key])
+    if failures:
+        raise _FailedError(
+            Verdict.READ_ONLY,
+            f"{store.url_of(key)} could not be deleted ({failures[0].reason}): allow it, or what "
+            "no checkpoint needs any more stays forever. Delete this object by hand.",
+        )
+    return rate
+
+
+def _read_back(store: Store, key: str, body: bytes) -> None:
+    if read(store, key) != body:
+        raise _FailedError(
+            Verdict.WRONG,
+            f"{store.url_of(key)} is not what was written a moment ago: this store is broken, or "
+            "something between here and there changes bytes or keeps old ones.",
+        )
+
+
+@contextmanager
+def _understood(denied: Verdict) -> Generator[None]:
+    """Tell apart why a store does not do what it is asked."""
+    try:
+        yield
+    except errors.DeniedError as error:
+        raise _FailedError(denied, str(error)) from error
+    except errors.NotFoundError as error:
+        reason = f"{error} Create the bucket, or correct the URL."
+        raise _FailedError(Verdict.NOT_FOUND, reason) from error
+    except errors.UnavailableError as error:
+        slow = error.status in _THROTTLED
+        verdict = Verdict.THROTTLED if slow else Verdict.UNREACHABLE
+        raise _FailedError(verdict, str(error)) from error
+    except errors.MillraceError as error:
+        raise _FailedError(Verdict.UNKNOWN, str(error)) from error
+
+
+def _judged(store: Store, rate: float, size: int, within: timedelta | None) -> Probe:
+    """Whether there is room and time for a checkpoint."""
+    expected = size / rate
+    if store.location.backend is Backend.FILE:
+        free = shutil.disk_usage(store.location.bucket).free
+        if free < size:
+            reason = f"{store.url} has room for {free:,} bytes, and a checkpoint has {size:,}."
+            return Probe(Verdict.NO_SPACE, reason, rate, expected)
+    if within is not None and expected > within.total_seconds():
+        reason = (
+            f"At {rate / 1e6:.1f} MB/s a checkpoint of {size:,} bytes takes {expected:.0f} s, and "
+            f"{within.total_seconds():.0f} s are allowed: let the cooldown last longer, or more "
+            "members upload."
+        )
+        return Probe(Verdict.TOO_SLOW, reason, rate, expected)
+    reason = f"{store.url} takes, gives back, overwrites and deletes objects."
+    return Probe(Verdict.READY, reason, rate, expected)

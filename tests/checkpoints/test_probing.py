@@ -1,0 +1,71 @@
+"""Whether a job could save to a place: a verdict for each way in which it could not."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from millrace.checkpoints import Verdict, probe
+from millrace.cli import main
+from millrace.storage import Store, StoreSpec, list_objects, open_store
+from tests.servers.faults import Fault
+from tests.servers.key import Key
+from tests.servers.process import free_ports
+from tests.stores import credentials, spec_of
+
+SHORT = timedelta(seconds=0.5)
+
+
+@pytest.mark.parametrize("kind", ["local", "memory", "rgw", "r2", "gcs"])
+def test_a_place_that_is_ready_is_left_as_it_was(kind, request) -> None:
+    store = open_store(spec_of(kind, request))
+    found = probe(store, "runs/one", size=1 << 20, within=timedelta(hours=1))
+    assert (found.verdict, found.verdict.exit_code) == (Verdict.READY, 0)
+    assert found.rate > 0
+    assert not list(list_objects(store, ""))
+
+
+def other(spec: StoreSpec, **changes: object) -> Store:
+    return open_store(spec.model_copy(update=changes))
+
+
+def test_each_refusal_is_told_apart(rgw, r2, request) -> None:
+    spec = spec_of("rgw", request)
+    r2.reset()
+    failing = open_store(spec_of("r2", request))
+    r2.fail_next(Fault.ERROR503, 1000)
+    (port,) = free_ports(1)
+    wrong = Key(rgw.full.access_key_id, "wrong")
+    places = {
+        Verdict.READY: other(spec),
+        Verdict.READ_ONLY: open_store(spec_of("rgw", request, "read_only")),
+        Verdict.DENIED: other(spec, credentials=credentials(wrong)),
+        Verdict.NOT_FOUND: other(spec, url="s3://no-such-bucket-anywhere"),
+        Verdict.THROTTLED: failing,
+        Verdict.UNREACHABLE: other(spec, endpoint=f"http://127.0.0.1:{port}"),
+    }
+    found = {verdict: probe(store, "job", patience=SHORT) for verdict, store in places.items()}
+    r2.reset()
+    assert {verdict: one.verdict for verdict, one in found.items()} == {v: v for v in places}
+    assert len({one.verdict.exit_code for one in found.values()}) == len(places)
+    assert all(one.reason.endswith(".") for one in found.values())
+
+
+def test_room_and_time_are_looked_at(tmp_path: Path) -> None:
+    store = open_store(tmp_path.as_uri())
+    assert probe(store, "job", size=1 << 60).verdict is Verdict.NO_SPACE
+    slow = probe(store, "job", size=1 << 20, within=timedelta(0))
+    assert slow.verdict is Verdict.TOO_SLOW
+    assert slow.expected > 0
+
+
+def test_the_command_says_it_by_its_exit_code(tmp_path: Path) -> None:
+    run = CliRunner().invoke(main, ["probe", tmp_path.as_uri(), "job", "--size", "1MB"])
+    assert run.exit_code == 0, run.output
+    assert run.output.startswith("ready: ")
+    run = CliRunner().invoke(main, ["probe", tmp_path.as_uri(), "job", "--size", "1EB"])
+    assert run.exit_code == Verdict.NO_SPACE.exit_code == 17
+    run = CliRunner().invoke(main, ["probe", tmp_path.as_uri(), "job", "--size", "much"])
+    assert run.exit_code == 2
+    assert "write 80GB" in run.output
