@@ -28,6 +28,7 @@ def test_the_names_of_storage():
         "copy",
         "create",
         "delete",
+        "difference",
         "exists",
         "filesystem",
         "from_environment",

@@ -156,7 +156,7 @@ def test_all_checkpointers_die_once(
         assert process.wait(120) != 0  # one after the other stands in, and dies
     for process in start({}, members=1):
         assert process.wait(120) == 0
-    run = deployed.wait(running.run, "COMPLETED", "FAILED", "CRASHED")
+    run = deployed.wait(running.run, "Completed", "Failed", "Crashed")
     assert run.state_name == "Completed"
     epoch = fetch(store, CheckpointKeys("job").epoch(0), Epoch)
     assert not verify(store, checkpoint_of(store, "job", epoch.step))
