@@ -89,7 +89,7 @@ def cool_down(
         membership: Of the job, entered; None where there is nowhere to save to.
         content: What to save: the same on all members, at the same step.
         epoch: The epoch that ends.
-        run: Which run of the job this is.
+        run: Which run of the job this is; the same on all members.
         position: Where the data goes on; the same on all members.
         notes: Free text.
         seed: From which the order of the checkpointers follows, of 64 bits, the same on all
@@ -215,7 +215,7 @@ class _Cooldown:
             except errors.UnavailableError as error:
                 gone = time.monotonic() - heard > patience
                 cooled = self._cooled(Outcome.FAILED, str(error)) if gone else None
-            except (errors.DeniedError, errors.CorruptError, errors.ConflictError) as error:
+            except errors.MillraceError as error:
                 cooled = self._cooled(Outcome.FAILED, str(error))
             if cooled is not None:
                 return cooled
@@ -292,9 +292,17 @@ class _Cooldown:
         for stat in list_objects(self._hurried, self._cooldown.prefix):
             kind, member = self._cooldown.parse(stat.key) or ("", "")
             if kind == "claims" and member not in self._claims:
-                self._claims[member] = fetch(self._hurried, stat.key, Claim)
+                try:
+                    self._claims[member] = fetch(self._hurried, stat.key, Claim)
+                except errors.CorruptError:  # a vote for nothing: one member cannot stop the others
+                    self._claims[member] = Claim(
+                        member=member, step=-1, root="", rest=member, size=0
+                    )
             elif kind == "ended" and member not in self._ended_as:
-                self._ended_as[member] = fetch(self._hurried, stat.key, Ended).outcome
+                try:
+                    self._ended_as[member] = fetch(self._hurried, stat.key, Ended).outcome
+                except errors.CorruptError:
+                    self._ended_as[member] = Outcome.FAILED
 
     # -- the upload
 

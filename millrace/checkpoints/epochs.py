@@ -54,7 +54,7 @@ class EpochSaver:
             state: As of `Saver.save`; the same on all members.
             epoch: The epoch that ends.
             step: Of the training.
-            run: Which run of the job this is.
+            run: Which run of the job this is; the same on all members.
             position: Where the data goes on; the same on all members.
             notes: Free text.
             seed: From which the order of the checkpointers follows.

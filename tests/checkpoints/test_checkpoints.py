@@ -1,9 +1,7 @@
 """Checkpoints saved, found, verified and loaded, on stores of every kind."""
 
 import json
-from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,16 +29,6 @@ from tests.stores import spec_of
 
 KEYS = CheckpointKeys("runs/one")
 SMALL = SaveSettings(part_bytes=4096)  # so that a small model is in many files
-
-
-@pytest.fixture(params=["local", "memory", "rgw", "r2", "gcs"])
-def store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    return open_store(spec_of(request.param, request))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Store:
-    return open_store(StoreSpec(url=tmp_path.as_uri()))
 
 
 def state_of(seed: int) -> dict[str, object]:

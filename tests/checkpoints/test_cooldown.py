@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ from millrace.keys import CheckpointKeys, CooldownKeys, member_lease
 from millrace.lease import Holder, StoreClock, acquire
 from millrace.models.checkpoint import Claim, Ended, Epoch, Roster
 from millrace.records import commit_once, fetch
-from millrace.storage import Store, StoreSpec, delete, list_objects, open_store, put, read
+from millrace.storage import Store, delete, list_objects, open_store, put, read
 from tests.stores import spec_of
 
 JOB = "runs/one"
@@ -40,16 +39,6 @@ KEYS = CheckpointKeys(JOB)
 SMALL = SaveSettings(part_bytes=4096)
 QUICK = CooldownSettings(save=SMALL, time=timedelta(minutes=1))
 SEED = 7
-
-
-@pytest.fixture(params=["local", "memory", "rgw", "r2", "gcs"])
-def store(request: pytest.FixtureRequest) -> Store:
-    return open_store(spec_of(request.param, request))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Store:
-    return open_store(StoreSpec(url=tmp_path.as_uri()))
 
 
 def state_of(seed: int) -> dict[str, object]:
@@ -304,6 +293,16 @@ def test_a_member_that_comes_back_with_another_content_is_told(folder, members) 
         cooled = saver.end(state_of(0), epoch=0, step=5)
     assert cooled.outcome is Outcome.FAILED
     assert "has claimed another content" in cooled.reason
+
+
+def test_an_unreadable_claim_stops_nobody(folder, members) -> None:
+    made = members(folder, ["a", "b", "c"])
+    roster_of(made.memberships["a"], 0, SEED)
+    put(folder, CooldownKeys(JOB, 0).claim("b"), b"{")
+    put(folder, CooldownKeys(JOB, 0).ended("c"), b"{")
+    cooled = made.end()
+    assert cooled["b"].outcome is Outcome.FAILED
+    assert Outcome.COMMITTED in {cooled["a"].outcome, cooled["c"].outcome}
 
 
 def test_wrong_bytes_under_a_right_name_are_replaced(folder, members) -> None:
