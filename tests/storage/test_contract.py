@@ -1,5 +1,6 @@
 """What every store promises: the same tests, whatever is behind the URL."""
 
+import contextlib
 import hashlib
 import secrets
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from millrace.storage import (
     copy,
     create,
     delete,
+    difference,
     exists,
     head,
     list_folders,
@@ -118,6 +120,36 @@ def test_create_wins_once_and_keeps_the_first(store, creating):
     with pytest.raises(errors.ExistsError, match="b c"):
         creating(store, "a/b c+ü~'(1)*.bin", b"second")
     assert read(store, "a/b c+ü~'(1)*.bin") == b"first"
+
+
+def test_a_create_that_is_called_off_leaves_nothing(store, creating):
+    data, asked = secrets.token_bytes(5 * MIB), 0
+    digest = hashlib.sha256(data).hexdigest()
+
+    def later() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 3
+
+    with pytest.raises(errors.StoppedError):
+        create(store, "off", data, sha256=digest, stopped=lambda: True)
+    with contextlib.suppress(errors.StoppedError):  # or it was sent in one go
+        create(store, "later", data, sha256=digest, stopped=later)
+    assert not exists(store, "off")
+    assert exists(store, "later") == (asked <= 3)
+    creating(store, "off", b"1")  # the connections are as good as before
+    assert read(store, "off") == b"1"
+
+
+def test_an_object_is_compared_with_what_was_written(store):
+    put(store, "same", b"1234")
+    digest = hashlib.sha256(b"1234").hexdigest()
+    assert difference(store, "same", 4) == difference(store, "same", 4, digest) == ""
+    assert difference(store, "same", 5, digest) == "4 bytes, not 5"
+    assert difference(store, "gone", 4, digest) == "missing"
+    put(store, "same", b"1235")
+    assert difference(store, "same", 4) == ""
+    assert "SHA-256 differs" in difference(store, "same", 4, digest)
 
 
 def test_a_large_object_is_created_whole(store, creating):
