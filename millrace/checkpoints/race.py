@@ -49,9 +49,9 @@ class Race:
         self._uploads, self._check, self._news = uploads, check, news
         self._progress, self._telling = progress, threading.Lock()
         self._changed = threading.Condition()
-        self._numbers: dict[str, list[int]] = {}
+        self._numbers: dict[str, int] = {}
         for number, part in enumerate(content.parts):
-            self._numbers.setdefault(part.sha256, []).append(number)
+            self._numbers.setdefault(part.sha256, number)
         self._mine = deque[str]()
         self._others = deque[str]()
         self._there: set[str] = set()
@@ -98,11 +98,8 @@ class Race:
         with self._changed:
             for stat in stats:
                 found = self._keys.parse_part(stat.key)
-                if found is None or found[1] not in self._numbers or found[1] in self._there:
-                    continue
-                self._there.add(found[1])
-                self._unchecked.append(found[1])
-            self._changed.notify_all()
+                if found is not None and found[1] in self._numbers:
+                    self._found_there(found[1])
 
     def stop(self) -> None:
         """Break off what is under way, and wait for it to end."""
@@ -120,10 +117,16 @@ class Race:
         except errors.StoppedError:
             return
         except errors.MillraceError as error:
-            with self._changed:
-                self.error, self._stopped = self.error or error, True
-                self._changed.notify_all()
-            self._news()
+            self._fail(error)
+        except BaseException as error:
+            self._fail(errors.MillraceError(f"The upload broke off: {errors.one_line(error)}"))
+            raise
+
+    def _fail(self, error: errors.MillraceError) -> None:
+        with self._changed:
+            self.error, self._stopped = self.error or error, True
+            self._changed.notify_all()
+        self._news()
 
     def _over(self) -> bool:
         return self._stopped
@@ -138,13 +141,15 @@ class Race:
                     self._changed.notify_all()
 
     def _upload(self, digest: str) -> None:
-        number = self._numbers[digest][0]
+        number = self._numbers[digest]
         key = self._keys.part(self._content.parts[number].step, digest)
         body = self._content.body(number)
         try:
             create(self._store, key, body, sha256=digest, stopped=self._over)
         except errors.ExistsError:
-            return  # by another: seen, and verified like all of theirs
+            with self._changed:
+                self._found_there(digest)  # by another, or by a try whose answer was lost
+            return
         with self._changed:
             self._there.add(digest)
             self.sent += len(body)
@@ -185,7 +190,7 @@ class Race:
             return None if self._stopped else self._unchecked.popleft()
 
     def _check_one(self, digest: str) -> None:
-        number = self._numbers[digest][0]
+        number = self._numbers[digest]
         part = self._content.parts[number]
         key = self._keys.part(part.step, digest)
         wanted = digest if self._check is Check.DIGESTS else None
@@ -198,6 +203,12 @@ class Race:
             self.checked += part.size
             self.replaced += bool(damage)
             self._found_good(digest)
+
+    def _found_there(self, digest: str) -> None:
+        if digest not in self._there:
+            self._there.add(digest)
+            self._unchecked.append(digest)
+            self._changed.notify_all()
 
     def _found_good(self, digest: str) -> None:
         self._good.add(digest)
