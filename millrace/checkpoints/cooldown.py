@@ -201,7 +201,7 @@ class _Cooldown:
         finally:
             if not self._behind:
                 self._race.stop()
-        return self._recorded(cooled)
+        return self._recorded(cooled if self._behind else self._counted(cooled))
 
     def _until_over(self) -> Cooled:
         """Look again and again, until it is over."""
@@ -447,15 +447,13 @@ class _Cooldown:
         return cooled
 
     def _cooled(self, outcome: Outcome, reason: str) -> Cooled:
-        return Cooled(
-            outcome,
-            reason,
-            self._epoch,
-            sent=self._race.sent,
-            checked=self._race.checked,
-            replaced=self._race.replaced,
-            seconds=round(time.monotonic() - self._began, 3),
-        )
+        seconds = round(time.monotonic() - self._began, 3)
+        return self._counted(Cooled(outcome, reason, self._epoch, seconds=seconds))
+
+    def _counted(self, cooled: Cooled) -> Cooled:
+        """The same, with what was moved until now."""
+        race = self._race
+        return replace(cooled, sent=race.sent, checked=race.checked, replaced=race.replaced)
 
     def _recorded(self, cooled: Cooled) -> Cooled:
         """Leave a record of what it came to, for whoever asks later."""

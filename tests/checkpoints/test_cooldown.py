@@ -103,20 +103,21 @@ def test_an_epoch_has_one_winner_and_a_checkpoint(store, members) -> None:
     cooled = members(store, names).end()
     chosen = set(order_of(names, SEED)[:2])
     found = outcomes(cooled)
-    assert sorted(found[name] for name in chosen) == [Outcome.COMMITTED, Outcome.LOST]
-    assert {found[name] for name in set(names) - chosen} == {Outcome.NOT_CHOSEN}
+    # Whoever sees the metadata first ends the epoch: mostly one of those who uploaded.
+    (winner,) = (name for name in names if found[name] is Outcome.COMMITTED)
+    assert {found[name] for name in chosen - {winner}} == {Outcome.LOST}
+    assert {found[name] for name in set(names) - chosen - {winner}} <= {Outcome.NOT_CHOSEN}
     assert all(one.durable for one in cooled.values())
     epoch = fetch(store, KEYS.epoch(0), Epoch)
-    assert found[epoch.member] is Outcome.COMMITTED
+    assert epoch.member == winner
     there = checkpoint_of(store, JOB, 5)
     assert there.root == epoch.root
     assert not verify(store, there)
     loaded = load(store, JOB)
     assert torch.equal(loaded.state["model"]["w"], state_of(0)["model"]["w"])
     assert loaded.checkpoint.position == {"sample": 9}
-    # Each file was sent about once, and what another sent was verified before it counted.
-    winner = cooled[epoch.member]
-    assert winner.sent + winner.checked >= there.size
+    assert sum(one.sent for one in cooled.values()) == there.size  # each file by one of them
+    assert {name for name in names if cooled[name].sent} <= chosen
     records = {
         name: fetch(store, CooldownKeys(JOB, 0).ended(name), Ended).outcome for name in names
     }
