@@ -81,7 +81,7 @@ def end_epoch(settings: MemberSettings, member: str, *, progress: Progress = sil
     """
     source, checkpoint = settings.source.open()
     with Membership(open_store(settings.store), settings.job, member, settings.ttl) as one:
-        one.gather(settings.members, settings.arrival)
+        one.gather(settings.members, settings.epoch, settings.arrival)
         cooled = cool_down(
             one,
             saved_content(source, checkpoint),

@@ -11,7 +11,7 @@ from millrace.keys import CooldownKeys, member_lease
 from millrace.lease import Census, Heartbeat, Held, Holder, Lease, StoreClock, acquire
 from millrace.models.checkpoint import Roster
 from millrace.records import commit_once, fetch
-from millrace.storage import Store
+from millrace.storage import Store, exists
 
 _GROUP = "members"
 _TTL = timedelta(seconds=30)
@@ -54,14 +54,23 @@ class Membership:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def gather(self, members: int, patience: timedelta) -> None:
+    def gather(self, members: int, epoch: int, patience: timedelta) -> None:
         """Wait until so many members are there, this one among them.
+
+        Once somebody has seen them and written down who ends the epoch, nobody waits any more:
+        some may be dead by then.
+
+        Args:
+            members: How many.
+            epoch: The epoch that they are to end.
+            patience: For how long.
 
         Raises:
             UnavailableError: They are not.
         """
         deadline = time.monotonic() + patience.total_seconds()
-        while (there := len(self.census.held())) < members:
+        roster = CooldownKeys(self.job, epoch).roster
+        while (there := len(self.census.held())) < members and not exists(self.store, roster):
             if time.monotonic() > deadline:
                 raise errors.UnavailableError(
                     f"{there} of {members} members of {self.job} are there after "

@@ -367,3 +367,14 @@ def test_a_transfer_ends_though_answers_are_lost_and_another_sends_too(request, 
     with pytest.raises(errors.CorruptError):
         transfer(source, saved, store, "another")
     assert not list(checkpoints(store, "another"))
+
+
+def test_members_wait_for_each_other_until_somebody_has_seen_them_all(folder, members) -> None:
+    made = members(folder, ["a", "b"])
+    one = made.memberships["a"]
+    one.gather(2, 0, timedelta(0))
+    with pytest.raises(errors.UnavailableError, match="2 of 3 members"):
+        one.gather(3, 0, timedelta(0))
+    roster = Roster(job=JOB, epoch=0, members=("a", "b", "dead"), seed=SEED)
+    commit_once(folder, CooldownKeys(JOB, 0).roster, roster)
+    one.gather(3, 0, timedelta(0))

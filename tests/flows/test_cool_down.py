@@ -79,9 +79,9 @@ def start(spec: StoreSpec, tmp_path: Path) -> Iterator[Start]:
 
     with ExitStack() as stack:
 
-        def members(deadly: dict[str, str], *, members: int) -> list[subprocess.Popen[str]]:
-            path = tmp_path / f"settings-{members}.yaml"
-            path.write_text(json.dumps(settings | {"members": members}))  # JSON is YAML too
+        def members(deadly: dict[str, str]) -> list[subprocess.Popen[str]]:
+            path = tmp_path / "settings.yaml"
+            path.write_text(json.dumps(settings))  # JSON is YAML too
             command = [sys.executable, "-m", "tests.checkpoints.member", str(path)]
             started = [
                 subprocess.Popen(
@@ -110,7 +110,7 @@ def test_two_of_six_members_are_killed_in_the_race_and_the_epoch_has_a_checkpoin
     start: Start,
 ) -> None:
     first, second = order_of(NAMES, SEED)[:2]
-    members = start(dict.fromkeys((first, second), "checkpoint.part"), members=6)
+    members = start(dict.fromkeys((first, second), "checkpoint.part"))
 
     done = deployed.start(
         COOL_DOWN, bucket=block(bucket, write=rgw.full), job="job", epoch=0, patience="PT3M"
@@ -152,9 +152,9 @@ def test_all_checkpointers_die_once(
         epoch=0,
         patience="PT5M",
     )
-    for process in start(dict.fromkeys(NAMES, "cooldown.racing"), members=6):
+    for process in start(dict.fromkeys(NAMES, "cooldown.racing")):
         assert process.wait(120) != 0  # one after the other stands in, and dies
-    for process in start({}, members=1):
+    for process in start({}):
         assert process.wait(120) == 0
     run = deployed.wait(running.run, "Completed", "Failed", "Crashed")
     assert run.state_name == "Completed"
