@@ -18,6 +18,7 @@ FINAL = [
     errors.ExistsError,
     errors.NoSpaceError,
     errors.NotFoundError,
+    errors.StoppedError,
     ZeroDivisionError,
 ]
 
