@@ -10,7 +10,6 @@ second, and whoever sees it stops.
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -22,7 +21,7 @@ from millrace import errors
 from millrace.checkpoints.choosing import Choice, number_of, order_of
 from millrace.checkpoints.contents import Content
 from millrace.checkpoints.find import checkpoint_of
-from millrace.checkpoints.members import Membership, roster_of
+from millrace.checkpoints.members import Membership, Statements, moved_on, roster_of
 from millrace.checkpoints.race import Race
 from millrace.checkpoints.settings import CooldownSettings, OnTimeout
 from millrace.digest import canonical, sha256
@@ -175,8 +174,7 @@ class _Cooldown:
         )
         self._order = order_of(roster.members, roster.seed, settings.choice)
         self._number = number_of(len(roster.members), settings.choice)
-        self._claims: dict[str, Claim] = {}
-        self._ended_as: dict[str, Outcome] = {}
+        self._heard = Statements(self._hurried, self._cooldown)
         self._living = set(roster.members)
         self._claimed = self._agreed = False
         self._news = threading.Event()
@@ -222,7 +220,10 @@ class _Cooldown:
             self._news.wait(_TICK)
 
     def _look(self) -> Cooled | None:
-        if not self._behind and (epoch := self._moved_on()) is not None:
+        if (
+            not self._behind
+            and (epoch := moved_on(self._hurried, self._keys.job, self._roster.epoch)) is not None
+        ):
             return self._over(epoch)
         if not self._looks % _CENSUS:
             self._living = {*self._membership.census.held(), self._member}
@@ -246,17 +247,11 @@ class _Cooldown:
             return self._cooled(Outcome.FAILED, str(self._race.error))
         return None
 
-    def _moved_on(self) -> Epoch | None:
-        try:
-            return fetch(self._hurried, self._keys.epoch(self._roster.epoch), Epoch)
-        except errors.NotFoundError:
-            return None
-
     # -- what the content is
 
     def _agreement(self) -> str:
         """Hear what the content is; a sentence if it is not this member's, or nobody knows."""
-        self._hear()
+        self._heard.hear()
         if self._agreed:
             return ""
         if self._member in self._roster.members and not self._claimed:
@@ -267,42 +262,25 @@ class _Cooldown:
                     "resume from where it was. Load the newest checkpoint."
                 )
             self._claimed = True
-            self._claims[self._member] = said
+            self._heard.claims[self._member] = said
         members = set(self._roster.members)
-        voters = members & (self._living | self._claims.keys())
-        votes = Counter(claim.said for claim in self._claims.values())
-        said, count = votes.most_common(1)[0] if votes else (None, 0)
-        if 2 * count > len(voters):
-            if said != self._claim.said:
+        voters = members & (self._living | self._heard.claims.keys())
+        favourite, count = self._heard.favourite()
+        if favourite is not None and 2 * count > len(voters):
+            if favourite.said != self._claim.said:
                 return (
                     f"{count} of {len(voters)} members have another content than {self._member}: "
                     "it is not saved, and this member has gone astray. Load the epoch's checkpoint."
                 )
             self._agreed = True
             self._tell("cooldown.agreed", members=count, of=len(voters))
-        elif voters <= self._claims.keys():
+        elif voters <= self._heard.claims.keys():
+            different = len({claim.said for claim in self._heard.claims.values()})
             return (
                 f"No content is that of more than half of the {len(voters)} members, which say "
-                f"{len(votes)} different ones: nothing is saved. Load the newest checkpoint."
+                f"{different} different ones: nothing is saved. Load the newest checkpoint."
             )
         return ""
-
-    def _hear(self) -> None:
-        """Read what members have committed since the last look."""
-        for stat in list_objects(self._hurried, self._cooldown.prefix):
-            kind, member = self._cooldown.parse(stat.key) or ("", "")
-            if kind == "claims" and member not in self._claims:
-                try:
-                    self._claims[member] = fetch(self._hurried, stat.key, Claim)
-                except errors.CorruptError:  # a vote for nothing: one member cannot stop the others
-                    self._claims[member] = Claim(
-                        member=member, step=-1, root="", rest=member, size=0
-                    )
-            elif kind == "ended" and member not in self._ended_as:
-                try:
-                    self._ended_as[member] = fetch(self._hurried, stat.key, Ended).outcome
-                except errors.CorruptError:
-                    self._ended_as[member] = Outcome.FAILED
 
     # -- the upload
 
@@ -328,11 +306,17 @@ class _Cooldown:
         """Who uploads, as far as this member knows."""
         if self._settings.choice is Choice.PSYCHE:
             return self._order[: self._number]
-        apart = {name for name, claim in self._claims.items() if claim.said != self._claim.said}
+        apart = {
+            name for name, claim in self._heard.claims.items() if claim.said != self._claim.said
+        }
         able = [name for name in self._order if name in self._living - apart]
         # Who has failed once is asked last, not never: the others may fail too.
-        able.sort(key=lambda name: self._ended_as.get(name) is Outcome.FAILED)
+        able.sort(key=self._has_failed)
         return able[: self._number]
+
+    def _has_failed(self, name: str) -> bool:
+        ended = self._heard.ended.get(name)
+        return ended is not None and ended.outcome is Outcome.FAILED
 
     def _commit(self) -> Cooled:
         """Commit what is complete: the checkpoint, if nobody has, and the epoch, if nobody has."""

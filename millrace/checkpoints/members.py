@@ -2,16 +2,19 @@
 
 import secrets
 import time
+from collections import Counter
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Self
+from typing import Self, TypeVar
 
 from millrace import errors
-from millrace.keys import CooldownKeys, member_lease
+from millrace.keys import CheckpointKeys, CooldownKeys, member_lease
 from millrace.lease import Census, Heartbeat, Held, Holder, Lease, StoreClock, acquire
-from millrace.models.checkpoint import Roster
+from millrace.models.checkpoint import Claim, Ended, Epoch, Outcome, Roster
 from millrace.records import commit_once, fetch
-from millrace.storage import Store, exists
+from millrace.storage import Store, exists, list_objects
+
+R = TypeVar("R", Claim, Ended)
 
 _GROUP = "members"
 _TTL = timedelta(seconds=30)
@@ -120,3 +123,65 @@ def roster_of(membership: Membership, epoch: int, seed: int | None = None) -> Ro
         seed=secrets.randbits(64) if seed is None else seed,
     )
     return commit_once(store, keys.roster, roster).record
+
+
+class Statements:
+    """What the members of an epoch have committed, each read once.
+
+    A record that cannot be read is a vote for nothing, and a failure: one member cannot stop the
+    others.
+
+    Args:
+        store: The bucket that the members meet in.
+        keys: Of the epoch's end.
+
+    Attributes:
+        claims: What each says that the content is.
+        ended: What it came to for each.
+    """
+
+    def __init__(self, store: Store, keys: CooldownKeys) -> None:
+        self._store, self._keys = store, keys
+        self.claims: dict[str, Claim] = {}
+        self.ended: dict[str, Ended] = {}
+
+    def hear(self) -> None:
+        """Read what is new. A listing, and a GET for each."""
+        for stat in list_objects(self._store, self._keys.prefix):
+            kind, member = self._keys.parse(stat.key) or ("", "")
+            if kind == "claims" and member not in self.claims:
+                nothing = Claim(member=member, step=-1, root="", rest=member, size=0)
+                self.claims[member] = self._read(stat.key, nothing)
+            elif kind == "ended" and member not in self.ended:
+                failed = Ended(
+                    member=member,
+                    outcome=Outcome.FAILED,
+                    reason="Its record cannot be read.",
+                    sent=0,
+                    checked=0,
+                    replaced=0,
+                    seconds=0.0,
+                )
+                self.ended[member] = self._read(stat.key, failed)
+
+    def favourite(self) -> tuple[Claim | None, int]:
+        """A claim of what most say, and how many say it."""
+        votes = Counter(claim.said for claim in self.claims.values())
+        if not votes:
+            return None, 0
+        said, count = votes.most_common(1)[0]
+        return next(claim for claim in self.claims.values() if claim.said == said), count
+
+    def _read(self, key: str, otherwise: R) -> R:
+        try:
+            return fetch(self._store, key, type(otherwise))
+        except errors.CorruptError:
+            return otherwise
+
+
+def moved_on(store: Store, job: str, epoch: int) -> Epoch | None:
+    """The record that an epoch has ended; None if it has not."""
+    try:
+        return fetch(store, CheckpointKeys(job).epoch(epoch), Epoch)
+    except errors.NotFoundError:
+        return None

@@ -1,16 +1,15 @@
 """Watch the end of an epoch from outside: who took part, and what it came to for each."""
 
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 from millrace import errors
 from millrace.checkpoints.find import checkpoint_of
-from millrace.checkpoints.members import census_of
+from millrace.checkpoints.members import Statements, census_of, moved_on
 from millrace.keys import CheckpointKeys, CooldownKeys
 from millrace.lease import StoreClock
-from millrace.models.checkpoint import Checkpoint, Claim, Ended, Epoch, Roster
+from millrace.models.checkpoint import Checkpoint, Ended, Epoch, Roster
 from millrace.progress import Event, Progress, silent
 from millrace.records import commit_once, fetch
 from millrace.storage import Store, list_objects
@@ -83,33 +82,27 @@ class _Watched:
         self._store, self._keys = store, CheckpointKeys(job)
         self._cooldown = CooldownKeys(job, epoch)
         self._census = census_of(store, job, clock)
-        self._claims: dict[str, Claim] = {}
-        self._ended: dict[str, Ended] = {}
+        self._heard = Statements(store, self._cooldown)
 
     def look(self, seconds: float) -> Seen:
-        for stat in list_objects(self._store, self._cooldown.prefix):
-            kind, member = self._cooldown.parse(stat.key) or ("", "")
-            if kind == "claims" and member not in self._claims:
-                self._claims[member] = fetch(self._store, stat.key, Claim)
-            elif kind == "ended" and member not in self._ended:
-                self._ended[member] = fetch(self._store, stat.key, Ended)
+        self._heard.hear()
         members = self._members()
         living = frozenset(self._census.held()) & frozenset(members)
-        epoch = self._epoch() or (None if living else self._finished(members))
+        epoch = moved_on(self._store, self._keys.job, self._cooldown.epoch)
+        epoch = epoch or (None if living else self._finished(members))
         checkpoint = None
         if epoch is not None and epoch.root is not None:
             checkpoint = checkpoint_of(self._store, self._keys.job, epoch.step)
-        going = living - self._ended.keys()
-        return Seen(epoch, checkpoint, members, going, dict(self._ended), round(seconds, 1))
+        going = living - self._heard.ended.keys()
+        return Seen(epoch, checkpoint, members, going, dict(self._heard.ended), round(seconds, 1))
 
     def sizes(self) -> tuple[int, int]:
         """Bytes of the files that are there, and of all."""
-        claims = Counter((claim.step, claim.size) for claim in self._claims.values())
-        if not claims:
+        claim, _ = self._heard.favourite()
+        if claim is None:
             return 0, 0
-        (step, of), _ = claims.most_common(1)[0]
-        stats = list_objects(self._store, self._keys.parts(step))
-        return min(of, sum(stat.size for stat in stats)), of
+        stats = list_objects(self._store, self._keys.parts(claim.step))
+        return min(claim.size, sum(stat.size for stat in stats)), claim.size
 
     def _members(self) -> tuple[str, ...]:
         try:
@@ -117,19 +110,12 @@ class _Watched:
         except errors.NotFoundError:
             return ()
 
-    def _epoch(self) -> Epoch | None:
-        try:
-            return fetch(self._store, self._keys.epoch(self._cooldown.epoch), Epoch)
-        except errors.NotFoundError:
-            return None
-
     def _finished(self, members: tuple[str, ...]) -> Epoch | None:
         """End the epoch for its dead members, if they have committed the checkpoint."""
-        votes = Counter(claim.said for claim in self._claims.values())
-        said, count = votes.most_common(1)[0] if votes else ((0, "", ""), 0)
-        if 2 * count <= len(members):
+        favourite, count = self._heard.favourite()
+        if favourite is None or 2 * count <= len(members):
             return None
-        step, root, rest = said
+        step, root, rest = favourite.said
         try:
             if checkpoint_of(self._store, self._keys.job, step).root != root:
                 return None
