@@ -1,4 +1,7 @@
-"""``python -m tests.checkpoints.member SETTINGS NAME [EVENT]``: a member that dies at an event."""
+"""A member as a process: ``python -m tests.checkpoints.member SETTINGS NAME [EVENT]``.
+
+It dies at the event, if one is given. Otherwise it uploads nothing before its input ends.
+"""
 
 import os
 import signal
@@ -16,6 +19,8 @@ def main() -> None:
     def progress(event: Event) -> None:
         if event.name in deadly:
             os.kill(os.getpid(), signal.SIGKILL)
+        if event.name == "cooldown.racing":
+            sys.stdin.read()
 
     cooled = end_epoch(load(Path(settings), MemberSettings), name, progress=progress)
     print(cooled.outcome, cooled.reason)

@@ -1,6 +1,7 @@
 """The deployments cool-down and save-checkpoint, on a bucket with credentials from a block."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -87,6 +88,7 @@ def start(spec: StoreSpec, tmp_path: Path) -> Iterator[Start]:
                 subprocess.Popen(
                     [*command, name, *filter(None, [deadly.get(name)])],
                     cwd=REPOSITORY,
+                    stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,
                 )
@@ -98,6 +100,14 @@ def start(spec: StoreSpec, tmp_path: Path) -> Iterator[Start]:
             return started
 
         yield members
+
+
+def go(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
+    """Let a member upload."""
+    assert process.stdin is not None
+    process.stdin.close()
+    process.stdin = None  # so that nobody closes it again
+    return process
 
 
 def test_two_of_six_members_are_killed_in_the_race_and_the_epoch_has_a_checkpoint(
@@ -112,19 +122,28 @@ def test_two_of_six_members_are_killed_in_the_race_and_the_epoch_has_a_checkpoin
     first, second = order_of(NAMES, SEED)[:2]
     members = start(dict.fromkeys((first, second), "checkpoint.part"))
 
-    done = deployed.start(
-        COOL_DOWN, bucket=block(bucket, write=rgw.full), job="job", epoch=0, patience="PT3M"
+    running = deployed.start(
+        COOL_DOWN,
+        watch=False,
+        bucket=block(bucket, write=rgw.full),
+        job="job",
+        epoch=0,
+        patience="PT3M",
     )
+    by_name = dict(zip(NAMES, members, strict=True))
+    for name in (first, second):  # nobody else uploads before both are dead
+        assert go(by_name.pop(name)).wait(120) == -signal.SIGKILL
+    for process in [go(process) for process in by_name.values()]:
+        assert process.wait(120) == 0
+    done = deployed.wait(running.run, "Completed", "Failed", "Crashed")
 
-    assert done.code == 0, done.output
-    codes = {name: one.wait(120) for name, one in zip(NAMES, members, strict=True)}
-    assert {name for name, code in codes.items() if code} == {first, second}
+    assert done.state_name == "Completed"
     epoch = fetch(store, CheckpointKeys("job").epoch(0), Epoch)
     found = checkpoint_of(store, "job", 40)
     assert epoch.root == found.root
     assert not verify(store, found)
     assert found.position == {"sample": 123}
-    artifacts = deployed.artifacts(done.run)
+    artifacts = deployed.artifacts(running.run)
     assert artifacts["progress-cool-down"] == 100.0
     report = artifacts["cool-down"]
     whole = f"{size(found.size)} in 17 files, committed by `{epoch.member}`"
@@ -153,8 +172,8 @@ def test_all_checkpointers_die_once(
         patience="PT5M",
     )
     for process in start(dict.fromkeys(NAMES, "cooldown.racing")):
-        assert process.wait(120) != 0  # one after the other stands in, and dies
-    for process in start({}):
+        assert process.wait(120) == -signal.SIGKILL  # one after the other stands in, and dies
+    for process in [go(process) for process in start({})]:
         assert process.wait(120) == 0
     run = deployed.wait(running.run, "Completed", "Failed", "Crashed")
     assert run.state_name == "Completed"
