@@ -204,6 +204,13 @@ class CheckpointKeys:
     def metadata(self, step: int) -> str:
         return f"{self.folder(step)}metadata.json"
 
+    def shares(self, step: int, attempt: str) -> str:
+        """The prefix of what the ranks of one attempt have each saved of a step."""
+        return f"{self.folder(step)}shares/{attempt}/"
+
+    def share(self, step: int, attempt: str, rank: int) -> str:
+        return f"{self.shares(step, attempt)}{rank:06d}.json"
+
     def pin(self, step: int) -> str:
         """That a step is to be kept, whatever the rules say."""
         return f"{self.folder(step)}pin.json"
@@ -238,6 +245,11 @@ class CheckpointKeys:
         pattern = re.escape(self.prefix) + r"step_(\d{9,})/parts/([0-9a-f]{64})\.safetensors"
         match = re.fullmatch(pattern, key)
         return (int(match[1]), match[2]) if match else None
+
+    def is_share(self, key: str) -> bool:
+        """Whether a key is that of what one of several ranks has saved."""
+        pattern = re.escape(self.prefix) + r"step_\d{9,}/shares/[^/]+/\d{6,}\.json"
+        return re.fullmatch(pattern, key) is not None
 
 
 @dataclass(frozen=True, slots=True)

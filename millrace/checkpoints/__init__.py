@@ -18,10 +18,11 @@ if TYPE_CHECKING:
         survey,
         verify,
     )
-    from millrace.checkpoints.loading import Loaded, load
+    from millrace.checkpoints.loading import Loaded, load, load_into
     from millrace.checkpoints.member import MemberSettings, SavedSource, end_epoch
     from millrace.checkpoints.members import Membership
     from millrace.checkpoints.probing import Probe, Verdict, probe
+    from millrace.checkpoints.ranks import Ranks
     from millrace.checkpoints.retention import (
         Removal,
         Retained,
@@ -50,6 +51,7 @@ __all__ = [
     "OnTimeout",
     "Outcome",
     "Probe",
+    "Ranks",
     "Removal",
     "Retained",
     "Retention",
@@ -67,6 +69,7 @@ __all__ = [
     "epochs_without",
     "latest",
     "load",
+    "load_into",
     "newest",
     "pin",
     "plan_retention",
@@ -94,6 +97,7 @@ _ROOMS = {
     "OnTimeout": "settings",
     "Outcome": "cooldown",
     "Probe": "probing",
+    "Ranks": "ranks",
     "Removal": "retention",
     "Retained": "retention",
     "Retention": "settings",
@@ -108,6 +112,7 @@ _ROOMS = {
     "end_epoch": "member",
     "epochs_without": "cooldown",
     "load": "loading",
+    "load_into": "loading",
     "pin": "retention",
     "plan_retention": "retention",
     "probe": "probing",

@@ -11,7 +11,14 @@ from millrace import errors
 from millrace.checkpoints.contents import read_part
 from millrace.checkpoints.find import Check, checkpoint_of, latest
 from millrace.checkpoints.parts import dtype_of, read_boxes
-from millrace.checkpoints.tree import SKELETON, put_together
+from millrace.checkpoints.pieces import piece_of
+from millrace.checkpoints.tree import (
+    SKELETON,
+    is_skeleton,
+    own_rank,
+    put_together,
+    taken_apart,
+)
 from millrace.memory import anonymous
 from millrace.models.checkpoint import Checkpoint, Chunk, TensorRecord
 from millrace.progress import Progress, silent
@@ -29,10 +36,12 @@ class Loaded:
     Attributes:
         checkpoint: What it is: step, position, notes.
         state: What was saved, or what was asked for of it.
+        own: What the rank that was asked for had for itself; empty if it had nothing.
     """
 
     checkpoint: Checkpoint
     state: dict[str, Any]
+    own: dict[str, Any]
 
 
 def load(
@@ -42,12 +51,13 @@ def load(
     step: int | None = None,
     only: Callable[[str], bool] = lambda _: True,
     rows: Rows | None = None,
+    rank: int | None = None,
     device: torch.device | str = "cpu",
     progress: Progress = silent,
 ) -> Loaded:
     """Load a checkpoint; only the files that hold what is asked for are read.
 
-    Memory is that of the tensors, and of four files.
+    Memory is that of the tensors, and of four files. What several ranks saved comes back whole.
 
     Args:
         store: Where it is.
@@ -56,6 +66,7 @@ def load(
             bytes prove to be damaged, the one before it is loaded.
         only: Which tensors, by their paths (``model.layers.0.weight``); others are left out.
         rows: Of these tensors only the rows from the first number to the one before the second.
+        rank: Load what this rank alone had, too.
         device: Where the tensors are put.
         progress: Told ``checkpoint.damaged`` of what was passed over.
 
@@ -64,39 +75,97 @@ def load(
         CorruptError: Of the step that was asked for, a file is not the bytes that were saved.
         ConfigurationError: Rows are asked for of a tensor that has fewer.
     """
-    read_rows = dict(rows or {})
+    some = dict(rows or {})
+
+    def wanted(checkpoint: Checkpoint) -> dict[str, _Wanted]:
+        return {
+            name: _some_rows(name, record, some.get(name), device)
+            for name, record in checkpoint.tensors.items()
+            if is_skeleton(name) or only(name)
+            if own_rank(name) is None or _is_own(name, rank)
+        }
+
+    return _loaded(store, job, step, wanted, rank, progress)
+
+
+def load_into(
+    state: Mapping[str, Any],
+    store: Store,
+    job: str,
+    *,
+    step: int | None = None,
+    rank: int | None = None,
+    progress: Progress = silent,
+) -> Loaded:
+    """Load a checkpoint into the tensors of a state, which may be distributed in another way.
+
+    Of a DTensor only this rank's shard is read, wherever its bytes were on how many ranks before.
+    If an error is raised, some tensors may have been filled: do not use them.
+
+    Args:
+        state: Of the form that was saved; tensors that are left out are not read.
+        store: Where it is.
+        job: Whose.
+        step: Which, as of `load`. Ranks that load together all name the same.
+        rank: Load what this rank alone had, too.
+        progress: Told ``checkpoint.damaged`` of what was passed over.
+
+    Returns:
+        What was loaded: in its state stand the tensors of the one that was given, filled, and
+        the other values as they were saved.
+
+    Raises:
+        NotFoundError: There is none.
+        CorruptError: Of the step that was asked for, a file is not the bytes that were saved.
+        ConfigurationError: A tensor is not in the checkpoint, or has another shape or type there.
+    """
+    given = {name: tensor for name, tensor in taken_apart(state).items() if name != SKELETON}
+
+    def wanted(checkpoint: Checkpoint) -> dict[str, _Wanted]:
+        made = {
+            name: _to_fill(name, tensor, checkpoint.tensors.get(name))
+            for name, tensor in given.items()
+        }
+        for name, record in checkpoint.tensors.items():
+            if name == SKELETON or _is_own(name, rank):
+                made[name] = _some_rows(name, record, None, "cpu")
+        return made
+
+    return _loaded(store, job, step, wanted, rank, progress)
+
+
+def _loaded(
+    store: Store,
+    job: str,
+    step: int | None,
+    wanted: "Callable[[Checkpoint], dict[str, _Wanted]]",
+    rank: int | None,
+    progress: Progress,
+) -> Loaded:
     if step is not None:
-        return _load(store, checkpoint_of(store, job, step), only, read_rows, device)
+        found = checkpoint_of(store, job, step)
+        return _read(store, found, wanted(found), rank)
     found = latest(store, job, check=Check.SIZES, progress=progress)
     try:
         if found is not None:
-            return _load(store, found, only, read_rows, device)
+            return _read(store, found, wanted(found), rank)
     except errors.CorruptError:  # or its bytes were changed on their way, and it is found again
         found = latest(store, job, check=Check.DIGESTS, progress=progress)
         if found is not None:
-            return _load(store, found, only, read_rows, device)
+            return _read(store, found, wanted(found), rank)
     raise errors.NotFoundError(f"{store.url_of(job)} has no checkpoint that can be loaded.")
 
 
-def _load(
-    store: Store,
-    checkpoint: Checkpoint,
-    only: Callable[[str], bool],
-    rows: Rows,
-    device: torch.device | str,
+def _read(
+    store: Store, checkpoint: Checkpoint, wanted: "dict[str, _Wanted]", rank: int | None
 ) -> Loaded:
-    wanted = {
-        name: _wanted(name, record, rows.get(name), device)
-        for name, record in checkpoint.tensors.items()
-        if name == SKELETON or only(name)
-    }
     by_part: dict[int, list[tuple[_Wanted, Chunk]]] = {}
     for tensor in wanted.values():
         for chunk in tensor.chunks():
             by_part.setdefault(chunk.part, []).append((tensor, chunk))
 
-    largest = max(part.size for part in checkpoint.parts)
-    free = [memoryview(anonymous(largest)) for _ in range(_AT_ONCE)]
+    largest = max((checkpoint.parts[number].size for number in by_part), default=0)
+    free = [memoryview(anonymous(largest)) for _ in range(min(_AT_ONCE, len(by_part)))]
 
     def fill(number: int) -> None:
         part, asked = checkpoint.parts[number], by_part[number]
@@ -109,50 +178,66 @@ def _load(
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="part") as pool:
         list(pool.map(fill, sorted(by_part)))
-    tensors = {name: tensor.content for name, tensor in wanted.items()}
-    tensors[SKELETON] = tensors[SKELETON].cpu()
-    return Loaded(checkpoint, put_together(tensors))
+    state: dict[str, torch.Tensor] = {}
+    own: dict[str, torch.Tensor] = {}
+    for name, tensor in wanted.items():
+        content = tensor.content.cpu() if is_skeleton(name) else tensor.content
+        mine = own_rank(name)
+        if mine is None:
+            state[name] = content
+        else:
+            own[mine[1]] = content
+    return Loaded(checkpoint, put_together(state), put_together(own) if own else {})
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A tensor that is being loaded.
+    """A tensor that is being loaded, or a box of it.
 
     Attributes:
         name: Its name.
         record: What it is in the checkpoint.
-        first: The first row that is wanted.
-        content: What it is filled into: memory of which no page exists before it is written.
+        start: Where the box begins, in each dimension.
+        box: What it is filled into; made here, it is memory of which no page exists before it is
+            written.
+        content: The tensor that the box is of.
     """
 
     name: str
     record: TensorRecord
-    first: int
+    start: tuple[int, ...]
+    box: torch.Tensor
     content: torch.Tensor
 
     def chunks(self) -> Iterator[Chunk]:
-        """The boxes that some of it lies in."""
+        """The boxes in the checkpoint that some of it lies in."""
         for chunk in self.record.chunks:
-            if not chunk.shape or self._overlap(chunk)[0] < self._overlap(chunk)[1]:
+            if all(low < high for low, high in self._overlap(chunk, chunk.start)):
                 yield chunk
 
-    def fill(self, chunk: Chunk, box: torch.Tensor | None) -> None:
-        """Take from a box what is wanted of it."""
-        if box is None or tuple(box.shape) != chunk.shape or box.dtype != self.content.dtype:
+    def fill(self, chunk: Chunk, found: torch.Tensor | None) -> None:
+        """Take from a box in the checkpoint what is wanted of it."""
+        if found is None or tuple(found.shape) != chunk.shape or found.dtype != self.box.dtype:
             raise errors.CorruptError(f"{self.name} is not in the file that should hold it.")
-        if not chunk.shape:
-            self.content.copy_(box)
-            return
-        start, stop = self._overlap(chunk)
-        at = chunk.start[0]
-        self.content[start - self.first : stop - self.first].copy_(box[start - at : stop - at])
+        here, there = self._overlap(chunk, self.start), self._overlap(chunk, chunk.start)
+        self.box[_slices(here)].copy_(found[_slices(there)])
 
-    def _overlap(self, chunk: Chunk) -> tuple[int, int]:
-        at = chunk.start[0]
-        return max(at, self.first), min(at + chunk.shape[0], self.first + len(self.content))
+    def _overlap(self, chunk: Chunk, origin: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Where the two boxes are one, in each dimension, counted from a place."""
+        axes = zip(chunk.start, chunk.shape, self.start, self.box.shape, origin, strict=True)
+        return [(max(a, b) - at, min(a + n, b + m) - at) for a, n, b, m, at in axes]
 
 
-def _wanted(
+def _slices(box: list[tuple[int, int]]) -> tuple[slice, ...]:
+    return tuple(slice(*edges) for edges in box)
+
+
+def _is_own(name: str, rank: int | None) -> bool:
+    own = own_rank(name)
+    return own is not None and own[0] == rank
+
+
+def _some_rows(
     name: str, record: TensorRecord, rows: tuple[int, int] | None, device: torch.device | str
 ) -> _Wanted:
     first, shape = 0, record.shape
@@ -164,4 +249,17 @@ def _wanted(
             )
         shape = (stop - first, *shape[1:])
     content = torch.empty(shape, dtype=dtype_of(record.dtype), device=device)
-    return _Wanted(name, record, first, content)
+    return _Wanted(name, record, (first, *(0,) * (len(shape) - 1))[: len(shape)], content, content)
+
+
+def _to_fill(name: str, tensor: torch.Tensor, record: TensorRecord | None) -> _Wanted:
+    if record is None:
+        raise errors.ConfigurationError(f"The checkpoint has no {name}: leave it out of the state.")
+    said = dtype_of(record.dtype), record.shape
+    if (tensor.dtype, tuple(tensor.shape)) != said:
+        raise errors.ConfigurationError(
+            f"{name} is {tensor.dtype} of the shape {list(tensor.shape)}, and in the checkpoint "
+            f"{said[0]} of {list(said[1])}: give a tensor like that."
+        )
+    piece = piece_of(name, tensor)
+    return _Wanted(name, record, piece.start, piece.local, tensor)

@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 import torch
 
+from millrace.checkpoints.pieces import Piece
 from millrace.errors import ConfigurationError, CorruptError
 
 _LENGTH = struct.Struct("<Q")
@@ -77,11 +78,11 @@ class Layout:
     size: int
 
 
-def laid_out(tensors: Mapping[str, torch.Tensor], part_bytes: int) -> list[Layout]:
-    """Lay tensors out in parts, in their order; a large one is cut by rows.
+def laid_out(pieces: Mapping[str, Piece], part_bytes: int) -> list[Layout]:
+    """Lay pieces of tensors out in parts, in their order; a large one is cut by rows.
 
     Args:
-        tensors: By their names.
+        pieces: By their tensors' names.
         part_bytes: A part is closed before it would be larger, but for a row that is.
 
     Raises:
@@ -90,7 +91,7 @@ def laid_out(tensors: Mapping[str, torch.Tensor], part_bytes: int) -> list[Layou
     parts: list[Layout] = []
     waiting: list[Box] = []
     room = part_bytes
-    for box in _boxes(tensors, part_bytes):
+    for box in _boxes(pieces, part_bytes):
         if waiting and box.size > room:
             parts.append(_layout(waiting))
             waiting, room = [], part_bytes
@@ -114,8 +115,15 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """What safetensors calls a type."""
-    return _DTYPES[dtype]
+    """What safetensors calls a type.
+
+    Raises:
+        ConfigurationError: It has no name for it.
+    """
+    try:
+        return _DTYPES[dtype]
+    except KeyError:
+        raise ConfigurationError(f"safetensors has no name for {dtype}: convert it.") from None
 
 
 def read_boxes(body: memoryview) -> dict[str, torch.Tensor]:
@@ -130,23 +138,32 @@ def read_boxes(body: memoryview) -> dict[str, torch.Tensor]:
         raise CorruptError(f"A part of a checkpoint is no safetensors file: {error}") from error
 
 
-def _boxes(tensors: Mapping[str, torch.Tensor], part_bytes: int) -> Iterator[Box]:
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPES:
+def _boxes(pieces: Mapping[str, Piece], part_bytes: int) -> Iterator[Box]:
+    for tensor, piece in pieces.items():
+        local, (first, *inner) = piece.local, piece.start or (0,)
+        if local.dtype not in _DTYPES:
             raise ConfigurationError(
-                f"{name} is of type {tensor.dtype}, which safetensors has no name for: convert it."
+                f"{tensor} is of type {local.dtype}, which safetensors has no name for: convert it."
             )
-        shape = tuple(tensor.shape)
-        size = tensor.numel() * tensor.element_size()
-        if size <= part_bytes or not shape:
-            yield Box(name, name, tensor.dtype, (0,) * len(shape), shape, 0, size)
-            continue
-        row = size // shape[0]
-        step = max(1, part_bytes // row)
-        for at in range(0, shape[0], step):
-            rows = min(step, shape[0] - at)
-            start, box = (at, *(0,) * (len(shape) - 1)), (rows, *shape[1:])
-            yield Box(name, f"{name}[{at}:{at + rows}]", tensor.dtype, start, box, 0, rows * row)
+        shape, width = tuple(local.shape), local.dtype.itemsize
+        rows = shape[0] if shape else 1
+        fits = local.numel() * width <= part_bytes
+        step = rows if fits else max(1, part_bytes * rows // (local.numel() * width))
+        for at in range(0, max(rows, 1), max(step, 1)):
+            start = (first + at, *inner) if shape else ()
+            box = (min(step, rows - at), *shape[1:]) if shape else ()
+            name = _box_name(tensor, start, box, piece.shape)
+            yield Box(tensor, name, local.dtype, start, box, 0, prod(box) * width)
+
+
+def _box_name(
+    tensor: str, start: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]
+) -> str:
+    """What a box is called: ``w``, or as Python cuts it, ``w[0:8,16:32]``."""
+    cut = max((axis for axis, size in enumerate(shape) if size != whole[axis]), default=-1)
+    edges = list(zip(start, shape, strict=True))[: cut + 1]
+    slices = ",".join(f"{at}:{at + size}" for at, size in edges)
+    return f"{tensor}[{slices}]" if slices else tensor
 
 
 def _layout(boxes: list[Box]) -> Layout:

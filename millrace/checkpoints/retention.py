@@ -108,6 +108,7 @@ def plan_retention(
         return RetentionPlan(job, rules, kept | dict.fromkeys(removed, _UNKNOWN), (), ())
     named = _files(keys, complete.values())
     needed = _files(keys, (complete[step] for step in kept))
+    unneeded = named - needed
     metadata = {keys.metadata(step): step for step in removed}
     horizon = max((stat.last_modified for stat in stats), default=None)
     first: list[Removal] = []
@@ -115,11 +116,13 @@ def plan_retention(
     for stat in stats:
         if stat.key in metadata:
             first.append(Removal(stat.key, stat.size, f"no rule keeps step {metadata[stat.key]}"))
-        elif keys.parse_part(stat.key) is None or stat.key in needed:
-            continue
-        elif stat.key in named:
+        elif stat.key in unneeded:
             then.append(Removal(stat.key, stat.size, "only removed checkpoints name it"))
-        elif horizon is not None and stat.last_modified < horizon - rules.grace:
+        elif horizon is None or stat.last_modified >= horizon - rules.grace:
+            continue
+        elif keys.is_share(stat.key):
+            then.append(Removal(stat.key, stat.size, "no rank waits for it any more"))
+        elif keys.parse_part(stat.key) and stat.key not in named:
             then.append(Removal(stat.key, stat.size, "no checkpoint names it"))
     # A checkpoint's metadata first: without it no one takes what is left for a checkpoint.
     return RetentionPlan(job, rules, kept, removed, (*first, *then))

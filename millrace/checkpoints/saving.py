@@ -10,17 +10,18 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
 from millrace import errors
-from millrace.checkpoints.find import newest, root_of
+from millrace.checkpoints.find import newest
+from millrace.checkpoints.ranks import Ranks, assembled, has, save_together
 from millrace.checkpoints.settings import SaveSettings
 from millrace.checkpoints.snapshot import Memory, Snapshot
 from millrace.digest import sha256
 from millrace.keys import CheckpointKeys
-from millrace.models.checkpoint import Checkpoint, Part
+from millrace.models.checkpoint import Checkpoint, Part, Share
 from millrace.progress import Event, Progress, silent
 from millrace.records import commit_once
 from millrace.storage import Store, create, list_objects
@@ -72,6 +73,7 @@ class Saver:
         store: Where to.
         job: Whose checkpoints they are.
         settings: How.
+        ranks: Where several ranks save each checkpoint together: which this is.
         progress: Told of each file: ``checkpoint.part`` with ``bytes`` and ``sent``, and at the
             end ``checkpoint.saved``; from other threads, one at a time.
     """
@@ -82,9 +84,10 @@ class Saver:
         job: str,
         settings: SaveSettings | None = None,
         *,
+        ranks: Ranks | None = None,
         progress: Progress = silent,
     ) -> None:
-        self._store, self._keys = store, CheckpointKeys(job)
+        self._store, self._keys, self._ranks = store, CheckpointKeys(job), ranks
         self._settings = settings or SaveSettings()
         self._progress, self._telling = progress, threading.Lock()
         self._memory = Memory()
@@ -101,8 +104,12 @@ class Saver:
         run: str = "",
         position: Mapping[str, Any] | None = None,
         notes: Mapping[str, str] | None = None,
+        own: Mapping[str, Any] | None = None,
     ) -> Saving:
         """Copy a state, and save the copy while the caller goes on.
+
+        Where several ranks save together, each calls it, with a state of the same form: of DTensors
+        each saves its shard, and the first saves all else. No collective is waited for.
 
         Args:
             state: Nested dicts, lists and tuples of tensors, numpy arrays and plain values: the
@@ -111,6 +118,7 @@ class Saver:
             run: Which run of the job this is.
             position: Where the data goes on, as JSON.
             notes: Free text.
+            own: What this rank alone has: the state of its loader, its generators.
 
         Raises:
             ConfigurationError: Something in the state cannot be saved; its path is named.
@@ -119,7 +127,9 @@ class Saver:
         began = time.monotonic()
         if self._under_way is not None:
             self._under_way.settle()
-        copied = self._memory.snapshot(state, self._settings.part_bytes)
+        copied = self._memory.snapshot(
+            state, self._settings.part_bytes, rank=self._ranks and self._ranks.rank, own=own
+        )
         held = timedelta(seconds=time.monotonic() - began)
         future = self._finisher.submit(
             self._finish, copied, step, run, dict(position or {}), dict(notes or {})
@@ -174,28 +184,48 @@ class Saver:
             return self._upload(step, body, there, known)
 
         parts = tuple(self._pool.map(upload, copied.files))
-        checkpoint = Checkpoint(
+        share = Share(
             job=self._keys.job,
             step=step,
+            rank=self._ranks.rank if self._ranks else 0,
+            world=self._ranks.world if self._ranks else 1,
+            parts=parts,
+            tensors=copied.tensors,
             run=run,
             position=position,
             notes=notes,
-            saved=datetime.now(UTC),
-            root=root_of(parts, copied.tensors),
-            parts=parts,
-            tensors=copied.tensors,
         )
-        commit = commit_once(self._store, self._keys.metadata(step), checkpoint)
-        if commit.record.root != checkpoint.root:
-            raise errors.ConflictError(
-                f"{self._store.url_of(self._keys.metadata(step))} is a checkpoint of the same step "
-                "with another content: give this job another name, or resume from that one."
-            )
+        checkpoint = self._committed(share)
         if self._settings.refer:
-            self._known = {part.sha256: part for part in commit.record.parts}
-        figures = {"bytes": checkpoint.size, "seconds": round(time.monotonic() - began, 3)}
+            self._known = {part.sha256: part for part in checkpoint.parts}
+        figures = {
+            "bytes": sum(part.size for part in parts),
+            "seconds": round(time.monotonic() - began, 3),
+        }
         self._tell(Event("checkpoint.saved", self._keys.metadata(step), figures))
-        return commit.record
+        return checkpoint
+
+    def _committed(self, share: Share) -> Checkpoint:
+        """The checkpoint, once its metadata is there.
+
+        Raises:
+            ConflictError: It is another one.
+        """
+        key = self._keys.metadata(share.step)
+        if self._ranks is None:
+            made = assembled([share])
+            checkpoint = commit_once(self._store, key, made).record
+            same = checkpoint.root == made.root
+        else:
+            within = self._settings.ranks_within
+            checkpoint = save_together(self._store, self._ranks, share, within)
+            same = has(checkpoint, share)
+        if not same:
+            raise errors.ConflictError(
+                f"{self._store.url_of(key)} is a checkpoint of the same step with another content: "
+                "give this job another name, or resume from that one."
+            )
+        return checkpoint
 
     def _there(self, step: int) -> Iterator[str]:
         """The digests of files that an earlier save of this step has brought there."""

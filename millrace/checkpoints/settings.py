@@ -27,6 +27,12 @@ class SaveSettings(BaseModel):
         description="Refer to files of the job's newest checkpoint whose bytes are the same, "
         "instead of uploading them again. Retention keeps what is referred to.",
     )
+    ranks_within: timedelta = Field(
+        default=timedelta(minutes=10),
+        gt=timedelta(0),
+        description="Where several ranks save one checkpoint together: how long one that is ready "
+        "waits for the others.",
+    )
 
 
 class Retention(BaseModel):

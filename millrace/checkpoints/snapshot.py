@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from mmap import mmap
 from typing import Any
 
@@ -10,8 +10,10 @@ import torch
 
 from millrace.checkpoints.contents import Content, content
 from millrace.checkpoints.parts import Box, Layout, laid_out, name_of
-from millrace.checkpoints.tree import SKELETON, taken_apart
+from millrace.checkpoints.pieces import Piece, is_distributed, piece_of
+from millrace.checkpoints.tree import is_skeleton, own_name, taken_apart
 from millrace.digest import sha256
+from millrace.errors import ConfigurationError
 from millrace.memory import anonymous
 from millrace.models.checkpoint import Chunk, Part, TensorRecord
 
@@ -56,23 +58,34 @@ class Memory:
     def __init__(self) -> None:
         self._buffers: list[mmap] = []
 
-    def snapshot(self, state: Mapping[str, Any], part_bytes: int) -> Snapshot:
+    def snapshot(
+        self,
+        state: Mapping[str, Any],
+        part_bytes: int,
+        *,
+        rank: int | None = None,
+        own: Mapping[str, Any] | None = None,
+    ) -> Snapshot:
         """Copy a state; what was copied here before is overwritten.
 
         Args:
             state: Nested dicts, lists and tuples of tensors, numpy arrays and plain values.
             part_bytes: A file is closed before it would be larger.
+            rank: Of several that save together: then distributed tensors are saved by their
+                shards, and all else by the first of them.
+            own: What this rank alone has, such as its generators.
 
         Raises:
             ConfigurationError: Something in the state cannot be saved; its path is named.
         """
-        tensors = taken_apart(state)
-        content = {name: tensor for name, tensor in tensors.items() if name != SKELETON}
-        # The skeleton in a file of its own: whoever loads a part of the state reads all of it.
-        layouts = (
-            *laid_out(content, part_bytes),
-            *laid_out({SKELETON: tensors[SKELETON]}, part_bytes),
-        )
+        held = {name: _held(name, tensor, rank) for name, tensor in taken_apart(state).items()}
+        for name, tensor in taken_apart(own).items() if own else ():
+            held[own_name(rank or 0, name)] = piece_of(name, tensor)
+        pieces = {name: piece for name, piece in held.items() if piece.mine}
+        # A skeleton in a file of its own: whoever loads a part of the state reads all of it.
+        small = {name: piece for name, piece in pieces.items() if is_skeleton(name)}
+        large = {name: piece for name, piece in pieces.items() if name not in small}
+        layouts = (*laid_out(large, part_bytes), *laid_out(small, part_bytes))
         for number, layout in enumerate(layouts):
             if number == len(self._buffers):
                 self._buffers.append(anonymous(layout.size))
@@ -81,36 +94,48 @@ class Memory:
             buffer = self._buffers[number]
             buffer[: len(layout.head)] = layout.head
             for box in layout.boxes:
-                _copy_box(tensors[box.tensor], box, buffer)
+                _copy_box(pieces[box.tensor], box, buffer)
         del self._buffers[len(layouts) :]
-        return Snapshot(layouts, _recorded(layouts, tensors), tuple(self._buffers))
+        return Snapshot(layouts, _recorded(layouts, held), tuple(self._buffers))
 
     def clear(self) -> None:
         """Let go of it."""
         self._buffers.clear()
 
 
-def _copy_box(tensor: torch.Tensor, box: Box, buffer: mmap) -> None:
+def _held(name: str, tensor: torch.Tensor, rank: int | None) -> Piece:
+    """What this process holds of a tensor, and whether it saves it."""
+    piece = piece_of(name, tensor)
+    if not is_distributed(tensor):
+        return replace(piece, mine=not rank)
+    if rank is None:
+        raise ConfigurationError(
+            f"{name} is distributed over several ranks: let each of them save with a "
+            "Saver(ranks=Ranks.of_group())."
+        )
+    return piece
+
+
+def _copy_box(piece: Piece, box: Box, buffer: mmap) -> None:
     if not box.size:
         return
-    whole = tuple(tensor.shape) == box.shape
-    source = tensor if whole else tensor.narrow(0, box.start[0], box.shape[0])
+    whole = tuple(piece.local.shape) == box.shape
+    local = piece.local
+    source = local if whole else local.narrow(0, box.start[0] - piece.start[0], box.shape[0])
     count = box.size // box.dtype.itemsize
     place = torch.frombuffer(buffer, dtype=box.dtype, count=count, offset=box.offset)
     place.view(box.shape).copy_(source)
 
 
-def _recorded(
-    layouts: tuple[Layout, ...], tensors: Mapping[str, torch.Tensor]
-) -> dict[str, TensorRecord]:
-    chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
+def _recorded(layouts: tuple[Layout, ...], held: Mapping[str, Piece]) -> dict[str, TensorRecord]:
+    chunks: dict[str, list[Chunk]] = {name: [] for name in held}
     for number, layout in enumerate(layouts):
         for box in layout.boxes:
             chunk = Chunk(part=number, name=box.name, start=box.start, shape=box.shape)
             chunks[box.tensor].append(chunk)
     return {
         name: TensorRecord(
-            dtype=name_of(tensor.dtype), shape=tuple(tensor.shape), chunks=tuple(chunks[name])
+            dtype=name_of(piece.local.dtype), shape=piece.shape, chunks=tuple(chunks[name])
         )
-        for name, tensor in tensors.items()
+        for name, piece in held.items()
     }

@@ -15,11 +15,13 @@ import numpy as np
 import orjson
 import torch
 
+from millrace.checkpoints.pieces import is_distributed
 from millrace.errors import ConfigurationError, CorruptError
 
 SKELETON = "#state"
 """The name of the tensor of bytes that the skeleton is stored as."""
 
+_OWN = "#own-"
 _INT64 = 1 << 63
 _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
@@ -27,7 +29,8 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 def taken_apart(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors of a state by their paths (``model.layers.0.weight``), and its skeleton.
 
-    A tensor that stands in two places is there once. Tensors are not copied.
+    A tensor that stands in two places is there once, unless it is distributed. Tensors are not
+    copied.
 
     Args:
         state: Nested dicts, lists and tuples of tensors, numpy arrays and plain values, such as
@@ -55,6 +58,25 @@ def put_together(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         raise CorruptError(
             f"The skeleton of a checkpoint's state is not readable: {error}"
         ) from error
+
+
+def own_name(rank: int, name: str) -> str:
+    """What a tensor of what a rank alone has is called in the checkpoint of all."""
+    return f"{_OWN}{rank:06d}.{name}"
+
+
+def own_rank(name: str) -> tuple[int, str] | None:
+    """The rank and the name that `own_name` made this name of; None if it did not."""
+    if not name.startswith(_OWN):
+        return None
+    rank, _, inner = name.removeprefix(_OWN).partition(".")
+    return int(rank), inner
+
+
+def is_skeleton(name: str) -> bool:
+    """Whether a tensor is a skeleton: of the state, or of what a rank alone has."""
+    own = own_rank(name)
+    return (own[1] if own else name) == SKELETON
 
 
 class _Apart:
@@ -104,18 +126,20 @@ class _Apart:
             ) from error
 
     def _named(self, tensor: torch.Tensor, path: str) -> str:
-        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        spread = is_distributed(tensor)
+        plain = (spread or type(tensor) in _PLAIN) and tensor.layout is torch.strided
         if not plain or tensor.is_quantized or tensor.is_meta:
             raise ConfigurationError(
-                f"{path} is a {type(tensor).__name__} that is distributed, sparse, quantized or "
-                "without content, which a checkpoint does not hold: give the plain tensors that it "
-                "is made of."
+                f"{path} is a {type(tensor).__name__} that is sharded by other means than DTensor, "
+                "sparse, quantized or without content, which a checkpoint does not hold: give the "
+                "plain tensors that it is made of, or DTensors."
             )
         tensor = tensor.detach()
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-        if tensor.numel() and place in self._names:
+        # A DTensor has no address, and an empty shard none that says anything.
+        if not spread and tensor.numel() and place in self._names:
             return self._names[place]
-        name = path
+        name = f"#{path}" if path.startswith(_OWN) else path
         while name in self._tensors or name == SKELETON:
             name += "#"
         self._tensors[name] = tensor

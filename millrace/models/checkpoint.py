@@ -83,6 +83,32 @@ class Checkpoint(Committed):
         return sum(part.size for part in self.parts)
 
 
+class Share(Committed):
+    """What one of several ranks has saved of a checkpoint: its files are there.
+
+    Attributes:
+        job: Whose.
+        step: Of the training.
+        rank: Which.
+        world: Of how many.
+        parts: Its files.
+        tensors: The tensors that they hold boxes of; each chunk's ``part`` counts in ``parts``.
+        run: Of the job; the first rank's counts, and so with the next two.
+        position: Where the data goes on.
+        notes: Free text of the caller's.
+    """
+
+    job: str
+    step: int
+    rank: int
+    world: int
+    parts: tuple[Part, ...]
+    tensors: dict[str, TensorRecord]
+    run: str
+    position: dict[str, Any]
+    notes: dict[str, str]
+
+
 class Epoch(Committed):
     """An epoch that has ended, and the checkpoint that it ended with.
 

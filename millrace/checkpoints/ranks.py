@@ -1,0 +1,172 @@
+"""Several ranks save one checkpoint together, each its own shards of the tensors.
+
+All that they know of each other is in the bucket, so that nothing of it waits for a collective of
+the trainer's. Each commits a record of its share once its files are there. Whoever finds the shares
+of all commits the metadata: the last one, as each looks after its own commit.
+"""
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Self
+
+import torch
+
+from millrace import errors
+from millrace.checkpoints.find import root_of
+from millrace.checkpoints.pieces import covered_once
+from millrace.checkpoints.tree import own_rank
+from millrace.keys import CheckpointKeys, checked_name
+from millrace.models.checkpoint import Checkpoint, Part, Share, TensorRecord
+from millrace.records import commit_once, commit_same, committed, fetch
+from millrace.storage import Store, exists, list_objects
+
+_LOOK = 1.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Which of several ranks this process is.
+
+    Attributes:
+        rank: From 0.
+        world: How many there are.
+        attempt: A name that all of them have alike, and that is new whenever they are started:
+            shares of one attempt are never taken for another's.
+    """
+
+    rank: int
+    world: int
+    attempt: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world:
+            raise errors.ConfigurationError(f"There is no rank {self.rank} of {self.world}.")
+        if "/" in checked_name(self.attempt, what="The attempt"):
+            raise errors.ConfigurationError(f"The attempt {self.attempt!r} has a '/' in it.")
+
+    @classmethod
+    def of_group(cls, group: torch.distributed.ProcessGroup | None = None) -> Self:
+        """The ranks of torch's process group, with an attempt drawn by the first.
+
+        A collective: all of them call it.
+
+        Args:
+            group: By default all processes.
+        """
+        dist = torch.distributed
+        on_gpu = dist.get_backend(group) == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
+        drawn = torch.tensor(list(secrets.token_bytes(16)), dtype=torch.uint8, device=device)
+        dist.broadcast(drawn, group=group, group_src=0)
+        attempt = drawn.cpu().numpy().tobytes().hex()
+        return cls(dist.get_rank(group), dist.get_world_size(group), attempt)
+
+
+def save_together(store: Store, ranks: Ranks, share: Share, within: timedelta) -> Checkpoint:
+    """Commit what this rank has saved, whose files are there, and wait for the others.
+
+    Args:
+        store: Where to.
+        ranks: This rank and its attempt.
+        share: What it has saved.
+        within: For how long it waits.
+
+    Returns:
+        The checkpoint of all, committed by whoever came last.
+
+    Raises:
+        UnavailableError: Not all shares came: there is no checkpoint.
+        ConfigurationError: The shares do not make up a whole.
+        ConflictError: Another checkpoint of this step is there, or another share of this rank.
+    """
+    keys = CheckpointKeys(share.job)
+    commit_same(store, keys.share(share.step, ranks.attempt, ranks.rank), share)
+    deadline = time.monotonic() + within.total_seconds()
+    made = _joined(store, ranks, share)
+    while made is None and not exists(store, keys.metadata(share.step)):
+        if time.monotonic() > deadline:
+            made = _joined(store, ranks, share)  # the last one may have died after its commit
+            if made is None:
+                raise errors.UnavailableError(
+                    f"Not all {ranks.world} ranks have saved their share of step {share.step} of "
+                    f"{share.job} after {within.total_seconds():g} s: it has no checkpoint. See "
+                    "what became of the others, and save the next one."
+                )
+        else:
+            time.sleep(_LOOK)
+    if made is not None:
+        return commit_once(store, keys.metadata(share.step), made).record
+    return fetch(store, keys.metadata(share.step), Checkpoint)
+
+
+def has(checkpoint: Checkpoint, share: Share) -> bool:
+    """Whether a checkpoint is made of this share, among others."""
+    digests = {part.sha256 for part in checkpoint.parts}
+    return digests.issuperset(part.sha256 for part in share.parts)
+
+
+def _joined(store: Store, ranks: Ranks, share: Share) -> Checkpoint | None:
+    prefix = CheckpointKeys(share.job).shares(share.step, ranks.attempt)
+    if len(list(list_objects(store, prefix))) < ranks.world:
+        return None
+    shares = [found for _, found in committed(store, prefix, Share)]
+    return assembled(sorted(shares, key=lambda one: one.rank))
+
+
+def assembled(shares: Sequence[Share]) -> Checkpoint:
+    """The checkpoint that the shares of all ranks make up.
+
+    Args:
+        shares: In the order of their ranks.
+
+    Raises:
+        ConfigurationError: They do not: a tensor has a hole, or is there twice.
+    """
+    first = shares[0]
+    parts: dict[str, Part] = {}
+    numbers: dict[str, int] = {}
+    tensors: dict[str, TensorRecord] = {}
+    for share in shares:
+        for part in share.parts:
+            numbers.setdefault(part.sha256, len(parts))
+            parts.setdefault(part.sha256, part)
+        for name, record in share.tensors.items():
+            chunks = tuple(
+                chunk.model_copy(update={"part": numbers[share.parts[chunk.part].sha256]})
+                for chunk in record.chunks
+            )
+            before = tensors.get(name)
+            if before is not None and (before.dtype, before.shape) != (record.dtype, record.shape):
+                raise _unlike(name, share)
+            if before is None and share is not first and own_rank(name) is None:
+                raise _unlike(name, share)
+            there = before.chunks if before else ()
+            tensors[name] = record.model_copy(update={"chunks": (*there, *chunks)})
+    for name, record in tensors.items():
+        if not covered_once(record.shape, record.chunks):
+            raise errors.ConfigurationError(
+                f"The ranks' shards of {name} do not make up a whole: each element must be on one "
+                "rank, or on replicas that the mesh knows of. Give DTensors of one mesh."
+            )
+    files = tuple(parts.values())
+    return Checkpoint(
+        job=first.job,
+        step=first.step,
+        run=first.run,
+        position=first.position,
+        notes=first.notes,
+        saved=datetime.now(UTC),
+        root=root_of(files, tensors),
+        parts=files,
+        tensors=tensors,
+    )
+
+
+def _unlike(name: str, share: Share) -> errors.ConfigurationError:
+    return errors.ConfigurationError(
+        f"Rank {share.rank} has {name}, and rank 0 has not, or has another: give a state of the "
+        "same form on all ranks, and what a rank alone has as `own`."
+    )
