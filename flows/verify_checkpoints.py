@@ -4,16 +4,16 @@ from prefect import flow
 
 from blocks import Bucket
 from millrace.checkpoints import Check
-from millrace.errors import ConfigurationError, CorruptError
+from millrace.errors import CorruptError
 from millrace.storage import Right
-from tasks.checkpointing import SeenCheckpoint, report_checkpoints, verify_job
+from tasks.checkpointing import SeenCheckpoint, all_jobs, report_checkpoints, verify_job
 from tasks.places import check_right, spec_of
 
 
 @flow(name="verify-checkpoints")
 def verify_checkpoints(
     bucket: Bucket | str,
-    jobs: list[str],
+    jobs: list[str] | None = None,
     check: Check = Check.DIGESTS,
 ) -> list[SeenCheckpoint]:
     """Check that every file of every checkpoint is there, and is what was saved.
@@ -22,14 +22,12 @@ def verify_checkpoints(
 
     Args:
         bucket: A Millrace Bucket block with read credentials, or the URL of a folder.
-        jobs: Whose checkpoints.
+        jobs: Whose checkpoints. Left out: all jobs below the bucket's URL.
         check: `sizes` takes a request a file; `digests` reads all of it.
     """
-    if not jobs:
-        raise ConfigurationError("Name at least one job: a prefix below the bucket's URL.")
     place = spec_of(bucket, Right.READ)
     check_right(bucket, Right.READ)
-    found = [seen for job in jobs for seen in verify_job(place, job, check)]
+    found = [seen for job in jobs or all_jobs(place) for seen in verify_job(place, job, check)]
     report_checkpoints(place.url, found, check)
     damaged = [seen for seen in found if seen.damage]
     if damaged:

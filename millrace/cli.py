@@ -300,15 +300,14 @@ def probe(url: str, job: str, *, size: str, within: float | None) -> int:
     """
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
-    from millrace.checkpoints import probe as look
-    from millrace.storage import open_store
+    from millrace.checkpoints import open_destination
 
     try:
         whole = TypeAdapter(ByteSize).validate_python(size)
     except ValidationError:
         raise errors.ConfigurationError(f"{size!r} is no size: write 80GB, or 512MiB.") from None
     limit = None if within is None else timedelta(seconds=within)
-    found = look(open_store(url), job, size=int(whole), within=limit)
+    found = open_destination(url).probe(job, size=int(whole), within=limit)
     click.echo(f"{found.verdict}: {found.reason}")
     if found.rate:
         click.echo(f"One upload: {found.rate / 1e6:.1f} MB/s.")

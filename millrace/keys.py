@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from millrace.errors import ConfigurationError
 
 _OURS = {"shards", "commits", "splits", "quarantine", "lease"}
+CHECKPOINTS = "checkpoints"
+"""The folder of a job that its checkpoints are in."""
+_NO_JOBS = frozenset({*_OURS, CHECKPOINTS})
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 _SPLIT = re.compile(r"[a-z]+-\d{5,}")
 _SHARD = re.compile(r"(?P<split>[a-z]+-\d{5,})-(?P<n>\d{6,})")
@@ -181,15 +184,15 @@ class CheckpointKeys:
 
     def __post_init__(self) -> None:
         name = checked_name(self.job, what="The job's name")
-        if name != self.job or "checkpoints" in name.split("/"):
+        if name != self.job or _NO_JOBS.intersection(name.split("/")):
             raise ConfigurationError(
-                f"The job's name {self.job!r} begins or ends with '/', or has 'checkpoints' in it, "
-                "as its own objects do: write another."
+                f"The job's name {self.job!r} begins or ends with '/', or has one of "
+                f"{', '.join(sorted(_NO_JOBS))} in it, as objects of ours do: write another."
             )
 
     @property
     def prefix(self) -> str:
-        return f"{self.job}/checkpoints/"
+        return f"{self.job}/{CHECKPOINTS}/"
 
     def folder(self, step: int) -> str:
         """The prefix of all that belongs to one step."""

@@ -54,19 +54,11 @@ def commit_once(store: Store, key: str, record: R) -> Commit[R]:
             the record was committed. Calling again finds out.
     """
     nonce = secrets.token_hex(16)
-    body = canonical(
-        {
-            "kind": type(record).__name__,
-            "version": _VERSION,
-            "nonce": nonce,
-            "record": record.model_dump(mode="json"),
-        }
-    )
     try:
-        create(store, key, body)
+        create(store, key, encoded(record, nonce))
     except (errors.ExistsError, errors.UnavailableError) as error:
         try:
-            there, its_nonce = _decoded(store, key, type(record), read(store, key))
+            there, its_nonce = decoded(store.url_of(key), type(record), read(store, key))
         except (errors.NotFoundError, errors.UnavailableError):
             raise error from None
         return Commit(there, mine=its_nonce == nonce)
@@ -102,7 +94,7 @@ def fetch(store: Store, key: str, kind: type[R]) -> R:
         NotFoundError: None was committed.
         CorruptError: What is there is no such record.
     """
-    return _decoded(store, key, kind, read(store, key))[0]
+    return decoded(store.url_of(key), kind, read(store, key))[0]
 
 
 def committed(
@@ -130,7 +122,29 @@ def committed(
             yield from pool.map(pair, batch)
 
 
-def _decoded(store: Store, key: str, kind: type[R], body: bytes) -> tuple[R, str]:
+def encoded(record: BaseModel, nonce: str) -> bytes:
+    """What is written for a record: `decoded` reads it."""
+    return canonical(
+        {
+            "kind": type(record).__name__,
+            "version": _VERSION,
+            "nonce": nonce,
+            "record": record.model_dump(mode="json"),
+        }
+    )
+
+
+def decoded(where: str, kind: type[R], body: bytes) -> tuple[R, str]:
+    """A record, and the nonce that it was written with.
+
+    Args:
+        where: It was read from this URL.
+        kind: What it is.
+        body: Its bytes.
+
+    Raises:
+        CorruptError: They are no such record.
+    """
     try:
         envelope = orjson.loads(body)
         version, its_kind, nonce = envelope["version"], envelope["kind"], envelope["nonce"]
@@ -138,9 +152,9 @@ def _decoded(store: Store, key: str, kind: type[R], body: bytes) -> tuple[R, str
             return kind.model_validate_json(orjson.dumps(envelope["record"])), str(nonce)
     except (orjson.JSONDecodeError, KeyError, TypeError, ValidationError) as error:
         raise errors.CorruptError(
-            f"{store.url_of(key)} is not a record of Millrace's; was it written by hand?"
+            f"{where} is not a record of Millrace's; was it written by hand?"
         ) from error
     raise errors.CorruptError(
-        f"{store.url_of(key)} is a {its_kind} of version {version}; this Millrace reads "
+        f"{where} is a {its_kind} of version {version}; this Millrace reads "
         f"{kind.__name__} of version {_VERSION}. Another version wrote it."
     )

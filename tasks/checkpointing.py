@@ -8,7 +8,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from millrace import errors
-from millrace.checkpoints import Check, SavedSource, survey, transfer, verify
+from millrace.checkpoints import Check, SavedSource, find_jobs, survey, transfer, verify
 from millrace.models.checkpoint import Checkpoint
 from millrace.progress import Event
 from millrace.storage import StoreSpec, open_store
@@ -34,6 +34,12 @@ class SeenCheckpoint:
     files: int
     size: int
     damage: tuple[str, ...]
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def all_jobs(place: StoreSpec) -> list[str]:
+    """The jobs that may have checkpoints."""
+    return list(find_jobs(open_store(place, make_folder=False)))
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)

@@ -6,11 +6,18 @@ if TYPE_CHECKING:
     from millrace.checkpoints.choosing import Choice
     from millrace.checkpoints.contents import Content, saved_content
     from millrace.checkpoints.cooldown import Cooled, cool_down, epochs_without
+    from millrace.checkpoints.destinations import (
+        Destination,
+        StoreDestination,
+        bring,
+        open_destination,
+    )
     from millrace.checkpoints.epochs import EpochSaver
     from millrace.checkpoints.find import (
         Check,
         checkpoint_of,
         checkpoints,
+        find_jobs,
         latest,
         newest,
         quarantine,
@@ -34,7 +41,6 @@ if TYPE_CHECKING:
     )
     from millrace.checkpoints.saving import Saver, Saving
     from millrace.checkpoints.settings import CooldownSettings, OnTimeout, Retention, SaveSettings
-    from millrace.checkpoints.transferring import transfer
     from millrace.checkpoints.watching import Seen, watch
     from millrace.models.checkpoint import Outcome
 
@@ -44,6 +50,7 @@ __all__ = [
     "Content",
     "CooldownSettings",
     "Cooled",
+    "Destination",
     "EpochSaver",
     "Loaded",
     "MemberSettings",
@@ -61,16 +68,20 @@ __all__ = [
     "Saver",
     "Saving",
     "Seen",
+    "StoreDestination",
     "Verdict",
+    "bring",
     "checkpoint_of",
     "checkpoints",
     "cool_down",
     "end_epoch",
     "epochs_without",
+    "find_jobs",
     "latest",
     "load",
     "load_into",
     "newest",
+    "open_destination",
     "pin",
     "plan_retention",
     "probe",
@@ -79,7 +90,6 @@ __all__ = [
     "saved_content",
     "steps",
     "survey",
-    "transfer",
     "unpin",
     "verify",
     "watch",
@@ -90,6 +100,7 @@ _ROOMS = {
     "Content": "contents",
     "CooldownSettings": "settings",
     "Cooled": "cooldown",
+    "Destination": "destinations",
     "EpochSaver": "epochs",
     "Loaded": "loading",
     "MemberSettings": "member",
@@ -107,18 +118,20 @@ _ROOMS = {
     "Saver": "saving",
     "Saving": "saving",
     "Seen": "watching",
+    "StoreDestination": "destinations",
     "Verdict": "probing",
+    "bring": "destinations",
     "cool_down": "cooldown",
     "end_epoch": "member",
     "epochs_without": "cooldown",
     "load": "loading",
     "load_into": "loading",
+    "open_destination": "destinations",
     "pin": "retention",
     "plan_retention": "retention",
     "probe": "probing",
     "retain": "retention",
     "saved_content": "contents",
-    "transfer": "transferring",
     "unpin": "retention",
     "watch": "watching",
 }

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from millrace import errors
 from millrace.digest import canonical, sha256
-from millrace.keys import CheckpointKeys
+from millrace.keys import CHECKPOINTS, CheckpointKeys
 from millrace.models.checkpoint import Checkpoint, Part, Quarantine, TensorRecord
 from millrace.progress import Event, Progress, silent
 from millrace.records import commit_once, fetch
@@ -24,6 +24,25 @@ class Check(StrEnum):
 
     SIZES = "sizes"
     DIGESTS = "digests"
+
+
+def find_jobs(store: Store, prefix: str = "", *, deepest: int = 4) -> Iterator[str]:
+    """The jobs below a store's URL that may have checkpoints. One listing a folder.
+
+    Args:
+        store: Where to look.
+        prefix: Below which folder; it ends in ``/``, or is empty.
+        deepest: How many folders deep a job's name may be.
+    """
+    for name in list_folders(store, prefix):
+        try:
+            keys = CheckpointKeys(prefix + name)
+        except errors.ConfigurationError:
+            continue  # not a name that a job can have
+        if CHECKPOINTS in list_folders(store, f"{keys.job}/"):
+            yield keys.job
+        elif deepest > 1:
+            yield from find_jobs(store, f"{keys.job}/", deepest=deepest - 1)
 
 
 def steps(store: Store, job: str) -> list[int]:
@@ -41,14 +60,22 @@ def checkpoint_of(store: Store, job: str, step: int) -> Checkpoint:
         CorruptError: What is there is not the checkpoint of this job and step.
     """
     key = CheckpointKeys(job).metadata(step)
-    found = fetch(store, key, Checkpoint)
+    return checked(store.url_of(key), fetch(store, key, Checkpoint), job, step)
+
+
+def checked(where: str, found: Checkpoint, job: str, step: int) -> Checkpoint:
+    """A checkpoint's metadata that was found where that of a job and step stands.
+
+    Raises:
+        CorruptError: It is another's, or was changed.
+    """
     if (found.job, found.step) != (job, step):
         raise errors.CorruptError(
-            f"{store.url_of(key)} is a checkpoint of {found.job} at step {found.step}: it was "
-            "copied there, and its files are not."
+            f"{where} is a checkpoint of {found.job} at step {found.step}: it was copied there, "
+            "and its files are not."
         )
     if root_of(found.parts, found.tensors) != found.root:
-        raise errors.CorruptError(f"{store.url_of(key)} is not what it was when it was committed.")
+        raise errors.CorruptError(f"{where} is not what it was when it was committed.")
     return found
 
 

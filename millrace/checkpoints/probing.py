@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,8 +18,10 @@ from millrace import errors
 from millrace.keys import CheckpointKeys, write_probe
 from millrace.storage import Backend, Store, create, delete, list_objects, put, read
 
-_SAMPLE = 4 << 20  # bytes, by which the rate is measured
-_PATIENCE = timedelta(seconds=20)
+SAMPLE = 4 << 20
+"""Bytes by which the rate is measured."""
+PATIENCE = timedelta(seconds=20)
+"""How long each request of a probe is tried, by default."""
 _THROTTLED = {429, 503}
 
 
@@ -71,7 +73,7 @@ def probe(
     *,
     size: int = 0,
     within: timedelta | None = None,
-    patience: timedelta = _PATIENCE,
+    patience: timedelta = PATIENCE,
 ) -> Probe:
     """Try what a save does, and leave nothing behind.
 
@@ -84,81 +86,38 @@ def probe(
     """
     key = write_probe(CheckpointKeys(job).job, secrets.token_hex(8))
     hurried = store.hurried(patience)
+    folder = store.location.bucket if store.location.backend is Backend.FILE else None
+    return probed(
+        store.url, lambda: _tried(hurried, job, key), size=size, within=within, folder=folder
+    )
+
+
+def probed(
+    url: str,
+    tried: Callable[[], float],
+    *,
+    size: int,
+    within: timedelta | None,
+    folder: str | None = None,
+) -> Probe:
+    """The verdict on a place, from what came of trying it.
+
+    Args:
+        url: Where it is.
+        tried: Tries it, under `understood`; returns the bytes a second of an upload.
+        size: As of `probe`.
+        within: As of `probe`.
+        folder: Whose disk must have room, if it is one of this machine.
+    """
     try:
-        rate = _tried(hurried, job, key)
-    except _FailedError as failed:
+        rate = tried()
+    except FailedError as failed:
         return Probe(failed.verdict, str(failed))
-    return _judged(store, rate, size, within)
-
-
-class _FailedError(Exception):
-    def __init__(self, verdict: Verdict, reason: str) -> None:
-        super().__init__(reason)
-        self.verdict = verdict
-
-
-def _tried(store: Store, job: str, key: str) -> float:
-    """Do what a save does; bytes a second of the upload."""
-    with _understood(Verdict.DENIED):
-        next(list_objects(store, f"{job}/"), None)
-    body, other = os.urandom(_SAMPLE), secrets.token_bytes(16)
-    with _understood(Verdict.READ_ONLY):
-        try:
-            began = time.monotonic()
-            create(store, key, body)
-            rate = len(body) / max(time.monotonic() - began, 1e-6)
-            _read_back(store, key, body)
-            put(store, key, other)
-            _read_back(store, key, other)
-        except BaseException:
-            with suppress(errors.MillraceError):
-                delete(store, [key])
-            raise
-        failures = delete(store, [key])
-    if failures:
-        raise _FailedError(
-            Verdict.READ_ONLY,
-            f"{store.url_of(key)} could not be deleted ({failures[0].reason}): allow it, or what "
-            "no checkpoint needs any more stays forever. Delete this object by hand.",
-        )
-    return rate
-
-
-def _read_back(store: Store, key: str, body: bytes) -> None:
-    if read(store, key) != body:
-        raise _FailedError(
-            Verdict.WRONG,
-            f"{store.url_of(key)} is not what was written a moment ago: this store is broken, or "
-            "something between here and there changes bytes or keeps old ones.",
-        )
-
-
-@contextmanager
-def _understood(denied: Verdict) -> Generator[None]:
-    """Tell apart why a store does not do what it is asked."""
-    try:
-        yield
-    except errors.DeniedError as error:
-        raise _FailedError(denied, str(error)) from error
-    except errors.NotFoundError as error:
-        reason = f"{error} Create the bucket, or correct the URL."
-        raise _FailedError(Verdict.NOT_FOUND, reason) from error
-    except errors.UnavailableError as error:
-        slow = error.status in _THROTTLED
-        verdict = Verdict.THROTTLED if slow else Verdict.UNREACHABLE
-        raise _FailedError(verdict, str(error)) from error
-    except errors.MillraceError as error:
-        raise _FailedError(Verdict.UNKNOWN, str(error)) from error
-
-
-def _judged(store: Store, rate: float, size: int, within: timedelta | None) -> Probe:
-    """Whether there is room and time for a checkpoint."""
     expected = size / rate
-    if store.location.backend is Backend.FILE:
-        free = shutil.disk_usage(store.location.bucket).free
-        if free < size:
-            reason = f"{store.url} has room for {free:,} bytes, and a checkpoint has {size:,}."
-            return Probe(Verdict.NO_SPACE, reason, rate, expected)
+    free = None if folder is None else shutil.disk_usage(folder).free
+    if free is not None and free < size:
+        reason = f"{url} has room for {free:,} bytes, and a checkpoint has {size:,}."
+        return Probe(Verdict.NO_SPACE, reason, rate, expected)
     if within is not None and expected > within.total_seconds():
         reason = (
             f"At {rate / 1e6:.1f} MB/s a checkpoint of {size:,} bytes takes {expected:.0f} s, and "
@@ -166,5 +125,68 @@ def _judged(store: Store, rate: float, size: int, within: timedelta | None) -> P
             "members upload."
         )
         return Probe(Verdict.TOO_SLOW, reason, rate, expected)
-    reason = f"{store.url} takes, gives back, overwrites and deletes objects."
+    reason = f"{url} takes, gives back, overwrites and deletes objects."
     return Probe(Verdict.READY, reason, rate, expected)
+
+
+class FailedError(Exception):
+    """The verdict is out, and is no yes."""
+
+    def __init__(self, verdict: Verdict, reason: str) -> None:
+        super().__init__(reason)
+        self.verdict = verdict
+
+
+def _tried(store: Store, job: str, key: str) -> float:
+    """Do what a save does; bytes a second of the upload."""
+    with understood(Verdict.DENIED):
+        next(list_objects(store, f"{job}/"), None)
+    body, other = os.urandom(SAMPLE), secrets.token_bytes(16)
+    with understood(Verdict.READ_ONLY):
+        try:
+            began = time.monotonic()
+            create(store, key, body)
+            rate = len(body) / max(time.monotonic() - began, 1e-6)
+            check_same(store.url_of(key), read(store, key), body)
+            put(store, key, other)
+            check_same(store.url_of(key), read(store, key), other)
+        except BaseException:
+            with suppress(errors.MillraceError):
+                delete(store, [key])
+            raise
+        failures = delete(store, [key])
+    if failures:
+        raise FailedError(
+            Verdict.READ_ONLY,
+            f"{store.url_of(key)} could not be deleted ({failures[0].reason}): allow it, or what "
+            "no checkpoint needs any more stays forever. Delete this object by hand.",
+        )
+    return rate
+
+
+def check_same(url: str, body: bytes, written: bytes) -> None:
+    """Refuse a place that gives back something else than it was given."""
+    if body != written:
+        raise FailedError(
+            Verdict.WRONG,
+            f"{url} is not what was written a moment ago: this store is broken, or "
+            "something between here and there changes bytes or keeps old ones.",
+        )
+
+
+@contextmanager
+def understood(denied: Verdict) -> Generator[None]:
+    """Tell apart why a store does not do what it is asked."""
+    try:
+        yield
+    except errors.DeniedError as error:
+        raise FailedError(denied, str(error)) from error
+    except errors.NotFoundError as error:
+        reason = f"{error} Create it, or correct the URL."
+        raise FailedError(Verdict.NOT_FOUND, reason) from error
+    except errors.UnavailableError as error:
+        slow = error.status in _THROTTLED
+        verdict = Verdict.THROTTLED if slow else Verdict.UNREACHABLE
+        raise FailedError(verdict, str(error)) from error
+    except errors.MillraceError as error:
+        raise FailedError(Verdict.UNKNOWN, str(error)) from error

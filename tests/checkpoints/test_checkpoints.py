@@ -13,6 +13,7 @@ from millrace.checkpoints import (
     Saver,
     SaveSettings,
     checkpoint_of,
+    find_jobs,
     latest,
     load,
     newest,
@@ -102,6 +103,15 @@ def test_the_newest_step_is_found_by_listing(store):
     assert found.step == 100
     assert load(store, KEYS.job).checkpoint.step == 100
     assert load(store, KEYS.job, step=9).checkpoint.step == 9
+
+
+def test_jobs_are_found_wherever_they_are(store):
+    for job in ("one", "runs/two", "runs/deep/three"):
+        with Saver(store, job, SMALL) as saver:
+            saver.save({"w": torch.ones(1)}, step=1)
+    put(store, "words/shards/train-00000-000000.tar", b"")
+    put(store, "checkpoints/no-job", b"")
+    assert sorted(find_jobs(store)) == ["one", "runs/deep/three", "runs/two"]
 
 
 def test_without_a_checkpoint_there_is_none(store):

@@ -17,14 +17,11 @@ from millrace.checkpoints import (
     OnTimeout,
     Outcome,
     Retention,
-    Saver,
     SaveSettings,
     checkpoint_of,
-    checkpoints,
     epochs_without,
     load,
     plan_retention,
-    transfer,
     verify,
 )
 from millrace.checkpoints.choosing import Choice, order_of
@@ -35,7 +32,6 @@ from millrace.lease import Holder, StoreClock, acquire
 from millrace.models.checkpoint import Claim, Ended, Epoch, Roster
 from millrace.records import commit_once, fetch
 from millrace.storage import Store, delete, list_objects, open_store, put, read
-from tests.servers.faults import Fault
 from tests.stores import spec_of
 
 JOB = "runs/one"
@@ -344,29 +340,6 @@ def test_nothing_unnamed_is_left(folder, members) -> None:
 def test_there_is_no_way_to_skip_the_upload() -> None:
     with pytest.raises(ValueError, match="skip_upload"):
         CooldownSettings(skip_upload=True)  # pyright: ignore[reportCallIssue]
-
-
-def test_a_transfer_ends_though_answers_are_lost_and_another_sends_too(request, r2, tmp_path):
-    source = open_store(tmp_path.as_uri())
-    with Saver(source, "trained", SMALL) as saver:
-        saved = saver.save(state_of(0), step=5, position={"sample": 9}).result()
-    store = open_store(spec_of("r2", request))
-    r2.reset()
-    r2.fail_next(Fault.LOST, 3, "PUT", "/parts/")
-    there = CheckpointKeys("job").part(5, saved.parts[-1].sha256)
-    put(store, there, b"wrong")
-    try:
-        found = transfer(source, saved, store, "job")
-        assert r2.counts()[Fault.LOST] == 3
-    finally:
-        r2.reset()
-    assert (found.root, found.job) == (saved.root, "job")
-    assert not verify(store, found)
-    assert transfer(source, saved, store, "job") == found
-    put(source, CheckpointKeys("trained").part(5, saved.parts[0].sha256), b"x")
-    with pytest.raises(errors.CorruptError):
-        transfer(source, saved, store, "another")
-    assert not list(checkpoints(store, "another"))
 
 
 def test_members_wait_for_each_other_until_somebody_has_seen_them_all(folder, members) -> None:

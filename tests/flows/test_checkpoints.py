@@ -38,7 +38,7 @@ def test_damage_fails_the_flow_and_the_report_names_it(
     part = found.parts[0]
     key = CheckpointKeys("job").part(2, part.sha256)
     put(store, key, b"x" * part.size)
-    done = deployed.start(VERIFY, **asked)
+    done = deployed.start(VERIFY, bucket=asked["bucket"])  # all jobs
     assert done.code == 1
     state = deployed.flow_run(done.run).state
     assert state is not None

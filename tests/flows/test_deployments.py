@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import pytest
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
 
 from tests.flows.conftest import CUT, RUN, SHARD, MakeBlock, jsonl, texts, texts_in
@@ -104,9 +105,10 @@ def test_wrong_values_are_refused_before_there_is_a_run(deployed: PrefectServer)
     assert "holdout" in said.stdout + said.stderr or "0.9" in said.stdout + said.stderr
 
 
-def test_a_cron_deployment_gets_its_scheduled_run(deployed: PrefectServer) -> None:
+@pytest.mark.parametrize("name", ["verify-datasets", "verify-checkpoints"])
+def test_a_cron_deployment_gets_its_scheduled_run(deployed: PrefectServer, name: str) -> None:
     with deployed.client() as client:
-        deployment = client.read_deployment_by_name("verify-datasets/verify-datasets")
+        deployment = client.read_deployment_by_name(f"{name}/{name}")
         assert [schedule.active for schedule in deployment.schedules] == [True]
 
         def scheduled() -> bool:

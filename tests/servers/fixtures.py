@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.servers.gcs import GCSServer
+from tests.servers.hub import HubServer
 from tests.servers.r2 import R2Proxy
 from tests.servers.rgw import RGW
 
@@ -46,6 +47,13 @@ def _r2_at_rest(request: pytest.FixtureRequest) -> None:
 def gcs(server_folder: Path) -> Iterator[GCSServer]:
     """A Cloud Storage with the bucket ``bucket``."""
     with GCSServer.start(server_folder / "gcs") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def hub(server_folder: Path) -> Iterator[HubServer]:
+    """A Hugging Face Hub without repositories."""
+    with HubServer.start(server_folder / "hub") as server:
         yield server
 
 

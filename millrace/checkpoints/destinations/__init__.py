@@ -1,0 +1,42 @@
+"""Where checkpoints are brought to, and from: a store, or a repository of the Hugging Face Hub."""
+
+from typing import TYPE_CHECKING
+
+from millrace.checkpoints.destinations.base import Destination, bring
+from millrace.checkpoints.destinations.bucket import StoreDestination
+from millrace.errors import ConfigurationError
+from millrace.storage import StoreSpec, open_store
+
+if TYPE_CHECKING:
+    from millrace.checkpoints.destinations.hub import HubSpec
+
+__all__ = ["Destination", "StoreDestination", "bring", "open_destination"]
+
+
+def open_destination(
+    place: "str | StoreSpec | HubSpec", *, make_folder: bool = True
+) -> Destination:
+    """Open the destination at a URL. Nothing is sent.
+
+    Args:
+        place: The URL of a store, ``hf://owner/name``, ``hf://owner/name@branch``, or what says
+            more of either.
+        make_folder: Make the folder of a ``file://`` URL, if it is not there.
+
+    Raises:
+        ConfigurationError: It names neither, or the Hub's library is not installed.
+    """
+    if isinstance(place, StoreSpec):
+        return StoreDestination(open_store(place, make_folder=make_folder))
+    if isinstance(place, str) and not place.startswith("hf://"):
+        return StoreDestination(open_store(place, make_folder=make_folder))
+    try:
+        from millrace.checkpoints.destinations.hub import (  # noqa: PLC0415 - an extra
+            HubDestination,
+            HubSpec,
+        )
+    except ImportError:
+        raise ConfigurationError(
+            "The Hugging Face Hub takes its own library: pip install 'millrace[hub]'."
+        ) from None
+    return HubDestination(HubSpec.parse(place) if isinstance(place, str) else place)

@@ -1,0 +1,94 @@
+"""Where checkpoints are brought to, and from: what every kind of place can do."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Protocol
+
+from millrace.checkpoints.contents import Content
+from millrace.checkpoints.find import Check
+from millrace.checkpoints.probing import PATIENCE, Probe
+from millrace.models.checkpoint import Checkpoint
+from millrace.progress import Progress, silent
+
+
+class Destination(Protocol):
+    """A place for checkpoints. What is there is found by listing, and committed once."""
+
+    @property
+    def url(self) -> str:
+        """Where it is, without credentials."""
+        ...
+
+    def probe(
+        self,
+        job: str,
+        *,
+        size: int = 0,
+        within: timedelta | None = None,
+        patience: timedelta = PATIENCE,
+    ) -> Probe:
+        """Try what a save does, and leave nothing behind. As of `millrace.checkpoints.probe`."""
+        ...
+
+    def checkpoints(self, job: str) -> Iterator[Checkpoint]:
+        """The complete checkpoints of a job, newest first. Their files are not looked at."""
+        ...
+
+    def checkpoint(self, job: str, step: int) -> Checkpoint:
+        """The checkpoint of a step.
+
+        Raises:
+            NotFoundError: There is none that is complete.
+            CorruptError: What is there is not the checkpoint of this job and step.
+        """
+        ...
+
+    def content(self, checkpoint: Checkpoint) -> Content:
+        """What a checkpoint is made of; its files are verified when they are read."""
+        ...
+
+    def verify(self, checkpoint: Checkpoint, *, check: Check = Check.DIGESTS) -> dict[str, str]:
+        """The damage of a checkpoint: a sentence by the digest of each file at fault."""
+        ...
+
+    def publish(
+        self,
+        checkpoint: Checkpoint,
+        content: Content,
+        job: str,
+        *,
+        uploads: int = 4,
+        progress: Progress = silent,
+    ) -> Checkpoint:
+        """Bring a checkpoint here, and commit it once, under the same step.
+
+        What is here already is not sent again. Killed at any time, the next call goes on; of
+        several callers one commits, and all return what it has committed.
+
+        Args:
+            checkpoint: Which.
+            content: Its files, wherever they are.
+            job: Whose it is here.
+            uploads: Files that are uploaded at once; each takes its size in memory.
+            progress: Told of each file: ``checkpoint.part``, and at the end ``checkpoint.saved``.
+
+        Raises:
+            CorruptError: A file is not the bytes that were saved: nothing was committed.
+            ConflictError: Another checkpoint of this step is here.
+            UnavailableError, DeniedError: The place fails, or refuses.
+        """
+        ...
+
+
+def bring(
+    source: Destination,
+    checkpoint: Checkpoint,
+    destination: Destination,
+    job: str,
+    *,
+    uploads: int = 4,
+    progress: Progress = silent,
+) -> Checkpoint:
+    """Copy a checkpoint from one place to another, verified on both sides. See `publish`."""
+    content = source.content(checkpoint)
+    return destination.publish(checkpoint, content, job, uploads=uploads, progress=progress)

@@ -1,0 +1,96 @@
+"""A store as a destination: a bucket, or a folder."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+from millrace import errors
+from millrace.checkpoints import find
+from millrace.checkpoints.contents import Content, saved_content
+from millrace.checkpoints.find import Check
+from millrace.checkpoints.probing import PATIENCE, Probe, probe
+from millrace.checkpoints.race import Race
+from millrace.keys import CheckpointKeys
+from millrace.models.checkpoint import Checkpoint
+from millrace.progress import Event, Progress, silent
+from millrace.records import commit_once
+from millrace.storage import Store, list_objects
+
+
+@dataclass(frozen=True, slots=True)
+class StoreDestination:
+    """Checkpoints in a store, each file an object under its digest.
+
+    Attributes:
+        store: Which.
+    """
+
+    store: Store
+
+    @property
+    def url(self) -> str:
+        return self.store.url
+
+    def probe(
+        self,
+        job: str,
+        *,
+        size: int = 0,
+        within: timedelta | None = None,
+        patience: timedelta = PATIENCE,
+    ) -> Probe:
+        return probe(self.store, job, size=size, within=within, patience=patience)
+
+    def checkpoints(self, job: str) -> Iterator[Checkpoint]:
+        return find.checkpoints(self.store, job)
+
+    def checkpoint(self, job: str, step: int) -> Checkpoint:
+        return find.checkpoint_of(self.store, job, step)
+
+    def content(self, checkpoint: Checkpoint) -> Content:
+        return saved_content(self.store, checkpoint)
+
+    def verify(self, checkpoint: Checkpoint, *, check: Check = Check.DIGESTS) -> dict[str, str]:
+        return find.verify(self.store, checkpoint, check=check)
+
+    def publish(
+        self,
+        checkpoint: Checkpoint,
+        content: Content,
+        job: str,
+        *,
+        uploads: int = 4,
+        progress: Progress = silent,
+    ) -> Checkpoint:
+        store, keys = self.store, CheckpointKeys(job)
+        news = threading.Event()
+        race = Race(
+            store,
+            job,
+            content,
+            uploads=uploads,
+            check=Check.DIGESTS,
+            news=news.set,
+            progress=progress,
+        )
+        race.see(list_objects(store, keys.parts(checkpoint.step)))
+        race.begin(0, 1)
+        try:
+            news.wait()
+        finally:
+            race.stop()
+        if race.error is not None:
+            raise race.error
+        key = keys.metadata(checkpoint.step)
+        record = checkpoint.model_copy(
+            update={"job": job, "parts": content.parts, "root": content.root}
+        )
+        commit = commit_once(store, key, record)
+        if commit.record.root != content.root:
+            raise errors.ConflictError(
+                f"{store.url_of(key)} is a checkpoint of the same step with another content: give "
+                "this job another name."
+            )
+        progress(Event("checkpoint.saved", key, {"bytes": content.size}))
+        return commit.record

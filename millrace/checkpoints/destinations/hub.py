@@ -1,0 +1,409 @@
+"""The Hugging Face Hub as a destination: a repository of models, a checkpoint one commit.
+
+Files and metadata appear together or not at all, under the same names as in a bucket, so that a
+snapshot of the repository is a folder that `load` reads. A commit names its parent and is refused
+when that is not the head any more: the Hub's create-if-absent. Whoever was refused looks again.
+Files that are there are not uploaded again: the Hub keeps them by their SHA-256.
+"""
+
+import os
+import random
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+from httpx2 import TransportError
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+)
+from huggingface_hub.hf_api import RepoFile, RepoFolder
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+from millrace import errors
+from millrace.checkpoints.contents import Content, content
+from millrace.checkpoints.find import Check, checked
+from millrace.checkpoints.probing import (
+    PATIENCE,
+    SAMPLE,
+    Probe,
+    Verdict,
+    check_same,
+    probed,
+    understood,
+)
+from millrace.digest import sha256
+from millrace.keys import CheckpointKeys, write_probe
+from millrace.models.checkpoint import Checkpoint, Part
+from millrace.progress import Event, Progress, silent
+from millrace.records import decoded, encoded
+
+T = TypeVar("T")
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
+
+
+class HubSpec(BaseModel):
+    """Which repository of the Hub, and who we are to it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    repo: str = Field(description="The repository, as `owner/name`. It must exist.")
+    revision: str = Field(default="main", description="The branch.")
+    token: SecretStr | None = Field(
+        default=None, description="A token; left out, the environment's HF_TOKEN."
+    )
+    endpoint: str | None = Field(
+        default=None, description="Another address of the Hub; left out, HF_ENDPOINT or its own."
+    )
+    patience: timedelta = Field(
+        default=timedelta(minutes=2),
+        description="How long a request is tried again before its error is raised.",
+    )
+
+    @classmethod
+    def parse(cls, url: str) -> "HubSpec":
+        """Of ``hf://owner/name`` or ``hf://owner/name@branch``.
+
+        Raises:
+            ConfigurationError: It is neither.
+        """
+        repo, _, revision = url.removeprefix("hf://").partition("@")
+        if not url.startswith("hf://") or repo.count("/") != 1 or not all(repo.split("/")):
+            raise errors.ConfigurationError(
+                f"{url!r} names no repository: write hf://owner/name, or hf://owner/name@branch."
+            )
+        return cls(repo=repo, revision=revision or "main")
+
+
+class HubDestination:
+    """Checkpoints in a repository of the Hub.
+
+    Args:
+        spec: Which.
+    """
+
+    def __init__(self, spec: HubSpec) -> None:
+        self._spec = spec
+        self._token = spec.token.get_secret_value() if spec.token else None
+        self._api = HfApi(
+            endpoint=spec.endpoint or os.environ.get("HF_ENDPOINT"), token=self._token
+        )
+
+    @property
+    def url(self) -> str:
+        return f"hf://{self._spec.repo}@{self._spec.revision}"
+
+    # -- reading
+
+    def checkpoints(self, job: str) -> Iterator[Checkpoint]:
+        head, keys = self._head(), CheckpointKeys(job)
+        names = [
+            entry.path.rpartition("/")[2]
+            for entry in self._listed(keys.prefix, head, recursive=False)
+            if isinstance(entry, RepoFolder)
+        ]
+        found = [step for step in map(keys.parse_folder, names) if step is not None]
+        for step in sorted(found, reverse=True):
+            with suppress(errors.NotFoundError, errors.CorruptError):
+                yield self._checkpoint(job, step, head)
+
+    def checkpoint(self, job: str, step: int) -> Checkpoint:
+        return self._checkpoint(job, step, self._head())
+
+    def content(self, checkpoint: Checkpoint) -> Content:
+        head, keys = self._head(), CheckpointKeys(checkpoint.job)
+
+        def body(number: int) -> memoryview:
+            part = checkpoint.parts[number]
+            key = keys.part(part.step, part.sha256)
+            try:
+                found = self._read(key, head)
+            except errors.NotFoundError:
+                raise errors.CorruptError(f"{self._url_of(key)} is missing.") from None
+            if sha256(found) != part.sha256:
+                raise errors.CorruptError(
+                    f"{self._url_of(key)} is not the bytes that were saved: verify the checkpoint, "
+                    "or take the one before it."
+                )
+            return memoryview(found)
+
+        return content(checkpoint.step, checkpoint.parts, checkpoint.tensors, body)
+
+    def verify(self, checkpoint: Checkpoint, *, check: Check = Check.DIGESTS) -> dict[str, str]:
+        head, keys = self._head(), CheckpointKeys(checkpoint.job)
+        there = self._files(keys.parts(checkpoint.step), head)
+        whole = self.content(checkpoint)
+        damage: dict[str, str] = {}
+        for number, part in enumerate(checkpoint.parts):
+            key = keys.part(part.step, part.sha256)
+            entry = there.get(key)
+            if entry is None:
+                damage[part.sha256] = f"{self._url_of(key)} is missing."
+            elif (entry.size, entry.lfs and entry.lfs.sha256) != (part.size, part.sha256):
+                damage[part.sha256] = f"{self._url_of(key)} is another file than was committed."
+            elif check is Check.DIGESTS:
+                try:
+                    whole.body(number)
+                except errors.CorruptError as error:
+                    damage[part.sha256] = str(error)
+        return damage
+
+    # -- writing
+
+    def publish(
+        self,
+        checkpoint: Checkpoint,
+        content: Content,
+        job: str,
+        *,
+        uploads: int = 4,
+        progress: Progress = silent,
+    ) -> Checkpoint:
+        keys = CheckpointKeys(job)
+        key = keys.metadata(checkpoint.step)
+        record = checkpoint.model_copy(
+            update={"job": job, "parts": content.parts, "root": content.root}
+        )
+        added: list[CommitOperationAdd] | None = None
+        deadline = self._deadline()
+        while True:
+            head = self._head()
+            with suppress(errors.NotFoundError):
+                return self._same(key, self._checkpoint(job, checkpoint.step, head), content)
+            if added is None:
+                there = self._files(keys.parts(checkpoint.step), head)
+                added = self._uploaded(keys, content, there, uploads, progress)
+                metadata = encoded(record, secrets.token_hex(16))
+                added.append(CommitOperationAdd(key, metadata))
+            try:
+                self._once(
+                    key,
+                    lambda head=head, added=added: self._api.create_commit(
+                        self._spec.repo,
+                        added,
+                        commit_message=f"{job}: step {checkpoint.step}",
+                        revision=self._spec.revision,
+                        parent_commit=head,
+                    ),
+                )
+            except (errors.ChangedError, errors.UnavailableError) as error:
+                # Somebody else has committed something, or the answer was lost: look again.
+                if time.monotonic() > deadline:
+                    raise
+                if isinstance(error, errors.UnavailableError):
+                    time.sleep(random.uniform(0, _FIRST_PAUSE))
+                continue
+            progress(Event("checkpoint.saved", key, {"bytes": content.size}))
+            return record
+
+    def probe(
+        self,
+        job: str,
+        *,
+        size: int = 0,
+        within: timedelta | None = None,
+        patience: timedelta = PATIENCE,
+    ) -> Probe:
+        """As of `millrace.checkpoints.probe`, on a branch of its own, which is deleted again."""
+        key = write_probe(CheckpointKeys(job).job, secrets.token_hex(8)) + ".bin"
+        spec = self._spec.model_copy(update={"patience": patience})
+        hurried = HubDestination(spec)
+        return probed(self.url, lambda: hurried.rate(key), size=size, within=within)
+
+    def rate(self, key: str) -> float:
+        """Do what a save does, on a branch of its own; bytes a second of the upload."""
+        with understood(Verdict.DENIED):
+            head = self._head()
+        repo, branch = self._spec.repo, f"probe-{secrets.token_hex(8)}"
+
+        def commit(operation: CommitOperationAdd | CommitOperationDelete) -> str:
+            made = self._asked(
+                key,
+                lambda: self._api.create_commit(
+                    repo, [operation], commit_message="A probe", revision=branch
+                ),
+            )
+            return made.oid
+
+        def make_branch() -> None:
+            self._api.create_branch(repo, branch=branch, revision=head, exist_ok=True)
+
+        body, other = os.urandom(SAMPLE), os.urandom(16)
+        with understood(Verdict.READ_ONLY):
+            self._asked(key, make_branch)
+            try:
+                began = time.monotonic()
+                made = commit(CommitOperationAdd(key, body))
+                rate = len(body) / max(time.monotonic() - began, 1e-6)
+                check_same(self._url_of(key), self._read(key, made), body)
+                made = commit(CommitOperationAdd(key, other))
+                check_same(self._url_of(key), self._read(key, made), other)
+                commit(CommitOperationDelete(key))
+            finally:
+                self._asked(key, lambda: self._api.delete_branch(repo, branch=branch))
+        return rate
+
+    # -- inside
+
+    def _url_of(self, key: str) -> str:
+        return f"{self.url}/{key}"
+
+    def _same(self, key: str, there: Checkpoint, content: Content) -> Checkpoint:
+        if there.root != content.root:
+            raise errors.ConflictError(
+                f"{self._url_of(key)} is a checkpoint of the same step with another content: give "
+                "this job another name."
+            )
+        return there
+
+    def _uploaded(
+        self,
+        keys: CheckpointKeys,
+        content: Content,
+        there: dict[str, RepoFile],
+        uploads: int,
+        progress: Progress,
+    ) -> list[CommitOperationAdd]:
+        """Upload the files that are not in the commit yet; what is to be added to it."""
+
+        def add(number: int) -> CommitOperationAdd:
+            part = content.parts[number]
+            key = keys.part(part.step, part.sha256)
+            operation = CommitOperationAdd(key, bytes(content.body(number)))
+            self._asked(
+                key,
+                lambda: self._api.preupload_lfs_files(
+                    self._spec.repo, [operation], revision=self._spec.revision
+                ),
+            )
+            told = {"bytes": part.size, "sent": part.size}
+            progress(Event("checkpoint.part", part.sha256, told))
+            return operation
+
+        def kept(part: Part) -> bool:
+            entry = there.get(keys.part(part.step, part.sha256))
+            return entry is not None and entry.lfs is not None and entry.lfs.sha256 == part.sha256
+
+        wanted = {part.sha256: number for number, part in enumerate(content.parts)}
+        numbers = [number for number in wanted.values() if not kept(content.parts[number])]
+        with ThreadPoolExecutor(uploads, thread_name_prefix="hub") as pool:
+            return list(pool.map(add, numbers))
+
+    def _checkpoint(self, job: str, step: int, head: str) -> Checkpoint:
+        key = CheckpointKeys(job).metadata(step)
+        where = self._url_of(key)
+        return checked(where, decoded(where, Checkpoint, self._read(key, head))[0], job, step)
+
+    def _head(self) -> str:
+        """The commit that the branch is at."""
+        spec = self._spec
+        info = self._asked("", lambda: self._api.repo_info(spec.repo, revision=spec.revision))
+        if info.sha is None:
+            raise errors.UnavailableError(f"{self.url} does not say which commit it is at.")
+        return info.sha
+
+    def _files(self, prefix: str, head: str) -> dict[str, RepoFile]:
+        entries = self._listed(prefix, head, recursive=True)
+        return {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
+
+    def _listed(self, prefix: str, head: str, *, recursive: bool) -> list[RepoFile | RepoFolder]:
+        try:
+            return self._asked(
+                prefix,
+                lambda: list(
+                    self._api.list_repo_tree(
+                        self._spec.repo, prefix.rstrip("/"), recursive=recursive, revision=head
+                    )
+                ),
+            )
+        except errors.NotFoundError:
+            return []
+
+    def _read(self, key: str, head: str) -> bytes:
+        with tempfile.TemporaryDirectory(prefix="millrace-hub-") as folder:
+            path = self._asked(  # to a file: the library goes on where a download broke off
+                key,
+                lambda: self._api.hf_hub_download(  # pyright: ignore[reportUnknownMemberType]
+                    self._spec.repo, key, revision=head, local_dir=folder
+                ),
+            )
+            return Path(path).read_bytes()
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._spec.patience.total_seconds()
+
+    def _asked(self, key: str, call: Callable[[], T]) -> T:
+        """Ask the Hub, and again while it fails for reasons that pass, with full jitter."""
+        deadline, pause = self._deadline(), _FIRST_PAUSE
+        while True:
+            try:
+                return self._once(key, call)
+            except errors.UnavailableError:
+                wait = random.uniform(0, pause)
+                if time.monotonic() + wait > deadline:
+                    raise
+                time.sleep(wait)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _once(self, key: str, call: Callable[[], T]) -> T:
+        """Ask the Hub once, with our errors for its.
+
+        Raises:
+            NotFoundError, DeniedError, ChangedError: It says so.
+            UnavailableError: It failed, and may not the next time.
+            MillraceError: It failed for another reason.
+        """
+        where = self._url_of(key) if key else self.url
+        try:
+            return call()
+        except EntryNotFoundError as error:
+            if not isinstance(error, LocalEntryNotFoundError):  # a download that did not begin
+                raise errors.NotFoundError(f"There is no {where}.") from error
+            raise self._translated(where, error.__cause__ or error) from error
+        except (HfHubHTTPError, TransportError, OSError) as error:
+            raise self._translated(where, error) from error
+        except RuntimeError as error:  # what an upload's error is wrapped in
+            raise self._translated(where, error.__cause__ or error) from error
+
+    def _translated(self, where: str, error: BaseException) -> errors.MillraceError:
+        match error:
+            case HfHubHTTPError():
+                return self._of_status(where, error)
+            case TransportError() | ConnectionError() | LocalEntryNotFoundError():
+                return self._unavailable(where, error)
+            case _:
+                return errors.MillraceError(f"{where}: {errors.one_line(error)}")
+
+    def _of_status(self, where: str, error: HfHubHTTPError) -> errors.MillraceError:
+        match error.response.status_code:
+            case 401 | 403:
+                return errors.DeniedError(
+                    f"{where}: the Hub refuses this token. Give one that may write this repository "
+                    "(or read it, where nothing is written)."
+                )
+            case 404:
+                return errors.NotFoundError(f"There is no {where}, or this token may not see it.")
+            case 409 | 412:
+                return errors.ChangedError(f"{where}: somebody else has committed meanwhile.")
+            case status if status == 429 or status >= 500:
+                return self._unavailable(where, error)
+            case _:
+                return errors.MillraceError(f"{where}: {errors.one_line(error)}")
+
+    def _unavailable(self, where: str, error: BaseException) -> errors.UnavailableError:
+        spent = errors.UnavailableError(
+            f"{where}: the Hub does not do it ({errors.one_line(error)}). Run it again when it "
+            "answers; nothing that was committed is lost."
+        )
+        if isinstance(error, HfHubHTTPError):
+            spent.status = error.response.status_code
+        return spent

@@ -1,0 +1,294 @@
+"""The contract of every destination: stores of every kind, and the Hugging Face Hub."""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from huggingface_hub import snapshot_download
+from pydantic import SecretStr
+
+from millrace import errors
+from millrace.checkpoints import (
+    Check,
+    Destination,
+    Saver,
+    SaveSettings,
+    StoreDestination,
+    Verdict,
+    bring,
+    load,
+    open_destination,
+)
+from millrace.checkpoints.destinations.hub import HubDestination, HubSpec
+from millrace.cli import main
+from millrace.keys import CheckpointKeys
+from millrace.models.checkpoint import Checkpoint
+from millrace.progress import Event
+from millrace.storage import open_store, put
+from tests.servers.faults import Fault
+from tests.servers.hub import READER, WRITER, HubServer
+from tests.servers.process import free_ports
+from tests.stores import spec_of
+
+JOB = "runs/there"
+KEYS = CheckpointKeys(JOB)
+SMALL = SaveSettings(part_bytes=4096)
+SHORT = timedelta(seconds=0.3)
+Damage = Callable[[str], None]
+
+
+@dataclass
+class Place:
+    """A destination, and how to damage what is there."""
+
+    there: Destination
+    damage: Damage
+
+
+def hub_spec(hub: HubServer, repo: str, **more: object) -> HubSpec:
+    spec = HubSpec(repo=repo, token=SecretStr(WRITER), endpoint=hub.endpoint)
+    return spec.model_copy(update=more)
+
+
+@pytest.fixture(params=["local", "memory", "rgw", "r2", "gcs", "hub"])
+def place(request: pytest.FixtureRequest) -> Place:
+    if request.param == "hub":
+        hub: HubServer = request.getfixturevalue("hub")
+        repo = hub.make_repo()
+        return Place(open_destination(hub_spec(hub, repo)), lambda key: hub.flip(repo, key))
+    store = open_store(spec_of(request.param, request))
+    return Place(StoreDestination(store), lambda key: put(store, key, b"x" * 4096))
+
+
+@dataclass
+class Source:
+    """Checkpoints on a disk."""
+
+    here: StoreDestination
+    folder: Path
+
+    def save(self, seed: int, step: int = 5) -> Checkpoint:
+        dice = torch.Generator().manual_seed(seed)
+        state = {"model": {f"w{n}": torch.randn(900, generator=dice) for n in range(5)}, "lr": 0.1}
+        with Saver(self.here.store, f"trained-{seed}", SMALL) as saver:
+            return saver.save(state, step=step, position={"sample": 9}).result()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Source:
+    return Source(StoreDestination(open_store((tmp_path / "disk").as_uri())), tmp_path)
+
+
+@dataclass
+class Heard:
+    """What progress was told."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+
+    @property
+    def sent(self) -> int:
+        return sum(int(e.figures["sent"]) for e in self.events if e.name == "checkpoint.part")
+
+
+def test_a_checkpoint_is_brought_there_once_and_back(place: Place, source: Source) -> None:
+    saved, heard = source.save(1), Heard()
+    found = bring(source.here, saved, place.there, JOB, progress=heard)
+    assert (found.job, found.step, found.root) == (JOB, 5, saved.root)
+    assert found.position == {"sample": 9}
+    assert heard.sent == saved.size
+    assert [event.name for event in heard.events].count("checkpoint.saved") == 1
+    assert list(place.there.checkpoints(JOB)) == [place.there.checkpoint(JOB, 5)] == [found]
+    assert place.there.verify(found) == {}
+
+    heard = Heard()
+    assert bring(source.here, saved, place.there, JOB, progress=heard) == found
+    assert heard.sent == 0
+
+    back = StoreDestination(open_store((source.folder / "back").as_uri()))
+    bring(place.there, found, back, "again")
+    state = load(source.here.store, "trained-1").state
+    loaded = load(back.store, "again").state
+    assert loaded["lr"] == 0.1
+    assert all(torch.equal(loaded["model"][name], state["model"][name]) for name in state["model"])
+
+
+def test_a_step_has_one_content(place: Place, source: Source) -> None:
+    first = bring(source.here, source.save(1), place.there, JOB)
+    with pytest.raises(errors.ConflictError, match="same step with another content"):
+        bring(source.here, source.save(2), place.there, JOB)
+    assert place.there.checkpoint(JOB, 5) == first
+    assert place.there.verify(first) == {}
+
+
+def test_several_that_bring_the_same_come_to_one_checkpoint(place: Place, source: Source) -> None:
+    saved = source.save(1)
+    found: list[Checkpoint] = []
+
+    def one() -> None:
+        found.append(bring(source.here, saved, place.there, JOB))
+
+    threads = [threading.Thread(target=one) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [place.there.checkpoint(JOB, 5)] * 4
+    assert place.there.verify(found[0]) == {}
+
+
+def test_the_newest_comes_first_and_what_is_not_there_is_not_found(
+    place: Place, source: Source
+) -> None:
+    assert list(place.there.checkpoints(JOB)) == []
+    with pytest.raises(errors.NotFoundError):
+        place.there.checkpoint(JOB, 5)
+    for seed, step in ((1, 9), (2, 10), (3, 100)):
+        bring(source.here, source.save(seed, step), place.there, JOB)
+    assert [found.step for found in place.there.checkpoints(JOB)] == [100, 10, 9]
+    assert list(place.there.checkpoints("another")) == []
+
+
+def test_damage_is_found_and_damaged_files_are_not_given_out(place: Place, source: Source) -> None:
+    found = bring(source.here, source.save(1), place.there, JOB)
+    part = found.parts[1]
+    place.damage(KEYS.part(5, part.sha256))
+    assert list(place.there.verify(found)) == [part.sha256]
+    content = place.there.content(found)
+    with pytest.raises(errors.CorruptError, match="not the bytes that were saved"):
+        content.body(1)
+    assert content.body(0)
+    with pytest.raises(errors.CorruptError):
+        bring(place.there, found, source.here, "copy")
+    assert not list(source.here.checkpoints("copy"))
+
+
+def test_damage_of_the_source_is_not_brought_along(place: Place, source: Source) -> None:
+    saved = source.save(1)
+    keys = CheckpointKeys(saved.job)
+    put(source.here.store, keys.part(5, saved.parts[0].sha256), b"x")
+    with pytest.raises(errors.CorruptError):
+        bring(source.here, saved, place.there, JOB)
+    assert not list(place.there.checkpoints(JOB))
+
+
+def test_a_place_that_is_ready_is_left_as_it_was(place: Place) -> None:
+    found = place.there.probe(JOB, size=1 << 20, within=timedelta(hours=1))
+    assert (found.verdict, found.reason[-1]) == (Verdict.READY, ".")
+    assert found.rate > 0
+    slow = place.there.probe(JOB, size=1 << 20, within=timedelta(0))
+    assert slow.verdict is Verdict.TOO_SLOW
+    assert not list(place.there.checkpoints(JOB))
+
+
+def test_a_store_that_loses_answers_and_has_wrong_files_gets_the_right_ones(
+    request: pytest.FixtureRequest, source: Source
+) -> None:
+    saved, r2 = source.save(1), request.getfixturevalue("r2")
+    store = open_store(spec_of("r2", request))
+    r2.reset()
+    r2.fail_next(Fault.LOST, 3, "PUT", "/parts/")
+    put(store, KEYS.part(5, saved.parts[-1].sha256), b"wrong")
+    there = StoreDestination(store)
+    try:
+        found = bring(source.here, saved, there, JOB)
+        assert r2.counts()[Fault.LOST] == 3
+    finally:
+        r2.reset()
+    assert there.verify(found) == {}
+
+
+# -- the Hub alone
+
+
+@pytest.fixture
+def repo(hub: HubServer) -> Iterator[str]:
+    yield hub.make_repo()
+    hub.fail_next(0, 500)
+
+
+def test_a_checkpoint_is_one_commit_and_its_snapshot_can_be_loaded(
+    hub: HubServer, repo: str, source: Source
+) -> None:
+    there = open_destination(hub_spec(hub, repo))
+    before = hub.commits(repo)
+    found = bring(source.here, source.save(1), there, JOB)
+    assert hub.commits(repo) == before + 1
+    folder = snapshot_download(
+        repo, local_dir=source.folder / "snapshot", endpoint=hub.endpoint, token=READER
+    )
+    assert load(open_store(Path(folder).as_uri()), JOB).checkpoint == found
+
+
+def test_a_commit_of_somebody_else_is_not_undone(hub: HubServer, repo: str, source: Source) -> None:
+    there = open_destination(hub_spec(hub, repo))
+    before = hub.commits(repo)
+    saved = source.save(1)
+    hub.commit_behind(repo)
+    found = bring(source.here, saved, there, JOB)
+    assert hub.commits(repo) == before + 2
+    assert hub.uploads(repo) == len(saved.parts)  # each once, though it tried twice
+    assert there.verify(found) == {}
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["failed", "lost"])
+@pytest.mark.parametrize("what", ["/api/.*/commit/.*", "/lfs/.*", "/api/.*/tree/.*", ".*/batch"])
+def test_faults_that_pass_are_got_over(
+    hub: HubServer, repo: str, source: Source, what: str, *, after: bool
+) -> None:
+    before = hub.commits(repo)
+    hub.fail_next(1 if after else 2, 503, what, after=after)
+    found = bring(source.here, source.save(1), open_destination(hub_spec(hub, repo)), JOB)
+    assert hub.commits(repo) == before + 1
+    assert hub.unfired() == 0
+    assert open_destination(hub_spec(hub, repo)).verify(found, check=Check.SIZES) == {}
+
+
+@pytest.mark.parametrize(
+    ("verdict", "changes"),
+    [
+        (Verdict.READ_ONLY, {"token": SecretStr(READER)}),
+        (Verdict.DENIED, {"token": SecretStr("hf_unknown")}),
+        (Verdict.NOT_FOUND, {"repo": "person/nothing"}),
+        (Verdict.UNREACHABLE, {"endpoint": "http://127.0.0.1:{port}"}),
+        (Verdict.THROTTLED, {}),
+    ],
+)
+def test_a_probe_of_the_hub_tells_refusals_apart(
+    hub: HubServer, repo: str, verdict: Verdict, changes: dict[str, object]
+) -> None:
+    if "endpoint" in changes:
+        (port,) = free_ports(1)
+        changes = {"endpoint": f"http://127.0.0.1:{port}"}
+    if verdict is Verdict.THROTTLED:
+        hub.fail_next(1000, 429, f"/api/models/{repo}/commit/.*")
+    spec = hub_spec(hub, repo).model_copy(update=changes)
+    found = HubDestination(spec).probe(JOB, patience=SHORT)
+    assert found.verdict is verdict, found.reason
+    assert hub.branches(repo) == ["main"]
+    assert hub.commits(repo) == 1
+
+
+def test_what_names_no_repository_is_refused() -> None:
+    for url in ("hf://", "hf://name", "hf://a/b/c", "hf:///b"):
+        with pytest.raises(errors.ConfigurationError, match="write hf://owner/name"):
+            open_destination(url)
+    assert open_destination("hf://person/repo").url == "hf://person/repo@main"
+    assert open_destination("hf://person/repo@next").url == "hf://person/repo@next"
+
+
+def test_the_command_probes_a_repository(
+    hub: HubServer, repo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+    monkeypatch.setenv("HF_TOKEN", WRITER)
+    said = CliRunner().invoke(main, ["probe", f"hf://{repo}", JOB])
+    assert said.exit_code == 0, said.output
+    assert "ready: hf://" in said.output
