@@ -1,13 +1,14 @@
-"""Bring a checkpoint from a machine's disk, or another bucket, into a bucket."""
+"""Bring a checkpoint from a machine's disk, or a bucket, into a bucket or the Hugging Face Hub."""
 
 from prefect import flow
-from pydantic import ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from blocks import Bucket
-from millrace.checkpoints import SavedSource
+from blocks import Bucket, HuggingFaceCredentials
+from millrace.checkpoints import HubSpec, SavedSource
+from millrace.errors import ConfigurationError
 from millrace.models.checkpoint import Checkpoint
 from millrace.storage import Right
-from tasks.checkpointing import report_saved, transfer_checkpoint
+from tasks.checkpointing import check_destination, report_saved, transfer_checkpoint
 from tasks.places import Place, check_right, spec_of
 
 
@@ -20,21 +21,50 @@ class Saved(Place):
     step: int | None = Field(default=None, description="Which; left out, the newest.")
 
 
+class Repository(BaseModel):
+    """A repository of the Hugging Face Hub."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    repo: str = Field(description="As `owner/name`. It must exist.")
+    credentials: HuggingFaceCredentials = Field(
+        description="A block with a token that may write the repository."
+    )
+    revision: str = Field(default="main", description="The branch.")
+
+    def spec(self) -> HubSpec:
+        """Which repository, and who we are to it."""
+        return HubSpec(
+            repo=self.repo,
+            revision=self.revision,
+            token=self.credentials.token,
+            endpoint=self.credentials.endpoint,
+        )
+
+
 @flow(name="save-checkpoint")
-def save_checkpoint(source: Saved, bucket: Bucket | str, job: str) -> Checkpoint:
-    """Bring a checkpoint into a bucket: every file verified, and its metadata last.
+def save_checkpoint(
+    source: Saved, job: str, bucket: Bucket | str | None = None, hub: Repository | None = None
+) -> Checkpoint:
+    """Bring a checkpoint into a bucket, or the Hub: every file verified, and committed once.
 
     A run that was stopped sends only what is missing when it is started again.
 
     Args:
         source: Where it is: a folder of the worker that `Saver` saved to, or another bucket.
+        job: Whose checkpoint it is there: a prefix below the bucket's URL, or in the repository.
         bucket: A Millrace Bucket block with write credentials, or the URL of a folder.
-        job: Whose checkpoint it is there: a prefix below the bucket's URL.
+        hub: Or a repository of the Hugging Face Hub.
     """
-    place = spec_of(bucket, Right.WRITE)
-    check_right(bucket, Right.WRITE, job)
+    if (bucket is None) == (hub is None):
+        raise ConfigurationError("Name either a bucket or a hub repository to bring it to.")
+    place = hub.spec() if hub else spec_of(bucket or "", Right.WRITE)
+    if hub:
+        check_destination(place, job)
+    else:
+        check_right(bucket or "", Right.WRITE, job)
     check_right(source.place, Right.READ, source.prefix)
     wanted = SavedSource(store=source.store(), job=source.job, step=source.step)
     saved = transfer_checkpoint(wanted, place, job)
-    report_saved(place.url, saved)
+    report_saved(saved)
     return saved.checkpoint

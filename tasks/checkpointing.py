@@ -8,7 +8,17 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from millrace import errors
-from millrace.checkpoints import Check, SavedSource, find_jobs, survey, transfer, verify
+from millrace.checkpoints import (
+    Check,
+    HubSpec,
+    SavedSource,
+    StoreDestination,
+    bring,
+    find_jobs,
+    open_destination,
+    survey,
+    verify,
+)
 from millrace.models.checkpoint import Checkpoint
 from millrace.progress import Event
 from millrace.storage import StoreSpec, open_store
@@ -64,21 +74,34 @@ class SavedCheckpoint:
     """A checkpoint that was brought into a bucket.
 
     Attributes:
+        place: Where to.
         checkpoint: As it was committed there.
         sent: Bytes that this run sent; the others were there already.
         seconds: How long it took.
     """
 
+    place: str
     checkpoint: Checkpoint
     sent: int
     seconds: float
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def transfer_checkpoint(source: SavedSource, place: StoreSpec, job: str) -> SavedCheckpoint:
-    """Copy a checkpoint into a bucket, verified on both sides."""
+def check_destination(place: StoreSpec | HubSpec, job: str) -> None:
+    """Refuse a place that a job could not save to, before anything was read."""
+    found = open_destination(place).probe(job)
+    if not found.ready:
+        raise errors.DeniedError(f"{found.verdict}: {found.reason}")
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def transfer_checkpoint(
+    source: SavedSource, place: StoreSpec | HubSpec, job: str
+) -> SavedCheckpoint:
+    """Copy a checkpoint into a bucket or the Hub, verified on both sides."""
     began, sent = time.monotonic(), 0
     origin, wanted = source.open()
+    destination = open_destination(place)
     with CheckpointProgress(artifact_key("progress", "save", job), wanted.size) as progress:
 
         def tell(event: Event) -> None:
@@ -87,24 +110,24 @@ def transfer_checkpoint(source: SavedSource, place: StoreSpec, job: str) -> Save
                 sent += int(event.figures["sent"])
             progress(event)
 
-        saved = transfer(origin, wanted, open_store(place), job, progress=tell)
-    return SavedCheckpoint(saved, sent, time.monotonic() - began)
+        saved = bring(StoreDestination(origin), wanted, destination, job, progress=tell)
+    return SavedCheckpoint(destination.url, saved, sent, time.monotonic() - began)
 
 
 @task(cache_policy=NO_CACHE)
-def report_saved(place: str, saved: SavedCheckpoint) -> None:
+def report_saved(saved: SavedCheckpoint) -> None:
     """Leave a report that a person wants to read."""
     create_markdown_artifact(
-        describe_saved(place, saved), key="saved-checkpoint", description="What was saved"
+        describe_saved(saved), key="saved-checkpoint", description="What was saved"
     )
 
 
-def describe_saved(place: str, saved: SavedCheckpoint) -> str:
+def describe_saved(saved: SavedCheckpoint) -> str:
     """The report, as Markdown."""
     found = saved.checkpoint
     pace = f", at {rate(saved.sent, saved.seconds)}" if saved.sent else ""
     return (
-        f"**Step {found.step:,}** of `{found.job}` is in `{place}`: {size(found.size)} in "
+        f"**Step {found.step:,}** of `{found.job}` is in `{saved.place}`: {size(found.size)} in "
         f"{count(len(found.parts), 'file')}, every byte verified. This run sent "
         f"{size(saved.sent)} of them in {duration(saved.seconds)}{pace}.\n"
     )

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from millrace.checkpoints.cooldown import Cooled, cool_down, epochs_without
     from millrace.checkpoints.destinations import (
         Destination,
+        HubSpec,
         StoreDestination,
         bring,
         open_destination,
@@ -52,6 +53,7 @@ __all__ = [
     "Cooled",
     "Destination",
     "EpochSaver",
+    "HubSpec",
     "Loaded",
     "MemberSettings",
     "Membership",
@@ -101,6 +103,7 @@ _ROOMS = {
     "CooldownSettings": "settings",
     "Cooled": "cooldown",
     "Destination": "destinations",
+    "HubSpec": "destinations",
     "EpochSaver": "epochs",
     "Loaded": "loading",
     "MemberSettings": "member",

@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ByteSize
+from pydantic import ByteSize, SecretStr
 
+from blocks import HuggingFaceCredentials
 from millrace.checkpoints import (
+    HubSpec,
     Saver,
     SaveSettings,
     checkpoint_of,
     load,
+    open_destination,
     verify,
 )
 from millrace.checkpoints.choosing import order_of
@@ -29,6 +32,7 @@ from tasks.words import size
 from tests.flows.conftest import MakeBlock
 from tests.prefect_server import PrefectServer, Worker
 from tests.ray_cluster import DISK, RayCluster
+from tests.servers.hub import READER, WRITER, HubServer
 from tests.servers.process import REPOSITORY
 from tests.servers.rgw import RGW
 
@@ -243,3 +247,40 @@ def test_a_checkpoint_on_a_disk_is_brought_into_a_bucket(
     again = deployed.start(SAVE, **asked)
     assert again.code == 0, again.output
     assert "This run sent 0 bytes of them" in deployed.artifacts(again.run)["saved-checkpoint"]
+
+
+def test_a_checkpoint_is_brought_to_the_hub_with_a_token_from_a_block(
+    deployed: PrefectServer,
+    prefect_api: PrefectServer,
+    worker: Worker,
+    hub: HubServer,
+    tmp_path: Path,
+) -> None:
+    here = saved((tmp_path / "disk").as_uri())
+    repo = hub.make_repo()
+
+    def asked(token: str) -> dict[str, Any]:
+        name = token.replace("_", "-")
+        HuggingFaceCredentials(token=SecretStr(token), endpoint=hub.endpoint).save(name)
+        block = {"$ref": {"block_document_slug": f"hugging-face-credentials/{name}"}}
+        return {
+            "source": {"url": (tmp_path / "disk").as_uri(), "job": "trained"},
+            "job": "job",
+            "hub": {"repo": repo, "credentials": block},
+        }
+
+    refused = deployed.start(SAVE, **asked(READER))
+    assert refused.code == 1
+    state = deployed.flow_run(refused.run).state
+    assert state is not None
+    assert "read only: hf://" in (state.message or "")
+    assert hub.commits(repo) == 1
+
+    done = deployed.start(SAVE, **asked(WRITER))
+    assert done.code == 0, done.output
+    spec = HubSpec(repo=repo, token=SecretStr(READER), endpoint=hub.endpoint)
+    found = open_destination(spec).checkpoint("job", 40)
+    assert found.root == here.root
+    assert hub.commits(repo) == 2
+    report = deployed.artifacts(done.run)["saved-checkpoint"]
+    assert f"is in `hf://{repo}@main`" in report

@@ -1,21 +1,15 @@
 """Where checkpoints are brought to, and from: a store, or a repository of the Hugging Face Hub."""
 
-from typing import TYPE_CHECKING
-
 from millrace.checkpoints.destinations.base import Destination, bring
 from millrace.checkpoints.destinations.bucket import StoreDestination
+from millrace.checkpoints.destinations.spec import HubSpec
 from millrace.errors import ConfigurationError
 from millrace.storage import StoreSpec, open_store
 
-if TYPE_CHECKING:
-    from millrace.checkpoints.destinations.hub import HubSpec
-
-__all__ = ["Destination", "StoreDestination", "bring", "open_destination"]
+__all__ = ["Destination", "HubSpec", "StoreDestination", "bring", "open_destination"]
 
 
-def open_destination(
-    place: "str | StoreSpec | HubSpec", *, make_folder: bool = True
-) -> Destination:
+def open_destination(place: str | StoreSpec | HubSpec, *, make_folder: bool = True) -> Destination:
     """Open the destination at a URL. Nothing is sent.
 
     Args:
@@ -31,10 +25,7 @@ def open_destination(
     if isinstance(place, str) and not place.startswith("hf://"):
         return StoreDestination(open_store(place, make_folder=make_folder))
     try:
-        from millrace.checkpoints.destinations.hub import (  # noqa: PLC0415 - an extra
-            HubDestination,
-            HubSpec,
-        )
+        from millrace.checkpoints.destinations.hub import HubDestination  # noqa: PLC0415
     except ImportError:
         raise ConfigurationError(
             "The Hugging Face Hub takes its own library: pip install 'millrace[hub]'."

@@ -26,10 +26,10 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
 )
 from huggingface_hub.hf_api import RepoFile, RepoFolder
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from millrace import errors
 from millrace.checkpoints.contents import Content, content
+from millrace.checkpoints.destinations.spec import HubSpec
 from millrace.checkpoints.find import Check, checked
 from millrace.checkpoints.probing import (
     PATIENCE,
@@ -49,39 +49,6 @@ from millrace.records import decoded, encoded
 T = TypeVar("T")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
-
-
-class HubSpec(BaseModel):
-    """Which repository of the Hub, and who we are to it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    repo: str = Field(description="The repository, as `owner/name`. It must exist.")
-    revision: str = Field(default="main", description="The branch.")
-    token: SecretStr | None = Field(
-        default=None, description="A token; left out, the environment's HF_TOKEN."
-    )
-    endpoint: str | None = Field(
-        default=None, description="Another address of the Hub; left out, HF_ENDPOINT or its own."
-    )
-    patience: timedelta = Field(
-        default=timedelta(minutes=2),
-        description="How long a request is tried again before its error is raised.",
-    )
-
-    @classmethod
-    def parse(cls, url: str) -> "HubSpec":
-        """Of ``hf://owner/name`` or ``hf://owner/name@branch``.
-
-        Raises:
-            ConfigurationError: It is neither.
-        """
-        repo, _, revision = url.removeprefix("hf://").partition("@")
-        if not url.startswith("hf://") or repo.count("/") != 1 or not all(repo.split("/")):
-            raise errors.ConfigurationError(
-                f"{url!r} names no repository: write hf://owner/name, or hf://owner/name@branch."
-            )
-        return cls(repo=repo, revision=revision or "main")
 
 
 class HubDestination:
