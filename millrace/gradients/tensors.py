@@ -1,0 +1,259 @@
+"""A tensor as compressed bytes, and back.
+
+The bytes of each run of equal chunks, little-endian:
+
+- the parameter of the Rice codes, one byte;
+- the length of each block's Rice codes, four bytes a block of 256 chunks;
+- the Rice codes of the places, block by block, each ending with a byte;
+- the values' codes of ``bits`` bits, from the lowest bit of a byte to its highest;
+- the largest magnitude of each chunk, as bfloat16;
+- but for 16 bits, the smallest over the largest in 255ths, one byte a chunk.
+
+Equal values make equal bytes, on every machine, and every value has one way to be written: bytes
+that `unpacked` takes are those that `packed` makes of what it returns.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from millrace import errors
+from millrace.gradients import kernels
+from millrace.gradients.codec import Chunks, Codec, chunks_of
+
+_BLOCK = 256  # chunks
+_RICE_MOST = 12
+_U16, _U32 = np.dtype("<u2"), np.dtype("<u4")
+_WRONG = {
+    kernels.ENDED: "its places end too early",
+    kernels.TOO_FAR: "a place is beyond its chunk",
+    kernels.LEFT_OVER: "something is left over behind its places",
+}
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class CodeError(errors.CorruptError):
+    """Bytes that are no compressed tensor of this shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """The values of a run of equal chunks that were chosen, and where they stand.
+
+    Attributes:
+        chunks: The run.
+        places: (count, k), uint16, ascending in each chunk.
+        high: (count,), uint16: the largest magnitude of each chunk, the bits of a bfloat16.
+        ratio: (count,), uint8: the smallest over it, in 255ths; empty for 16 bits.
+        codes: (count, k), uint8, or uint16 for 16 bits.
+    """
+
+    chunks: Chunks
+    places: npt.NDArray[np.uint16]
+    high: npt.NDArray[np.uint16]
+    ratio: npt.NDArray[np.uint8]
+    codes: npt.NDArray[Any]
+
+
+def chosen(
+    values: npt.NDArray[np.float32], shape: tuple[int, ...], codec: Codec, threads: int = 1
+) -> tuple[Sparse, ...]:
+    """The largest values of each chunk, quantised.
+
+    Args:
+        values: Of the tensor, in the order of its chunks, as `transform.forward` returns them.
+        shape: Of the tensor.
+        codec: How.
+        threads: How many work side by side.
+
+    Raises:
+        ConfigurationError: A value is not finite.
+    """
+    return tuple(_chosen(values, run, codec, threads) for run in chunks_of(shape, codec))
+
+
+def values_of(sparse: Sparse, codec: Codec) -> npt.NDArray[np.float32]:
+    """The values that codes mean: (count, k), float32."""
+    values = np.empty(sparse.codes.shape, np.float32)
+    if codec.bits == 16:
+        top = (sparse.high.astype(np.uint32) << 16).view(np.float32)
+        np.multiply(sparse.codes.view(np.float16), top[:, None], out=values, dtype=np.float32)
+    else:
+        levels = 1 << (codec.bits - 1)
+        kernels.dequantise(sparse.high, sparse.ratio, sparse.codes, levels, values)
+    return values
+
+
+def dense(
+    runs: tuple[Sparse, ...], shape: tuple[int, ...], codec: Codec, threads: int = 1
+) -> npt.NDArray[np.float32]:
+    """All values of a tensor in the order of its chunks: those that were sent, and zeros."""
+    out = np.empty(prod(shape), np.float32)
+    for run in runs:
+        chunks, sent = run.chunks, values_of(run, codec)
+        table = out[chunks.first : chunks.first + chunks.values].reshape(chunks.count, chunks.size)
+
+        def part(rows: slice, run: Sparse = run, sent: Any = sent, table: Any = table) -> None:
+            kernels.spread(run.places[rows], sent[rows], table[rows])
+
+        _side_by_side(part, chunks.count, threads)
+    return out
+
+
+def packed(runs: tuple[Sparse, ...], codec: Codec) -> bytes:
+    """The bytes of a tensor."""
+    return b"".join(piece for run in runs for piece in _packed(run, codec))
+
+
+def unpacked(body: bytes | memoryview, shape: tuple[int, ...], codec: Codec) -> tuple[Sparse, ...]:
+    """What `packed` made these bytes of. Everything in them is checked; nothing is assumed.
+
+    Raises:
+        CodeError: They are no compressed tensor of this shape.
+    """
+    rest = np.frombuffer(body, np.uint8)
+    found: list[Sparse] = []
+    for run in chunks_of(shape, codec):
+        sparse, rest = _unpacked(rest, run, codec)
+        found.append(sparse)
+    if rest.size:
+        raise CodeError(f"{rest.size:,} bytes are left over.")
+    return tuple(found)
+
+
+def _chosen(values: npt.NDArray[np.float32], run: Chunks, codec: Codec, threads: int) -> Sparse:
+    table = values[run.first : run.first + run.values].view(np.int32).reshape(run.count, run.size)
+    places = np.empty((run.count, run.k), np.uint16)
+    picked = np.empty((run.count, run.k), np.int32)
+    high = np.empty(run.count, np.uint16)
+    half = codec.bits == 16
+    ratio = np.empty(0 if half else run.count, np.uint8)
+    codes = np.empty((run.count, run.k), np.uint16 if half else np.uint8)
+
+    def part(rows: slice) -> None:
+        kernels.select(table[rows], run.k, places[rows])
+        kernels.gather(table[rows], places[rows], picked[rows])
+        if not np.isfinite(picked[rows].view(np.float32)).all():  # what is not is the largest
+            raise errors.ConfigurationError(
+                "A gradient has values that are not finite: leave this step out."
+            )
+        if half:
+            _halved(picked[rows].view(np.float32), high[rows], codes[rows])
+        else:
+            levels = 1 << (codec.bits - 1)
+            kernels.quantise(picked[rows], levels, high[rows], ratio[rows], codes[rows])
+
+    _side_by_side(part, run.count, threads)
+    return Sparse(run, places, high, ratio, codes)
+
+
+def _halved(
+    values: npt.NDArray[np.float32], high: npt.NDArray[np.uint16], codes: npt.NDArray[Any]
+) -> None:
+    """Values as float16, over the power of two below the largest of their chunk."""
+    top = np.abs(values).max(axis=1).view(np.uint32) & np.uint32(0x7F800000)
+    high[:] = (top >> 16).astype(np.uint16)
+    scale = top.view(np.float32)
+    unit = np.where(scale > 0, scale, np.float32(1))
+    codes[:] = (values / unit[:, None]).astype(np.float16).view(np.uint16)
+
+
+def _packed(run: Sparse, codec: Codec) -> Iterator[bytes]:
+    counts = np.zeros(run.chunks.size, np.int64)
+    kernels.count_gaps(run.places, counts)
+    gaps = np.arange(run.chunks.size)
+    costs = [int(((gaps >> rice) * counts).sum()) + rice * run.chunks.sent for rice in range(13)]
+    rice = int(np.argmin(costs))
+    room = np.empty(
+        (costs[rice] + run.chunks.sent) // 8 + 2 * -(-run.chunks.count // _BLOCK), np.uint8
+    )
+    lengths: list[int] = []
+    at = 0
+    for row in range(0, run.chunks.count, _BLOCK):
+        length = int(kernels.write_gaps(run.places[row : row + _BLOCK], rice, room[at:]))
+        lengths.append(length)
+        at += length
+    yield bytes([rice])
+    yield np.array(lengths, _U32).tobytes()
+    yield room[:at].tobytes()
+    yield _codes_packed(run.codes.reshape(-1), codec.bits)
+    yield run.high.astype(_U16).tobytes()
+    yield run.ratio.tobytes()
+
+
+def _unpacked(rest: Bytes, run: Chunks, codec: Codec) -> tuple[Sparse, Bytes]:
+    blocks = -(-run.count // _BLOCK)
+    head, rest = _taken(rest, 1)
+    rice = int(head[0])
+    if rice > _RICE_MOST:
+        raise CodeError(f"Its Rice codes have the parameter {rice}; at most {_RICE_MOST} is known.")
+    raw, rest = _taken(rest, 4 * blocks)
+    lengths = np.frombuffer(raw.tobytes(), _U32).astype(np.int64)
+    gaps, rest = _taken(rest, int(lengths.sum()))
+    packed, rest = _taken(rest, -(-run.sent * codec.bits // 8))
+    raw, rest = _taken(rest, 2 * run.count)
+    high = np.frombuffer(raw.tobytes(), _U16).astype(np.uint16)
+    ratio, rest = _taken(rest, 0 if codec.bits == 16 else run.count)
+    if (high > 0x7F7F).any():
+        raise CodeError("A magnitude is negative or not finite.")
+    places = np.empty((run.count, run.k), np.uint16)
+    at = 0
+    for number, length in enumerate(lengths):
+        rows = places[number * _BLOCK : (number + 1) * _BLOCK]
+        wrong = kernels.read_gaps(gaps[at : at + length], rice, run.size, rows)
+        if wrong:
+            raise CodeError(f"In block {number:,} {_WRONG[wrong]}.")
+        at += length
+    codes = _codes_unpacked(packed, run.sent, codec.bits).reshape(run.count, run.k)
+    return Sparse(run, places, high, ratio.copy(), codes), rest
+
+
+def _taken(rest: Bytes, count: int) -> tuple[Bytes, Bytes]:
+    if count > rest.size:
+        raise CodeError("It ends too early.")
+    return rest[:count], rest[count:]
+
+
+def _codes_packed(codes: npt.NDArray[Any], bits: int) -> bytes:
+    if bits == 16:
+        return codes.astype(_U16).tobytes()
+    each = 8 // bits
+    padded = np.zeros(-(-codes.size // each) * each, np.uint8)
+    padded[: codes.size] = codes
+    out = padded[::each].copy()
+    for place in range(1, each):
+        out |= padded[place::each] << np.uint8(place * bits)
+    return out.tobytes()
+
+
+def _codes_unpacked(packed: Bytes, count: int, bits: int) -> npt.NDArray[Any]:
+    if bits == 16:
+        codes = np.frombuffer(packed.tobytes(), _U16).astype(np.uint16)
+        if not (np.abs(codes.view(np.float16)) <= 2.0).all():
+            raise CodeError("A value is not finite, or more than its chunk's largest.")
+        return codes
+    each, mask = 8 // bits, np.uint8((1 << bits) - 1)
+    out = np.empty(packed.size * each, np.uint8)
+    for place in range(each):
+        out[place::each] = (packed >> np.uint8(place * bits)) & mask
+    if out[count:].any():
+        raise CodeError("Something is left over behind its values.")
+    return out[:count]
+
+
+def _side_by_side(part: Callable[[slice], None], count: int, threads: int) -> None:
+    """Do a part for some blocks of rows at a time, on several threads."""
+    step = max(_BLOCK, -(-count // (4 * threads)))
+    rows = [slice(at, min(at + step, count)) for at in range(0, count, step)]
+    if threads == 1 or len(rows) == 1:
+        for one in rows:
+            part(one)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="codec") as pool:
+        list(pool.map(part, rows))

@@ -1,0 +1,101 @@
+"""The discrete cosine transform of a tensor's tiles, and back.
+
+DCT-II, orthonormal, of tiles of at most 64 by 64 (DeMo, arXiv 2411.19870, §3). As products with
+the basis, some rows of tiles at a time, so that what lies between the two products stays in the
+processor's cache.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+
+from millrace.gradients.codec import Tiles, Transform, matrix_of, tiles_of
+
+_AT_ONCE = 1 << 17  # values
+
+
+def forward(tensor: torch.Tensor, transform: Transform) -> torch.Tensor:
+    """A tensor's values in the order of its chunks, transformed.
+
+    Args:
+        tensor: Of any shape, float32, contiguous.
+        transform: Which.
+
+    Returns:
+        As many values, float32, in one dimension. Without a transform they are the tensor's own
+        memory.
+    """
+    if transform is Transform.NONE:
+        return tensor.reshape(-1)
+    matrix = tensor.reshape(matrix_of(tuple(tensor.shape)))
+    out = torch.empty(tensor.numel(), dtype=torch.float32, device=tensor.device)
+    for tiles, place, band in _bands(out, matrix, tuple(tensor.shape)):
+        down, across = _basis(tiles.height, out.device), _basis(tiles.width, out.device)
+        # One band by itself as a plain product, which reads it where it lies.
+        half = (down @ band[0])[None] if len(band) == 1 else torch.matmul(down, band)
+        done = torch.matmul(half.view(-1, tiles.width), across.T)
+        place.copy_(done.view(len(band), tiles.height, -1, tiles.width).transpose(1, 2))
+    return out
+
+
+def backward(values: torch.Tensor, shape: tuple[int, ...], transform: Transform) -> torch.Tensor:
+    """The tensor that `forward` made these values of.
+
+    Args:
+        values: In one dimension, float32.
+        shape: Of the tensor.
+        transform: Which.
+    """
+    if transform is Transform.NONE:
+        return values.view(shape)
+    matrix = torch.empty(matrix_of(shape), dtype=torch.float32, device=values.device)
+    for tiles, place, band in _bands(values, matrix, shape):
+        down, across = _basis(tiles.height, values.device), _basis(tiles.width, values.device)
+        half = torch.matmul(place.reshape(-1, tiles.width), across)
+        half = half.view(len(band), -1, tiles.height, tiles.width).transpose(1, 2)
+        half = half.reshape(len(band), tiles.height, -1)
+        band.copy_((down.T @ half[0])[None] if len(band) == 1 else torch.matmul(down.T, half))
+    return matrix.view(shape)
+
+
+def _bands(
+    values: torch.Tensor, matrix: torch.Tensor, shape: tuple[int, ...]
+) -> Iterator[tuple[Tiles, torch.Tensor, torch.Tensor]]:
+    """Some rows of tiles at a time, as views of both.
+
+    Of the values ``(rows, columns, height, width)``, one tile behind the other; of the matrix
+    ``(rows, height, columns * width)``.
+    """
+    first = 0
+    for tiles in tiles_of(shape):
+        size, wide = tiles.height * tiles.width, tiles.columns * tiles.width
+        high = tiles.rows * tiles.height
+        place = values[first : first + high * wide]
+        place = place.view(tiles.rows, tiles.columns, tiles.height, tiles.width)
+        part = matrix.narrow(0, tiles.row, high).narrow(1, tiles.column, wide)
+        part = part.view(tiles.rows, tiles.height, wide)
+        columns = max(1, min(tiles.columns, _AT_ONCE // size))
+        rows = max(1, _AT_ONCE // (columns * size))
+        for row in range(0, tiles.rows, rows):
+            for column in range(0, tiles.columns, columns):
+                yield (
+                    tiles,
+                    place[row : row + rows, column : column + columns],
+                    part[
+                        row : row + rows,
+                        :,
+                        column * tiles.width : (column + columns) * tiles.width,
+                    ],
+                )
+        first += high * wide
+
+
+@lru_cache(maxsize=512)
+def _basis(size: int, device: torch.device) -> torch.Tensor:
+    """The orthonormal basis of the DCT-II, (coefficients, values), rounded once from float64."""
+    n = torch.arange(size, dtype=torch.float64)
+    basis = torch.cos(torch.pi / size * (n[None, :] + 0.5) * n[:, None])
+    basis *= (2.0 / size) ** 0.5
+    basis[0] /= 2**0.5
+    return basis.to(torch.float32).to(device)

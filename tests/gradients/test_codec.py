@@ -1,0 +1,268 @@
+"""The codec: what is decoded is the quantised top-k, exactly; nothing is lost, only late."""
+
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from millrace.errors import ConfigurationError, NotFoundError
+from millrace.gradients import Codec, CodeError, Feedback, Transform, decode, encode
+from millrace.gradients.codec import CHUNK, chunks_of, tiles_of
+from millrace.gradients.tensors import chosen, packed, unpacked, values_of
+from millrace.gradients.transform import backward, forward
+
+SHAPES = [(), (1,), (7,), (64,), (4096,), (4097,), (12289,), (1, 1), (131, 1), (1, 257), (64, 64)]
+SHAPES += [(127, 65), (97, 101), (3, 3, 17, 5), (2, 0, 3), (700, 300)]
+BITS = [2, 4, 8, 16]
+shapes = st.lists(st.integers(1, 90), max_size=3).map(tuple)
+codecs = st.builds(
+    Codec,
+    transform=st.sampled_from(Transform),
+    k=st.integers(1, CHUNK),
+    bits=st.sampled_from(BITS),
+)
+
+
+def drawn(shape: tuple[int, ...], seed: int = 0, kind: str = "gauss") -> torch.Tensor:
+    dice = np.random.default_rng(seed)
+    kinds = {
+        "gauss": lambda: dice.standard_normal(shape),
+        "student": lambda: dice.standard_t(3, shape),
+        "laplace": lambda: dice.laplace(size=shape),
+        "few": lambda: dice.integers(-2, 3, shape),  # many are equal, and zero
+        "tiny": lambda: dice.standard_normal(shape) * 1e-42,  # denormal
+        "wide": lambda: dice.standard_normal(shape) * 10.0 ** dice.integers(-30, 30, shape),
+    }
+    return torch.from_numpy(np.asarray(kinds[kind](), dtype=np.float32))
+
+
+def top_k(values: np.ndarray, codec: Codec, shape: tuple[int, ...]) -> list[np.ndarray]:
+    """The places of the largest values, as slowly and plainly as can be."""
+    found = []
+    for run in chunks_of(shape, codec):
+        table = values[run.first : run.first + run.values].reshape(run.count, run.size)
+        order = np.argsort(-np.abs(table), axis=1, kind="stable")[:, : run.k]
+        found.append(np.sort(order, axis=1))
+    return found
+
+
+def nearest(values: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """How far each value is from the nearest of its chunk's levels."""
+    return np.abs(values[:, :, None] - table[:, None, :]).min(axis=2)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("transform", Transform)
+def test_every_value_is_in_one_chunk(shape, transform):
+    runs = chunks_of(shape, Codec(transform=transform))
+    assert sum(run.values for run in runs) == prod(shape)
+    assert all(1 <= run.k <= run.size <= CHUNK for run in runs)
+    assert [run.first for run in runs] == [
+        sum(before.values for before in runs[:n]) for n in range(len(runs))
+    ]
+
+
+def test_primes_and_odd_sizes_are_not_left_uncompressed():
+    for shape, least in (((1021, 4099), 205), ((50257, 64), 205), ((1000, 1), 100)):
+        assert all(tile.height <= 64 and tile.width <= 64 for tile in tiles_of(shape))
+        for transform in Transform:
+            body = encode(drawn(shape), Codec(transform=transform))
+            assert prod(shape) * 4 / len(body) > least, (shape, transform)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_transform_is_orthonormal_and_its_own_inverse(shape):
+    tensor = drawn(shape)
+    values = forward(tensor, Transform.DCT)
+    assert values.shape == (prod(shape),)
+    torch.testing.assert_close(values.norm(), tensor.norm())
+    torch.testing.assert_close(backward(values, shape, Transform.DCT), tensor)
+
+
+def test_the_transform_is_that_of_the_formula():
+    tensor = drawn((5, 7))
+    rows, columns = np.arange(5), np.arange(7)
+    down = np.sqrt(2 / 5) * np.cos(np.pi / 5 * (rows[None] + 0.5) * rows[:, None])
+    across = np.sqrt(2 / 7) * np.cos(np.pi / 7 * (columns[None] + 0.5) * columns[:, None])
+    down[0] /= np.sqrt(2)
+    across[0] /= np.sqrt(2)
+    wanted = down @ tensor.numpy().astype(np.float64) @ across.T
+    np.testing.assert_allclose(forward(tensor, Transform.DCT).view(5, 7), wanted, atol=1e-6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    shape=shapes,
+    codec=codecs,
+    seed=st.integers(0, 99),
+    kind=st.sampled_from(["gauss", "student", "laplace", "few", "tiny", "wide"]),
+)
+@example(shape=(64, 64), codec=Codec(k=4096, bits=2), seed=0, kind="few")
+def test_what_is_decoded_is_the_quantised_top_k(shape, codec, seed, kind):
+    tensor = drawn(shape, seed, kind)
+    values = forward(tensor, codec.transform)
+    body = encode(tensor, codec)
+    runs = unpacked(body, shape, codec)
+    assert packed(runs, codec) == body
+    places = top_k(values.numpy(), codec, shape)
+    assert all(np.array_equal(run.places, own) for run, own in zip(runs, places, strict=True))
+
+    sent = np.zeros(prod(shape), np.float32)
+    for run in runs:
+        chunks = run.chunks
+        rows = slice(chunks.first, chunks.first + chunks.values)
+        table = sent[rows].reshape(chunks.count, chunks.size)
+        np.put_along_axis(table, run.places.astype(np.int64), values_of(run, codec), axis=1)
+        true = np.take_along_axis(
+            values.numpy()[rows].reshape(table.shape), run.places.astype(np.int64), axis=1
+        )
+        held = values_of(run, codec)
+        assert ((np.sign(held) == np.sign(true)) | (held == 0) | (true == 0)).all()
+        if codec.bits < 16:  # each is the nearest of the levels that its chunk has
+            levels = 1 << (codec.bits - 1)
+            high = (run.high.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+            low = high * (run.ratio / 255.0)
+            steps = np.arange(levels) / (levels - 1)
+            known = (low[:, None] + (high - low)[:, None] * steps).astype(np.float32)
+            off = np.abs(np.abs(held) - np.abs(true))
+            least = nearest(np.abs(true), known)
+            assert (off <= least * (1 + 1e-4) + np.abs(true) * 1e-6 + 1e-44).all()
+    wanted = backward(torch.from_numpy(sent), shape, codec.transform)
+    assert torch.equal(decode(body, shape, codec), wanted)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("transform", Transform)
+def test_the_bytes_do_not_depend_on_how_many_threads_made_them(transform, threads):
+    codec = Codec(transform=transform)
+    tensor = drawn((1500, 1100))
+    values = forward(tensor, transform).numpy()
+    body = packed(chosen(values, (1500, 1100), codec, threads), codec)
+    assert body == encode(tensor, codec, threads=7)
+    assert torch.equal(
+        decode(body, (1500, 1100), codec, threads=threads), decode(body, (1500, 1100), codec)
+    )
+
+
+@pytest.mark.parametrize(("kind", "error"), [("gauss", 0.07), ("student", 0.26), ("laplace", 0.12)])
+def test_two_bits_a_value_are_two_hundred_times_smaller_and_near_enough(kind, error):
+    tensor, codec = drawn((1024, 4096), 1, kind), Codec()
+    body = encode(tensor, codec)
+    assert tensor.numel() * 4 / len(body) > 205
+    (run,) = unpacked(body, (1024, 4096), codec)
+    table = tensor.numpy().reshape(run.chunks.count, run.chunks.size)
+    true = np.take_along_axis(table, run.places.astype(np.int64), axis=1)
+    assert np.linalg.norm(values_of(run, codec) - true) / np.linalg.norm(true) <= error
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_half_precision_is_taken_as_it_is(dtype):
+    tensor = drawn((200, 300)).to(dtype)
+    assert encode(tensor, Codec()) == encode(tensor.float(), Codec())
+    assert encode(tensor.t(), Codec()) == encode(tensor.t().float().contiguous(), Codec())
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_refused(value, bits):
+    tensor = drawn((100, 100))
+    tensor[3, 5] = value
+    with pytest.raises(ConfigurationError, match="not finite"):
+        encode(tensor, Codec(bits=bits))
+
+
+def test_another_type_is_refused():
+    with pytest.raises(ConfigurationError, match=r"torch\.int64"):
+        encode(torch.ones(3, dtype=torch.int64), Codec())
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=shapes, codec=codecs, seed=st.integers(0, 99), steps=st.integers(1, 6))
+def test_error_feedback_conserves_mass(shape, codec, seed, steps):
+    feedback = Feedback(codec)
+    sent, given_ = torch.zeros(shape), torch.zeros(shape)
+    for step in range(steps):
+        change = drawn(shape, seed + step)
+        given_ += change
+        sent += decode(feedback.compress("w", change), shape, codec)
+    torch.testing.assert_close(sent + feedback.kept("w"), given_, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_small_is_sent_later():
+    feedback, codec = Feedback(Codec(k=1)), Codec(k=1)
+    change = torch.tensor([3.0, 2.0, 1.0])
+    bodies = [feedback.compress("w", change * (step == 0)) for step in range(3)]
+    got = [decode(body, (3,), codec).tolist() for body in bodies]
+    assert got == [[3, 0, 0], [0, 2, 0], [0, 0, 1]]
+    assert feedback.kept("w").tolist() == [0, 0, 0]
+
+
+def test_the_memory_decays_and_can_be_saved():
+    feedback = Feedback(Codec(k=1), decay=0.5)
+    feedback.compress("w", torch.tensor([4.0, 2.0]))
+    again = Feedback(Codec(k=1), decay=0.5)
+    again.load_state_dict(feedback.state_dict())
+    for one in (feedback, again):
+        one.compress("w", torch.tensor([0.0, 0.25]))
+        assert one.kept("w").tolist() == [0, 0]
+    with pytest.raises(NotFoundError):
+        feedback.kept("other")
+    with pytest.raises(ConfigurationError, match="shape"):
+        feedback.compress("w", torch.ones(3))
+    with pytest.raises(ConfigurationError, match="not finite"):
+        feedback.compress("w", torch.tensor([float("nan"), 0.0]))
+    assert feedback.kept("w").tolist() == [0, 0]
+
+
+# -- bytes of whom one does not trust
+
+
+def refused_or_whole(body: bytes, shape: tuple[int, ...], codec: Codec) -> None:
+    """Whatever the bytes are: refused with a sentence, or the one way to write what they mean."""
+    try:
+        runs = unpacked(body, shape, codec)
+    except CodeError:
+        return
+    for run in runs:
+        assert (np.diff(run.places.astype(np.int64), axis=1) > 0).all()
+        assert run.places.max(initial=0) < run.chunks.size
+        assert np.isfinite(values_of(run, codec)).all()
+    assert torch.isfinite(decode(body, shape, codec)).all()
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    bits=st.sampled_from(BITS),
+    shape=st.sampled_from([(70, 70), (5000,), (3,)]),
+    data=st.data(),
+)
+def test_changed_bytes_are_refused_or_right(bits, shape, data):
+    codec = Codec(bits=bits)
+    body = bytearray(encode(drawn(shape), codec))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(body) - 1))
+        body[at] = data.draw(st.integers(0, 255))
+    refused_or_whole(bytes(body), shape, codec)
+    cut = data.draw(st.integers(0, len(body) - 1))
+    with pytest.raises(CodeError):
+        unpacked(bytes(body[:cut]), shape, codec)
+    with pytest.raises(CodeError):
+        unpacked(bytes(body) + b"\0", shape, codec)
+
+
+@settings(max_examples=300, deadline=None)
+@given(body=st.binary(max_size=600), bits=st.sampled_from(BITS))
+def test_any_bytes_are_refused_or_right(body, bits):
+    refused_or_whole(body, (70, 70), Codec(bits=bits))
+
+
+def test_every_flipped_bit_of_a_small_one_is_refused_or_right():
+    shape, codec = (300,), Codec()
+    body = encode(drawn(shape), codec)
+    for at in range(8 * len(body)):
+        flipped = bytearray(body)
+        flipped[at // 8] ^= 1 << (at % 8)
+        refused_or_whole(bytes(flipped), shape, codec)
