@@ -256,6 +256,44 @@ class CheckpointKeys:
 
 
 @dataclass(frozen=True, slots=True)
+class GradientKeys:
+    """The gradients of one run.
+
+    Attributes:
+        run: Its name: a prefix below the store's URL.
+        version: Of what the workers run: those of another are not looked at.
+    """
+
+    run: str
+    version: str
+
+    def __post_init__(self) -> None:
+        for what, name in (("The run's name", self.run), ("The version", self.version)):
+            if checked_name(name, what=what) != name:
+                raise ConfigurationError(f"{what} {name!r} begins or ends with '/'.")
+
+    def worker(self, uid: str) -> str:
+        """The prefix of all that a worker writes: its credentials reach no other."""
+        if "/" in checked_name(uid, what="The worker's name"):
+            raise ConfigurationError(f"The worker's name {uid!r} has a '/' in it.")
+        return f"{self.run}/{uid}/"
+
+    def gradient(self, uid: str, window: int) -> str:
+        return f"{self.worker(uid)}gradient-{window:09d}-{uid}-v{self.version}.safetensors"
+
+    def parse(self, key: str) -> tuple[str, int] | None:
+        """The worker and the window of a gradient's key, or None if it is no gradient's."""
+        pattern = (
+            re.escape(self.run)
+            + r"/(?P<uid>[^/]+)/gradient-(?P<window>\d{9,})-(?P=uid)-v"
+            + re.escape(self.version)
+            + r"\.safetensors"
+        )
+        match = re.fullmatch(pattern, key)
+        return (match["uid"], int(match["window"])) if match else None
+
+
+@dataclass(frozen=True, slots=True)
 class CooldownKeys:
     """What the members of a job commit at the end of one epoch.
 

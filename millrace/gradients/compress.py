@@ -9,29 +9,62 @@ import torch
 
 from millrace import errors
 from millrace.gradients import kernels
-from millrace.gradients.codec import Codec
 from millrace.gradients.tensors import Sparse, chosen, dense, packed, unpacked, values_of
 from millrace.gradients.transform import backward, forward
+from millrace.models.gradient import Codec, Transform
 
 _FLOATS = {torch.float32, torch.float16, torch.bfloat16}
 
 
-def encode(tensor: torch.Tensor, codec: Codec, *, threads: int | None = None) -> bytes:
-    """Compress a tensor.
+class Encoder:
+    """Compresses tensors. Memory: one copy of the largest, kept from one to the next.
 
     Equal tensors make equal bytes. With `Transform.DCT` that holds on one kind of processor, as the
     coefficients of two may differ in their last places.
 
     Args:
-        tensor: Of any shape; float32, bfloat16 or float16; finite; on any device.
         codec: How.
         threads: How many work side by side; by default one a processor.
-
-    Raises:
-        ConfigurationError: It is of another type, or not finite.
     """
-    values = forward(_float32(tensor), codec.transform).numpy()
-    return packed(chosen(values, tuple(tensor.shape), codec, threads or _processors()), codec)
+
+    def __init__(self, codec: Codec, threads: int | None = None) -> None:
+        self.codec = codec
+        self.threads = threads or processors()
+        self._scratch = torch.empty(0)
+
+    def encode(self, tensor: torch.Tensor) -> bytes:
+        """Compress a tensor.
+
+        Args:
+            tensor: Of any shape; float32, bfloat16 or float16; finite; on any device.
+
+        Raises:
+            ConfigurationError: It is of another type, or not finite.
+        """
+        return packed(self.chosen(float32(tensor))[1], self.codec)
+
+    def chosen(self, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[Sparse, ...]]:
+        """A tensor's values in the order of its chunks, and those of them that are sent.
+
+        Args:
+            tensor: float32, contiguous, on the processor.
+
+        Returns:
+            The first are memory of the tensor's or of the encoder's.
+
+        Raises:
+            ConfigurationError: It is not finite.
+        """
+        if self.codec.transform is not Transform.NONE and self._scratch.numel() < tensor.numel():
+            self._scratch = torch.empty(tensor.numel())
+        values = forward(tensor, self.codec.transform, self._scratch[: tensor.numel()])
+        runs = chosen(values.numpy(), tuple(tensor.shape), self.codec, self.threads)
+        return values, runs
+
+
+def encode(tensor: torch.Tensor, codec: Codec) -> bytes:
+    """Compress one tensor: `Encoder` does many."""
+    return Encoder(codec).encode(tensor)
 
 
 def decode(
@@ -40,6 +73,7 @@ def decode(
     codec: Codec,
     *,
     threads: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The tensor that compressed bytes stand for, float32, on the processor.
 
@@ -48,13 +82,18 @@ def decode(
         shape: Of the tensor.
         codec: How it was compressed.
         threads: How many work side by side; by default one a processor.
+        out: A tensor of the shape, float32, to be filled.
 
     Raises:
         CodeError: They are no compressed tensor of this shape.
     """
     runs = unpacked(body, shape, codec)
-    values = torch.from_numpy(dense(runs, shape, codec, threads or _processors()))  # pyright: ignore[reportUnknownMemberType]
-    return backward(values, shape, codec.transform)
+    if out is None:
+        out = torch.empty(shape, dtype=torch.float32)
+    in_place = codec.transform is Transform.NONE
+    values = out.view(-1) if in_place else torch.empty(out.numel(), dtype=torch.float32)
+    dense(runs, codec, values.numpy(), threads or processors())
+    return out if in_place else backward(values, shape, codec.transform, out)
 
 
 class Feedback:
@@ -73,7 +112,7 @@ class Feedback:
         if not 0 <= decay <= 1:
             raise errors.ConfigurationError(f"The decay {decay} is not between 0 and 1.")
         self.codec, self.decay = codec, decay
-        self._threads = threads or _processors()
+        self._encoder = Encoder(codec, threads)
         self._kept: dict[str, torch.Tensor] = {}
 
     def compress(self, name: str, change: torch.Tensor) -> bytes:
@@ -87,7 +126,7 @@ class Feedback:
             ConfigurationError: It is not finite, or of another shape than before: what was kept is
                 as it was.
         """
-        change = _float32(change)
+        change = float32(change)
         shape = tuple(change.shape)
         before = self._kept.get(name)
         if before is not None and tuple(before.shape) != shape:
@@ -95,11 +134,12 @@ class Feedback:
                 f"{name} has the shape {list(shape)}, and before it had {list(before.shape)}."
             )
         total = change.clone() if before is None else change.add(before, alpha=self.decay)
-        values = forward(total, self.codec.transform)
-        runs = chosen(values.numpy(), shape, self.codec, self._threads)
+        values, runs = self._encoder.chosen(total)
         for run in runs:
-            _take_away(values.numpy(), run, self.codec)
-        self._kept[name] = backward(values, shape, self.codec.transform)
+            take_away(values.numpy(), run, self.codec)
+        if self.codec.transform is not Transform.NONE:  # whose values are the tensor's memory
+            backward(values, shape, self.codec.transform, total)
+        self._kept[name] = total
         return packed(runs, self.codec)
 
     def kept(self, name: str) -> torch.Tensor:
@@ -119,16 +159,16 @@ class Feedback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        self._kept = {name: _float32(tensor).clone() for name, tensor in state["kept"].items()}
+        self._kept = {name: float32(tensor).clone() for name, tensor in state["kept"].items()}
 
 
-def _take_away(values: np.ndarray[Any, Any], run: Sparse, codec: Codec) -> None:
+def take_away(values: np.ndarray[Any, Any], run: Sparse, codec: Codec) -> None:
     chunks = run.chunks
     table = values[chunks.first : chunks.first + chunks.values]
     kernels.subtract(table.reshape(chunks.count, chunks.size), run.places, values_of(run, codec))
 
 
-def _float32(tensor: torch.Tensor) -> torch.Tensor:
+def float32(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype not in _FLOATS:
         raise errors.ConfigurationError(
             f"A gradient is {tensor.dtype}: give float32, bfloat16 or float16."
@@ -136,5 +176,5 @@ def _float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(device="cpu", dtype=torch.float32).contiguous()
 
 
-def _processors() -> int:
+def processors() -> int:
     return len(os.sched_getaffinity(0))

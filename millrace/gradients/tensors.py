@@ -16,7 +16,6 @@ that `unpacked` takes are those that `packed` makes of what it returns.
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,8 @@ import numpy.typing as npt
 
 from millrace import errors
 from millrace.gradients import kernels
-from millrace.gradients.codec import Chunks, Codec, chunks_of
+from millrace.gradients.chunks import Chunks, chunks_of
+from millrace.models.gradient import Codec
 
 _BLOCK = 256  # chunks
 _RICE_MOST = 12
@@ -91,10 +91,9 @@ def values_of(sparse: Sparse, codec: Codec) -> npt.NDArray[np.float32]:
 
 
 def dense(
-    runs: tuple[Sparse, ...], shape: tuple[int, ...], codec: Codec, threads: int = 1
-) -> npt.NDArray[np.float32]:
-    """All values of a tensor in the order of its chunks: those that were sent, and zeros."""
-    out = np.empty(prod(shape), np.float32)
+    runs: tuple[Sparse, ...], codec: Codec, out: npt.NDArray[np.float32], threads: int = 1
+) -> None:
+    """Fill all values of a tensor in the order of its chunks: those that were sent, and zeros."""
     for run in runs:
         chunks, sent = run.chunks, values_of(run, codec)
         table = out[chunks.first : chunks.first + chunks.values].reshape(chunks.count, chunks.size)
@@ -103,7 +102,6 @@ def dense(
             kernels.spread(run.places[rows], sent[rows], table[rows])
 
         _side_by_side(part, chunks.count, threads)
-    return out
 
 
 def packed(runs: tuple[Sparse, ...], codec: Codec) -> bytes:
@@ -125,6 +123,18 @@ def unpacked(body: bytes | memoryview, shape: tuple[int, ...], codec: Codec) -> 
     if rest.size:
         raise CodeError(f"{rest.size:,} bytes are left over.")
     return tuple(found)
+
+
+def largest(shape: tuple[int, ...], codec: Codec) -> int:
+    """Bytes that a compressed tensor of a shape has at most."""
+    return sum(
+        1
+        + 5 * -(-run.count // _BLOCK)
+        + -(-run.sent * (_RICE_MOST + 1) // 8)
+        + -(-run.sent * codec.bits // 8)
+        + (2 if codec.bits == 16 else 3) * run.count
+        for run in chunks_of(shape, codec)
+    )
 
 
 def _chosen(values: npt.NDArray[np.float32], run: Chunks, codec: Codec, threads: int) -> Sparse:
@@ -168,7 +178,10 @@ def _packed(run: Sparse, codec: Codec) -> Iterator[bytes]:
     counts = np.zeros(run.chunks.size, np.int64)
     kernels.count_gaps(run.places, counts)
     gaps = np.arange(run.chunks.size)
-    costs = [int(((gaps >> rice) * counts).sum()) + rice * run.chunks.sent for rice in range(13)]
+    costs = [
+        int(((gaps >> rice) * counts).sum()) + rice * run.chunks.sent
+        for rice in range(_RICE_MOST + 1)
+    ]
     rice = int(np.argmin(costs))
     room = np.empty(
         (costs[rice] + run.chunks.sent) // 8 + 2 * -(-run.chunks.count // _BLOCK), np.uint8

@@ -10,17 +10,22 @@ from functools import lru_cache
 
 import torch
 
-from millrace.gradients.codec import Tiles, Transform, matrix_of, tiles_of
+from millrace.gradients.chunks import Tiles, matrix_of, tiles_of
+from millrace.models.gradient import Transform
 
 _AT_ONCE = 1 << 17  # values
 
 
-def forward(tensor: torch.Tensor, transform: Transform) -> torch.Tensor:
+def forward(
+    tensor: torch.Tensor, transform: Transform, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """A tensor's values in the order of its chunks, transformed.
 
     Args:
         tensor: Of any shape, float32, contiguous.
         transform: Which.
+        out: As many values, float32, in one dimension, to be filled: new memory costs as much as
+            the transform.
 
     Returns:
         As many values, float32, in one dimension. Without a transform they are the tensor's own
@@ -29,34 +34,48 @@ def forward(tensor: torch.Tensor, transform: Transform) -> torch.Tensor:
     if transform is Transform.NONE:
         return tensor.reshape(-1)
     matrix = tensor.reshape(matrix_of(tuple(tensor.shape)))
-    out = torch.empty(tensor.numel(), dtype=torch.float32, device=tensor.device)
+    if out is None:
+        out = torch.empty(tensor.numel(), dtype=torch.float32, device=tensor.device)
     for tiles, place, band in _bands(out, matrix, tuple(tensor.shape)):
         down, across = _basis(tiles.height, out.device), _basis(tiles.width, out.device)
-        # One band by itself as a plain product, which reads it where it lies.
-        half = (down @ band[0])[None] if len(band) == 1 else torch.matmul(down, band)
-        done = torch.matmul(half.view(-1, tiles.width), across.T)
-        place.copy_(done.view(len(band), tiles.height, -1, tiles.width).transpose(1, 2))
+        if len(band) == 1:  # one row of tiles: a plain product, which reads it where it lies
+            half = torch.mm(down, band[0]).view(tiles.height, -1, tiles.width)
+            torch.matmul(half.transpose(0, 1), across.T, out=place[0])
+        else:
+            half = torch.matmul(down, band).view(-1, tiles.width)
+            done = torch.mm(half, across.T).view(len(band), tiles.height, -1, tiles.width)
+            place.copy_(done.transpose(1, 2))
     return out
 
 
-def backward(values: torch.Tensor, shape: tuple[int, ...], transform: Transform) -> torch.Tensor:
+def backward(
+    values: torch.Tensor,
+    shape: tuple[int, ...],
+    transform: Transform,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The tensor that `forward` made these values of.
 
     Args:
         values: In one dimension, float32.
         shape: Of the tensor.
         transform: Which.
+        out: A tensor of this shape, float32, contiguous, to be filled.
     """
     if transform is Transform.NONE:
-        return values.view(shape)
-    matrix = torch.empty(matrix_of(shape), dtype=torch.float32, device=values.device)
-    for tiles, place, band in _bands(values, matrix, shape):
+        return values.view(shape) if out is None else out.copy_(values.view(shape))
+    if out is None:
+        out = torch.empty(shape, dtype=torch.float32, device=values.device)
+    for tiles, place, band in _bands(values, out.view(matrix_of(shape)), shape):
         down, across = _basis(tiles.height, values.device), _basis(tiles.width, values.device)
-        half = torch.matmul(place.reshape(-1, tiles.width), across)
+        half = torch.mm(place.reshape(-1, tiles.width), across)
         half = half.view(len(band), -1, tiles.height, tiles.width).transpose(1, 2)
         half = half.reshape(len(band), tiles.height, -1)
-        band.copy_((down.T @ half[0])[None] if len(band) == 1 else torch.matmul(down.T, half))
-    return matrix.view(shape)
+        if len(band) == 1:
+            band[0].copy_(torch.mm(down.T, half[0]))
+        else:
+            band.copy_(torch.matmul(down.T, half))
+    return out
 
 
 def _bands(

@@ -9,10 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millrace.errors import ConfigurationError, NotFoundError
-from millrace.gradients import Codec, CodeError, Feedback, Transform, decode, encode
-from millrace.gradients.codec import CHUNK, chunks_of, tiles_of
+from millrace.gradients import Codec, CodeError, Encoder, Feedback, Transform, decode, encode
+from millrace.gradients.chunks import chunks_of, tiles_of
 from millrace.gradients.tensors import chosen, packed, unpacked, values_of
 from millrace.gradients.transform import backward, forward
+from millrace.models.gradient import CHUNK
 
 SHAPES = [(), (1,), (7,), (64,), (4096,), (4097,), (12289,), (1, 1), (131, 1), (1, 257), (64, 64)]
 SHAPES += [(127, 65), (97, 101), (3, 3, 17, 5), (2, 0, 3), (700, 300)]
@@ -141,7 +142,7 @@ def test_the_bytes_do_not_depend_on_how_many_threads_made_them(transform, thread
     tensor = drawn((1500, 1100))
     values = forward(tensor, transform).numpy()
     body = packed(chosen(values, (1500, 1100), codec, threads), codec)
-    assert body == encode(tensor, codec, threads=7)
+    assert body == Encoder(codec, 7).encode(tensor)
     assert torch.equal(
         decode(body, (1500, 1100), codec, threads=threads), decode(body, (1500, 1100), codec)
     )

@@ -1,43 +1,12 @@
-"""What both sides of a compressed gradient must know: how a tensor is cut, and what is sent."""
+"""How a tensor is cut into chunks: from its shape and the codec alone, so that all cut alike."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 from math import prod
-from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from millrace.models.gradient import CHUNK, Codec, Transform
 
-CHUNK = 4096
-"""Values that a chunk has at most: as many as its indices can count in 12 bits."""
 TILE = 64
 """Rows and columns that a tile has at most."""
-
-
-class Transform(StrEnum):
-    """What a tensor is turned into before the largest values of each chunk are chosen."""
-
-    NONE = "none"
-    DCT = "dct"  # of tiles, as DeMo does
-
-
-class Codec(BaseModel):
-    """How a gradient is compressed.
-
-    The largest ``k`` of each 4096 values are sent, by their magnitude: each its place, its sign and
-    one of ``2 ** (bits - 1)`` magnitudes between two that are the chunk's own.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    transform: Transform = Field(
-        default=Transform.NONE,
-        description="`dct` sends the coefficients of tiles of at most 64 by 64 (DeMo); `none` the "
-        "values themselves (SparseLoCo).",
-    )
-    k: int = Field(default=64, ge=1, le=CHUNK, description="Values that are sent, of 4096.")
-    bits: Literal[2, 4, 8, 16] = Field(
-        default=2, description="Bits of each, its sign among them; 16 are a float16."
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,87 @@
+"""What the workers of a run put into the bucket: compressed gradients, and what is said of them."""
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from millrace.models.dataset import Committed
+
+CHUNK = 4096
+"""Values that a chunk has at most: as many as its indices can count in 12 bits."""
+
+
+class Transform(StrEnum):
+    """What a tensor is turned into before the largest values of each chunk are chosen."""
+
+    NONE = "none"
+    DCT = "dct"  # of tiles, as DeMo does
+
+
+class Codec(Committed):
+    """How a gradient is compressed.
+
+    The largest ``k`` of each 4096 values are sent, by their magnitude: each its place, its sign and
+    one of ``2 ** (bits - 1)`` magnitudes between two that are the chunk's own.
+    """
+
+    transform: Transform = Field(
+        default=Transform.NONE,
+        description="`dct` sends the coefficients of tiles of at most 64 by 64 (DeMo); `none` the "
+        "values themselves (SparseLoCo).",
+    )
+    k: int = Field(default=64, ge=1, le=CHUNK, description="Values that are sent, of 4096.")
+    bits: Literal[2, 4, 8, 16] = Field(
+        default=2, description="Bits of each, its sign among them; 16 are a float16."
+    )
+
+
+class GradientHeader(Committed):
+    """What a compressed gradient says of itself.
+
+    Attributes:
+        version: Of the format.
+        run: For which run it is.
+        uid: Whose it is.
+        window: For which window.
+        base: The step of the weights that it changes.
+        model: The fingerprint of the model: the digest of its tensors' names and shapes.
+        codec: How it was compressed.
+        shapes: Of the tensors, by their names.
+        tokens: That it was made of: its weight, where the merge asks for one.
+        samples: The digest of the samples that it was made of, as the run defines it.
+        body: SHA-256 of all that comes behind the file's header.
+    """
+
+    version: Literal[1] = 1
+    run: str
+    uid: str
+    window: int = Field(ge=0)
+    base: int = Field(ge=0)
+    model: str
+    codec: Codec
+    shapes: dict[str, tuple[int, ...]]
+    tokens: int = Field(default=0, ge=0)
+    samples: str = ""
+    body: str
+
+
+class Refusal(StrEnum):
+    """Why a gradient was not taken. It touches nobody else's."""
+
+    MISSING = "missing"  # it did not come in time
+    TOO_LARGE = "too large"  # for what it can hold; it was not read
+    UNAVAILABLE = "unavailable"  # its bucket does not answer, or refuses
+    CHANGED = "changed"  # it was replaced while it was read
+    FORMAT = "format"  # no safetensors file of ours
+    HEADER = "header"  # it does not say what it is, or contradicts itself
+    RUN = "run"  # another run's
+    UID = "uid"  # another worker's
+    WINDOW = "window"  # another window's: stale, or replayed
+    BASE = "base"  # of other weights
+    MODEL = "model"  # of another model
+    CODEC = "codec"  # compressed in another way
+    DIGEST = "digest"  # its bytes are not those that its header names
+    TENSORS = "tensors"  # some are missing, or unknown
+    CODES = "codes"  # its bytes are no compressed tensor
+    NORM = "norm"  # larger than anybody honest could send
