@@ -53,6 +53,7 @@ bench: .venv/dev
 	$(BIN)/python -m benchmarks.resume
 	$(BIN)/python -m benchmarks.swarm
 	$(BIN)/python -m benchmarks.checkpoints
+	$(BIN)/python -m benchmarks.gradients
 
 soak: .venv/dev
 	@deployments/test-servers.sh

@@ -8,7 +8,8 @@ import orjson
 
 
 @cache
-def _text() -> str:
+def text() -> str:
+    """All of it."""
     root = Path(sysconfig.get_path("stdlib"))
     texts: list[str] = []
     for file in sorted(root.rglob("*.py")):
@@ -32,15 +33,15 @@ def write_jsonl(file: Path, *, characters: int, size: int) -> int:
     Returns:
         How many rows.
     """
-    text = _text()
-    room = len(text) - characters
+    whole = text()
+    room = len(whole) - characters
     file.parent.mkdir(parents=True, exist_ok=True)
     written = rows = 0
     with file.open("wb") as out:
         while written < size:
             # Another offset on each round through the text, so that no two rows are the same.
             at = rows * characters % room + rows * characters // room
-            row = {"id": rows, "text": text[at : at + characters]}
+            row = {"id": rows, "text": whole[at : at + characters]}
             written += out.write(orjson.dumps(row) + b"\n")
             rows += 1
     return rows

@@ -67,33 +67,48 @@ def encode(tensor: torch.Tensor, codec: Codec) -> bytes:
     return Encoder(codec).encode(tensor)
 
 
-def decode(
-    body: bytes | memoryview,
-    shape: tuple[int, ...],
-    codec: Codec,
-    *,
-    threads: int | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The tensor that compressed bytes stand for, float32, on the processor.
+class Decoder:
+    """Decompresses tensors. Memory: with a transform a copy of the largest, kept for the next.
 
     Args:
-        body: Of `encode`, or of whom one does not trust: all of it is checked.
-        shape: Of the tensor.
-        codec: How it was compressed.
+        codec: How they were compressed.
         threads: How many work side by side; by default one a processor.
-        out: A tensor of the shape, float32, to be filled.
-
-    Raises:
-        CodeError: They are no compressed tensor of this shape.
     """
-    runs = unpacked(body, shape, codec)
-    if out is None:
-        out = torch.empty(shape, dtype=torch.float32)
-    in_place = codec.transform is Transform.NONE
-    values = out.view(-1) if in_place else torch.empty(out.numel(), dtype=torch.float32)
-    dense(runs, codec, values.numpy(), threads or processors())
-    return out if in_place else backward(values, shape, codec.transform, out)
+
+    def __init__(self, codec: Codec, threads: int | None = None) -> None:
+        self.codec = codec
+        self.threads = threads or processors()
+        self._scratch = torch.empty(0)
+
+    def decode(
+        self, body: bytes | memoryview, shape: tuple[int, ...], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The tensor that compressed bytes stand for.
+
+        Args:
+            body: Of an `Encoder`, or of whom one does not trust: all of it is checked.
+            shape: Of the tensor.
+            out: A tensor of the shape, float32, on the processor, to be filled.
+
+        Raises:
+            CodeError: They are no compressed tensor of this shape.
+        """
+        runs = unpacked(body, shape, self.codec, self.threads)
+        if out is None:
+            out = torch.empty(shape)
+        if self.codec.transform is Transform.NONE:
+            dense(runs, self.codec, out.view(-1).numpy(), self.threads)
+            return out
+        if self._scratch.numel() < out.numel():
+            self._scratch = torch.empty(out.numel())
+        values = self._scratch[: out.numel()]
+        dense(runs, self.codec, values.numpy(), self.threads)
+        return backward(values, shape, self.codec.transform, out)
+
+
+def decode(body: bytes | memoryview, shape: tuple[int, ...], codec: Codec) -> torch.Tensor:
+    """Decompress one tensor: `Decoder` does many."""
+    return Decoder(codec).decode(body, shape)
 
 
 class Feedback:

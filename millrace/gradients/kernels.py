@@ -13,17 +13,19 @@ from numba import njit
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _MANTISSA = np.int32(0x007FFFFF)
 _HIDDEN = np.int32(0x00800000)
-_BELOW = np.int32(1 << 23)  # one exponent less
+_STEP, _BELOW = np.int32(1 << 20), np.int32(1 << 23)  # an eighth, and one exponent less
+_ONES = np.array([(~byte & (byte + 1)).bit_length() - 1 for byte in range(256)], np.uint8)  # lowest
+_LLOYD = 16  # steps: the border stands still before
 
 # What is wrong with encoded bytes; 0 is nothing.
 ENDED, TOO_FAR, LEFT_OVER = 1, 2, 3
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _count_above(bits: Any, threshold: Any) -> int:
-    count = 0
-    for i in range(bits.size):
-        count += bits[i] > threshold
+def _count_above(bits: Any, size: int, threshold: Any) -> Any:
+    count = np.int32(0)  # as wide as what is compared, so that many are at a time
+    for i in range(size):
+        count += np.int32(bits[i] > threshold)
     return count
 
 
@@ -40,40 +42,46 @@ def select(chunks: Any, k: int, out: Any) -> None:  # noqa: C901, PLR0912 - one 
     bits = np.empty(size, np.int32)
     near = np.empty(size, np.int32)
     places = np.empty(size, np.uint16)
+    guess = np.int32(0)
     for row in range(rows):
         highest = np.int32(0)
         for i in range(size):
             bits[i] = chunks[row, i] & _MAGNITUDE
             highest = max(highest, bits[i])
         # A threshold that k to 2 k values are above, by counting: the loop has no branch, and the
-        # chunk lies in the first cache.
-        low, above = np.int32(-1), size
-        if size > 2 * k:
-            high, threshold = highest, highest - _BELOW
-            while threshold >= 0 and low < 0:
-                count = _count_above(bits, threshold)
-                if count >= k:
-                    low, above = threshold, count
-                else:
-                    high = threshold
-                    threshold -= _BELOW
-            while above > 2 * k and high - low > 1:
-                threshold = low + (high - low) // 2
-                count = _count_above(bits, threshold)
-                if count >= k:
-                    low, above = threshold, count
-                else:
-                    high = threshold
+        # chunk lies in the first cache. It begins where that of the chunk before was, steps ever
+        # further until it lies between two, and then halves. What is chosen does not depend on it.
+        low, high, above, step = np.int32(-1), highest, size, _STEP
+        threshold = min(guess, highest - 1) if size > 2 * k else low
+        while threshold > low:
+            count = _count_above(bits, size, threshold)
+            if count >= k:
+                low, above = threshold, count
+            else:
+                high = threshold
+            if low < 0:
+                threshold = max(high - step, low)
+            elif above <= 2 * k:
+                break
+            else:
+                threshold = low + min(step, (high - low) // 2)
+            step = min(2 * step, _BELOW)
+        guess = max(low, 0)
         found = 0
         for i in range(size):
             if bits[i] > low:
                 near[found] = bits[i]
                 places[found] = i
                 found += 1
-        least = np.sort(near[:found])[found - k]
-        ties = k
-        for i in range(found):
-            ties -= near[i] > least
+        # The k-th largest: what k are at least, and fewer are above. Between low and high, again.
+        while high - low > 1:
+            threshold = low + (high - low) // 2
+            if _count_above(near, found, threshold) >= k:
+                low = threshold
+            else:
+                high = threshold
+        least = high
+        ties = k - _count_above(near, found, least)
         taken = 0
         for i in range(found):
             if near[i] > least or (near[i] == least and ties > 0):
@@ -122,10 +130,10 @@ def _level(high: Any, ratio: Any, code: Any, most: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def _two_means(bits: Any, sizes: Any) -> tuple[Any, Any]:
-    """The two magnitudes that stand best for those of a chunk, by least squares.
+    """Two magnitudes that stand for those of a chunk, by least squares (Lloyd 1982).
 
-    Exact in one dimension: the sorted magnitudes are parted where the sum of squared sums, each
-    over its count, is largest. The sums are of integers, in units of the largest one's last place.
+    From the mean on, the border between them goes to the middle of the means on its two sides. The
+    sums are of integers, in units of the largest one's last place.
     """
     k = bits.size
     exponent = np.int32(1)
@@ -140,17 +148,21 @@ def _two_means(bits: Any, sizes: Any) -> tuple[Any, Any]:
             size |= np.int64(_HIDDEN)
         sizes[j] = size >> np.int64(min(exponent - max(its, np.int32(1)), np.int32(40)))
         total += sizes[j]
-    sizes.sort()
-    best, at, below, lower = -1.0, 0, np.int64(0), np.int64(0)
-    for j in range(1, k):
-        below += sizes[j - 1]
-        above = np.float64(total - below)
-        score = np.float64(below) * np.float64(below) / j + above * above / (k - j)
-        if score > best:
-            best, at, lower = score, j, below
     unit = 2.0 ** np.float64(exponent - 150)
-    high = np.float64(total - lower) / (k - at) * unit
-    return high, (np.float64(lower) / at * unit if at else high)
+    border = high = low = np.float64(total) / k
+    for _ in range(_LLOYD):
+        upper, count = np.int64(0), np.int64(0)
+        for j in range(k):
+            if np.float64(sizes[j]) > border:
+                upper += sizes[j]
+                count += 1
+        if count == 0:  # they are all alike
+            break
+        high, low = np.float64(upper) / count, np.float64(total - upper) / (k - count)
+        if (high + low) / 2.0 == border:
+            break
+        border = (high + low) / 2.0
+    return high * unit, low * unit
 
 
 @njit(cache=True, nogil=True)
@@ -297,14 +309,16 @@ def read_gaps(body: Any, rice: int, size: int, places: Any) -> int:  # noqa: C90
                     at += 1
                 if held == zero:
                     return ENDED
-                bit = waiting & one
-                waiting >>= one
-                held -= one
-                if bit == zero:
-                    break
-                ones += 1
+                run = np.uint64(_ONES[waiting & np.uint64(0xFF)])
+                ones += np.int64(run)
                 if ones > size:
                     return TOO_FAR
+                if run < held and run < np.uint64(8):  # and a zero
+                    waiting >>= run + one
+                    held -= run + one
+                    break
+                waiting >>= run
+                held -= run
             if held < width:
                 while held <= np.uint64(48) and at < body.size:
                     waiting |= np.uint64(body[at]) << held
@@ -322,3 +336,83 @@ def read_gaps(body: Any, rice: int, size: int, places: Any) -> int:  # noqa: C90
     if at < body.size or held >= np.uint64(8) or waiting != zero:
         return LEFT_OVER
     return 0
+
+
+@njit(cache=True, nogil=True)
+def sum_of_squares(values: Any) -> float:
+    """Of values in one dimension, one after the other: the same on every machine."""
+    total = 0.0
+    for value in values:
+        total += np.float64(value) * np.float64(value)
+    return total
+
+
+@njit(cache=True, nogil=True)
+def inner_products(places: Any, values: Any, size: int, out: Any) -> None:
+    """Add the inner product of every two senders to a matrix of them, its lower half.
+
+    Args:
+        places: (senders, chunks, k), uint16.
+        values: (senders, chunks, k), float32.
+        size: Values of a chunk.
+        out: (senders, senders), float64: added to.
+    """
+    senders, rows, k = places.shape
+    row_of = np.zeros(size, np.float64)
+    for row in range(rows):
+        for one in range(senders):
+            for j in range(k):
+                row_of[places[one, row, j]] = values[one, row, j]
+            for other in range(one + 1):
+                total = 0.0
+                for j in range(k):
+                    total += row_of[places[other, row, j]] * np.float64(values[other, row, j])
+                out[one, other] += total
+            for j in range(k):
+                row_of[places[one, row, j]] = 0.0
+
+
+@njit(cache=True, nogil=True)
+def weighted_sums(
+    places: Any,
+    values: Any,
+    weights: Any,
+    size: int,
+    by_senders: bool,  # noqa: FBT001 - compiled functions have no keyword-only arguments
+    counts: Any,
+    out: Any,
+) -> int:
+    """Add up what senders have at each place, in their order, and leave the places that are sent.
+
+    Args:
+        places: (senders, chunks, k), uint16.
+        values: (senders, chunks, k), float32.
+        weights: (senders,), float64.
+        size: Values of a chunk.
+        by_senders: Divide each place's sum by how many sent it.
+        counts: (chunks,), uint16: filled with how many places each chunk has.
+        out: (2, senders * chunks * k), float32 and long enough: the places and the values.
+
+    Returns:
+        How many places there are.
+    """
+    senders, rows, k = places.shape
+    sums = np.zeros(size, np.float64)
+    senders_of = np.zeros(size, np.int32)
+    at = 0
+    for row in range(rows):
+        for one in range(senders):
+            for j in range(k):
+                place = places[one, row, j]
+                sums[place] += weights[one] * np.float64(values[one, row, j])
+                senders_of[place] += 1
+        first = at
+        for place in range(size):
+            if senders_of[place]:
+                out[0, at] = place
+                out[1, at] = sums[place] / senders_of[place] if by_senders else sums[place]
+                at += 1
+                sums[place] = 0.0
+                senders_of[place] = 0
+        counts[row] = at - first
+    return at

@@ -9,13 +9,14 @@ window are those of its key, and everything else is what the aggregator expects.
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf, isfinite
 
-import numpy as np
 import orjson
 from pydantic import ValidationError
 
 from millrace import errors
 from millrace.digest import canonical, sha256
+from millrace.gradients import kernels
 from millrace.gradients.tensors import CodeError, Sparse, largest, unpacked, values_of
 from millrace.models.gradient import Codec, GradientHeader, Refusal
 from millrace.storage import Stat, Store, read
@@ -125,7 +126,7 @@ def payload_bytes(
         base=base,
         model=fingerprint(shapes),
         codec=codec,
-        shapes={name: tuple(shapes[name]) for name in names},
+        shapes=tuple(tuple(shapes[name]) for name in names),
         tokens=tokens,
         samples=samples,
         body=sha256(whole),
@@ -191,22 +192,22 @@ def check_payload(body: bytes, expected: Expected) -> Payload:
             raise PayloadError(Refusal.CODES, f"{name}: {error}") from error
         tensors[name] = runs
         for run in runs:
-            values = values_of(run, expected.codec).astype(np.float64)
-            square += float(np.square(values, out=values).sum())
+            square += kernels.sum_of_squares(values_of(run, expected.codec).reshape(-1))
     norm = square**0.5
-    if not norm <= (np.inf if expected.norm is None else expected.norm) or not np.isfinite(norm):
+    if not isfinite(norm) or norm > (inf if expected.norm is None else expected.norm):
         raise PayloadError(Refusal.NORM, f"Its norm is {norm:.3g}, more than {expected.norm}.")
     return Payload(header, tensors, norm, sha256(body))
 
 
 def _compare(header: GradientHeader, expected: Expected) -> None:
+    shapes = tuple(expected.shapes[name] for name in sorted(expected.shapes))
     for reason, said, wanted in (
         (Refusal.RUN, header.run, expected.run),
         (Refusal.UID, header.uid, expected.uid),
         (Refusal.WINDOW, header.window, expected.window),
         (Refusal.BASE, header.base, expected.base),
         (Refusal.MODEL, header.model, fingerprint(expected.shapes)),
-        (Refusal.MODEL, dict(header.shapes), dict(expected.shapes)),
+        (Refusal.MODEL, header.shapes, shapes),
         (Refusal.CODEC, header.codec, expected.codec),
     ):
         if said != wanted:

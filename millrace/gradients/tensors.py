@@ -109,7 +109,9 @@ def packed(runs: tuple[Sparse, ...], codec: Codec) -> bytes:
     return b"".join(piece for run in runs for piece in _packed(run, codec))
 
 
-def unpacked(body: bytes | memoryview, shape: tuple[int, ...], codec: Codec) -> tuple[Sparse, ...]:
+def unpacked(
+    body: bytes | memoryview, shape: tuple[int, ...], codec: Codec, threads: int = 1
+) -> tuple[Sparse, ...]:
     """What `packed` made these bytes of. Everything in them is checked; nothing is assumed.
 
     Raises:
@@ -118,7 +120,7 @@ def unpacked(body: bytes | memoryview, shape: tuple[int, ...], codec: Codec) -> 
     rest = np.frombuffer(body, np.uint8)
     found: list[Sparse] = []
     for run in chunks_of(shape, codec):
-        sparse, rest = _unpacked(rest, run, codec)
+        sparse, rest = _unpacked(rest, run, codec, threads)
         found.append(sparse)
     if rest.size:
         raise CodeError(f"{rest.size:,} bytes are left over.")
@@ -200,7 +202,7 @@ def _packed(run: Sparse, codec: Codec) -> Iterator[bytes]:
     yield run.ratio.tobytes()
 
 
-def _unpacked(rest: Bytes, run: Chunks, codec: Codec) -> tuple[Sparse, Bytes]:
+def _unpacked(rest: Bytes, run: Chunks, codec: Codec, threads: int) -> tuple[Sparse, Bytes]:
     blocks = -(-run.count // _BLOCK)
     head, rest = _taken(rest, 1)
     rice = int(head[0])
@@ -216,13 +218,18 @@ def _unpacked(rest: Bytes, run: Chunks, codec: Codec) -> tuple[Sparse, Bytes]:
     if (high > 0x7F7F).any():
         raise CodeError("A magnitude is negative or not finite.")
     places = np.empty((run.count, run.k), np.uint16)
-    at = 0
-    for number, length in enumerate(lengths):
-        rows = places[number * _BLOCK : (number + 1) * _BLOCK]
-        wrong = kernels.read_gaps(gaps[at : at + length], rice, run.size, rows)
-        if wrong:
-            raise CodeError(f"In block {number:,} {_WRONG[wrong]}.")
-        at += length
+    ends = np.cumsum(lengths)
+
+    def block(rows: slice) -> None:
+        for number in range(rows.start // _BLOCK, -(-rows.stop // _BLOCK)):
+            body = gaps[ends[number] - lengths[number] : ends[number]]
+            wrong = kernels.read_gaps(
+                body, rice, run.size, places[number * _BLOCK : (number + 1) * _BLOCK]
+            )
+            if wrong:
+                raise CodeError(f"In block {number:,} {_WRONG[wrong]}.")
+
+    _side_by_side(block, run.count, threads)
     codes = _codes_unpacked(packed, run.sent, codec.bits).reshape(run.count, run.k)
     return Sparse(run, places, high, ratio.copy(), codes), rest
 
@@ -262,7 +269,7 @@ def _codes_unpacked(packed: Bytes, count: int, bits: int) -> npt.NDArray[Any]:
 
 def _side_by_side(part: Callable[[slice], None], count: int, threads: int) -> None:
     """Do a part for some blocks of rows at a time, on several threads."""
-    step = max(_BLOCK, -(-count // (4 * threads)))
+    step = -(-count // (4 * threads * _BLOCK)) * _BLOCK
     rows = [slice(at, min(at + step, count)) for at in range(0, count, step)]
     if threads == 1 or len(rows) == 1:
         for one in rows:

@@ -47,7 +47,7 @@ class GradientHeader(Committed):
         base: The step of the weights that it changes.
         model: The fingerprint of the model: the digest of its tensors' names and shapes.
         codec: How it was compressed.
-        shapes: Of the tensors, by their names.
+        shapes: Of the tensors, in the order of their names.
         tokens: That it was made of: its weight, where the merge asks for one.
         samples: The digest of the samples that it was made of, as the run defines it.
         body: SHA-256 of all that comes behind the file's header.
@@ -60,7 +60,7 @@ class GradientHeader(Committed):
     base: int = Field(ge=0)
     model: str
     codec: Codec
-    shapes: dict[str, tuple[int, ...]]
+    shapes: tuple[tuple[int, ...], ...]
     tokens: int = Field(default=0, ge=0)
     samples: str = ""
     body: str

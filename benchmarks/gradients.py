@@ -1,0 +1,307 @@
+"""Gradients compressed, decompressed and merged: Millrace, the same in torch, and memory's rate.
+
+Run it with ``python -m benchmarks.gradients [--quick] [--json FILE]``. 64 of 4096 values are sent,
+at two bits each.
+
+- ``gauss``, ``student`` (of three degrees of freedom), ``laplace`` and ``real``: ``ratio_fp32``,
+  how many times smaller than float32 the object in the store is, by its listing; ``rel_l2``, the
+  error of the values that were sent over their norm. ``real`` is the gradient of a transformer that
+  has learned from text (Python's own library) for a while. What torch sends is the bytes of its
+  tensors.
+- ``encode``, ``decode``: GB/s of float32, without a transform and with the DCT.
+- ``merge``: 20 workers' gradients into one, by the mean over those that sent each value, dense at
+  the end; GB/s of the float32 that they stand for. And the peak memory of the process that merges
+  20 gradients of a model of 124 million parameters, beside what 20 dense ones are.
+
+``floor`` is memory's own rate: a sum over the tensor for encoding, a fill for decoding, a fill of
+the merged tensor for merging. Medians of interleaved runs.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+from benchmarks import torch_codec
+from benchmarks.common import Results, measured, options, rotated, show
+from benchmarks.corpus import text
+from millrace.gradients import (
+    Codec,
+    Decoder,
+    Encoder,
+    Expected,
+    MergeSettings,
+    Payload,
+    Rule,
+    Transform,
+    check_payload,
+    merge,
+    payload_bytes,
+)
+from millrace.gradients.merging import dense_of
+from millrace.gradients.tensors import unpacked, values_of
+from millrace.gradients.transform import forward
+from millrace.keys import GradientKeys
+from millrace.storage import list_objects, open_store, put
+
+CODEC = Codec()
+WORKERS = 20
+SYSTEMS = ("millrace", "torch", "floor")
+STILL = 0.3  # seconds until the threads of what ran before no longer spin
+GPT2 = {
+    "wte": (50257, 768),
+    "wpe": (1024, 768),
+    **{f"h.{n}.attn": (768, 2304) for n in range(12)},
+    **{f"h.{n}.proj": (768, 768) for n in range(12)},
+    **{f"h.{n}.up": (768, 3072) for n in range(12)},
+    **{f"h.{n}.down": (3072, 768) for n in range(12)},
+    **{f"h.{n}.bias": (768 * 13,) for n in range(12)},
+}
+
+
+@dataclass(slots=True)
+class Bench:
+    """All that is measured.
+
+    Attributes:
+        quick: Less data, one run of each.
+        results: What was measured.
+    """
+
+    quick: bool
+    results: Results = field(default_factory=lambda: Results("gradients"))
+
+    @property
+    def repeats(self) -> int:
+        return 1 if self.quick else 5
+
+    def sizes(self) -> None:
+        """How small, and how near."""
+        side = 512 if self.quick else 2048
+        for name, tensors in (*drawn(side), ("real", real(steps=2 if self.quick else 60))):
+            whole = sum(tensor.numel() for tensor in tensors.values()) * 4
+            self.results.add(name, "millrace", "ratio_fp32", whole / stored(tensors))
+            self.results.add(name, "millrace", "rel_l2", off(tensors))
+            if name != "real":  # whose sides are no multiples of 64, which torch's way needs
+                sent = torch_codec.encode(tensors["w"], None)
+                self.results.add(name, "torch", "ratio_fp32", whole / sent.size)
+                self.results.add(name, "torch", "rel_l2", torch_off(tensors["w"], sent))
+
+    def speeds(self) -> None:
+        """How quick."""
+        side = 1024 if self.quick else 4096
+        tensor = next(drawn(side))[1]["w"]
+        for transform in Transform:
+            dct = torch_codec.basis() if transform is Transform.DCT else None
+            codec = Codec(transform=transform)
+            encoder, decoder = Encoder(codec), Decoder(codec)
+            ready = torch.empty(side, side)
+            body = encoder.encode(tensor)
+            sent = torch_codec.encode(tensor, dct)
+            suffix = "" if transform is Transform.NONE else ", dct"
+            self._timed(
+                f"encode{suffix}",
+                tensor.nbytes,
+                {
+                    "millrace": lambda encoder=encoder: encoder.encode(tensor),
+                    "torch": lambda dct=dct: torch_codec.encode(tensor, dct),
+                    "floor": tensor.sum,
+                },
+            )
+            self._timed(
+                f"decode{suffix}",
+                tensor.nbytes,
+                {
+                    "millrace": lambda body=body, decoder=decoder, ready=ready: decoder.decode(
+                        body, (side, side), out=ready
+                    ),
+                    "torch": lambda sent=sent, dct=dct: torch_codec.decode(sent, dct),
+                    "floor": ready.zero_,
+                },
+            )
+
+    def merges(self) -> None:
+        """Twenty into one."""
+        side = 512 if self.quick else 2048
+        shape = (side, side)
+        dice = torch.Generator().manual_seed(0)
+        tensors = [torch.randn(shape, generator=dice) for _ in range(WORKERS)]
+        names = [f"w{n:02d}" for n in range(WORKERS)]
+        payloads = {
+            name: payload_of({"w": tensor}, name)
+            for name, tensor in zip(names, tensors, strict=True)
+        }
+        sent = [torch_codec.encode(tensor, None) for tensor in tensors]
+        how, out = MergeSettings(rule=Rule.SENDERS), np.empty(side * side, np.float32)
+
+        def ours() -> None:
+            for _, runs in merge(payloads, how, threads=2):
+                dense_of(runs, shape, out)
+
+        self._timed(
+            "merge",
+            WORKERS * tensors[0].nbytes,
+            {
+                "millrace": ours,
+                "torch": lambda: torch_codec.merge(sent),
+                "floor": lambda: out.fill(0.0),
+            },
+        )
+        if not self.quick:
+            self._memory()
+
+    def _memory(self) -> None:
+        dice = torch.Generator().manual_seed(0)
+        tensors = {name: torch.randn(shape, generator=dice) for name, shape in GPT2.items()}
+        with tempfile.NamedTemporaryFile(prefix="millrace-bench-") as file:
+            file.write(object_of(tensors, "w")[0])
+            file.flush()
+            run = measured(merge_of_a_model, file.name)
+        dense = WORKERS * sum(tensor.nbytes for tensor in tensors.values())
+        self.results.add("merge, 124M", "millrace", "peak_rss_MB", run.peak_rss / 1e6)
+        self.results.add("merge, 124M", "20 dense", "peak_rss_MB", dense / 1e6)
+
+    def _timed(self, work: str, size: int, systems: dict[str, Callable[[], object]]) -> None:
+        for run in systems.values():
+            run()  # compiled, and its memory taken
+        for repeat in range(self.repeats):
+            for system in rotated(SYSTEMS, repeat):
+                time.sleep(STILL)
+                best = median(seconds(systems[system]) for _ in range(3))
+                self.results.add(work, system, "GB/s", size / best / 1e9)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """How long a call takes."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def drawn(side: int) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """A matrix of each distribution."""
+    dice = np.random.default_rng(0)
+    shape = (side, side)
+    for name, values in (
+        ("gauss", dice.standard_normal(shape)),
+        ("student", dice.standard_t(3, shape)),
+        ("laplace", dice.laplace(size=shape)),
+    ):
+        yield name, {"w": torch.from_numpy(values.astype(np.float32))}
+
+
+def real(steps: int) -> dict[str, torch.Tensor]:
+    """The gradient of a small transformer on text, after some steps."""
+    torch.manual_seed(0)
+    words = torch.tensor(list(text()[:400_000].encode("ascii", "replace")))
+    layer = torch.nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
+    embed, body = torch.nn.Embedding(128, 512), torch.nn.TransformerEncoder(layer, 6)
+    model = torch.nn.ModuleDict({"embed": embed, "body": body, "head": torch.nn.Linear(512, 128)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(64)
+    for _ in range(steps):
+        starts = torch.randint(0, len(words) - 65, (16,))
+        rows = torch.stack([words[at : at + 65] for at in starts])
+        guessed = model["head"](body(embed(rows[:, :-1]), mask=mask, is_causal=True))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(guessed.flatten(0, 1), rows[:, 1:].flatten()).backward()
+        optimizer.step()
+    return {
+        name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None
+    }
+
+
+def object_of(tensors: dict[str, torch.Tensor], uid: str) -> tuple[bytes, Expected]:
+    """What a worker puts into the bucket, and what is expected of it."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    encoder = Encoder(CODEC)
+    bodies = {name: encoder.encode(tensor) for name, tensor in tensors.items()}
+    said = {"run": "run", "uid": uid, "window": 0, "base": 0}
+    body = payload_bytes(bodies, shapes, CODEC, **said)  # pyright: ignore[reportArgumentType]
+    return body, Expected(**said, codec=CODEC, shapes=shapes)  # pyright: ignore[reportArgumentType]
+
+
+def payload_of(tensors: dict[str, torch.Tensor], uid: str) -> Payload:
+    """A worker's gradient, as it is after every check."""
+    return check_payload(*object_of(tensors, uid))
+
+
+def stored(tensors: dict[str, torch.Tensor]) -> int:
+    """Bytes of the object in a store, by its listing."""
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+        store = open_store(Path(folder).as_uri())
+        put(store, GradientKeys("run", "1").gradient("one", 0), object_of(tensors, "one")[0])
+        return sum(stat.size for stat in list_objects(store, "run/"))
+
+
+def off(tensors: dict[str, torch.Tensor]) -> float:
+    """The error of what is sent, over its norm."""
+    wrong = right = 0.0
+    for tensor in tensors.values():
+        shape = tuple(tensor.shape)
+        values = forward(tensor.contiguous(), CODEC.transform).numpy()
+        for run in unpacked(Encoder(CODEC).encode(tensor), shape, CODEC):
+            chunks = run.chunks
+            table = values[chunks.first : chunks.first + chunks.values].reshape(-1, chunks.size)
+            true = np.take_along_axis(table, run.places.astype(np.int64), axis=1)
+            wrong += float(np.square(values_of(run, CODEC) - true, dtype=np.float64).sum())
+            right += float(np.square(true, dtype=np.float64).sum())
+    return (wrong / right) ** 0.5
+
+
+def torch_off(tensor: torch.Tensor, sent: torch_codec.Sent) -> float:
+    """The same of torch's way."""
+    found = torch_codec.decode(sent, None)
+    places = torch.zeros_like(tensor, dtype=torch.bool).view(-1, torch_codec.CHUNK)
+    places.scatter_(1, torch_codec.places_of(sent), True)  # noqa: FBT003 - torch's own
+    chosen = places.view(tensor.shape)
+    return float((found - tensor)[chosen].norm() / tensor[chosen].norm())
+
+
+def merge_of_a_model(file: str) -> dict[str, float]:
+    """Merge an object 20 times with itself, tensor by tensor; in a process of its own."""
+    expected = Expected(run="run", uid="w", window=0, base=0, codec=CODEC, shapes=GPT2)
+    body = Path(file).read_bytes()
+    payloads = {f"w{n:02d}": check_payload(body, expected) for n in range(WORKERS)}
+    merged = 0
+    for _, runs in merge(payloads, MergeSettings(rule=Rule.SENDERS), threads=2):
+        merged += sum(run.values.size for run in runs)
+    return {"values": float(merged)}
+
+
+def report(results: Results) -> None:
+    """Print the figures."""
+    values = {(row.work, row.system, row.metric): row for row in results.rows()}
+    lines: list[list[str]] = []
+    for (work, system, metric), row in values.items():
+        ratios = ["", ""]
+        if metric == "GB/s" and system != "floor":
+            ratios[1] = f"{results.ratio(work, system, 'floor', metric):.2f}x"
+            if system == "millrace":
+                ratios[0] = f"{results.ratio(work, system, 'torch', metric):.2f}x"
+        lines.append([work, system, metric, f"{row.value:.4g}", *ratios, str(row.n)])
+    show(["work", "system", "metric", "", "/torch", "/floor", "n"], lines)
+
+
+def main() -> int:
+    """Measure, print the table, and write the rows if asked."""
+    assert __doc__ is not None
+    asked = options("gradients", __doc__.splitlines()[0])
+    bench = Bench(quick=asked.quick)
+    bench.sizes()
+    bench.speeds()
+    bench.merges()
+    report(bench.results)
+    if asked.file:
+        bench.results.save(asked.file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,344 @@
+"""Merge the gradients of many workers into one: by a rule, sparse throughout, the same everywhere.
+
+A rule gives each worker a weight, and what is merged is their weighted sum. Those that judge a
+worker by its distance to the others need nothing of the gradients but their inner products, which
+are added up chunk by chunk: twenty workers never make twenty dense copies. Workers are taken in the
+order of their names, and sums are of float64 in an order that neither the order of arrival nor the
+number of threads changes: the same set of gradients makes the same bytes.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from math import fsum, prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field
+
+from millrace import errors
+from millrace.gradients import kernels
+from millrace.gradients.chunks import Chunks
+from millrace.gradients.payload import Payload
+from millrace.gradients.tensors import Sparse, values_of
+from millrace.models.gradient import Codec
+
+_BLOCK = 256  # chunks
+
+Vector = npt.NDArray[np.float64]
+
+
+class Rule(StrEnum):
+    """How gradients are merged."""
+
+    MEAN = "mean"  # over all workers: who does not send a value sends zero
+    SENDERS = "senders"  # over those that sent the value (Templar)
+    TOKENS = "tokens"  # over all, by the tokens that they saw (Decoupled DiLoCo)
+    SIGN = "sign"  # the sign that more of them have (signSGD with majority vote, 1810.05291)
+    CENTERED_CLIP = "centered clip"  # Karimireddy et al. 2021, 2012.10333
+    MULTI_KRUM = "multi-krum"  # Blanchard et al. 2017, 1703.02757
+    MEDIAN = "median"  # of each coordinate (Yin et al. 2018, 1803.01498)
+    TRIMMED = "trimmed mean"  # of each coordinate (Yin et al. 2018)
+
+
+class MergeSettings(BaseModel):
+    """How the gradients of a window are merged."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rule: Rule = Field(
+        default=Rule.MEAN,
+        description="`mean` over all workers; over the `senders` of each value; by `tokens`; the "
+        "`sign` of most; `centered clip` and `multi-krum` bear liars; `median` and `trimmed mean` "
+        "only where all workers send the same places.",
+    )
+    clip: bool = Field(
+        default=True,
+        description="Before the rule, scale whoever's norm is above the median down to it.",
+    )
+    faulty: int = Field(
+        default=0, ge=0, description="How many workers may lie, for the rules that bear it."
+    )
+    radius: float | None = Field(
+        default=None,
+        gt=0,
+        description="Of `centered clip`: how far from the centre a worker counts wholly; left out, "
+        "the median distance.",
+    )
+    steps: int = Field(default=20, ge=1, le=1000, description="Of `centered clip`: how often.")
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The values of a run of equal chunks after a merge.
+
+    Attributes:
+        chunks: The run; its ``k`` says nothing here.
+        counts: (count,), uint16: how many values each chunk has.
+        places: uint16: where they stand, chunk by chunk, ascending in each.
+        values: float32.
+    """
+
+    chunks: Chunks
+    counts: npt.NDArray[np.uint16]
+    places: npt.NDArray[np.uint16] = field(repr=False)
+    values: npt.NDArray[np.float32] = field(repr=False)
+
+    def fill(self, out: npt.NDArray[np.float32]) -> None:
+        """Put them into all values of their tensor, in the order of its chunks, and zeros."""
+        part = out[self.chunks.first : self.chunks.first + self.chunks.values]
+        part[:] = 0.0
+        starts = np.repeat(np.arange(self.chunks.count) * self.chunks.size, self.counts)
+        part[starts + self.places] = self.values
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What each worker counts.
+
+    Attributes:
+        workers: Their names, sorted.
+        scales: What each is scaled by before the rule.
+        weights: What each has in the weighted sum, its scale included; of `Rule.SIGN`, `MEDIAN` and
+            `TRIMMED`, which are no weighted sums, its scale.
+    """
+
+    workers: tuple[str, ...]
+    scales: Vector
+    weights: Vector
+
+
+def weights_of(
+    payloads: Mapping[str, Payload], settings: MergeSettings, *, threads: int = 1
+) -> Weights:
+    """What each worker counts by a rule.
+
+    Args:
+        payloads: By the workers' names; each was checked.
+        settings: The rule.
+        threads: How many work side by side.
+
+    Raises:
+        ConfigurationError: The rule cannot bear so many liars among so few workers, or no worker
+            says of how many tokens its gradient is.
+    """
+    workers = tuple(sorted(payloads))
+    if not workers:
+        raise errors.ConfigurationError("There is nothing to merge: no gradient was taken.")
+    norms = np.array([payloads[name].norm for name in workers])
+    median = np.median(norms)
+    scales = np.ones(len(workers))
+    if settings.clip:
+        above = norms > median
+        scales[above] = median / norms[above]
+    every = len(workers)
+    match settings.rule:
+        case Rule.TOKENS:
+            tokens = np.array([payloads[name].header.tokens for name in workers], np.float64)
+            if not tokens.sum():
+                raise errors.ConfigurationError(
+                    "No worker says of how many tokens its gradient is: merge by another rule."
+                )
+            share = tokens / tokens.sum()
+        case Rule.CENTERED_CLIP:
+            share = _centered_clip(_gram(payloads, workers, scales, threads), settings)
+        case Rule.MULTI_KRUM:
+            share = _multi_krum(_gram(payloads, workers, scales, threads), settings.faulty)
+        case Rule.SENDERS | Rule.SIGN | Rule.MEDIAN | Rule.TRIMMED:
+            share = np.ones(every)
+        case Rule.MEAN:
+            share = np.full(every, 1.0 / every)
+    return Weights(workers, scales, share * scales)
+
+
+def merge(
+    payloads: Mapping[str, Payload],
+    settings: MergeSettings,
+    weights: Weights | None = None,
+    *,
+    threads: int = 1,
+) -> Iterator[tuple[str, tuple[Merged, ...]]]:
+    """Merge gradients, tensor by tensor.
+
+    Memory: one merged tensor, and of each worker what its payload holds.
+
+    Args:
+        payloads: By the workers' names; each was checked, all have the same codec and shapes.
+        settings: The rule.
+        weights: As of `weights_of`, which is called if they are left out.
+        threads: How many work side by side.
+
+    Yields:
+        The name and the merged values of each tensor.
+
+    Raises:
+        ConfigurationError: The rule cannot merge these; the message says why.
+    """
+    weights = weights or weights_of(payloads, settings, threads=threads)
+    first = payloads[weights.workers[0]]
+    for name in first.tensors:
+        runs = zip(*(payloads[worker].tensors[name] for worker in weights.workers), strict=True)
+        yield (
+            name,
+            tuple(
+                _merged(name, run, first.header.codec, settings, weights.weights, threads)
+                for run in runs
+            ),
+        )
+
+
+def _merged(
+    name: str,
+    run: Sequence[Sparse],
+    codec: Codec,
+    settings: MergeSettings,
+    weights: Vector,
+    threads: int,
+) -> Merged:
+    chunks = run[0].chunks
+    by_place = settings.rule in {Rule.MEDIAN, Rule.TRIMMED}
+    if by_place and any(not np.array_equal(run[0].places, one.places) for one in run[1:]):
+        raise errors.ConfigurationError(
+            f"The workers send different places of {name}, so that most have one sender, and the "
+            f"{settings.rule} of one value is that value: choose `mean`, `centered clip` or "
+            "`multi-krum`, or let all workers send the same places."
+        )
+
+    def block(row: int) -> tuple[Any, Any, Any]:
+        places, values = _stacked(run, slice(row, row + _BLOCK), codec)
+        if by_place:
+            scaled = values * weights[:, None, None]
+            made = _by_place(scaled, settings).astype(np.float32)
+            return np.full(len(made), chunks.k, np.uint16), places[0].ravel(), made.ravel()
+        voting = settings.rule is Rule.SIGN
+        if voting:
+            values = np.sign(values)
+        out = np.empty((2, values.size), np.float32)
+        counts = np.empty(values.shape[1], np.uint16)
+        each = np.ones(len(run)) if voting else weights
+        by_senders = settings.rule is Rule.SENDERS
+        found = kernels.weighted_sums(places, values, each, chunks.size, by_senders, counts, out)
+        sums = out[1, :found]
+        sums = np.sign(sums) if voting else sums.copy()
+        return counts, out[0, :found].astype(np.uint16), sums
+
+    starts = range(0, chunks.count, _BLOCK)
+    if threads == 1 or len(starts) == 1:
+        blocks = [block(row) for row in starts]
+    else:
+        with ThreadPoolExecutor(threads, thread_name_prefix="merge") as pool:
+            blocks = list(pool.map(block, starts))
+    counts, places, values = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+    return Merged(chunks, counts, places, values)
+
+
+def _stacked(
+    run: Sequence[Sparse], rows: slice, codec: Codec
+) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
+    """The places and the values of some chunks of all workers: (workers, chunks, k)."""
+    parts = [_part(one, rows) for one in run]
+    places = np.stack([part.places for part in parts])
+    return places, np.stack([values_of(part, codec) for part in parts])
+
+
+def _part(sparse: Sparse, rows: slice) -> Sparse:
+    return replace(
+        sparse,
+        places=sparse.places[rows],
+        high=sparse.high[rows],
+        ratio=sparse.ratio[rows] if sparse.ratio.size else sparse.ratio,
+        codes=sparse.codes[rows],
+    )
+
+
+def _by_place(values: Vector, settings: MergeSettings) -> Vector:
+    if settings.rule is Rule.MEDIAN:
+        return np.median(values, axis=0)
+    faulty, every = settings.faulty, len(values)
+    if every <= 2 * faulty:
+        raise errors.ConfigurationError(
+            f"The trimmed mean bears {faulty} liars among more than {2 * faulty} workers, and "
+            f"there are {every}: wait for more, or declare fewer."
+        )
+    return np.sort(values, axis=0)[faulty : every - faulty].mean(axis=0)
+
+
+# -- rules that judge workers by their distances
+
+
+def _gram(
+    payloads: Mapping[str, Payload], workers: tuple[str, ...], scales: Vector, threads: int
+) -> Vector:
+    """The inner products of all workers' gradients, scaled: (workers, workers)."""
+    first = payloads[workers[0]]
+    codec = first.header.codec
+    total = np.zeros((len(workers), len(workers)))
+    for name in first.tensors:
+        for run in zip(*(payloads[worker].tensors[name] for worker in workers), strict=True):
+            chunks = run[0].chunks
+
+            def block(row: int, run: Any = run, size: int = chunks.size) -> Vector:
+                places, values = _stacked(run, slice(row, row + _BLOCK), codec)
+                part = np.zeros((len(workers), len(workers)))
+                kernels.inner_products(places, values, size, part)
+                return part
+
+            starts = range(0, chunks.count, _BLOCK)
+            with ThreadPoolExecutor(threads, thread_name_prefix="gram") as pool:
+                for part in pool.map(block, starts):  # in their order, whoever is ready first
+                    total += part
+    whole = total + np.tril(total, -1).T
+    return whole * scales[:, None] * scales[None, :]
+
+
+def _centered_clip(gram: Vector, settings: MergeSettings) -> Vector:
+    """The weights that centred clipping ends with.
+
+    ``v <- v + mean((x_i - v) * min(1, radius / |x_i - v|))``. As v stays a weighted sum of the
+    gradients, from the one that is nearest to all others on, distances follow from the inner
+    products alone.
+    """
+    every = len(gram)
+    squares = np.diag(gram)
+    apart = np.sqrt(np.maximum(squares[:, None] + squares[None, :] - 2 * gram, 0.0))
+    weights = np.zeros(every)
+    weights[np.argmin(np.median(apart, axis=1))] = 1.0
+    for _ in range(settings.steps):
+        # Exact sums: those of a library depend on the machine.
+        cross = np.array([fsum(row * weights) for row in gram])
+        far = np.sqrt(np.maximum(squares - 2 * cross + fsum(weights * cross), 0.0))
+        radius = float(np.median(far)) if settings.radius is None else settings.radius
+        shares = np.minimum(1.0, np.divide(radius, far, out=np.ones(every), where=far > radius))
+        step = shares / every
+        weights = weights * (1.0 - fsum(step)) + step
+    return weights
+
+
+def _multi_krum(gram: Vector, faulty: int) -> Vector:
+    """The same weight for those whose nearest are nearest: all but ``faulty``."""
+    every = len(gram)
+    if every <= 2 * faulty + 2:
+        raise errors.ConfigurationError(
+            f"multi-krum bears {faulty} liars among more than {2 * faulty + 2} workers, and there "
+            f"are {every}: wait for more, declare fewer, or choose `centered clip`."
+        )
+    squares = np.diag(gram)
+    apart = squares[:, None] + squares[None, :] - 2 * gram
+    np.fill_diagonal(apart, np.inf)
+    scores = [fsum(row[: every - faulty - 2]) for row in np.sort(apart, axis=1)]
+    chosen = np.argsort(scores, kind="stable")[: every - faulty]
+    weights = np.zeros(every)
+    weights[chosen] = 1.0 / len(chosen)
+    return weights
+
+
+def dense_of(
+    runs: Sequence[Merged], shape: tuple[int, ...], out: npt.NDArray[np.float32] | None = None
+) -> npt.NDArray[np.float32]:
+    """All merged values of a tensor in the order of its chunks."""
+    values = np.empty(prod(shape), np.float32) if out is None else out
+    for run in runs:
+        run.fill(values)
+    return values

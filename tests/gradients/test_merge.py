@@ -1,0 +1,216 @@
+"""Merges: what the formulas say, the same in any order and on any number of threads."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.errors import ConfigurationError
+from millrace.gradients import (
+    Codec,
+    Encoder,
+    Expected,
+    MergeSettings,
+    Payload,
+    Rule,
+    Transform,
+    check_payload,
+    decode,
+    merge,
+    payload_bytes,
+    weights_of,
+)
+from millrace.gradients.merging import dense_of
+from millrace.gradients.transform import backward
+
+SHAPES = {"a": (120, 70), "b": (37,), "c": (5000,)}
+Gradients = dict[str, dict[str, torch.Tensor]]
+
+
+def made(
+    gradients: Gradients, codec: Codec, tokens: dict[str, int] | None = None
+) -> dict[str, Payload]:
+    """Payloads of workers, as they are after every check."""
+    encoder = Encoder(codec, 1)
+    found: dict[str, Payload] = {}
+    for uid, tensors in gradients.items():
+        bodies = {name: encoder.encode(tensor) for name, tensor in tensors.items()}
+        weight = (tokens or {}).get(uid, 0)
+        body = payload_bytes(
+            bodies, SHAPES, codec, run="r", uid=uid, window=0, base=0, tokens=weight
+        )
+        expected = Expected(run="r", uid=uid, window=0, base=0, codec=codec, shapes=SHAPES)
+        found[uid] = check_payload(body, expected)
+    return found
+
+
+def drawn(workers: int, seed: int = 0) -> Gradients:
+    dice = np.random.default_rng(seed)
+    return {
+        f"w{n:02d}": {
+            name: torch.from_numpy(dice.standard_t(3, shape).astype(np.float32))
+            for name, shape in SHAPES.items()
+        }
+        for n in range(workers)
+    }
+
+
+def sent(payloads: dict[str, Payload], codec: Codec, gradients: Gradients) -> np.ndarray:
+    """What each worker sent, densely: (workers, values), by the decoder."""
+    encoder = Encoder(codec, 1)
+    rows = []
+    for uid in sorted(payloads):
+        parts = [
+            decode(encoder.encode(gradients[uid][name]), shape, codec).double().flatten()
+            for name, shape in SHAPES.items()
+        ]
+        rows.append(torch.cat(parts).numpy())
+    return np.stack(rows)
+
+
+def whole(
+    payloads: dict[str, Payload], how: MergeSettings, codec: Codec, threads: int = 1
+) -> np.ndarray:
+    parts = []
+    for name, runs in merge(payloads, how, threads=threads):
+        values = torch.from_numpy(dense_of(runs, SHAPES[name]))
+        parts.append(backward(values, SHAPES[name], codec.transform).flatten())
+    return torch.cat(parts).double().numpy()
+
+
+def clipped(rows: np.ndarray) -> np.ndarray:
+    norms = np.linalg.norm(rows, axis=1)
+    return rows * np.minimum(1, np.median(norms) / norms)[:, None]
+
+
+def centered_clip(rows: np.ndarray, steps: int) -> np.ndarray:
+    """As published, with whole vectors."""
+    apart = np.linalg.norm(rows[:, None] - rows[None], axis=2)
+    centre = rows[np.argmin(np.median(apart, axis=1))]
+    for _ in range(steps):
+        far = np.linalg.norm(rows - centre, axis=1)
+        radius = np.median(far)
+        shrunk = np.array([min(1.0, radius / one) if one > radius else 1.0 for one in far])
+        centre = centre + ((rows - centre) * shrunk[:, None]).mean(axis=0)
+    return centre
+
+
+def multi_krum(rows: np.ndarray, faulty: int) -> np.ndarray:
+    apart = ((rows[:, None] - rows[None]) ** 2).sum(axis=2)
+    np.fill_diagonal(apart, np.inf)
+    scores = np.sort(apart, axis=1)[:, : len(rows) - faulty - 2].sum(axis=1)
+    return rows[np.argsort(scores)[: len(rows) - faulty]].mean(axis=0)
+
+
+LINEAR = [Rule.MEAN, Rule.TOKENS, Rule.CENTERED_CLIP, Rule.MULTI_KRUM]
+CASES = [(rule, Transform.NONE) for rule in (*LINEAR, Rule.SENDERS, Rule.SIGN)]
+CASES += [(rule, Transform.DCT) for rule in LINEAR]  # the others judge coefficients, not values
+
+
+@pytest.mark.parametrize(("rule", "transform"), CASES)
+def test_a_rule_merges_as_its_formula_says(rule, transform):
+    codec = Codec(transform=transform, k=300, bits=4)
+    gradients = drawn(7)
+    tokens = {uid: 100 + n for n, uid in enumerate(gradients)}
+    payloads = made(gradients, codec, tokens)
+    rows = sent(payloads, codec, gradients)
+    scaled = clipped(rows)
+    share = np.array([tokens[uid] for uid in sorted(tokens)]) / sum(tokens.values())
+    wanted = {
+        Rule.MEAN: lambda: scaled.mean(axis=0),
+        Rule.SENDERS: lambda: scaled.sum(axis=0) / np.maximum((rows != 0).sum(axis=0), 1),
+        Rule.TOKENS: lambda: share @ scaled,
+        Rule.SIGN: lambda: np.sign(np.sign(rows).sum(axis=0)),
+        Rule.CENTERED_CLIP: lambda: centered_clip(scaled, 20),
+        Rule.MULTI_KRUM: lambda: multi_krum(scaled, 2),
+    }[rule]()
+    got = whole(payloads, MergeSettings(rule=rule, faulty=2), codec)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rule=st.sampled_from([Rule.MEAN, Rule.SENDERS, Rule.SIGN, Rule.CENTERED_CLIP, Rule.MULTI_KRUM]),
+    seed=st.integers(0, 10),
+    threads=st.integers(1, 4),
+)
+def test_neither_order_nor_threads_change_a_byte(rule, seed, threads):
+    codec = Codec(k=40)
+    payloads = made(drawn(6, seed), codec)
+    shuffled = list(payloads.items())
+    random.Random(seed).shuffle(shuffled)
+    how = MergeSettings(rule=rule, faulty=1)
+    one = whole(payloads, how, codec)
+    other = whole(dict(shuffled), how, codec, threads)
+    assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("rule", [Rule.MEDIAN, Rule.TRIMMED])
+def test_coordinates_are_judged_only_where_all_have_sent_them(rule):
+    codec = Codec(k=4096, bits=8)  # all of them
+    gradients = drawn(5)
+    payloads = made(gradients, codec)
+    rows = clipped(sent(payloads, codec, gradients))
+    wanted = np.median(rows, axis=0)
+    if rule is Rule.TRIMMED:
+        wanted = np.sort(rows, axis=0)[1:-1].mean(axis=0)
+    got = whole(payloads, MergeSettings(rule=rule, faulty=1), codec)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ConfigurationError, match="send different places of a, so that most"):
+        whole(made(gradients, Codec(k=64)), MergeSettings(rule=rule), Codec(k=64))
+
+
+@pytest.mark.parametrize("rule", [Rule.CENTERED_CLIP, Rule.MULTI_KRUM])
+def test_three_liars_of_ten_hardly_move_it_and_the_mean_they_do(rule):
+    codec = Codec(k=4096, bits=8)
+    dice = np.random.default_rng(1)
+
+    def noise(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.from_numpy(dice.standard_normal(shape).astype(np.float32))
+
+    truth = {name: noise(shape) for name, shape in SHAPES.items()}
+    gradients: Gradients = {}
+    for n in range(10):
+        gradients[f"w{n}"] = {
+            name: -1000 * tensor if n < 3 else tensor + 0.1 * noise(SHAPES[name])
+            for name, tensor in truth.items()
+        }
+    payloads = made(gradients, codec)
+    wanted = torch.cat([tensor.flatten() for tensor in truth.values()]).numpy()
+
+    def off(how: MergeSettings) -> float:
+        return float(np.linalg.norm(whole(payloads, how, codec) - wanted) / np.linalg.norm(wanted))
+
+    assert off(MergeSettings(rule=rule, faulty=3)) < 0.1
+    assert off(MergeSettings(rule=Rule.MEAN, clip=False)) > 100
+
+
+def test_whoever_is_larger_than_the_median_is_scaled_down_to_it():
+    gradients = drawn(5)
+    gradients["w03"] = {name: 50 * tensor for name, tensor in gradients["w03"].items()}
+    payloads = made(gradients, Codec())
+    found = weights_of(payloads, MergeSettings())
+    norms = np.array([payloads[uid].norm for uid in found.workers])
+    assert (norms * found.scales).max() <= np.median(norms) * (1 + 1e-12)
+    assert (found.scales == 1).sum() >= 3
+    assert (weights_of(payloads, MergeSettings(clip=False)).scales == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        (MergeSettings(rule=Rule.MULTI_KRUM, faulty=2), "more than 6 workers, and there are 6"),
+        (MergeSettings(rule=Rule.TOKENS), "of how many tokens"),
+    ],
+)
+def test_a_rule_that_cannot_bear_it_says_so(how, sentence):
+    with pytest.raises(ConfigurationError, match=sentence):
+        weights_of(made(drawn(6), Codec()), how)
+
+
+def test_nothing_cannot_be_merged():
+    with pytest.raises(ConfigurationError, match="no gradient was taken"):
+        weights_of({}, MergeSettings())
