@@ -294,6 +294,35 @@ class GradientKeys:
 
 
 @dataclass(frozen=True, slots=True)
+class ChainKeys:
+    """What the aggregator of one run commits.
+
+    Attributes:
+        run: Its name.
+        version: Of what its workers run.
+    """
+
+    run: str
+    version: str
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.run}/gathers/{self.version}/"
+
+    @property
+    def links(self) -> str:
+        return f"{self.prefix}chain/"
+
+    def link(self, window: int) -> str:
+        """What a window came to: created once. That of window 0 names a checkpoint."""
+        return f"{self.links}{window:09d}.json"
+
+    def update(self, step: int, sha256: str) -> str:
+        """A merged gradient, by the step that it leads to and the digest of its bytes."""
+        return f"{self.prefix}{step:09d}-{sha256}.npz"
+
+
+@dataclass(frozen=True, slots=True)
 class CooldownKeys:
     """What the members of a job commit at the end of one epoch.
 

@@ -1,6 +1,9 @@
 """Gradients of many workers: compressed, check_payload, and merged through a bucket."""
 
+from millrace.gradients.aggregating import Step, aggregate
+from millrace.gradients.chain import ChainError, begin, catch_up, links
 from millrace.gradients.compress import Decoder, Encoder, Feedback, decode, encode
+from millrace.gradients.gathering import Gathered, GatherSettings, Out, Window, Worker, gather
 from millrace.gradients.merging import Merged, MergeSettings, Rule, Weights, merge, weights_of
 from millrace.gradients.payload import (
     Expected,
@@ -10,30 +13,50 @@ from millrace.gradients.payload import (
     payload_bytes,
     read_payload,
 )
+from millrace.gradients.state import State, state_of
 from millrace.gradients.tensors import CodeError
+from millrace.models.chain import Link, Outer, OuterKind, Start
 from millrace.models.gradient import Codec, GradientHeader, Refusal, Transform
 
 __all__ = [
+    "ChainError",
     "CodeError",
     "Codec",
     "Decoder",
     "Encoder",
     "Expected",
     "Feedback",
+    "GatherSettings",
+    "Gathered",
     "GradientHeader",
+    "Link",
     "MergeSettings",
     "Merged",
+    "Out",
+    "Outer",
+    "OuterKind",
     "Payload",
     "PayloadError",
     "Refusal",
     "Rule",
+    "Start",
+    "State",
+    "Step",
     "Transform",
     "Weights",
+    "Window",
+    "Worker",
+    "aggregate",
+    "begin",
+    "catch_up",
     "check_payload",
     "decode",
     "encode",
+    "gather",
+    "links",
     "merge",
     "payload_bytes",
     "read_payload",
+    "state_of",
     "weights_of",
 ]

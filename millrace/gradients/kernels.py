@@ -416,3 +416,34 @@ def weighted_sums(
                 senders_of[place] = 0
         counts[row] = at - first
     return at
+
+
+@njit(cache=True, nogil=True)
+def inverse_tiles(stack: Any, down: Any, across: Any, columns: int, out: Any) -> None:
+    """The inverse of the DCT of tiles, in one order of additions.
+
+    Args:
+        stack: (tiles, height, width), float32: coefficients.
+        down: (height, height), float32: the basis.
+        across: (width, width), float32: the basis.
+        columns: Tiles in each row of them.
+        out: The matrix from the first tile on, float32: filled.
+    """
+    tiles, height, width = stack.shape
+    half = np.empty((height, width), np.float32)
+    for tile in range(tiles):
+        top, left = tile // columns * height, tile % columns * width
+        half[:, :] = 0.0
+        for u in range(height):
+            for v in range(width):
+                value = stack[tile, u, v]
+                if value != 0.0:
+                    for x in range(width):
+                        half[u, x] += value * across[v, x]
+        for y in range(height):
+            for x in range(width):
+                out[top + y, left + x] = 0.0
+            for u in range(height):
+                factor = down[u, y]
+                for x in range(width):
+                    out[top + y, left + x] += factor * half[u, x]

@@ -70,6 +70,9 @@ class Refusal(StrEnum):
     """Why a gradient was not taken. It touches nobody else's."""
 
     MISSING = "missing"  # it did not come in time
+    EARLY = "early"  # it was written before its window began: stale, or guessed
+    LATE = "late"  # it was written after the deadline
+    DUPLICATE = "duplicate"  # the very content that another worker had sent before
     TOO_LARGE = "too large"  # for what it can hold; it was not read
     UNAVAILABLE = "unavailable"  # its bucket does not answer, or refuses
     CHANGED = "changed"  # it was replaced while it was read

@@ -1,0 +1,100 @@
+"""One window of a run, from what was gathered to its link."""
+
+from dataclasses import dataclass
+
+from millrace import errors
+from millrace.gradients.chain import Update, append, digest_of, names_and_shapes, update_bytes
+from millrace.gradients.gathering import Gathered, Window
+from millrace.gradients.merging import MergeSettings, merge, weights_of
+from millrace.gradients.state import State
+from millrace.keys import ChainKeys
+from millrace.models.chain import LeftOut, Link, Outer, Start, Taken
+from millrace.storage import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What leads from one link to the next.
+
+    Attributes:
+        before: The link before.
+        step: That the weights are at after it.
+        outer: How what is merged is applied.
+        merge: By which rule it is merged.
+    """
+
+    before: Start | Link
+    step: int
+    outer: Outer
+    merge: MergeSettings
+
+
+def aggregate(
+    store: Store,
+    window: Window,
+    gathered: Gathered,
+    step: Step,
+    state: State,
+    *,
+    threads: int = 1,
+) -> Link:
+    """Merge what was gathered, apply it to the weights, and commit the window's link.
+
+    If nobody's gradient was taken, the link says so and the weights stay as they are: the chain has
+    no gap.
+
+    Args:
+        store: The aggregator's bucket.
+        window: Which.
+        gathered: What came.
+        step: What follows from the run.
+        state: The weights before it; changed in place.
+        threads: How many work side by side.
+
+    Raises:
+        ConflictError: Another aggregator has merged this window otherwise. These weights are of no
+            use any more: catch up from the chain.
+        ConfigurationError: The rule cannot merge these.
+    """
+    taken: dict[str, Taken] = {}
+    update: Update = {}
+    if gathered.taken:
+        weights = weights_of(gathered.taken, step.merge, threads=threads)
+        merged = dict(merge(gathered.taken, step.merge, weights, threads=threads))
+        update = {name: merged[name] for name in sorted(merged)}
+        for uid, weight in zip(weights.workers, weights.weights, strict=True):
+            payload = gathered.taken[uid]
+            taken[uid] = Taken(
+                weight=float(weight), sha256=payload.sha256, tokens=payload.header.tokens
+            )
+    for name, runs in update.items():
+        state.apply(name, runs, window.codec, step.outer)
+    names, shapes = names_and_shapes(window.shapes)
+    link = Link(
+        run=window.keys.run,
+        window=window.number,
+        step=step.step,
+        key="",
+        sha256="",
+        size=0,
+        codec=window.codec,
+        names=names,
+        shapes=shapes,
+        outer=step.outer,
+        rule=step.merge.rule,
+        taken=taken,
+        out={
+            uid: LeftOut(reason=out.reason, sentence=out.sentence)
+            for uid, out in gathered.out.items()
+        },
+        previous=digest_of(step.before),
+        state=state.digest(),
+    )
+    keys = ChainKeys(window.keys.run, window.keys.version)
+    commit = append(store, keys, link, update_bytes(update) if update else b"")
+    if commit.record.state != link.state or commit.record.previous != link.previous:
+        raise errors.ConflictError(
+            f"Another aggregator has merged window {window.number} of {window.keys.run} otherwise: "
+            "catch up from the chain."
+        )
+    return commit.record

@@ -1,0 +1,248 @@
+"""The chain of a run: one link a window, each naming the one before, none ever left out.
+
+A merged gradient is put under the digest of its bytes, and then the link is committed, once: of two
+aggregators one is the window's. Whoever comes late begins with the checkpoint that the chain
+begins with, or a later one of its weights, and applies link after link. What is missing or broken
+is an error that names its window, for whoever would go on without it would have other weights.
+"""
+
+import io
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from millrace import errors
+from millrace.digest import canonical, sha256
+from millrace.gradients.chunks import Chunks, chunks_of
+from millrace.gradients.merging import Merged
+from millrace.gradients.state import State
+from millrace.keys import ChainKeys
+from millrace.models.chain import Link, Start
+from millrace.models.gradient import Codec
+from millrace.progress import Event, Progress, silent
+from millrace.records import Commit, commit_once, fetch
+from millrace.storage import Store, create, list_objects, read
+
+Update = Mapping[str, tuple[Merged, ...]]
+
+
+class ChainError(errors.CorruptError):
+    """A link is missing or broken: nothing after it can be applied."""
+
+
+def begin(store: Store, keys: ChainKeys, start: Start) -> Start:
+    """Commit the first link of a run, or find it.
+
+    Raises:
+        ConflictError: The run began with other weights.
+    """
+    commit = commit_once(store, keys.link(0), start)
+    if commit.record != start:
+        raise errors.ConflictError(
+            f"{store.url_of(keys.link(0))} begins with step {commit.record.step} of "
+            f"{commit.record.job}: give this run another name, or begin with that."
+        )
+    return commit.record
+
+
+def update_bytes(update: Update) -> bytes:
+    """A merged gradient as an ``.npz`` file. Equal ones make equal bytes.
+
+    Its arrays are named by the tensor's place and what they are: ``0.counts``, ``0.places``,
+    ``0.values``, each of all runs of chunks one behind the other.
+    """
+    arrays: dict[str, Any] = {}
+    for number, runs in enumerate(update.values()):
+        for part in ("counts", "places", "values"):
+            pieces = [getattr(run, part) for run in runs]
+            empty = np.empty(0, np.float32 if part == "values" else np.uint16)
+            arrays[f"{number}.{part}"] = np.concatenate(pieces) if pieces else empty
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def append(store: Store, keys: ChainKeys, link: Link, update: bytes) -> Commit[Link]:
+    """Commit what a window came to, unless somebody has.
+
+    Killed at any moment, it can be called again: what was put there before is found.
+
+    Args:
+        store: The aggregator's bucket.
+        keys: Of the run.
+        link: Without ``key``, ``sha256`` and ``size``, which follow from the update.
+        update: Of `update_bytes`; empty if nobody's gradient was taken.
+    """
+    digest = sha256(update) if update else ""
+    key = keys.update(link.step, digest) if update else ""
+    if update:
+        with suppress(errors.ExistsError):
+            create(store, key, update, sha256=digest)
+    whole = link.model_copy(update={"key": key, "sha256": digest, "size": len(update)})
+    return commit_once(store, keys.link(link.window), whole)
+
+
+def digest_of(link: Start | Link) -> str:
+    """What the next link names it by."""
+    return sha256(canonical(link.model_dump(mode="json")))
+
+
+def newest(store: Store, keys: ChainKeys) -> int:
+    """The number of the newest window that is committed; -1 if none is. One listing."""
+    names = [stat.key.removeprefix(keys.links) for stat in list_objects(store, keys.links)]
+    numbers = [int(name.removesuffix(".json")) for name in names if name[:9].isdecimal()]
+    return max(numbers, default=-1)
+
+
+def links(store: Store, keys: ChainKeys, *, after: int = 0) -> Iterator[Link]:
+    """The links of a run, in order, each held against the one before.
+
+    Args:
+        store: The aggregator's bucket.
+        keys: Of the run.
+        after: Begin with the window behind this one.
+
+    Raises:
+        ChainError: One is missing, or does not name the one before.
+        NotFoundError: The run has not begun.
+    """
+    last = newest(store, keys)
+    if last < 0:
+        raise errors.NotFoundError(
+            f"{store.url_of(keys.links)} has no link: the run has not begun."
+        )
+    before: Start | Link
+    try:
+        before = fetch(store, keys.link(after), Link if after else Start)
+    except errors.NotFoundError:
+        raise _missing(store, keys, after) from None
+    for window in range(after + 1, last + 1):
+        try:
+            link = fetch(store, keys.link(window), Link)
+        except errors.NotFoundError:
+            raise _missing(store, keys, window) from None
+        except errors.CorruptError as error:
+            raise ChainError(f"Window {window} of {keys.run}: {error}") from error
+        if (link.run, link.window, link.previous) != (keys.run, window, digest_of(before)):
+            raise ChainError(
+                f"Window {window} of {keys.run} does not follow the one before: "
+                f"{store.url_of(keys.link(window))} was changed, or copied there."
+            )
+        yield link
+        before = link
+
+
+def read_update(store: Store, link: Link) -> dict[str, tuple[Merged, ...]]:
+    """The merged gradient of a link, all of it checked.
+
+    Raises:
+        ChainError: It is missing, or is not what was committed.
+    """
+    if not link.key:
+        return {}
+    where = f"Window {link.window} of {link.run}"
+    try:
+        body = read(store, link.key)
+    except errors.NotFoundError:
+        raise ChainError(f"{where}: {store.url_of(link.key)} is missing.") from None
+    if sha256(body) != link.sha256:
+        raise ChainError(f"{where}: {store.url_of(link.key)} is not what was committed.")
+    try:
+        with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
+            return {
+                name: _runs(arrays, number, shape, link.codec)
+                for number, (name, shape) in enumerate(zip(link.names, link.shapes, strict=True))
+            }
+    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+        raise ChainError(f"{where}: {store.url_of(link.key)} is no update: {error}.") from error
+
+
+def apply_link(store: Store, link: Link, state: State) -> None:
+    """Change the weights by one link, in place, and prove that they are what they should be.
+
+    Raises:
+        ChainError: The update is missing or broken, or the weights are others than they should be
+            after it: then they are of no use any more.
+    """
+    for name, runs in read_update(store, link).items():
+        state.apply(name, runs, link.codec, link.outer)
+    if link.state and state.digest() != link.state:
+        raise ChainError(
+            f"After window {link.window} of {link.run} the weights are not those it records: "
+            "they were others before. Load the checkpoint that the chain begins with."
+        )
+
+
+def catch_up(
+    store: Store, keys: ChainKeys, state: State, *, after: int = 0, progress: Progress = silent
+) -> Link | None:
+    """Apply all links behind a window.
+
+    Args:
+        store: The aggregator's bucket.
+        keys: Of the run.
+        state: The weights after window ``after``; changed in place.
+        after: Which.
+        progress: Told ``chain.applied`` of each, with ``window`` and ``step``.
+
+    Returns:
+        The last one; None if there was none.
+
+    Raises:
+        ChainError: One is missing or broken. The weights are those of the window before it, unless
+            it says otherwise.
+    """
+    last: Link | None = None
+    for link in links(store, keys, after=after):
+        apply_link(store, link, state)
+        progress(Event("chain.applied", keys.run, {"window": link.window, "step": link.step}))
+        last = link
+    return last
+
+
+def _missing(store: Store, keys: ChainKeys, window: int) -> ChainError:
+    return ChainError(
+        f"Window {window} of {keys.run} is missing ({store.url_of(keys.link(window))}), and later "
+        "ones are there: nothing can be applied until it is back."
+    )
+
+
+def _runs(arrays: Any, number: int, shape: tuple[int, ...], codec: Codec) -> tuple[Merged, ...]:
+    counts, places, values = (arrays[f"{number}.{part}"] for part in ("counts", "places", "values"))
+    types = (counts.dtype, places.dtype, values.dtype)
+    if types != (np.uint16, np.uint16, np.float32):
+        raise ValueError("an array is of another type")
+    found: list[Merged] = []
+    at = row = 0
+    for chunks in chunks_of(shape, codec):
+        its = counts[row : row + chunks.count]
+        size = int(its.sum())
+        run = Merged(chunks, its, places[at : at + size], values[at : at + size])
+        _check(run, chunks)
+        found.append(run)
+        at, row = at + size, row + chunks.count
+    if (at, at, row) != (len(places), len(values), len(counts)):
+        raise ValueError("its arrays do not fit the tensors")
+    return tuple(found)
+
+
+def _check(run: Merged, chunks: Chunks) -> None:
+    size = int(run.counts.sum())
+    if (len(run.counts), len(run.places), len(run.values)) != (chunks.count, size, size):
+        raise ValueError("its arrays do not fit the tensors")
+    ascends = np.diff(run.places.astype(np.int32)) > 0
+    begins = np.cumsum(run.counts.astype(np.int64))[:-1]
+    ascends[begins[(begins > 0) & (begins < size)] - 1] = True
+    if (run.places >= chunks.size).any() or not ascends.all() or not np.isfinite(run.values).all():
+        raise ValueError("a place is beyond its chunk or there twice, or a value is not finite")
+
+
+def names_and_shapes(
+    shapes: Mapping[str, tuple[int, ...]],
+) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    """What a link says of the tensors, in the order of their names."""
+    names: Sequence[str] = sorted(shapes)
+    return tuple(names), tuple(tuple(shapes[name]) for name in names)

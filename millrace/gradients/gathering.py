@@ -1,0 +1,331 @@
+"""Gather the gradients of a window from the workers' buckets: by listing, until a deadline.
+
+Who takes part is known before it begins. A bucket is listed as a whole, once for all workers in it,
+and what appears is read at once, so that nothing that came is lost when time is up. Reserves are
+read before the deadline, as soon as those who were asked first are late. One bad worker costs its
+own gradient and nothing else: it is out, with a reason.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import PurePosixPath
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from millrace import errors
+from millrace.gradients.payload import Expected, Payload, PayloadError, Shapes, read_payload
+from millrace.keys import GradientKeys
+from millrace.lease import StoreClock
+from millrace.models.gradient import Codec, Refusal
+from millrace.progress import Event, Progress, silent
+from millrace.storage import Stat, Store, list_objects
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """Somebody who may send a gradient.
+
+    Attributes:
+        uid: Its name.
+        store: Where it writes: its own bucket, or one that it shares.
+    """
+
+    uid: str
+    store: Store
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What is gathered.
+
+    Attributes:
+        keys: Of the run.
+        number: Of the window.
+        base: The step of the weights that its gradients change.
+        codec: How they are compressed.
+        shapes: Of the model's tensors, by their names.
+        opens: By the stores' clock: what was written before is not of this window.
+        closes: What is written later is not taken.
+        norm: The L2 norm that nobody honest exceeds; None for no bound.
+    """
+
+    keys: GradientKeys
+    number: int
+    base: int
+    codec: Codec
+    shapes: Shapes = field(repr=False)
+    opens: datetime
+    closes: datetime
+    norm: float | None = None
+
+    def expected(self, uid: str) -> Expected:
+        """What a worker's gradient must be."""
+        return Expected(
+            run=self.keys.run,
+            uid=uid,
+            window=self.number,
+            base=self.base,
+            codec=self.codec,
+            shapes=self.shapes,
+            norm=self.norm,
+        )
+
+
+class GatherSettings(BaseModel):
+    """How a window's gradients are gathered."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    wanted: int | None = Field(
+        default=None,
+        ge=1,
+        description="How many gradients make a window whole; left out, one of each worker that is "
+        "no reserve.",
+    )
+    quorum: int = Field(
+        default=1,
+        ge=0,
+        description="With fewer at the deadline it has failed; 0 lets a window be empty.",
+    )
+    hedge: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="The share of the time after which reserves are read too; before it, if nobody "
+        "else is to come.",
+    )
+    look: timedelta = Field(
+        default=timedelta(seconds=2),
+        gt=timedelta(0),
+        description="How often the buckets are listed.",
+    )
+    at_once: int = Field(default=8, ge=1, le=256, description="Gradients that are read at once.")
+
+
+@dataclass(frozen=True, slots=True)
+class Out:
+    """A worker whose gradient was not taken.
+
+    Attributes:
+        reason: Why, in a word.
+        sentence: Why, in a sentence.
+    """
+
+    reason: Refusal
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The gradients of a window.
+
+    Attributes:
+        taken: By the workers' names.
+        out: Who is out, and why.
+        spare: Reserves whose gradient was right, and not needed.
+        size: Bytes of what was taken.
+        seconds: How long it took.
+    """
+
+    taken: Mapping[str, Payload] = field(repr=False)
+    out: Mapping[str, Out]
+    spare: tuple[str, ...]
+    size: int
+    seconds: float
+
+
+def gather(
+    window: Window,
+    workers: Sequence[Worker],
+    settings: GatherSettings | None = None,
+    *,
+    reserves: Sequence[Worker] = (),
+    clock: StoreClock | None = None,
+    progress: Progress = silent,
+) -> Gathered:
+    """Gather the gradients of a window: returns when it is whole, or its time is up.
+
+    Memory: that of what is taken, and of those that are being read.
+
+    Args:
+        window: Which.
+        workers: Who is asked first.
+        settings: How.
+        reserves: Who stands in, in this order.
+        clock: Of the stores; by default this machine's.
+        progress: Told ``gradient.taken`` and ``gradient.refused`` of each worker.
+
+    Raises:
+        UnavailableError: Fewer than the quorum came in time.
+        ConfigurationError: A worker is named twice, or more are wanted than there are.
+    """
+    settings = settings or GatherSettings()
+    everybody = [*workers, *reserves]
+    if len({worker.uid for worker in everybody}) < len(everybody):
+        raise errors.ConfigurationError("A worker is named twice: name each once.")
+    wanted = len(workers) if settings.wanted is None else settings.wanted
+    if not max(wanted, settings.quorum) <= len(everybody):
+        raise errors.ConfigurationError(
+            f"{max(wanted, settings.quorum)} gradients are wanted of {len(everybody)} workers."
+        )
+    gathering = _Gathering(window, workers, reserves, settings, wanted, progress)
+    return gathering.run(clock or StoreClock.own())
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A gradient that was read, right or not."""
+
+    payload: Payload | None
+    out: Out | None
+    size: int = 0
+    written: datetime | None = None
+
+
+class _Gathering:
+    def __init__(
+        self,
+        window: Window,
+        workers: Sequence[Worker],
+        reserves: Sequence[Worker],
+        settings: GatherSettings,
+        wanted: int,
+        progress: Progress,
+    ) -> None:
+        self._window, self._settings, self._wanted = window, settings, wanted
+        self._progress = progress
+        self._order = [worker.uid for worker in (*workers, *reserves)]
+        self._stores = {worker.uid: worker.store for worker in (*workers, *reserves)}
+        self._first = {worker.uid for worker in workers}
+        self._reading: dict[str, Future[_Read]] = {}
+        self._read: dict[str, _Read] = {}
+        self._said: dict[str, Out] = {}  # of who has sent nothing that is read yet
+
+    def run(self, clock: StoreClock) -> Gathered:
+        began = time.monotonic()
+        window, settings = self._window, self._settings
+        hedged_at = window.opens + settings.hedge * (window.closes - window.opens)
+        with ThreadPoolExecutor(settings.at_once, thread_name_prefix="gradient") as pool:
+            while True:
+                now = clock.now()
+                over = now > window.closes
+                hedged = over or now >= hedged_at or self._first <= self._read.keys()
+                self._look(pool, everybody=hedged)
+                self._collect(wait=over)
+                if over or len(self._right()) >= self._wanted:
+                    break
+                if len(self._read) == len(self._order):
+                    break  # nobody is left
+                left = (window.closes - now).total_seconds()
+                time.sleep(min(settings.look.total_seconds(), max(left, 0.0) + 0.01))
+        return self._gathered(time.monotonic() - began)
+
+    # -- looking
+
+    def _look(self, pool: ThreadPoolExecutor, *, everybody: bool) -> None:
+        """List what there is, and read what is new."""
+        asked = [
+            uid
+            for uid in self._order
+            if uid not in self._reading and (everybody or uid in self._first)
+        ]
+        listings = pool.map(self._listed, self._places(asked))
+        found = {uid: stat for listing in listings for uid, stat in listing.items()}
+        for uid in asked:
+            stat = found.get(uid)
+            if stat is not None:
+                self._said.pop(uid, None)
+                self._reading[uid] = pool.submit(self._one, uid, stat)
+
+    def _places(self, asked: Sequence[str]) -> list[list[str]]:
+        """The workers of each bucket: of one that many share, it is listed once."""
+        places: dict[int, list[str]] = {}
+        for uid in asked:
+            places.setdefault(id(self._stores[uid]), []).append(uid)
+        return list(places.values())
+
+    def _listed(self, uids: list[str]) -> dict[str, Stat]:
+        keys, store = self._window.keys, self._stores[uids[0]]
+        prefix = f"{keys.run}/" if len(uids) > 1 else keys.worker(uids[0])
+        asked, found = set(uids), dict[str, Stat]()
+        try:
+            for stat in list_objects(store, prefix):
+                uid, number = keys.parse(stat.key) or ("", -1)
+                if number == self._window.number and uid in asked:
+                    found[uid] = stat
+        except errors.MillraceError as error:  # its next listing may be better
+            for uid in uids:
+                self._said[uid] = Out(Refusal.UNAVAILABLE, str(error))
+        return found
+
+    def _one(self, uid: str, stat: Stat) -> _Read:
+        window = self._window
+        name = PurePosixPath(stat.key).name
+        if stat.last_modified < window.opens:
+            sentence = f"{name} was written before the window began."
+            return _Read(None, Out(Refusal.EARLY, sentence))
+        if stat.last_modified > window.closes:
+            return _Read(None, Out(Refusal.LATE, f"{name} was written after the deadline."))
+        try:
+            payload = read_payload(self._stores[uid], stat, window.expected(uid))
+        except PayloadError as error:
+            return _Read(None, Out(error.reason, str(error)))
+        except errors.MillraceError as error:
+            return _Read(None, Out(Refusal.UNAVAILABLE, str(error)))
+        return _Read(payload, None, stat.size, stat.last_modified)
+
+    # -- what has come
+
+    def _collect(self, *, wait: bool) -> None:
+        for uid, future in self._reading.items():
+            if uid in self._read or not (wait or future.done()):
+                continue
+            read = self._read[uid] = future.result()
+            if read.payload is not None:
+                figures = {"bytes": read.size, "norm": read.payload.norm}
+                self._progress(Event("gradient.taken", uid, figures))
+            elif read.out is not None:
+                self._progress(Event("gradient.refused", uid, {"reason": read.out.reason}))
+
+    def _right(self) -> list[str]:
+        """Whose gradients are right, in the order in which they count; no content twice."""
+        right = [uid for uid in self._order if uid in self._read and self._read[uid].payload]
+        by_content: dict[str, str] = {}
+        for uid in sorted(right, key=lambda uid: (str(self._read[uid].written), uid)):
+            payload = self._read[uid].payload
+            assert payload is not None
+            by_content.setdefault(payload.header.body, uid)
+        first = set(by_content.values())
+        return [uid for uid in right if uid in first]
+
+    def _gathered(self, seconds: float) -> Gathered:
+        right = self._right()
+        taken, spare = right[: self._wanted], right[self._wanted :]
+        if len(taken) < self._settings.quorum:
+            raise errors.UnavailableError(
+                f"{len(taken)} gradients of window {self._window.number} came in time, and "
+                f"{self._settings.quorum} are needed: let the window last longer, or ask for fewer."
+            )
+        return Gathered(
+            taken=dict(self._payloads(taken)),
+            out={uid: self._out(uid) for uid in self._order if uid not in right},
+            spare=tuple(spare),
+            size=sum(self._read[uid].size for uid in taken),
+            seconds=round(seconds, 3),
+        )
+
+    def _payloads(self, uids: Sequence[str]) -> Iterator[tuple[str, Payload]]:
+        for uid in uids:
+            payload = self._read[uid].payload
+            assert payload is not None
+            yield uid, payload
+
+    def _out(self, uid: str) -> Out:
+        read = self._read.get(uid)
+        if read is None:
+            missing = Out(Refusal.MISSING, "Nothing of it came before the deadline.")
+            return self._said.get(uid, missing)
+        return read.out or Out(Refusal.DUPLICATE, "Another worker had sent the same before.")

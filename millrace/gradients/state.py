@@ -1,0 +1,117 @@
+"""Weights as the chain has them: every machine that applies the same links has the same bytes.
+
+On the processor and in float32, one rounding an operation: numpy multiplies and adds apart, as a
+compiler that fuses them would not. The inverse DCT adds in one order, which a library's product
+does not promise.
+"""
+
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from millrace import errors
+from millrace.digest import canonical
+from millrace.gradients import kernels
+from millrace.gradients.chunks import matrix_of, tiles_of
+from millrace.gradients.merging import Merged, dense_of
+from millrace.models.chain import Outer, OuterKind
+from millrace.models.gradient import Codec, Transform
+
+Array = npt.NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class State:
+    """The weights of a run, and what the outer step remembers.
+
+    Attributes:
+        weights: By their names.
+        moments: Of `OuterKind.NESTEROV`.
+    """
+
+    weights: dict[str, Array]
+    moments: dict[str, Array] = field(default_factory=dict[str, Array])
+
+    def apply(self, name: str, runs: Sequence[Merged], codec: Codec, outer: Outer) -> None:
+        """Change a tensor by what was merged of it, in place.
+
+        Raises:
+            ConfigurationError: There is no such tensor.
+        """
+        weight = self.weights.get(name)
+        if weight is None:
+            raise errors.ConfigurationError(f"The weights have no {name}.")
+        change = dense_change(runs, weight.shape, codec)
+        match outer.kind:
+            case OuterKind.SIGN:
+                np.sign(change, out=change)
+            case OuterKind.NESTEROV:
+                # m <- momentum * m + u; w <- w - lr * (u + momentum * m), as torch.optim.SGD has it
+                moment = self.moments.setdefault(name, np.zeros_like(weight))
+                moment *= np.float32(outer.momentum)
+                moment += change
+                change += np.float32(outer.momentum) * moment
+            case OuterKind.SGD:
+                pass
+        change *= np.float32(outer.lr)
+        weight -= change
+
+    def digest(self) -> str:
+        """SHA-256 of all of it: equal states have equal ones."""
+        digest = hashlib.sha256()
+        for kind, tensors in (("weights", self.weights), ("moments", self.moments)):
+            for name in sorted(tensors):
+                tensor = np.ascontiguousarray(tensors[name], dtype="<f4")
+                head = canonical({"kind": kind, "name": name, "shape": list(tensor.shape)})
+                digest.update(struct.pack("<Q", len(head)) + head)
+                digest.update(tensor.data)
+        return digest.hexdigest()
+
+
+def state_of(tensors: Mapping[str, Any], names: Sequence[str] | None = None) -> State:
+    """The state of a model's tensors, copied: torch's or numpy's, of any floating type.
+
+    Args:
+        tensors: By their names.
+        names: Which of them; by default all.
+    """
+
+    def copied(tensor: Any) -> Array:
+        if hasattr(tensor, "detach"):
+            tensor = tensor.detach().cpu().float().numpy()
+        return np.array(tensor, dtype=np.float32)
+
+    return State({name: copied(tensors[name]) for name in (names or tensors)})
+
+
+def dense_change(runs: Sequence[Merged], shape: tuple[int, ...], codec: Codec) -> Array:
+    """A merged tensor, dense: the same bytes on every machine."""
+    values = dense_of(runs, shape)
+    if codec.transform is Transform.NONE:
+        return values.reshape(shape)
+    matrix = np.empty(matrix_of(shape), np.float32)
+    first = 0
+    for tiles in tiles_of(shape):
+        count, size = tiles.rows * tiles.columns, tiles.height * tiles.width
+        stack = values[first : first + count * size].reshape(count, tiles.height, tiles.width)
+        kernels.inverse_tiles(
+            stack,
+            _basis(tiles.height),
+            _basis(tiles.width),
+            tiles.columns,
+            matrix[tiles.row :, tiles.column :],
+        )
+        first += count * size
+    return matrix.reshape(shape)
+
+
+def _basis(size: int) -> Array:
+    n = np.arange(size, dtype=np.float64)
+    basis = np.cos(np.pi / size * (n[None, :] + 0.5) * n[:, None]) * np.sqrt(2.0 / size)
+    basis[0] /= np.sqrt(2.0)
+    return basis.astype(np.float32)

@@ -1,0 +1,108 @@
+"""What the aggregator of a run commits: a link a window, each naming the one before."""
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from millrace.models.dataset import Committed
+from millrace.models.gradient import Codec, Refusal
+
+
+class OuterKind(StrEnum):
+    """How weights are changed by what was merged."""
+
+    SGD = "sgd"
+    NESTEROV = "nesterov"  # DiLoCo, 2311.08105
+    SIGN = "sign"  # DeMo, 2411.19870
+
+
+class Outer(Committed):
+    """The outer step: the same for all who apply it."""
+
+    kind: OuterKind = Field(
+        default=OuterKind.SGD, description="`sgd`, `nesterov` (DiLoCo) or `sign` (DeMo)."
+    )
+    lr: float = Field(default=1.0, gt=0, description="By what the merged gradient is multiplied.")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="Of `nesterov`.")
+
+
+class Start(Committed):
+    """The first link: the weights that the run begins with.
+
+    Attributes:
+        run: Which.
+        job: Whose checkpoint it is.
+        step: Of which step.
+        root: The digest of its content.
+        state: The digest of the weights.
+    """
+
+    run: str
+    job: str
+    step: int
+    root: str
+    state: str
+
+
+class Taken(Committed):
+    """A worker whose gradient is in a merge.
+
+    Attributes:
+        weight: What it counts there.
+        sha256: Of the object.
+        tokens: That it says it was made of.
+    """
+
+    weight: float
+    sha256: str
+    tokens: int
+
+
+class LeftOut(Committed):
+    """A worker whose gradient is not.
+
+    Attributes:
+        reason: Why, in a word.
+        sentence: Why, in a sentence.
+    """
+
+    reason: Refusal
+    sentence: str
+
+
+class Link(Committed):
+    """What a window came to.
+
+    Attributes:
+        run: Which.
+        window: Its number.
+        step: That the weights are at after it.
+        key: Of the merged gradient; empty if there was none, and the weights stay as they are.
+        sha256: Of its object.
+        size: Bytes of it.
+        codec: What it is merged of.
+        names: The tensors, in its order.
+        shapes: Theirs.
+        outer: How it is applied.
+        rule: By which it was merged.
+        taken: Who is in.
+        out: Who is not, and why.
+        previous: The digest of the link before.
+        state: The digest of the weights after it.
+    """
+
+    run: str
+    window: int
+    step: int
+    key: str
+    sha256: str
+    size: int
+    codec: Codec
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    outer: Outer
+    rule: str
+    taken: dict[str, Taken]
+    out: dict[str, LeftOut]
+    previous: str
+    state: str

@@ -1,0 +1,282 @@
+"""The chain: every window once, none left out, and everybody comes to the same weights."""
+
+from datetime import UTC, datetime, timedelta
+
+import numpy as np
+import pytest
+import torch
+
+from millrace import errors
+from millrace.gradients import (
+    ChainError,
+    Codec,
+    Encoder,
+    GatherSettings,
+    Link,
+    MergeSettings,
+    Outer,
+    OuterKind,
+    Rule,
+    Start,
+    State,
+    Step,
+    Transform,
+    Window,
+    Worker,
+    aggregate,
+    begin,
+    catch_up,
+    gather,
+    links,
+    payload_bytes,
+    state_of,
+)
+from millrace.gradients.chain import append, newest, read_update
+from millrace.gradients.merging import Merged, dense_of
+from millrace.gradients.state import dense_change
+from millrace.gradients.tensors import chosen, values_of
+from millrace.gradients.transform import backward, forward
+from millrace.keys import ChainKeys, GradientKeys
+from millrace.records import fetch
+from millrace.storage import Store, copy, delete, list_objects, open_store, put, read
+from tests.gradients.test_codec import drawn
+from tests.stores import spec_of
+
+SHAPES = {"embed": (50, 30), "layer.bias": (17,), "layer.weight": (70, 65), "scale": ()}
+KEYS = ChainKeys("runs/one", "1")
+START = Start(run="runs/one", job="job", step=0, root="r", state="")
+NOW = datetime.now(UTC)
+QUICK = GatherSettings(look=timedelta(milliseconds=10), quorum=0)
+
+
+def weights() -> State:
+    return state_of({name: drawn(shape, 50) for name, shape in SHAPES.items()})
+
+
+def whole(change: torch.Tensor, codec: Codec) -> list[Merged]:
+    """What one worker alone comes to."""
+    shape = tuple(change.shape)
+    values = forward(change, codec.transform).numpy().reshape(-1)
+    return [
+        Merged(
+            run.chunks,
+            np.full(run.chunks.count, run.chunks.k, np.uint16),
+            run.places.ravel(),
+            values_of(run, codec).ravel(),
+        )
+        for run in chosen(values, shape, codec)
+    ]
+
+
+class Run:
+    """A run with three workers, whose windows are aggregated one after another."""
+
+    def __init__(self, store: Store, codec: Codec, outer: Outer, state: State) -> None:
+        self.store, self.codec, self.outer, self.state = store, codec, outer, state
+        self.before: Start | Link = begin(store, KEYS, START)
+
+    def window(self, number: int, workers: int = 3) -> Link:
+        keys = GradientKeys(KEYS.run, KEYS.version)
+        encoder = Encoder(self.codec, 1)
+        for uid in range(workers):
+            bodies = {
+                name: encoder.encode(drawn(shape, 10 * number + uid))
+                for name, shape in SHAPES.items()
+            }
+            said = {"run": KEYS.run, "uid": str(uid), "window": number, "base": number - 1}
+            body = payload_bytes(bodies, SHAPES, self.codec, **said)  # pyright: ignore[reportArgumentType]
+            put(self.store, keys.gradient(str(uid), number), body)
+        window = Window(
+            keys=keys,
+            number=number,
+            base=number - 1,
+            codec=self.codec,
+            shapes=SHAPES,
+            opens=NOW - timedelta(hours=1),
+            closes=datetime.now(UTC) + timedelta(hours=1 if workers else 0),
+        )
+        everybody = [Worker(str(uid), self.store) for uid in range(3)]
+        found = gather(window, everybody, QUICK)
+        step = Step(self.before, number, self.outer, MergeSettings(rule=Rule.MEAN))
+        self.before = aggregate(self.store, window, found, step, self.state)
+        return self.before
+
+
+@pytest.fixture
+def store(tmp_path) -> Store:
+    return open_store(tmp_path.as_uri())
+
+
+def run_of(store: Store, *, transform: Transform = Transform.NONE, kind: str = "sgd") -> Run:
+    outer = Outer(kind=OuterKind(kind), lr=0.5)
+    return Run(store, Codec(transform=transform, k=256), outer, weights())
+
+
+CASES = [("local", transform, kind) for transform in Transform for kind in OuterKind]
+
+
+@pytest.mark.parametrize(
+    ("place", "transform", "kind"), [*CASES, ("rgw", Transform.DCT, OuterKind.NESTEROV)]
+)
+def test_whoever_comes_late_has_the_same_weights(place, transform, kind, request):
+    run = run_of(open_store(spec_of(place, request)), transform=transform, kind=kind)
+    for number in (1, 2, 3):
+        run.window(number)
+    late = weights()
+    last = catch_up(run.store, KEYS, late)
+    assert last == run.before
+    assert late.digest() == run.state.digest() == run.before.state
+    assert newest(run.store, KEYS) == 3
+    assert [link.window for link in links(run.store, KEYS, after=1)] == [2, 3]
+
+
+def test_a_late_one_can_begin_in_the_middle(store):
+    run = run_of(store, kind="nesterov")
+    run.window(1)
+    middle = State(
+        {name: tensor.copy() for name, tensor in run.state.weights.items()},
+        {name: tensor.copy() for name, tensor in run.state.moments.items()},
+    )
+    run.window(2)
+    run.window(3)
+    catch_up(store, KEYS, middle, after=1)
+    assert middle.digest() == run.state.digest()
+
+
+def test_the_outer_step_is_that_of_torch():
+    codec, shape = Codec(k=4096, bits=8), (40, 30)
+    changes = [drawn(shape, seed) for seed in range(3)]
+    for kind in (OuterKind.SGD, OuterKind.NESTEROV):
+        weight = torch.nn.Parameter(drawn(shape, 9))
+        state = state_of({"w": weight})
+        nesterov = kind is OuterKind.NESTEROV
+        momentum = 0.9 if nesterov else 0.0
+        optimizer = torch.optim.SGD([weight], lr=0.5, momentum=momentum, nesterov=nesterov)
+        for change in changes:
+            merged = whole(change, codec)
+            weight.grad = torch.from_numpy(dense_of(merged, shape)).view(shape)
+            optimizer.step()
+            state.apply("w", merged, codec, Outer(kind=kind, lr=0.5, momentum=0.9))
+        torch.testing.assert_close(torch.from_numpy(state.weights["w"]), weight.detach())
+
+
+@pytest.mark.parametrize("shape", [(70, 65), (131, 64), (17,), (3, 50, 20)])
+def test_the_inverse_in_one_order_is_the_inverse(shape):
+    codec = Codec(transform=Transform.DCT, k=4096, bits=16)
+    merged = whole(drawn(shape), codec)
+    wanted = backward(torch.from_numpy(dense_of(merged, shape)), shape, Transform.DCT)
+    torch.testing.assert_close(torch.from_numpy(dense_change(merged, shape, codec)), wanted)
+
+
+def test_a_window_with_nobody_is_a_link_too(store):
+    run = run_of(store)
+    run.window(1)
+    before = run.state.digest()
+    link = run.window(2, workers=0)
+    assert (link.key, link.taken, link.state) == ("", {}, before)
+    assert set(link.out) == {"0", "1", "2"}
+    run.window(3)
+    late = weights()
+    catch_up(store, KEYS, late)
+    assert late.digest() == run.state.digest()
+
+
+def test_a_window_is_merged_once_though_two_try(store):
+    run = run_of(store)
+    again = Run(store, run.codec, run.outer, weights())
+    first = run.window(1)
+    assert again.window(1) == first  # the same gradients: the same link
+    other = Run(store, run.codec, run.outer, weights())
+    run.window(2)
+    catch_up(store, KEYS, other.state)
+    late = Run(store, run.codec, Outer(kind=OuterKind.SGD, lr=0.1), weights())
+    with pytest.raises(errors.ConflictError, match="merged window 1 of runs/one otherwise"):
+        late.window(1)
+    assert [link.window for link in links(store, KEYS)] == [1, 2]
+
+
+def test_another_beginning_is_refused(store):
+    run_of(store)
+    with pytest.raises(errors.ConflictError, match="begins with step 0 of job"):
+        begin(store, KEYS, START.model_copy(update={"step": 5}))
+
+
+def test_killed_between_the_update_and_its_link_it_goes_on(store):
+    run = run_of(store)
+    run.window(1)
+    delete(store, [KEYS.link(1)])  # as if it had died right before
+    again = Run(store, run.codec, run.outer, weights())
+    link = again.window(1)
+    assert (link.state, link.sha256) == (run.before.state, fetch(store, KEYS.link(1), Link).sha256)
+    updates = [stat.key for stat in list_objects(store, KEYS.prefix) if stat.key.endswith(".npz")]
+    assert updates == [link.key]
+
+
+# -- what is broken
+
+
+@pytest.fixture
+def broken(store) -> Run:
+    run = run_of(store)
+    for number in (1, 2, 3):
+        run.window(number)
+    return run
+
+
+def refused(run: Run, sentence: str) -> State:
+    late = weights()
+    with pytest.raises(ChainError, match=sentence):
+        catch_up(run.store, KEYS, late)
+    return late
+
+
+def test_a_missing_link_is_an_error_with_its_number(broken):
+    delete(broken.store, [KEYS.link(2)])
+    late = refused(broken, "Window 2 of runs/one is missing")
+    assert late.digest() == fetch(broken.store, KEYS.link(1), Link).state
+
+
+def test_a_link_of_another_window_is_an_error(broken):
+    delete(broken.store, [KEYS.link(2)])
+    copy(broken.store, KEYS.link(3), KEYS.link(2))
+    refused(broken, "Window 2 of runs/one does not follow the one before")
+
+
+def test_a_link_that_is_no_record_is_an_error(broken):
+    put(broken.store, KEYS.link(2), b"{}")
+    refused(broken, "Window 2 of runs/one: .* is not a record")
+
+
+def test_a_missing_update_is_an_error(broken):
+    delete(broken.store, [fetch(broken.store, KEYS.link(3), Link).key])
+    refused(broken, r"Window 3 of runs/one: .*\.npz is missing")
+
+
+def test_a_changed_update_is_an_error(broken):
+    key = fetch(broken.store, KEYS.link(2), Link).key
+    body = bytearray(read(broken.store, key))
+    body[len(body) // 2] ^= 1
+    put(broken.store, key, bytes(body))
+    refused(broken, "Window 2 of runs/one: .* is not what was committed")
+
+
+@pytest.mark.parametrize("body", [b"no zip", b"PK\x05\x06" + bytes(18)])
+def test_an_update_that_is_none_is_an_error_though_its_digest_is_right(broken, body):
+    link = broken.before
+    assert isinstance(link, Link)
+    wrong = link.model_copy(update={"window": 4})
+    made = append(broken.store, KEYS, wrong, body).record
+    with pytest.raises(ChainError, match="is no update"):
+        read_update(broken.store, made)
+
+
+def test_other_weights_than_the_aggregators_are_noticed(broken):
+    late = weights()
+    late.weights["scale"] += np.float32(1)
+    with pytest.raises(ChainError, match=r"After window 1 .* the weights are not those"):
+        catch_up(broken.store, KEYS, late)
+
+
+def test_a_run_that_has_not_begun_says_so(store):
+    with pytest.raises(errors.NotFoundError, match="has not begun"):
+        catch_up(store, KEYS, weights())

@@ -1,0 +1,170 @@
+"""A window gathered from the workers' buckets: what is right is kept, what is not harms nobody."""
+
+import os
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from millrace.errors import ConfigurationError, UnavailableError
+from millrace.gradients import GatherSettings, Refusal, Window, Worker, gather
+from millrace.keys import GradientKeys
+from millrace.progress import Event
+from millrace.storage import Store, open_store, put
+from tests.gradients.test_payload import CODEC, SHAPES, bodies, made
+from tests.stores import spec_of
+
+KEYS = GradientKeys("runs/one", "1")
+NOW = datetime.now(UTC)
+QUICK = GatherSettings(look=timedelta(milliseconds=10))
+OPEN = Window(
+    keys=KEYS,
+    number=3,
+    base=120,
+    codec=CODEC,
+    shapes=SHAPES,
+    opens=NOW - timedelta(hours=1),
+    closes=NOW + timedelta(hours=1),
+)
+HEDGED = replace(OPEN, opens=NOW - timedelta(hours=9))
+OVER = replace(OPEN, closes=datetime.now(UTC) - timedelta(seconds=1))
+
+
+def body_of(uid: str, **more: object) -> bytes:
+    return made(uid=uid, bodies=bodies(seed=int(uid)), **more)
+
+
+def send(store: Store, uid: str, body: bytes | None = None, window: int = 3) -> None:
+    put(store, KEYS.gradient(uid, window), body_of(uid) if body is None else body)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store((tmp_path / "bucket").as_uri())
+
+
+def workers(store: Store, *uids: int) -> list[Worker]:
+    return [Worker(str(uid), store) for uid in uids]
+
+
+def age(store: Store, uid: str, at: datetime) -> None:
+    """Say when a gradient was written."""
+    path = Path(store.location.bucket) / KEYS.gradient(uid, 3)
+    os.utime(path, (at.timestamp(), at.timestamp()))
+
+
+@pytest.mark.parametrize("kind", ["local", "memory", "rgw", "r2"])
+def test_a_window_is_whole_when_all_have_sent(kind, request):
+    store = open_store(spec_of(kind, request))
+    for uid in range(5):
+        send(store, str(uid))
+        send(store, str(uid), window=2)
+    heard: list[Event] = []
+    found = gather(OPEN, workers(store, *range(5)), QUICK, progress=heard.append)
+    assert set(found.taken) == {"0", "1", "2", "3", "4"}
+    assert (found.out, found.spare) == ({}, ())
+    assert found.size == sum(len(body_of(str(uid))) for uid in range(5))
+    assert [event.name for event in heard] == ["gradient.taken"] * 5
+
+
+def test_workers_have_buckets_of_their_own(tmp_path):
+    everybody = []
+    for uid in range(3):
+        store = open_store((tmp_path / str(uid)).as_uri())
+        send(store, str(uid))
+        everybody.append(Worker(str(uid), store))
+    assert set(gather(OPEN, everybody, QUICK).taken) == {"0", "1", "2"}
+
+
+BAD = {
+    Refusal.FORMAT: b"no gradient",
+    Refusal.UID: body_of("4"),
+    Refusal.WINDOW: body_of("1", window=2),
+    Refusal.RUN: body_of("1", run="runs/two"),
+    Refusal.BASE: body_of("1", base=90),
+    Refusal.DIGEST: body_of("1")[:-1] + bytes([body_of("1")[-1] ^ 1]),
+    Refusal.TOO_LARGE: body_of("1") + bytes(1 << 20),
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_one_that_is_bad_is_out_with_a_reason_and_touches_nobody_else(store, reason):
+    for uid in range(4):
+        send(store, str(uid))
+    send(store, "1", BAD[reason])
+    found = gather(OPEN, workers(store, *range(4)), QUICK)
+    assert set(found.taken) == {"0", "2", "3"}
+    assert found.out["1"].reason is reason
+    assert found.out["1"].sentence.endswith(".")
+
+
+def test_who_sends_nothing_early_or_late_is_out(store):
+    for uid in (0, 1, 2):
+        send(store, str(uid))
+    age(store, "0", OVER.closes - timedelta(minutes=1))
+    age(store, "1", OVER.opens - timedelta(minutes=1))
+    age(store, "2", OVER.closes + timedelta(seconds=1))
+    found = gather(OVER, workers(store, 0, 1, 2, 3), QUICK)
+    assert set(found.taken) == {"0"}
+    reasons = {uid: out.reason for uid, out in found.out.items()}
+    assert reasons == {"1": Refusal.EARLY, "2": Refusal.LATE, "3": Refusal.MISSING}
+
+
+def test_who_sends_what_another_has_sent_is_out(store):
+    body = made(uid="1", bodies=bodies(seed=0))
+    send(store, "0")
+    send(store, "1", body)
+    age(store, "1", NOW - timedelta(minutes=5))  # it was first, and who came later has copied
+    found = gather(OPEN, workers(store, 0, 1), QUICK)
+    assert set(found.taken) == {"1"}
+    assert found.out["0"].reason is Refusal.DUPLICATE
+
+
+def test_reserves_stand_in_for_who_is_bad_without_waiting(store):
+    send(store, "0")
+    send(store, "1", b"bad")
+    for uid in (7, 8):
+        send(store, str(uid))
+    found = gather(OPEN, workers(store, 0, 1), QUICK, reserves=workers(store, 7, 8))
+    assert list(found.taken) == ["0", "7"]
+    assert found.out["1"].reason is Refusal.FORMAT
+
+
+def test_reserves_are_read_before_the_deadline_when_others_are_late(store):
+    for uid in (0, 8, 7):
+        send(store, str(uid))
+    found = gather(HEDGED, workers(store, 0, 1), QUICK, reserves=workers(store, 7, 8))
+    assert list(found.taken) == ["0", "7"]
+    assert found.spare == ("8",)
+
+
+def test_whoever_was_asked_first_counts_before_reserves(store):
+    for uid in (0, 1, 7):
+        send(store, str(uid))
+    found = gather(HEDGED, workers(store, 0, 1), QUICK, reserves=workers(store, 7))
+    assert list(found.taken) == ["0", "1"]
+
+
+def test_a_bucket_that_refuses_costs_its_own_workers_only(store, request):
+    send(store, "0")
+    spec = spec_of("rgw", request)
+    refusing = open_store(spec.model_copy(update={"url": "s3://no-such-bucket-at-all"}))
+    both = [Worker("0", store), Worker("1", refusing)]
+    found = gather(replace(OPEN, closes=datetime.now(UTC)), both, QUICK)
+    assert set(found.taken) == {"0"}
+    assert found.out["1"].reason is Refusal.UNAVAILABLE
+
+
+def test_without_a_quorum_it_has_failed(store):
+    send(store, "0")
+    closed = replace(OPEN, closes=datetime.now(UTC))
+    with pytest.raises(UnavailableError, match="1 gradients of window 3 came in time, and 2 are"):
+        gather(closed, workers(store, 0, 1), GatherSettings(look=QUICK.look, quorum=2))
+
+
+def test_what_cannot_be_asked_is_refused(store):
+    with pytest.raises(ConfigurationError, match="named twice"):
+        gather(OPEN, workers(store, 0, 0), QUICK)
+    with pytest.raises(ConfigurationError, match="3 gradients are wanted of 2"):
+        gather(OPEN, workers(store, 0, 1), GatherSettings(wanted=3))
