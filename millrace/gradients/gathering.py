@@ -49,7 +49,7 @@ class Window:
         shapes: Of the model's tensors, by their names.
         opens: By the stores' clock: what was written before is not of this window.
         closes: What is written later is not taken.
-        norm: The L2 norm that nobody honest exceeds; None for no bound.
+        norm: The L2 norm that nobody honest exceeds; None for what float32 can bear.
     """
 
     keys: GradientKeys

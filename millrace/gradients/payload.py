@@ -9,7 +9,6 @@ window are those of its key, and everything else is what the aggregator expects.
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import inf, isfinite
 
 import orjson
 from pydantic import ValidationError
@@ -24,6 +23,9 @@ from millrace.storage import Stat, Store, read
 _LENGTH = struct.Struct("<Q")
 _KEY = "millrace"
 _HEADER_FOR_ALL, _HEADER_FOR_EACH = 4096, 1024  # bytes, and longer names cost more
+
+NORM_MOST = 1e18
+"""The L2 norm beyond which sums of gradients and their squares leave float32."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -51,7 +53,7 @@ class Expected:
         base: The step of the weights that it changes.
         codec: How it is compressed.
         shapes: Of the model's tensors, by their names.
-        norm: The L2 norm of all of it that nobody honest exceeds; None for no bound.
+        norm: The L2 norm of all of it that nobody honest exceeds; None for `NORM_MOST`.
     """
 
     run: str
@@ -194,8 +196,9 @@ def check_payload(body: bytes, expected: Expected) -> Payload:
         for run in runs:
             square += kernels.sum_of_squares(values_of(run, expected.codec).reshape(-1))
     norm = square**0.5
-    if not isfinite(norm) or norm > (inf if expected.norm is None else expected.norm):
-        raise PayloadError(Refusal.NORM, f"Its norm is {norm:.3g}, more than {expected.norm}.")
+    most = NORM_MOST if expected.norm is None else min(expected.norm, NORM_MOST)
+    if not norm <= most:
+        raise PayloadError(Refusal.NORM, f"Its norm is {norm:.3g}, more than {most:.3g}.")
     return Payload(header, tensors, norm, sha256(body))
 
 

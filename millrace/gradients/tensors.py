@@ -176,18 +176,22 @@ def _halved(
     codes[:] = (values / unit[:, None]).astype(np.float16).view(np.uint16)
 
 
-def _packed(run: Sparse, codec: Codec) -> Iterator[bytes]:
-    counts = np.zeros(run.chunks.size, np.int64)
-    kernels.count_gaps(run.places, counts)
-    gaps = np.arange(run.chunks.size)
+def _shortest(places: npt.NDArray[np.uint16], chunks: Chunks) -> tuple[int, int]:
+    """The parameter of the Rice codes that makes them shortest, and how many bits they are."""
+    counts = np.zeros(chunks.size, np.int64)
+    kernels.count_gaps(places, counts)
+    gaps = np.arange(chunks.size)
     costs = [
-        int(((gaps >> rice) * counts).sum()) + rice * run.chunks.sent
+        int(((gaps >> rice) * counts).sum()) + (rice + 1) * chunks.sent
         for rice in range(_RICE_MOST + 1)
     ]
     rice = int(np.argmin(costs))
-    room = np.empty(
-        (costs[rice] + run.chunks.sent) // 8 + 2 * -(-run.chunks.count // _BLOCK), np.uint8
-    )
+    return rice, costs[rice]
+
+
+def _packed(run: Sparse, codec: Codec) -> Iterator[bytes]:
+    rice, bits = _shortest(run.places, run.chunks)
+    room = np.empty(bits // 8 + 2 * -(-run.chunks.count // _BLOCK), np.uint8)
     lengths: list[int] = []
     at = 0
     for row in range(0, run.chunks.count, _BLOCK):
@@ -215,8 +219,8 @@ def _unpacked(rest: Bytes, run: Chunks, codec: Codec, threads: int) -> tuple[Spa
     raw, rest = _taken(rest, 2 * run.count)
     high = np.frombuffer(raw.tobytes(), _U16).astype(np.uint16)
     ratio, rest = _taken(rest, 0 if codec.bits == 16 else run.count)
-    if (high > 0x7F7F).any():
-        raise CodeError("A magnitude is negative or not finite.")
+    if (high > 0x7F7F).any() or (codec.bits == 16 and (high & 0x7F).any()):
+        raise CodeError("A magnitude is negative, not finite, or no power of two.")
     places = np.empty((run.count, run.k), np.uint16)
     ends = np.cumsum(lengths)
 
@@ -230,6 +234,8 @@ def _unpacked(rest: Bytes, run: Chunks, codec: Codec, threads: int) -> tuple[Spa
                 raise CodeError(f"In block {number:,} {_WRONG[wrong]}.")
 
     _side_by_side(block, run.count, threads)
+    if _shortest(places, run)[0] != rice:
+        raise CodeError("Its Rice codes are longer than they need be.")
     codes = _codes_unpacked(packed, run.sent, codec.bits).reshape(run.count, run.k)
     return Sparse(run, places, high, ratio.copy(), codes), rest
 

@@ -18,6 +18,7 @@ from millrace.gradients import (
     Transform,
     decode,
     encode,
+    kernels,
 )
 from millrace.gradients.chunks import chunks_of, tiles_of
 from millrace.gradients.tensors import chosen, packed, unpacked, values_of
@@ -235,11 +236,23 @@ def refused_or_whole(body: bytes, shape: tuple[int, ...], codec: Codec) -> None:
         runs = unpacked(body, shape, codec)
     except CodeError:
         return
+    assert packed(runs, codec) == body
     for run in runs:
         assert (np.diff(run.places.astype(np.int64), axis=1) > 0).all()
         assert run.places.max(initial=0) < run.chunks.size
         assert np.isfinite(values_of(run, codec)).all()
     assert torch.isfinite(decode(body, shape, codec)).all()
+
+
+def test_there_is_one_way_to_write_a_gradient():
+    shape, codec = (5000,), Codec()
+    run = unpacked(encode(drawn(shape), codec), shape, codec)[0]
+    room = np.empty(10_000, np.uint8)
+    length = kernels.write_gaps(run.places, 3, room)  # longer codes of the same places
+    rest = packed((run,), codec)[5 + int.from_bytes(packed((run,), codec)[1:5], "little") :]
+    body = bytes([3]) + int(length).to_bytes(4, "little") + room[:length].tobytes() + rest
+    with pytest.raises(CodeError, match="longer than they need be"):
+        unpacked(body, shape, codec)
 
 
 @settings(max_examples=400, deadline=None)

@@ -98,6 +98,8 @@ def test_a_norm_that_is_too_large_is_refused():
     norm = check_payload(made(), EXPECTED).norm
     check_payload(made(), replace(EXPECTED, norm=norm * 1.001))
     assert reason_of(made(), replace(EXPECTED, norm=norm * 0.999)) is Refusal.NORM
+    huge = Encoder(CODEC, 1).encode(torch.full((17,), 3e38))  # whose sums would not be finite
+    assert reason_of(made(bodies={**bodies(), "layer.bias": huge})) is Refusal.NORM
 
 
 def changed(change: Callable[[dict[str, object]], None]) -> bytes:
