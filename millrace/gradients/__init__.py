@@ -13,6 +13,7 @@ from millrace.gradients.payload import (
     payload_bytes,
     read_payload,
 )
+from millrace.gradients.running import Participant, RunSettings, Turn, follow, weights_of_model
 from millrace.gradients.state import State, state_of
 from millrace.gradients.tensors import CodeError
 from millrace.models.chain import Link, Outer, OuterKind, Start
@@ -35,14 +36,17 @@ __all__ = [
     "Out",
     "Outer",
     "OuterKind",
+    "Participant",
     "Payload",
     "PayloadError",
     "Refusal",
     "Rule",
+    "RunSettings",
     "Start",
     "State",
     "Step",
     "Transform",
+    "Turn",
     "Weights",
     "Window",
     "Worker",
@@ -52,6 +56,7 @@ __all__ = [
     "check_payload",
     "decode",
     "encode",
+    "follow",
     "gather",
     "links",
     "merge",
@@ -59,4 +64,5 @@ __all__ = [
     "read_payload",
     "state_of",
     "weights_of",
+    "weights_of_model",
 ]

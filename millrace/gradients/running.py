@@ -1,0 +1,306 @@
+"""A run of windows: the aggregator's side, and the worker's, which is the face for training code.
+
+A window opens when the link before it was committed, by the store's clock, and is merged when it is
+whole or its time is up. Both sides know it from the chain alone.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from millrace import errors
+from millrace.gradients.aggregating import Step, aggregate
+from millrace.gradients.chain import ChainError, apply_link, newest
+from millrace.gradients.compress import Feedback
+from millrace.gradients.gathering import GatherSettings, Window, Worker, gather
+from millrace.gradients.merging import MergeSettings
+from millrace.gradients.payload import Shapes, payload_bytes
+from millrace.gradients.state import State, state_of
+from millrace.keys import ChainKeys, GradientKeys
+from millrace.lease import Holder, StoreClock
+from millrace.models.chain import Link, Outer, Start
+from millrace.models.gradient import Codec
+from millrace.progress import Event, Progress, silent
+from millrace.records import fetch
+from millrace.storage import Store, exists, head, put
+
+
+class RunSettings(BaseModel):
+    """What all who take part in a run have alike."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str = Field(description="Its name: a prefix below the buckets' URLs.")
+    version: str = Field(default="1", description="Of what the workers run; others are not heard.")
+    codec: Codec = Field(default=Codec(), description="How gradients are compressed.")
+    decay: float = Field(
+        default=1.0, ge=0, le=1, description="Of what a worker has not sent, from window to window."
+    )
+    outer: Outer = Field(default=Outer(), description="How what is merged changes the weights.")
+    merge: MergeSettings = Field(default=MergeSettings(), description="How they are merged.")
+    gather: GatherSettings = Field(default=GatherSettings(), description="How they are gathered.")
+    window: timedelta = Field(
+        default=timedelta(minutes=20), gt=timedelta(0), description="How long a window lasts."
+    )
+    steps: int = Field(default=30, ge=1, description="Steps of a worker in each window.")
+
+    @property
+    def gradients(self) -> GradientKeys:
+        return GradientKeys(self.run, self.version)
+
+    @property
+    def chain(self) -> ChainKeys:
+        return ChainKeys(self.run, self.version)
+
+
+def follow(
+    store: Store,
+    settings: RunSettings,
+    workers: Sequence[Worker],
+    state: State,
+    *,
+    reserves: Sequence[Worker] = (),
+    after: int = 0,
+    until: int | None = None,
+    threads: int = 1,
+    progress: Progress = silent,
+) -> Iterator[Link]:
+    """Aggregate window after window. Killed at any moment, it can be called again.
+
+    Windows that are merged already are applied from the chain.
+
+    Args:
+        store: The aggregator's bucket, whose chain has begun.
+        settings: Of the run.
+        workers: Who is asked first in each window.
+        state: The weights after window ``after``; changed in place.
+        reserves: Who stands in.
+        after: The window that ``state`` is of.
+        until: The last window; by default it goes on for ever.
+        threads: How many work side by side.
+        progress: As `gather` tells, and ``chain.applied`` and ``window.merged`` with ``window``,
+            ``taken`` and ``out``.
+
+    Yields:
+        The link of each window that it has merged.
+
+    Raises:
+        UnavailableError: Fewer than the quorum came.
+        ConflictError: Another aggregator has merged a window otherwise: catch up from the chain.
+        ChainError: The chain is broken.
+    """
+    shapes = {name: tensor.shape for name, tensor in state.weights.items()}
+    clock = StoreClock.read(store, settings.run, Holder.this_process())
+    number, last = after, newest(store, settings.chain)
+    before = _link(store, settings.chain, number)
+    while until is None or number < until:
+        number += 1
+        if number <= last:
+            before = _applied(store, settings.chain, number, state, progress)
+            continue
+        window = _window(store, settings, shapes, number, before.step)
+        gathered = gather(
+            window, workers, settings.gather, reserves=reserves, clock=clock, progress=progress
+        )
+        step = Step(before, before.step + settings.steps, settings.outer, settings.merge)
+        before = aggregate(store, window, gathered, step, state, threads=threads)
+        figures = {"window": number, "taken": len(before.taken), "out": len(before.out)}
+        progress(Event("window.merged", settings.run, figures))
+        yield before
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A window that a worker trains in.
+
+    Attributes:
+        number: Of the window.
+        step: That the weights are at when it begins.
+        steps: That the worker makes in it.
+    """
+
+    number: int
+    step: int
+    steps: int
+
+
+class Participant:
+    """A worker of a run: trains in windows, and begins each with the weights of all.
+
+    ``for window in participant.windows(): train(model, window.steps); participant.submit(model);
+    participant.apply(model)``
+
+    Args:
+        settings: Of the run.
+        uid: Its name: no other has it.
+        store: Its own bucket, or its prefix's.
+        aggregator: The bucket of the chain; to be read.
+        state: The weights after window ``after``, such as of the checkpoint that the chain names.
+        after: Which. It catches up from there.
+        progress: Told ``chain.applied`` and ``gradient.sent``, with ``window`` and ``bytes``.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        uid: str,
+        store: Store,
+        aggregator: Store,
+        state: State,
+        *,
+        after: int = 0,
+        progress: Progress = silent,
+    ) -> None:
+        self._settings, self._uid, self._store = settings, uid, store
+        self._aggregator, self._state, self._progress = aggregator, state, progress
+        self._number = after
+        self._before = _link(aggregator, settings.chain, after)
+        self._feedback = Feedback(settings.codec, decay=settings.decay)
+
+    def windows(self) -> Iterator[Turn]:
+        """The windows, from the one that is open on; ends never by itself.
+
+        Raises:
+            ChainError: The chain is broken.
+        """
+        self.catch_up()
+        while True:
+            yield Turn(self._number + 1, self._before.step, self._settings.steps)
+
+    def catch_up(self) -> None:
+        """Apply what was merged meanwhile."""
+        for number in range(self._number + 1, newest(self._aggregator, self._settings.chain) + 1):
+            self._advance(number)
+
+    def submit(self, model: torch.nn.Module, *, tokens: int = 0, samples: str = "") -> int:
+        """Send how the model has changed in this window, the largest of it.
+
+        Args:
+            model: After its steps; its weights were those of `apply` before.
+            tokens: That it was trained on.
+            samples: The digest of what it was trained on.
+
+        Returns:
+            Bytes that were sent.
+
+        Raises:
+            ConfigurationError: A weight is not finite, or not of the run.
+            UnavailableError, DeniedError: The bucket does not take it.
+        """
+        bodies: dict[str, bytes] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, weight in _weights(model, self._state).items():
+            before = torch.from_numpy(self._state.weights[name])  # pyright: ignore[reportUnknownMemberType]
+            change = before - weight.detach().cpu().float()
+            bodies[name] = self._feedback.compress(name, change)
+            shapes[name] = tuple(weight.shape)
+        body = payload_bytes(
+            bodies,
+            shapes,
+            self._settings.codec,
+            run=self._settings.run,
+            uid=self._uid,
+            window=self._number + 1,
+            base=self._before.step,
+            tokens=tokens,
+            samples=samples,
+        )
+        key = self._settings.gradients.gradient(self._uid, self._number + 1)
+        put(self._store, key, body)
+        figures = {"window": self._number + 1, "bytes": len(body)}
+        self._progress(Event("gradient.sent", self._uid, figures))
+        return len(body)
+
+    def apply(self, model: torch.nn.Module, *, patience: timedelta | None = None) -> Link:
+        """Wait until this window is merged, and give the model the weights of all.
+
+        Args:
+            model: Its weights are overwritten.
+            patience: How long; by default twice a window.
+
+        Raises:
+            UnavailableError: It was not merged by then.
+            ChainError: The chain is broken.
+        """
+        number, keys = self._number + 1, self._settings.chain
+        patience = 2 * self._settings.window if patience is None else patience
+        deadline = time.monotonic() + patience.total_seconds()
+        while not exists(self._aggregator, keys.link(number)):
+            if time.monotonic() > deadline:
+                raise errors.UnavailableError(
+                    f"Window {number} of {keys.run} was not merged in {patience}: is there an "
+                    "aggregator? Wait again, or stop; nothing is lost."
+                )
+            time.sleep(self._settings.gather.look.total_seconds())
+        self.catch_up()
+        self.load(model)
+        assert isinstance(self._before, Link)
+        return self._before
+
+    def load(self, model: torch.nn.Module) -> None:
+        """Give the model the weights of all, as they are after the last window."""
+        with torch.no_grad():
+            for name, weight in _weights(model, self._state).items():
+                weight.copy_(torch.from_numpy(self._state.weights[name]))  # pyright: ignore[reportUnknownMemberType]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint of this worker holds: what it has not sent yet."""
+        return self._feedback.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self._feedback.load_state_dict(state)
+
+    def _advance(self, number: int) -> None:
+        keys = self._settings.chain
+        self._before = _applied(self._aggregator, keys, number, self._state, self._progress)
+        self._number = number
+
+
+def weights_of_model(model: torch.nn.Module) -> State:
+    """The weights of a model as a run has them: those that are trained, in float32."""
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    return state_of(trained)
+
+
+def _weights(model: torch.nn.Module, state: State) -> dict[str, torch.nn.Parameter]:
+    found = {name: weight for name, weight in model.named_parameters() if name in state.weights}
+    missing = sorted(set(state.weights) - set(found))
+    if missing:
+        raise errors.ConfigurationError(
+            f"The model has no {missing[0]}, which the run's weights have: it is another model."
+        )
+    return found
+
+
+def _window(store: Store, settings: RunSettings, shapes: Shapes, number: int, base: int) -> Window:
+    opens = head(store, settings.chain.link(number - 1)).last_modified
+    return Window(
+        keys=settings.gradients,
+        number=number,
+        base=base,
+        codec=settings.codec,
+        shapes=shapes,
+        opens=opens,
+        closes=opens + settings.window,
+    )
+
+
+def _link(store: Store, keys: ChainKeys, number: int) -> Start | Link:
+    return fetch(store, keys.link(number), Link if number else Start)
+
+
+def _applied(store: Store, keys: ChainKeys, number: int, state: State, progress: Progress) -> Link:
+    try:
+        link = fetch(store, keys.link(number), Link)
+    except errors.NotFoundError:
+        sentence = f"Window {number} of {keys.run} is missing, and later ones are there."
+        raise ChainError(sentence) from None
+    apply_link(store, link, state)
+    progress(Event("chain.applied", keys.run, {"window": number, "step": link.step}))
+    return link

@@ -1,0 +1,152 @@
+"""A run of windows: workers that train, an aggregator, and who comes late."""
+
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from millrace import errors
+from millrace.gradients import (
+    ChainError,
+    Codec,
+    GatherSettings,
+    Outer,
+    OuterKind,
+    Participant,
+    RunSettings,
+    Start,
+    Worker,
+    begin,
+    follow,
+    links,
+    weights_of_model,
+)
+from millrace.storage import Store, delete, open_store
+
+WINDOWS = 4
+
+
+def settings_of(workers: int = 3) -> RunSettings:
+    return RunSettings(
+        run="runs/one",
+        codec=Codec(k=512, bits=4),
+        outer=Outer(kind=OuterKind.NESTEROV, lr=0.7),
+        gather=GatherSettings(look=timedelta(milliseconds=20), quorum=workers),
+        window=timedelta(minutes=1),
+        steps=2,
+    )
+
+
+torch.manual_seed(5)
+FIRST = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3))
+
+
+def model() -> torch.nn.Module:
+    return deepcopy(FIRST)
+
+
+def train(one: torch.nn.Module, steps: int, seed: int) -> None:
+    dice = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    for _ in range(steps):
+        x = torch.randn(16, 20, generator=dice)
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(one(x), x[:, :3]).backward()
+        optimizer.step()
+
+
+def loss(one: torch.nn.Module) -> float:
+    x = torch.randn(500, 20, generator=torch.Generator().manual_seed(0))
+    return torch.nn.functional.mse_loss(one(x), x[:, :3]).item()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    made = open_store(tmp_path.as_uri())
+    begin(made, settings_of().chain, Start(run="runs/one", job="j", step=100, root="", state=""))
+    return made
+
+
+def take_part(store: Store, uid: int, windows: int) -> torch.nn.Module:
+    mine, settings = model(), settings_of()
+    participant = Participant(settings, str(uid), store, store, weights_of_model(mine))
+    for window in participant.windows():
+        participant.load(mine)
+        train(mine, window.steps, 100 * window.number + uid)
+        participant.submit(mine, tokens=32)
+        participant.apply(mine, patience=timedelta(minutes=1))
+        if window.number == windows:
+            return mine
+    raise AssertionError
+
+
+def everybody(store: Store) -> list[Worker]:
+    return [Worker(str(uid), store) for uid in range(3)]
+
+
+def test_all_who_take_part_have_the_same_weights_and_they_learn(store):
+    state = weights_of_model(model())
+    before = loss(model())
+    with ThreadPoolExecutor(3) as pool:
+        models = [pool.submit(take_part, store, uid, WINDOWS) for uid in range(3)]
+        made = list(follow(store, settings_of(), everybody(store), state, until=WINDOWS))
+        trained = [one.result() for one in models]
+    assert [link.window for link in made] == list(range(1, WINDOWS + 1))
+    assert [link.step for link in made] == [102, 104, 106, 108]
+    assert all(set(link.taken) == {"0", "1", "2"} for link in made)
+    for one in trained:
+        assert weights_of_model(one).digest() == weights_of_model(trained[0]).digest()
+        for name, weight in one.named_parameters():
+            assert torch.equal(weight, torch.from_numpy(state.weights[name]))
+    assert loss(trained[0]) < 0.9 * before
+
+    late = model()
+    participant = Participant(settings_of(), "late", store, store, weights_of_model(late))
+    turn = next(participant.windows())
+    participant.load(late)
+    assert (turn.number, turn.step) == (WINDOWS + 1, 108)
+    assert weights_of_model(late).digest() == weights_of_model(trained[0]).digest()
+
+
+def test_an_aggregator_that_is_started_again_goes_on(store):
+    settings = settings_of()
+    with ThreadPoolExecutor(3) as pool:
+        models = [pool.submit(take_part, store, uid, 2) for uid in range(3)]
+        first = weights_of_model(model())
+        next(follow(store, settings, everybody(store), first, until=1))
+        again = weights_of_model(model())  # it has lost all that it knew
+        (link,) = follow(store, settings, everybody(store), again, until=2)
+        assert link.window == 2
+        assert link.state == again.digest()
+        assert all(one.result() for one in models)
+    assert [found.window for found in links(store, settings.chain)] == [1, 2]
+
+
+def test_without_an_aggregator_a_worker_says_so(store):
+    mine = model()
+    participant = Participant(settings_of(), "0", store, store, weights_of_model(mine))
+    next(participant.windows())
+    participant.submit(mine)
+    with pytest.raises(errors.UnavailableError, match="Window 1 of runs/one was not merged"):
+        participant.apply(mine, patience=timedelta(0))
+
+
+def test_another_model_is_refused(store):
+    state = weights_of_model(model())
+    participant = Participant(settings_of(), "0", store, store, state)
+    with pytest.raises(errors.ConfigurationError, match=r"The model has no 0\.bias"):
+        participant.submit(torch.nn.Linear(3, 3))
+
+
+def test_a_chain_with_a_gap_stops_the_aggregator(store):
+    settings = settings_of()
+    with ThreadPoolExecutor(3) as pool:
+        models = [pool.submit(take_part, store, uid, 2) for uid in range(3)]
+        list(follow(store, settings, everybody(store), weights_of_model(model()), until=2))
+        assert all(one.result() for one in models)
+    delete(store, [settings.chain.link(1)])
+    with pytest.raises(ChainError, match="Window 1 of runs/one is missing"):
+        list(follow(store, settings, everybody(store), weights_of_model(model()), until=3))
