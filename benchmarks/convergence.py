@@ -1,0 +1,238 @@
+"""Whether a model learns as well from compressed gradients as from whole ones.
+
+Run it with ``python -m benchmarks.convergence [--quick] [--json FILE] [--plot FILE.svg]``. Eight
+workers train a small transformer on text (Python's own library), each on its own part, ``H`` steps
+a window. Then either their changes are averaged whole (``dense``), or each is encoded, put into a
+store, gathered, merged, committed to a chain and applied from it (``millrace``: 64 of 4096 values
+at two bits, with error feedback; no tensor is sent otherwise). The outer step and the tokens are
+the same. ``loss`` is that on text which nobody has seen, at the end; ``times_smaller`` the bytes of
+all whole changes over those of all objects, listed from the store.
+"""
+
+import argparse
+import sys
+import tempfile
+from copy import deepcopy
+from datetime import timedelta
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+import torch
+
+from benchmarks.common import Results, show
+from benchmarks.corpus import text
+from millrace.gradients import (
+    Codec,
+    GatherSettings,
+    Outer,
+    OuterKind,
+    Participant,
+    RunSettings,
+    Start,
+    Worker,
+    begin,
+    follow,
+    weights_of_model,
+)
+from millrace.storage import list_objects, open_store
+
+WORKERS, STEPS, ROWS, LENGTH = 8, 10, 8, 64
+OUTER = Outer(kind=OuterKind.NESTEROV, lr=0.7, momentum=0.6)
+
+
+class Model(torch.nn.Module):
+    """A transformer that guesses the next character."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
+        self.embed, self.place = torch.nn.Embedding(128, 128), torch.nn.Embedding(LENGTH, 128)
+        self.body = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = torch.nn.Linear(128, 128)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(rows.shape[1])
+        x = self.embed(rows) + self.place(torch.arange(rows.shape[1]))
+        return self.head(self.body(x, mask=mask, is_causal=True))
+
+
+class Training:
+    """Eight workers with their text, the same for both ways.
+
+    Args:
+        seed: Of the weights and of the order of the text.
+    """
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.first = Model()
+        whole = torch.tensor(list(text()[:4_000_000].encode("ascii", "replace")))
+        self.unseen, seen = whole[:200_000], whole[200_000:]
+        self.parts = seen.chunk(WORKERS)
+        self.dice = [torch.Generator().manual_seed(100 * seed + n) for n in range(WORKERS)]
+        self.inner: list[torch.optim.Optimizer | None] = [None] * WORKERS
+
+    def train(self, model: Model, worker: int) -> None:
+        """One worker's steps in a window; its optimizer remembers from window to window."""
+        state = self.inner[worker]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if state is not None:
+            optimizer.load_state_dict(state.state_dict())
+        for _ in range(STEPS):
+            rows = drawn(self.parts[worker], ROWS, self.dice[worker])
+            optimizer.zero_grad()
+            loss_of(model, rows).backward()
+            optimizer.step()
+        self.inner[worker] = optimizer
+
+    def loss(self, model: Model) -> float:
+        """On text that nobody has seen."""
+        dice = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            return sum(loss_of(model, drawn(self.unseen, 64, dice)).item() for _ in range(4)) / 4
+
+
+def drawn(words: torch.Tensor, rows: int, dice: torch.Generator) -> torch.Tensor:
+    """Rows of text from anywhere in it."""
+    starts = torch.randint(0, len(words) - LENGTH - 1, (rows,), generator=dice)
+    return torch.stack([words[at : at + LENGTH + 1] for at in starts])
+
+
+def loss_of(model: Model, rows: torch.Tensor) -> torch.Tensor:
+    guessed = model(rows[:, :-1]).flatten(0, 1)
+    return torch.nn.functional.cross_entropy(guessed, rows[:, 1:].flatten())
+
+
+def dense(seed: int, windows: int) -> list[float]:
+    """The loss after each window, changes averaged whole."""
+    training = Training(seed)
+    model = deepcopy(training.first)
+    moments = [torch.zeros_like(weight) for weight in model.parameters()]
+    losses = [training.loss(model)]
+    for _ in range(windows):
+        changes = [torch.zeros_like(weight) for weight in model.parameters()]
+        for worker in range(WORKERS):
+            own = deepcopy(model)
+            training.train(own, worker)
+            pairs = zip(changes, model.parameters(), own.parameters(), strict=True)
+            for change, before, after in pairs:
+                change.add_((before - after).detach() / WORKERS)
+        with torch.no_grad():
+            for weight, moment, change in zip(model.parameters(), moments, changes, strict=True):
+                moment.mul_(OUTER.momentum).add_(change)
+                weight.sub_(OUTER.lr * (change + OUTER.momentum * moment))
+        losses.append(training.loss(model))
+    return losses
+
+
+def compressed(seed: int, windows: int) -> tuple[list[float], float]:
+    """The loss after each window, by way of a store; how many times smaller what was sent is."""
+    training = Training(seed)
+    settings = RunSettings(
+        run="run",
+        codec=Codec(),
+        outer=OUTER,
+        gather=GatherSettings(quorum=WORKERS, look=timedelta(milliseconds=10)),
+        steps=STEPS,
+    )
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+        store = open_store(Path(folder).as_uri())
+        begin(store, settings.chain, Start(run="run", job="job", step=0, root="", state=""))
+        models = [deepcopy(training.first) for _ in range(WORKERS)]
+        everybody = [
+            Participant(settings, str(n), store, store, weights_of_model(training.first))
+            for n in range(WORKERS)
+        ]
+        workers = [Worker(str(n), store) for n in range(WORKERS)]
+        merged = follow(store, settings, workers, weights_of_model(training.first), until=windows)
+        losses = [training.loss(training.first)]
+        for _ in range(windows):
+            for number, (participant, model) in enumerate(zip(everybody, models, strict=True)):
+                training.train(model, number)
+                participant.submit(model)
+            next(merged)
+            for participant, model in zip(everybody, models, strict=True):
+                participant.apply(model)
+            losses.append(training.loss(models[0]))
+        stats = list(list_objects(store, "run/"))
+        sent = sum(stat.size for stat in stats if stat.key.endswith(".safetensors"))
+    whole = sum(weight.numel() for weight in training.first.parameters()) * 4 * WORKERS * windows
+    return losses, whole / sent
+
+
+def plot(curves: dict[str, list[list[float]]], file: Path) -> None:
+    """The losses over the windows, a line a seed, as SVG."""
+    wide, high, left, low = 720, 320, 56, 40
+    every = [loss for lines in curves.values() for line in lines for loss in line]
+    top, bottom = max(every), min(every)
+    drawn_lines: list[str] = []
+    colours = ("#6b7280", "#2563eb")
+    for number, (name, lines) in enumerate(curves.items()):
+        for line in lines:
+            points = " ".join(
+                f"{left + at / (len(line) - 1) * (wide - left - 16):.1f},"
+                f"{16 + (top - loss) / (top - bottom) * (high - 16 - low):.1f}"
+                for at, loss in enumerate(line)
+            )
+            drawn_lines.append(
+                f'<polyline points="{points}" fill="none" stroke="{colours[number]}"/>'
+            )
+        drawn_lines.append(
+            f'<text x="{wide - 16}" y="{32 + 18 * number}" text-anchor="end" '
+            f'fill="{colours[number]}">{escape(name)}</text>'
+        )
+    for loss in (top, (top + bottom) / 2, bottom):
+        y = 16 + (top - loss) / (top - bottom) * (high - 16 - low)
+        drawn_lines.append(
+            f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{loss:.2f}</text>'
+        )
+    windows = len(next(iter(curves.values()))[0]) - 1
+    drawn_lines.append(
+        f'<text x="{wide / 2}" y="{high - 10}" text-anchor="middle">windows of {STEPS} steps of '
+        f"{WORKERS} workers, 0 to {windows}; loss on text that nobody has seen</text>"
+    )
+    inside = "".join(drawn_lines)
+    file.write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" '
+        f'font-family="sans-serif" font-size="12"><rect width="{wide}" height="{high}" '
+        f'fill="#ffffff"/>{inside}</svg>\n'
+    )
+
+
+def main() -> int:
+    """Train both ways, print the table, and write the rows and the picture if asked."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.convergence", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--quick", action="store_true", help="few windows, one seed")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses here, as SVG")
+    asked = parser.parse_args()
+    windows, seeds = (4, 1) if asked.quick else (40, 3)
+    results = Results("convergence")
+    curves: dict[str, list[list[float]]] = {"whole changes": [], "1/200 of them": []}
+    for seed in range(seeds):
+        whole = dense(seed, windows)
+        small, times = compressed(seed, windows)
+        curves["whole changes"].append(whole)
+        curves["1/200 of them"].append(small)
+        for system, losses in (("dense", whole), ("millrace", small)):
+            results.add("training", system, "loss", losses[-1])
+        results.add("training", "millrace", "times_smaller", times)
+        print(f"seed {seed}: {whole[0]:.3f} to {whole[-1]:.3f} dense, {small[-1]:.3f}", flush=True)
+    ratio = results.ratio("training", "millrace", "dense", "loss")
+    lines = [[row.system, row.metric, f"{row.value:.4g}", str(row.n)] for row in results.rows()]
+    show(["system", "metric", "median", "n"], lines)
+    ends = (results.values["training", system, "loss"] for system in ("millrace", "dense"))
+    worst = max(small / whole for small, whole in zip(*ends, strict=True))
+    print(f"\nLoss over that of whole changes: {ratio:.4f} in the median, {worst:.4f} at worst.")
+    if asked.json:
+        results.save(asked.json)
+    if asked.plot:
+        plot(curves, asked.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
