@@ -3,7 +3,15 @@
 from millrace.gradients.aggregating import Step, aggregate
 from millrace.gradients.chain import ChainError, begin, catch_up, links
 from millrace.gradients.compress import Decoder, Encoder, Feedback, decode, encode
-from millrace.gradients.gathering import Gathered, GatherSettings, Out, Window, Worker, gather
+from millrace.gradients.gathering import (
+    Gathered,
+    GatherSettings,
+    Out,
+    QuorumError,
+    Window,
+    Worker,
+    gather,
+)
 from millrace.gradients.merging import Merged, MergeSettings, Rule, Weights, merge, weights_of
 from millrace.gradients.payload import (
     Expected,
@@ -39,6 +47,7 @@ __all__ = [
     "Participant",
     "Payload",
     "PayloadError",
+    "QuorumError",
     "Refusal",
     "Rule",
     "RunSettings",

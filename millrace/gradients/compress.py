@@ -129,6 +129,7 @@ class Feedback:
         self.codec, self.decay = codec, decay
         self._encoder = Encoder(codec, threads)
         self._kept: dict[str, torch.Tensor] = {}
+        self._sent: dict[str, tuple[Sparse, ...]] = {}
 
     def compress(self, name: str, change: torch.Tensor) -> bytes:
         """Add a change to what is kept of a tensor, and send the largest of it.
@@ -154,8 +155,17 @@ class Feedback:
             take_away(values.numpy(), run, self.codec)
         if self.codec.transform is not Transform.NONE:  # whose values are the tensor's memory
             backward(values, shape, self.codec.transform, total)
-        self._kept[name] = total
+        self._kept[name], self._sent[name] = total, runs
         return packed(runs, self.codec)
+
+    def give_back(self) -> None:
+        """Keep what was sent last of each tensor: nobody has taken it."""
+        for name, runs in self._sent.items():
+            kept = self._kept[name]
+            values = torch.empty(kept.numel())
+            dense(runs, self.codec, values.numpy(), self._encoder.threads)
+            kept += backward(values, tuple(kept.shape), self.codec.transform)
+        self._sent.clear()
 
     def kept(self, name: str) -> torch.Tensor:
         """What was not sent of a tensor yet.

@@ -88,7 +88,7 @@ class GatherSettings(BaseModel):
     quorum: int = Field(
         default=1,
         ge=0,
-        description="With fewer at the deadline it has failed; 0 lets a window be empty.",
+        description="With fewer at the deadline nobody's is taken; 0 lets a window be empty.",
     )
     hedge: float = Field(
         default=0.5,
@@ -137,6 +137,18 @@ class Gathered:
     seconds: float
 
 
+class QuorumError(errors.UnavailableError):
+    """Fewer gradients came in time than are needed.
+
+    Attributes:
+        gathered: Nobody's is taken, and everybody is out with a reason.
+    """
+
+    def __init__(self, sentence: str, gathered: Gathered) -> None:
+        super().__init__(sentence)
+        self.gathered = gathered
+
+
 def gather(
     window: Window,
     workers: Sequence[Worker],
@@ -159,7 +171,7 @@ def gather(
         progress: Told ``gradient.taken`` and ``gradient.refused`` of each worker.
 
     Raises:
-        UnavailableError: Fewer than the quorum came in time.
+        QuorumError: Fewer than the quorum came in time.
         ConfigurationError: A worker is named twice, or more are wanted than there are.
     """
     settings = settings or GatherSettings()
@@ -304,18 +316,18 @@ class _Gathering:
     def _gathered(self, seconds: float) -> Gathered:
         right = self._right()
         taken, spare = right[: self._wanted], right[self._wanted :]
+        out = {uid: self._out(uid) for uid in self._order if uid not in right}
+        seconds = round(seconds, 3)
         if len(taken) < self._settings.quorum:
-            raise errors.UnavailableError(
+            alone = Out(Refusal.QUORUM, "It is right, and too few others came.")
+            nobody = Gathered({}, {**out, **dict.fromkeys(right, alone)}, (), 0, seconds)
+            raise QuorumError(
                 f"{len(taken)} gradients of window {self._window.number} came in time, and "
-                f"{self._settings.quorum} are needed: let the window last longer, or ask for fewer."
+                f"{self._settings.quorum} are needed: let it last longer, or ask for fewer.",
+                nobody,
             )
-        return Gathered(
-            taken=dict(self._payloads(taken)),
-            out={uid: self._out(uid) for uid in self._order if uid not in right},
-            spare=tuple(spare),
-            size=sum(self._read[uid].size for uid in taken),
-            seconds=round(seconds, 3),
-        )
+        size = sum(self._read[uid].size for uid in taken)
+        return Gathered(dict(self._payloads(taken)), out, tuple(spare), size, seconds)
 
     def _payloads(self, uids: Sequence[str]) -> Iterator[tuple[str, Payload]]:
         for uid in uids:

@@ -17,7 +17,7 @@ from millrace import errors
 from millrace.gradients.aggregating import Step, aggregate
 from millrace.gradients.chain import ChainError, apply_link, newest
 from millrace.gradients.compress import Feedback
-from millrace.gradients.gathering import GatherSettings, Window, Worker, gather
+from millrace.gradients.gathering import GatherSettings, QuorumError, Window, Worker, gather
 from millrace.gradients.merging import MergeSettings
 from millrace.gradients.payload import Shapes, payload_bytes
 from millrace.gradients.state import State, state_of
@@ -72,7 +72,8 @@ def follow(
 ) -> Iterator[Link]:
     """Aggregate window after window. Killed at any moment, it can be called again.
 
-    Windows that are merged already are applied from the chain.
+    Windows that are merged already are applied from the chain. One to which fewer than the quorum
+    came has a link too, which changes nothing.
 
     Args:
         store: The aggregator's bucket, whose chain has begun.
@@ -90,7 +91,6 @@ def follow(
         The link of each window that it has merged.
 
     Raises:
-        UnavailableError: Fewer than the quorum came.
         ConflictError: Another aggregator has merged a window otherwise: catch up from the chain.
         ChainError: The chain is broken.
     """
@@ -104,9 +104,12 @@ def follow(
             before = _applied(store, settings.chain, number, state, progress)
             continue
         window = _window(store, settings, shapes, number, before.step)
-        gathered = gather(
-            window, workers, settings.gather, reserves=reserves, clock=clock, progress=progress
-        )
+        try:
+            gathered = gather(
+                window, workers, settings.gather, reserves=reserves, clock=clock, progress=progress
+            )
+        except QuorumError as error:
+            gathered = error.gathered  # the window is over all the same, and its link says so
         step = Step(before, before.step + settings.steps, settings.outer, settings.merge)
         before = aggregate(store, window, gathered, step, state, threads=threads)
         figures = {"window": number, "taken": len(before.taken), "out": len(before.out)}
@@ -161,6 +164,7 @@ class Participant:
         self._number = after
         self._before = _link(aggregator, settings.chain, after)
         self._feedback = Feedback(settings.codec, decay=settings.decay)
+        self._submitted = 0
 
     def windows(self) -> Iterator[Turn]:
         """The windows, from the one that is open on; ends never by itself.
@@ -179,6 +183,8 @@ class Participant:
 
     def submit(self, model: torch.nn.Module, *, tokens: int = 0, samples: str = "") -> int:
         """Send how the model has changed in this window, the largest of it.
+
+        If it is not taken, what was sent is kept and sent with what comes next.
 
         Args:
             model: After its steps; its weights were those of `apply` before.
@@ -212,6 +218,7 @@ class Participant:
         )
         key = self._settings.gradients.gradient(self._uid, self._number + 1)
         put(self._store, key, body)
+        self._submitted = self._number + 1
         figures = {"window": self._number + 1, "bytes": len(body)}
         self._progress(Event("gradient.sent", self._uid, figures))
         return len(body)
@@ -258,8 +265,10 @@ class Participant:
 
     def _advance(self, number: int) -> None:
         keys = self._settings.chain
-        self._before = _applied(self._aggregator, keys, number, self._state, self._progress)
-        self._number = number
+        link = _applied(self._aggregator, keys, number, self._state, self._progress)
+        if self._submitted == number and self._uid not in link.taken:
+            self._feedback.give_back()  # nobody has it: it is sent again, with what comes next
+        self._before, self._number = link, number
 
 
 def weights_of_model(model: torch.nn.Module) -> State:

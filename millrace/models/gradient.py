@@ -88,3 +88,4 @@ class Refusal(StrEnum):
     TENSORS = "tensors"  # some are missing, or unknown
     CODES = "codes"  # its bytes are no compressed tensor
     NORM = "norm"  # larger than anybody honest could send
+    QUORUM = "quorum"  # it is right, and too few others came

@@ -210,6 +210,19 @@ def test_what_is_small_is_sent_later():
     assert feedback.kept("w").tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("transform", Transform)
+def test_what_nobody_took_is_kept(transform):
+    codec = Codec(transform=transform, k=32)
+    feedback = Feedback(codec)
+    change = drawn((90, 70))
+    body = feedback.compress("w", change)
+    torch.testing.assert_close(feedback.kept("w") + decode(body, (90, 70), codec), change)
+    feedback.give_back()
+    torch.testing.assert_close(feedback.kept("w"), change)
+    feedback.give_back()  # once
+    torch.testing.assert_close(feedback.kept("w"), change)
+
+
 def test_the_memory_decays_and_can_be_saved():
     feedback = Feedback(Codec(k=1), decay=0.5)
     feedback.compress("w", torch.tensor([4.0, 2.0]))

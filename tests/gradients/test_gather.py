@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.errors import ConfigurationError, UnavailableError
-from millrace.gradients import GatherSettings, Refusal, Window, Worker, gather
+from millrace.errors import ConfigurationError
+from millrace.gradients import GatherSettings, QuorumError, Refusal, Window, Worker, gather
 from millrace.keys import GradientKeys
 from millrace.progress import Event
 from millrace.storage import Store, open_store, put
@@ -159,8 +159,11 @@ def test_a_bucket_that_refuses_costs_its_own_workers_only(store, request):
 def test_without_a_quorum_it_has_failed(store):
     send(store, "0")
     closed = replace(OPEN, closes=datetime.now(UTC))
-    with pytest.raises(UnavailableError, match="1 gradients of window 3 came in time, and 2 are"):
+    with pytest.raises(QuorumError, match="1 gradients of window 3 came in time, and 2 are") as one:
         gather(closed, workers(store, 0, 1), GatherSettings(look=QUICK.look, quorum=2))
+    reasons = {uid: out.reason for uid, out in one.value.gathered.out.items()}
+    assert reasons == {"0": Refusal.QUORUM, "1": Refusal.MISSING}
+    assert not one.value.gathered.taken
 
 
 def test_what_cannot_be_asked_is_refused(store):

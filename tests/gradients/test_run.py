@@ -16,6 +16,7 @@ from millrace.gradients import (
     Outer,
     OuterKind,
     Participant,
+    Refusal,
     RunSettings,
     Start,
     Worker,
@@ -123,6 +124,28 @@ def test_an_aggregator_that_is_started_again_goes_on(store):
         assert link.state == again.digest()
         assert all(one.result() for one in models)
     assert [found.window for found in links(store, settings.chain)] == [1, 2]
+
+
+def test_a_window_that_too_few_came_to_is_over_and_nothing_that_was_sent_is_lost(store):
+    mine, settings = model(), settings_of().model_copy(update={"window": timedelta(seconds=1)})
+    participant = Participant(settings, "0", store, store, weights_of_model(mine))
+    next(participant.windows())
+    train(mine, 2, 7)
+    change = {
+        name: before - weight.detach()
+        for (name, weight), before in zip(
+            mine.named_parameters(), model().parameters(), strict=True
+        )
+    }
+    participant.submit(mine)
+    (link,) = follow(store, settings, everybody(store), weights_of_model(model()), until=1)
+    reasons = {uid: out.reason for uid, out in link.out.items()}
+    assert reasons == {"0": Refusal.QUORUM, "1": Refusal.MISSING, "2": Refusal.MISSING}
+    participant.apply(mine, patience=timedelta(0))
+    assert weights_of_model(mine).digest() == weights_of_model(model()).digest()
+    kept = participant.state_dict()["kept"]
+    for name, whole in change.items():
+        torch.testing.assert_close(kept[name], whole)
 
 
 def test_without_an_aggregator_a_worker_says_so(store):
