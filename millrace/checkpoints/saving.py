@@ -8,7 +8,7 @@ last. A saver that is killed leaves files that the next one takes over, and no c
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -183,7 +183,9 @@ class Saver:
         def upload(body: memoryview) -> Part:
             return self._upload(step, body, there, known)
 
-        parts = tuple(self._pool.map(upload, copied.files))
+        futures = [self._pool.submit(upload, body) for body in copied.files]
+        wait(futures)  # also if one fails: the next save writes where the others read
+        parts = tuple(future.result() for future in futures)
         share = Share(
             job=self._keys.job,
             step=step,

@@ -3,12 +3,20 @@
 from dataclasses import dataclass
 
 from millrace import errors
-from millrace.gradients.chain import Update, append, digest_of, names_and_shapes, update_bytes
+from millrace.gradients.chain import (
+    Update,
+    append,
+    check_state,
+    digest_of,
+    names_and_shapes,
+    update_bytes,
+)
 from millrace.gradients.gathering import Gathered, Window
-from millrace.gradients.merging import MergeSettings, merge, weights_of
+from millrace.gradients.merging import BY_PLACE, MergeSettings, apart, merge, weights_of
 from millrace.gradients.state import State
 from millrace.keys import ChainKeys
 from millrace.models.chain import LeftOut, Link, Outer, Start, Taken
+from millrace.models.gradient import Refusal
 from millrace.storage import Store
 
 
@@ -40,8 +48,8 @@ def aggregate(
 ) -> Link:
     """Merge what was gathered, apply it to the weights, and commit the window's link.
 
-    If nobody's gradient was taken, the link says so and the weights stay as they are: the chain has
-    no gap.
+    If nobody's gradient was taken, or the rule cannot merge so few, the link says so and the
+    weights stay as they are: the chain has no gap.
 
     Args:
         store: The aggregator's bucket.
@@ -52,21 +60,36 @@ def aggregate(
         threads: How many work side by side.
 
     Raises:
-        ConflictError: Another aggregator has merged this window otherwise. These weights are of no
-            use any more: catch up from the chain.
-        ConfigurationError: The rule cannot merge these.
+        ConflictError: Another aggregator has merged this window otherwise.
+        ChainError: The weights are not those of the link before.
+
+    After any error the weights are of no use any more: catch up from the chain.
     """
+    check_state(step.before, state)
+    out = {
+        uid: LeftOut(reason=one.reason, sentence=one.sentence) for uid, one in gathered.out.items()
+    }
+    payloads = dict(gathered.taken)
+    if step.merge.rule in BY_PLACE:
+        for uid in apart(payloads):
+            sentence = "It has other places than most, and the rule needs the same of all."
+            out[uid] = LeftOut(reason=Refusal.PLACES, sentence=sentence)
+            del payloads[uid]
     taken: dict[str, Taken] = {}
     update: Update = {}
-    if gathered.taken:
-        weights = weights_of(gathered.taken, step.merge, threads=threads)
-        merged = dict(merge(gathered.taken, step.merge, weights, threads=threads))
-        update = {name: merged[name] for name in sorted(merged)}
-        for uid, weight in zip(weights.workers, weights.weights, strict=True):
-            payload = gathered.taken[uid]
-            taken[uid] = Taken(
-                weight=float(weight), sha256=payload.sha256, tokens=payload.header.tokens
-            )
+    try:
+        if payloads:
+            weights = weights_of(payloads, step.merge, threads=threads)
+            merged = dict(merge(payloads, step.merge, weights, threads=threads))
+            update = {name: merged[name] for name in sorted(merged)}
+            for uid, weight in zip(weights.workers, weights.weights, strict=True):
+                payload = payloads[uid]
+                taken[uid] = Taken(
+                    weight=float(weight), sha256=payload.sha256, tokens=payload.header.tokens
+                )
+    except errors.ConfigurationError as error:  # the window is over; the next may have more
+        for uid in payloads:
+            out[uid] = LeftOut(reason=Refusal.QUORUM, sentence=str(error))
     for name, runs in update.items():
         state.apply(name, runs, window.codec, step.outer)
     names, shapes = names_and_shapes(window.shapes)
@@ -83,10 +106,7 @@ def aggregate(
         outer=step.outer,
         rule=step.merge.rule,
         taken=taken,
-        out={
-            uid: LeftOut(reason=out.reason, sentence=out.sentence)
-            for uid, out in gathered.out.items()
-        },
+        out=out,
         previous=digest_of(step.before),
         state=state.digest(),
     )

@@ -120,19 +120,42 @@ def links(store: Store, keys: ChainKeys, *, after: int = 0) -> Iterator[Link]:
     except errors.NotFoundError:
         raise _missing(store, keys, after) from None
     for window in range(after + 1, last + 1):
-        try:
-            link = fetch(store, keys.link(window), Link)
-        except errors.NotFoundError:
-            raise _missing(store, keys, window) from None
-        except errors.CorruptError as error:
-            raise ChainError(f"Window {window} of {keys.run}: {error}") from error
-        if (link.run, link.window, link.previous) != (keys.run, window, digest_of(before)):
-            raise ChainError(
-                f"Window {window} of {keys.run} does not follow the one before: "
-                f"{store.url_of(keys.link(window))} was changed, or copied there."
-            )
-        yield link
-        before = link
+        before = link_after(store, keys, window, before)
+        yield before
+
+
+def link_after(store: Store, keys: ChainKeys, window: int, before: Start | Link) -> Link:
+    """The link of a window, held against the one before.
+
+    Raises:
+        ChainError: It is missing, or does not name the one before.
+    """
+    try:
+        link = fetch(store, keys.link(window), Link)
+    except errors.NotFoundError:
+        raise _missing(store, keys, window) from None
+    except errors.CorruptError as error:
+        raise ChainError(f"Window {window} of {keys.run}: {error}") from error
+    if (link.run, link.window, link.previous) != (keys.run, window, digest_of(before)):
+        raise ChainError(
+            f"Window {window} of {keys.run} does not follow the one before: "
+            f"{store.url_of(keys.link(window))} was changed, or copied there."
+        )
+    return link
+
+
+def check_state(link: Start | Link, state: State) -> None:
+    """Prove that weights are those that a link leads to.
+
+    Raises:
+        ChainError: They are not.
+    """
+    if link.state and state.digest() != link.state:
+        where = f"After window {link.window}" if isinstance(link, Link) else "At the beginning"
+        raise ChainError(
+            f"{where} of {link.run} the weights are not those it records: they were others before. "
+            "Load the checkpoint that the chain begins with."
+        )
 
 
 def read_update(store: Store, link: Link) -> dict[str, tuple[Merged, ...]]:
@@ -169,11 +192,7 @@ def apply_link(store: Store, link: Link, state: State) -> None:
     """
     for name, runs in read_update(store, link).items():
         state.apply(name, runs, link.codec, link.outer)
-    if link.state and state.digest() != link.state:
-        raise ChainError(
-            f"After window {link.window} of {link.run} the weights are not those it records: "
-            "they were others before. Load the checkpoint that the chain begins with."
-        )
+    check_state(link, state)
 
 
 def catch_up(

@@ -1,7 +1,8 @@
 """Compress tensors, and keep what was not sent for the next time."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -129,7 +130,7 @@ class Feedback:
         self.codec, self.decay = codec, decay
         self._encoder = Encoder(codec, threads)
         self._kept: dict[str, torch.Tensor] = {}
-        self._sent: dict[str, tuple[Sparse, ...]] = {}
+        self._sent: dict[str, bytes] = {}
 
     def compress(self, name: str, change: torch.Tensor) -> bytes:
         """Add a change to what is kept of a tensor, and send the largest of it.
@@ -155,17 +156,26 @@ class Feedback:
             take_away(values.numpy(), run, self.codec)
         if self.codec.transform is not Transform.NONE:  # whose values are the tensor's memory
             backward(values, shape, self.codec.transform, total)
-        self._kept[name], self._sent[name] = total, runs
-        return packed(runs, self.codec)
+        self._kept[name], self._sent[name] = total, packed(runs, self.codec)
+        return self._sent[name]
 
     def give_back(self) -> None:
         """Keep what was sent last of each tensor: nobody has taken it."""
-        for name, runs in self._sent.items():
+        decoder = Decoder(self.codec, self._encoder.threads)
+        for name, body in self._sent.items():
             kept = self._kept[name]
-            values = torch.empty(kept.numel())
-            dense(runs, self.codec, values.numpy(), self._encoder.threads)
-            kept += backward(values, tuple(kept.shape), self.codec.transform)
-        self._sent.clear()
+            self._kept[name] = kept + decoder.decode(body, tuple(kept.shape))
+        self._sent = {}
+
+    @contextmanager
+    def all_or_nothing(self) -> Generator[None]:
+        """If the block raises, what is kept is as it was before."""
+        kept, sent = dict(self._kept), dict(self._sent)  # tensors in them are never changed
+        try:
+            yield
+        except BaseException:
+            self._kept, self._sent = kept, sent
+            raise
 
     def kept(self, name: str) -> torch.Tensor:
         """What was not sent of a tensor yet.
@@ -180,11 +190,12 @@ class Feedback:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""
-        return {"kept": dict(self._kept)}
+        return {"kept": dict(self._kept), "sent": dict(self._sent)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         self._kept = {name: float32(tensor).clone() for name, tensor in state["kept"].items()}
+        self._sent = dict(state["sent"])
 
 
 def take_away(values: np.ndarray[Any, Any], run: Sparse, codec: Codec) -> None:

@@ -23,6 +23,8 @@ from millrace.models.gradient import Codec, Refusal
 from millrace.progress import Event, Progress, silent
 from millrace.storage import Stat, Store, list_objects
 
+_MAY_PASS = {Refusal.CHANGED, Refusal.UNAVAILABLE}
+
 
 @dataclass(frozen=True, slots=True)
 class Worker:
@@ -220,7 +222,10 @@ class _Gathering:
         began = time.monotonic()
         window, settings = self._window, self._settings
         hedged_at = window.opens + settings.hedge * (window.closes - window.opens)
-        with ThreadPoolExecutor(settings.at_once, thread_name_prefix="gradient") as pool:
+        with (
+            ThreadPoolExecutor(settings.at_once, thread_name_prefix="gradient") as pool,
+            ThreadPoolExecutor(settings.at_once, thread_name_prefix="listing") as self._listing,
+        ):
             while True:
                 now = clock.now()
                 over = now > window.closes
@@ -244,7 +249,7 @@ class _Gathering:
             for uid in self._order
             if uid not in self._reading and (everybody or uid in self._first)
         ]
-        listings = pool.map(self._listed, self._places(asked))
+        listings = self._listing.map(self._listed, self._places(asked))
         found = {uid: stat for listing in listings for uid, stat in listing.items()}
         for uid in asked:
             stat = found.get(uid)
@@ -292,15 +297,23 @@ class _Gathering:
     # -- what has come
 
     def _collect(self, *, wait: bool) -> None:
+        again: list[str] = []
         for uid, future in self._reading.items():
             if uid in self._read or not (wait or future.done()):
                 continue
-            read = self._read[uid] = future.result()
+            read = future.result()
+            if read.out is not None and read.out.reason in _MAY_PASS and not wait:
+                self._said[uid] = read.out
+                again.append(uid)
+                continue
+            self._read[uid] = read
             if read.payload is not None:
                 figures = {"bytes": read.size, "norm": read.payload.norm}
                 self._progress(Event("gradient.taken", uid, figures))
             elif read.out is not None:
                 self._progress(Event("gradient.refused", uid, {"reason": read.out.reason}))
+        for uid in again:
+            del self._reading[uid]
 
     def _right(self) -> list[str]:
         """Whose gradients are right, in the order in which they count; no content twice."""

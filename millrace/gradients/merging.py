@@ -19,6 +19,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from millrace import errors
+from millrace.digest import sha256_of
 from millrace.gradients import kernels
 from millrace.gradients.chunks import Chunks
 from millrace.gradients.payload import Payload
@@ -41,6 +42,10 @@ class Rule(StrEnum):
     MULTI_KRUM = "multi-krum"  # Blanchard et al. 2017, 1703.02757
     MEDIAN = "median"  # of each coordinate (Yin et al. 2018, 1803.01498)
     TRIMMED = "trimmed mean"  # of each coordinate (Yin et al. 2018)
+
+
+BY_PLACE = frozenset({Rule.MEDIAN, Rule.TRIMMED})
+"""Rules that judge each place by itself: all workers must have sent it."""
 
 
 class MergeSettings(BaseModel):
@@ -189,6 +194,17 @@ def merge(
         )
 
 
+def apart(payloads: Mapping[str, Payload]) -> list[str]:
+    """The workers that have not sent the places that most have; of equally many the first's."""
+    sent: dict[str, list[str]] = {}
+    for worker in sorted(payloads):
+        tensors = payloads[worker].tensors
+        places = (run.places.tobytes() for name in sorted(tensors) for run in tensors[name])
+        sent.setdefault(sha256_of(places)[0], []).append(worker)
+    most = max(sent.values(), key=len) if sent else []
+    return [worker for worker in sorted(payloads) if worker not in most]
+
+
 def _merged(
     name: str,
     run: Sequence[Sparse],
@@ -198,7 +214,7 @@ def _merged(
     threads: int,
 ) -> Merged:
     chunks = run[0].chunks
-    by_place = settings.rule in {Rule.MEDIAN, Rule.TRIMMED}
+    by_place = settings.rule in BY_PLACE
     if by_place and any(not np.array_equal(run[0].places, one.places) for one in run[1:]):
         raise errors.ConfigurationError(
             f"The workers send different places of {name}, so that most have one sender, and the "

@@ -67,9 +67,14 @@ class Expected:
     @property
     def size(self) -> int:
         """Bytes that it has at most."""
-        names = sum(len(name.encode()) * 8 + _HEADER_FOR_EACH for name in self.shapes)
         bodies = sum(largest(shape, self.codec) for shape in self.shapes.values())
-        return _HEADER_FOR_ALL + names + bodies
+        return self.header_size + bodies
+
+    @property
+    def header_size(self) -> int:
+        """Bytes that its header has at most."""
+        names = sum(len(name.encode()) * 8 + _HEADER_FOR_EACH for name in self.shapes)
+        return _HEADER_FOR_ALL + names
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +184,7 @@ def check_payload(body: bytes, expected: Expected) -> Payload:
     Raises:
         PayloadError: It is not; why is said.
     """
-    header, pieces, data = _taken_apart(memoryview(body))
+    header, pieces, data = _taken_apart(memoryview(body), expected.header_size)
     _compare(header, expected)
     if sha256(data) != header.body:
         raise PayloadError(Refusal.DIGEST, "Its bytes are not those that its header names.")
@@ -218,11 +223,11 @@ def _compare(header: GradientHeader, expected: Expected) -> None:
 
 
 def _taken_apart(
-    body: memoryview,
+    body: memoryview, most: int
 ) -> tuple[GradientHeader, dict[str, memoryview], memoryview]:
     """The header, the tensors, and all that comes behind the header."""
     try:
-        said, pieces, data = _parsed(body)
+        said, pieces, data = _parsed(body, most)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         sentence = f"It is no safetensors file of ours: {errors.one_line(error)}."
         raise PayloadError(Refusal.FORMAT, sentence) from error
@@ -232,10 +237,10 @@ def _taken_apart(
         raise PayloadError(Refusal.HEADER, "Its header does not say what it is.") from error
 
 
-def _parsed(body: memoryview) -> tuple[str, dict[str, memoryview], memoryview]:
+def _parsed(body: memoryview, most: int) -> tuple[str, dict[str, memoryview], memoryview]:
     (length,) = _LENGTH.unpack_from(body)
-    if length > len(body) - _LENGTH.size:
-        raise ValueError("its header is longer than it is")
+    if length > min(len(body) - _LENGTH.size, most):
+        raise ValueError("its header is longer than it can be")  # and is not parsed
     described = orjson.loads(body[_LENGTH.size : _LENGTH.size + length])
     said = described.pop("__metadata__")[_KEY]
     data = body[_LENGTH.size + length :]

@@ -14,8 +14,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from millrace import errors
+from millrace.digest import sha256
 from millrace.gradients.aggregating import Step, aggregate
-from millrace.gradients.chain import ChainError, apply_link, newest
+from millrace.gradients.chain import apply_link, link_after, newest
 from millrace.gradients.compress import Feedback
 from millrace.gradients.gathering import GatherSettings, QuorumError, Window, Worker, gather
 from millrace.gradients.merging import MergeSettings
@@ -101,7 +102,7 @@ def follow(
     while until is None or number < until:
         number += 1
         if number <= last:
-            before = _applied(store, settings.chain, number, state, progress)
+            before = _applied(store, settings.chain, number, before, state, progress)
             continue
         window = _window(store, settings, shapes, number, before.step)
         try:
@@ -164,7 +165,7 @@ class Participant:
         self._number = after
         self._before = _link(aggregator, settings.chain, after)
         self._feedback = Feedback(settings.codec, decay=settings.decay)
-        self._submitted = 0
+        self._submitted, self._sha256 = 0, ""
 
     def windows(self) -> Iterator[Turn]:
         """The windows, from the one that is open on; ends never by itself.
@@ -198,30 +199,39 @@ class Participant:
             ConfigurationError: A weight is not finite, or not of the run.
             UnavailableError, DeniedError: The bucket does not take it.
         """
+        number = self._number + 1
+        if self._submitted == number:
+            raise errors.ConfigurationError(
+                f"Window {number} was submitted already: apply it before the next one."
+            )
+        with self._feedback.all_or_nothing():
+            body = self._body(model, number, tokens, samples)
+            put(self._store, self._settings.gradients.gradient(self._uid, number), body)
+        self._submitted, self._sha256 = number, sha256(body)
+        figures = {"window": number, "bytes": len(body)}
+        self._progress(Event("gradient.sent", self._uid, figures))
+        return len(body)
+
+    def _body(self, model: torch.nn.Module, number: int, tokens: int, samples: str) -> bytes:
         bodies: dict[str, bytes] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for name, weight in _weights(model, self._state).items():
-            before = torch.from_numpy(self._state.weights[name])  # pyright: ignore[reportUnknownMemberType]
+            whole = torch.from_numpy(self._state.weights[name])  # pyright: ignore[reportUnknownMemberType]
+            before = whole.to(weight.dtype).float()  # as the model was given it
             change = before - weight.detach().cpu().float()
             bodies[name] = self._feedback.compress(name, change)
             shapes[name] = tuple(weight.shape)
-        body = payload_bytes(
+        return payload_bytes(
             bodies,
             shapes,
             self._settings.codec,
             run=self._settings.run,
             uid=self._uid,
-            window=self._number + 1,
+            window=number,
             base=self._before.step,
             tokens=tokens,
             samples=samples,
         )
-        key = self._settings.gradients.gradient(self._uid, self._number + 1)
-        put(self._store, key, body)
-        self._submitted = self._number + 1
-        figures = {"window": self._number + 1, "bytes": len(body)}
-        self._progress(Event("gradient.sent", self._uid, figures))
-        return len(body)
 
     def apply(self, model: torch.nn.Module, *, patience: timedelta | None = None) -> Link:
         """Wait until this window is merged, and give the model the weights of all.
@@ -257,16 +267,19 @@ class Participant:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint of this worker holds: what it has not sent yet."""
-        return self._feedback.state_dict()
+        submitted = {"window": self._submitted, "sha256": self._sha256}
+        return {**self._feedback.state_dict(), "submitted": submitted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         self._feedback.load_state_dict(state)
+        self._submitted, self._sha256 = state["submitted"]["window"], state["submitted"]["sha256"]
 
     def _advance(self, number: int) -> None:
         keys = self._settings.chain
-        link = _applied(self._aggregator, keys, number, self._state, self._progress)
-        if self._submitted == number and self._uid not in link.taken:
+        link = _applied(self._aggregator, keys, number, self._before, self._state, self._progress)
+        taken = link.taken.get(self._uid)
+        if self._submitted == number and (taken is None or taken.sha256 != self._sha256):
             self._feedback.give_back()  # nobody has it: it is sent again, with what comes next
         self._before, self._number = link, number
 
@@ -304,12 +317,15 @@ def _link(store: Store, keys: ChainKeys, number: int) -> Start | Link:
     return fetch(store, keys.link(number), Link if number else Start)
 
 
-def _applied(store: Store, keys: ChainKeys, number: int, state: State, progress: Progress) -> Link:
-    try:
-        link = fetch(store, keys.link(number), Link)
-    except errors.NotFoundError:
-        sentence = f"Window {number} of {keys.run} is missing, and later ones are there."
-        raise ChainError(sentence) from None
+def _applied(
+    store: Store,
+    keys: ChainKeys,
+    number: int,
+    before: Start | Link,
+    state: State,
+    progress: Progress,
+) -> Link:
+    link = link_after(store, keys, number, before)
     apply_link(store, link, state)
     progress(Event("chain.applied", keys.run, {"window": number, "step": link.step}))
     return link

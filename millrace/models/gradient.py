@@ -61,7 +61,7 @@ class GradientHeader(Committed):
     model: str
     codec: Codec
     shapes: tuple[tuple[int, ...], ...]
-    tokens: int = Field(default=0, ge=0)
+    tokens: int = Field(default=0, ge=0, le=1 << 53)
     samples: str = ""
     body: str
 
@@ -88,4 +88,5 @@ class Refusal(StrEnum):
     TENSORS = "tensors"  # some are missing, or unknown
     CODES = "codes"  # its bytes are no compressed tensor
     NORM = "norm"  # larger than anybody honest could send
-    QUORUM = "quorum"  # it is right, and too few others came
+    PLACES = "places"  # others than most sent, where the rule needs the same of all
+    QUORUM = "quorum"  # it is right, and the rule needs more than came

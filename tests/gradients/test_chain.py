@@ -16,6 +16,7 @@ from millrace.gradients import (
     MergeSettings,
     Outer,
     OuterKind,
+    Refusal,
     Rule,
     Start,
     State,
@@ -74,6 +75,7 @@ class Run:
     def __init__(self, store: Store, codec: Codec, outer: Outer, state: State) -> None:
         self.store, self.codec, self.outer, self.state = store, codec, outer, state
         self.before: Start | Link = begin(store, KEYS, START)
+        self.rule = MergeSettings(rule=Rule.MEAN)
 
     def window(self, number: int, workers: int = 3) -> Link:
         keys = GradientKeys(KEYS.run, KEYS.version)
@@ -97,7 +99,7 @@ class Run:
         )
         everybody = [Worker(str(uid), self.store) for uid in range(3)]
         found = gather(window, everybody, QUICK)
-        step = Step(self.before, number, self.outer, MergeSettings(rule=Rule.MEAN))
+        step = Step(self.before, number, self.outer, self.rule)
         self.before = aggregate(self.store, window, found, step, self.state)
         return self.before
 
@@ -193,6 +195,35 @@ def test_a_window_is_merged_once_though_two_try(store):
     with pytest.raises(errors.ConflictError, match="merged window 1 of runs/one otherwise"):
         late.window(1)
     assert [link.window for link in links(store, KEYS)] == [1, 2]
+
+
+def test_weights_that_are_not_those_of_the_link_before_are_not_merged_into(store):
+    run = run_of(store)
+    run.window(1)
+    run.state.weights["scale"] += np.float32(1)
+    with pytest.raises(ChainError, match="After window 1 of runs/one the weights are not those"):
+        run.window(2)
+    assert newest(store, KEYS) == 1
+
+
+def test_too_few_for_the_rule_is_a_window_that_changes_nothing(store):
+    run = run_of(store)
+    run.rule = MergeSettings(rule=Rule.MULTI_KRUM, faulty=1)
+    link = run.window(1)
+    assert (link.key, link.taken, link.state) == ("", {}, weights().digest())
+    assert {out.reason for out in link.out.values()} == {Refusal.QUORUM}
+    assert "multi-krum bears 1 liars among more than 4" in link.out["0"].sentence
+
+
+def test_who_sends_other_places_is_out_where_the_rule_needs_the_same_of_all(store):
+    run = Run(store, Codec(k=4096, bits=8), Outer(), weights())
+    run.rule = MergeSettings(rule=Rule.MEDIAN)
+    assert set(run.window(1).taken) == {"0", "1", "2"}  # all send all places
+    other = Run(open_store(f"{store.url}/other"), Codec(k=64), Outer(), weights())
+    other.rule = run.rule
+    link = other.window(1)
+    assert len(link.taken) == 1
+    assert [out.reason for out in link.out.values()] == [Refusal.PLACES] * 2
 
 
 def test_another_beginning_is_refused(store):

@@ -112,6 +112,11 @@ def changed(change: Callable[[dict[str, object]], None]) -> bytes:
     return len(text).to_bytes(8, "little") + text + body[8 + length :]
 
 
+def with_tokens(said: dict[str, dict[str, str]], tokens: int) -> None:
+    metadata = said["__metadata__"]
+    metadata["millrace"] = metadata["millrace"].replace('"tokens":0', f'"tokens":{tokens}')
+
+
 @pytest.mark.parametrize(
     ("reason", "change"),
     [
@@ -123,6 +128,9 @@ def changed(change: Callable[[dict[str, object]], None]) -> bytes:
         (Refusal.FORMAT, lambda said: said.update(scale=[])),
         (Refusal.HEADER, lambda said: said["__metadata__"].update(millrace="{}")),
         (Refusal.HEADER, lambda said: said["__metadata__"].update(millrace=[1])),
+        (Refusal.HEADER, lambda said: with_tokens(said, 1 << 64)),
+        (Refusal.HEADER, lambda said: with_tokens(said, -1)),
+        (Refusal.FORMAT, lambda said: said["__metadata__"].update(padding="x" * 100_000)),
         (Refusal.TENSORS, lambda said: said.update(other=said.pop("scale"))),
     ],
 )

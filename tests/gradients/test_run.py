@@ -148,6 +148,36 @@ def test_a_window_that_too_few_came_to_is_over_and_nothing_that_was_sent_is_lost
         torch.testing.assert_close(kept[name], whole)
 
 
+def test_a_submit_that_fails_changes_nothing_and_can_be_made_again(store, tmp_path):
+    mine = model()
+    nowhere = open_store((tmp_path / "gone").as_uri())
+    participant = Participant(settings_of(), "0", nowhere, store, weights_of_model(mine))
+    next(participant.windows())
+    train(mine, 2, 7)
+    last = list(mine.parameters())[-1]
+    good = last.detach().clone()
+    with torch.no_grad():
+        last[0] = float("nan")
+    with pytest.raises(errors.ConfigurationError, match="not finite"):
+        participant.submit(mine)
+    assert participant.state_dict()["kept"] == {}
+    with torch.no_grad():
+        last.copy_(good)
+    participant.submit(mine)
+    with pytest.raises(errors.ConfigurationError, match="Window 1 was submitted already"):
+        participant.submit(mine)
+
+
+def test_a_model_in_half_precision_that_does_not_train_sends_nothing(store):
+    mine = model().to(torch.bfloat16)
+    state = weights_of_model(model())
+    participant = Participant(settings_of(), "0", store, store, state)
+    next(participant.windows())
+    participant.load(mine)
+    participant.submit(mine)
+    assert all(not kept.any() for kept in participant.state_dict()["kept"].values())
+
+
 def test_without_an_aggregator_a_worker_says_so(store):
     mine = model()
     participant = Participant(settings_of(), "0", store, store, weights_of_model(mine))

@@ -151,6 +151,8 @@ class HubDestination:
                 added = self._uploaded(keys, content, there, uploads, progress)
                 metadata = encoded(record, secrets.token_hex(16))
                 added.append(CommitOperationAdd(key, metadata))
+                deadline = self._deadline()  # the upload may have taken hours
+                continue
             try:
                 self._once(
                     key,
@@ -162,12 +164,11 @@ class HubDestination:
                         parent_commit=head,
                     ),
                 )
-            except (errors.ChangedError, errors.UnavailableError) as error:
+            except (errors.ChangedError, errors.UnavailableError):
                 # Somebody else has committed something, or the answer was lost: look again.
                 if time.monotonic() > deadline:
                     raise
-                if isinstance(error, errors.UnavailableError):
-                    time.sleep(random.uniform(0, _FIRST_PAUSE))
+                time.sleep(random.uniform(0, _FIRST_PAUSE))
                 continue
             progress(Event("checkpoint.saved", key, {"bytes": content.size}))
             return record
