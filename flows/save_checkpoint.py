@@ -56,13 +56,14 @@ def save_checkpoint(
         bucket: A Millrace Bucket block with write credentials, or the URL of a folder.
         hub: Or a repository of the Hugging Face Hub.
     """
-    if (bucket is None) == (hub is None):
-        raise ConfigurationError("Name either a bucket or a hub repository to bring it to.")
-    place = hub.spec() if hub else spec_of(bucket or "", Right.WRITE)
-    if hub:
+    if hub is not None and bucket is None:
+        place = hub.spec()
         check_destination(place, job)
+    elif bucket is not None and hub is None:
+        place = spec_of(bucket, Right.WRITE)
+        check_right(bucket, Right.WRITE, job)
     else:
-        check_right(bucket or "", Right.WRITE, job)
+        raise ConfigurationError("Name either a bucket or a hub repository to bring it to.")
     check_right(source.place, Right.READ, source.prefix)
     wanted = SavedSource(store=source.store(), job=source.job, step=source.step)
     saved = transfer_checkpoint(wanted, place, job)

@@ -79,6 +79,20 @@ def checked(where: str, found: Checkpoint, job: str, step: int) -> Checkpoint:
     return found
 
 
+def check_content(where: str, there: Checkpoint, root: str) -> Checkpoint:
+    """The checkpoint that stands where another of the same step was to be committed.
+
+    Raises:
+        ConflictError: It has another content.
+    """
+    if there.root != root:
+        raise errors.ConflictError(
+            f"{where} is a checkpoint of the same step with another content: give this job another "
+            "name, or resume from that one."
+        )
+    return there
+
+
 def survey(store: Store, job: str) -> Iterator[tuple[int, Checkpoint | errors.CorruptError]]:
     """The complete checkpoints of a job, newest first, or why one cannot be read, by their steps.
 

@@ -1,5 +1,6 @@
 """What one process holds of a tensor: all of it, or its shard of a distributed one."""
 
+import sys
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, cast
@@ -59,11 +60,8 @@ def piece_of(name: str, tensor: torch.Tensor) -> Piece:
 
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor, as FSDP2 and tensor parallelism make them."""
-    if type(tensor) is torch.Tensor or not torch.distributed.is_available():
-        return False
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - takes half a second
-
-    return isinstance(tensor, DTensor) or isinstance(tensor.data, DTensor)
+    module = sys.modules.get("torch.distributed.tensor")  # who has one has imported it
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def covered_once(shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> bool:

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from millrace import errors
-from millrace.checkpoints.find import newest
+from millrace.checkpoints.find import check_content, newest
 from millrace.checkpoints.ranks import Ranks, assembled, has, save_together
 from millrace.checkpoints.settings import SaveSettings
 from millrace.checkpoints.snapshot import Memory, Snapshot
@@ -216,18 +216,12 @@ class Saver:
         key = self._keys.metadata(share.step)
         if self._ranks is None:
             made = assembled([share])
-            checkpoint = commit_once(self._store, key, made).record
-            same = checkpoint.root == made.root
-        else:
-            within = self._settings.ranks_within
-            checkpoint = save_together(self._store, self._ranks, share, within)
-            same = has(checkpoint, share)
-        if not same:
-            raise errors.ConflictError(
-                f"{self._store.url_of(key)} is a checkpoint of the same step with another content: "
-                "give this job another name, or resume from that one."
-            )
-        return checkpoint
+            there = commit_once(self._store, key, made).record
+            return check_content(self._store.url_of(key), there, made.root)
+        there = save_together(self._store, self._ranks, share, self._settings.ranks_within)
+        # What the others have is not known here: it is this one if it is made of this share.
+        root = there.root if has(there, share) else ""
+        return check_content(self._store.url_of(key), there, root)
 
     def _there(self, step: int) -> Iterator[str]:
         """The digests of files that an earlier save of this step has brought there."""

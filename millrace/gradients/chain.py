@@ -109,19 +109,28 @@ def links(store: Store, keys: ChainKeys, *, after: int = 0) -> Iterator[Link]:
         ChainError: One is missing, or does not name the one before.
         NotFoundError: The run has not begun.
     """
+    before = link_at(store, keys, after)
     last = newest(store, keys)
-    if last < 0:
-        raise errors.NotFoundError(
-            f"{store.url_of(keys.links)} has no link: the run has not begun."
-        )
-    before: Start | Link
-    try:
-        before = fetch(store, keys.link(after), Link if after else Start)
-    except errors.NotFoundError:
-        raise _missing(store, keys, after) from None
     for window in range(after + 1, last + 1):
         before = link_after(store, keys, window, before)
         yield before
+
+
+def link_at(store: Store, keys: ChainKeys, window: int) -> Start | Link:
+    """The link of a window, by itself; of window 0 the first.
+
+    Raises:
+        NotFoundError: The run has not begun.
+        ChainError: It is missing.
+        CorruptError: It is none.
+    """
+    try:
+        return fetch(store, keys.link(window), Link if window else Start)
+    except errors.NotFoundError:
+        if newest(store, keys) >= 0:
+            raise _missing(store, keys, window) from None
+        where = store.url_of(keys.links)
+        raise errors.NotFoundError(f"{where} has no link: the run has not begun.") from None
 
 
 def link_after(store: Store, keys: ChainKeys, window: int, before: Start | Link) -> Link:
@@ -183,8 +192,14 @@ def read_update(store: Store, link: Link) -> dict[str, tuple[Merged, ...]]:
         raise ChainError(f"{where}: {store.url_of(link.key)} is no update: {error}.") from error
 
 
-def apply_link(store: Store, link: Link, state: State) -> None:
+def apply_link(store: Store, link: Link, state: State, progress: Progress = silent) -> None:
     """Change the weights by one link, in place, and prove that they are what they should be.
+
+    Args:
+        store: The aggregator's bucket.
+        link: Which; it follows what the weights are of.
+        state: The weights.
+        progress: Told ``chain.applied``, with ``window`` and ``step``.
 
     Raises:
         ChainError: The update is missing or broken, or the weights are others than they should be
@@ -193,6 +208,7 @@ def apply_link(store: Store, link: Link, state: State) -> None:
     for name, runs in read_update(store, link).items():
         state.apply(name, runs, link.codec, link.outer)
     check_state(link, state)
+    progress(Event("chain.applied", link.run, {"window": link.window, "step": link.step}))
 
 
 def catch_up(
@@ -216,8 +232,7 @@ def catch_up(
     """
     last: Link | None = None
     for link in links(store, keys, after=after):
-        apply_link(store, link, state)
-        progress(Event("chain.applied", keys.run, {"window": link.window, "step": link.step}))
+        apply_link(store, link, state, progress)
         last = link
     return last
 

@@ -17,6 +17,19 @@ from millrace.models.gradient import Codec, Transform
 _FLOATS = {torch.float32, torch.float16, torch.bfloat16}
 
 
+class _Scratch:
+    """Memory that is kept from one tensor to the next, as new memory costs most."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def of(self, size: int) -> torch.Tensor:
+        """So many float32, with anything in them."""
+        if self._memory.numel() < size:
+            self._memory = torch.empty(size)
+        return self._memory[:size]
+
+
 class Encoder:
     """Compresses tensors. Memory: one copy of the largest, kept from one to the next.
 
@@ -30,8 +43,8 @@ class Encoder:
 
     def __init__(self, codec: Codec, threads: int | None = None) -> None:
         self.codec = codec
-        self.threads = threads or processors()
-        self._scratch = torch.empty(0)
+        self.threads = threads or _processors()
+        self._scratch = _Scratch()
 
     def encode(self, tensor: torch.Tensor) -> bytes:
         """Compress a tensor.
@@ -42,7 +55,7 @@ class Encoder:
         Raises:
             ConfigurationError: It is of another type, or not finite.
         """
-        return packed(self.chosen(float32(tensor))[1], self.codec)
+        return packed(self.chosen(_float32(tensor))[1], self.codec)
 
     def chosen(self, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[Sparse, ...]]:
         """A tensor's values in the order of its chunks, and those of them that are sent.
@@ -56,9 +69,9 @@ class Encoder:
         Raises:
             ConfigurationError: It is not finite.
         """
-        if self.codec.transform is not Transform.NONE and self._scratch.numel() < tensor.numel():
-            self._scratch = torch.empty(tensor.numel())
-        values = forward(tensor, self.codec.transform, self._scratch[: tensor.numel()])
+        plain = self.codec.transform is Transform.NONE
+        scratch = None if plain else self._scratch.of(tensor.numel())
+        values = forward(tensor, self.codec.transform, scratch)
         runs = chosen(values.numpy(), tuple(tensor.shape), self.codec, self.threads)
         return values, runs
 
@@ -78,8 +91,8 @@ class Decoder:
 
     def __init__(self, codec: Codec, threads: int | None = None) -> None:
         self.codec = codec
-        self.threads = threads or processors()
-        self._scratch = torch.empty(0)
+        self.threads = threads or _processors()
+        self._scratch = _Scratch()
 
     def decode(
         self, body: bytes | memoryview, shape: tuple[int, ...], out: torch.Tensor | None = None
@@ -100,9 +113,7 @@ class Decoder:
         if self.codec.transform is Transform.NONE:
             dense(runs, self.codec, out.view(-1).numpy(), self.threads)
             return out
-        if self._scratch.numel() < out.numel():
-            self._scratch = torch.empty(out.numel())
-        values = self._scratch[: out.numel()]
+        values = self._scratch.of(out.numel())
         dense(runs, self.codec, values.numpy(), self.threads)
         return backward(values, shape, self.codec.transform, out)
 
@@ -143,7 +154,7 @@ class Feedback:
             ConfigurationError: It is not finite, or of another shape than before: what was kept is
                 as it was.
         """
-        change = float32(change)
+        change = _float32(change)
         shape = tuple(change.shape)
         before = self._kept.get(name)
         if before is not None and tuple(before.shape) != shape:
@@ -153,7 +164,7 @@ class Feedback:
         total = change.clone() if before is None else change.add(before, alpha=self.decay)
         values, runs = self._encoder.chosen(total)
         for run in runs:
-            take_away(values.numpy(), run, self.codec)
+            _take_away(values.numpy(), run, self.codec)
         if self.codec.transform is not Transform.NONE:  # whose values are the tensor's memory
             backward(values, shape, self.codec.transform, total)
         self._kept[name], self._sent[name] = total, packed(runs, self.codec)
@@ -194,17 +205,17 @@ class Feedback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        self._kept = {name: float32(tensor).clone() for name, tensor in state["kept"].items()}
+        self._kept = {name: _float32(tensor).clone() for name, tensor in state["kept"].items()}
         self._sent = dict(state["sent"])
 
 
-def take_away(values: np.ndarray[Any, Any], run: Sparse, codec: Codec) -> None:
+def _take_away(values: np.ndarray[Any, Any], run: Sparse, codec: Codec) -> None:
     chunks = run.chunks
     table = values[chunks.first : chunks.first + chunks.values]
     kernels.subtract(table.reshape(chunks.count, chunks.size), run.places, values_of(run, codec))
 
 
-def float32(tensor: torch.Tensor) -> torch.Tensor:
+def _float32(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype not in _FLOATS:
         raise errors.ConfigurationError(
             f"A gradient is {tensor.dtype}: give float32, bfloat16 or float16."
@@ -212,5 +223,5 @@ def float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(device="cpu", dtype=torch.float32).contiguous()
 
 
-def processors() -> int:
+def _processors() -> int:
     return len(os.sched_getaffinity(0))

@@ -224,13 +224,13 @@ class _Gathering:
         hedged_at = window.opens + settings.hedge * (window.closes - window.opens)
         with (
             ThreadPoolExecutor(settings.at_once, thread_name_prefix="gradient") as pool,
-            ThreadPoolExecutor(settings.at_once, thread_name_prefix="listing") as self._listing,
+            ThreadPoolExecutor(settings.at_once, thread_name_prefix="listing") as listing,
         ):
             while True:
                 now = clock.now()
                 over = now > window.closes
                 hedged = over or now >= hedged_at or self._first <= self._read.keys()
-                self._look(pool, everybody=hedged)
+                self._look(pool, listing, everybody=hedged)
                 self._collect(wait=over)
                 if over or len(self._right()) >= self._wanted:
                     break
@@ -242,15 +242,17 @@ class _Gathering:
 
     # -- looking
 
-    def _look(self, pool: ThreadPoolExecutor, *, everybody: bool) -> None:
+    def _look(
+        self, pool: ThreadPoolExecutor, listing: ThreadPoolExecutor, *, everybody: bool
+    ) -> None:
         """List what there is, and read what is new."""
         asked = [
             uid
             for uid in self._order
             if uid not in self._reading and (everybody or uid in self._first)
         ]
-        listings = self._listing.map(self._listed, self._places(asked))
-        found = {uid: stat for listing in listings for uid, stat in listing.items()}
+        listings = listing.map(self._listed, self._places(asked))
+        found = {uid: stat for listed in listings for uid, stat in listed.items()}
         for uid in asked:
             stat = found.get(uid)
             if stat is not None:

@@ -8,7 +8,6 @@ number of threads changes: the same set of gradients makes the same bytes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import fsum, prod
@@ -23,10 +22,8 @@ from millrace.digest import sha256_of
 from millrace.gradients import kernels
 from millrace.gradients.chunks import Chunks
 from millrace.gradients.payload import Payload
-from millrace.gradients.tensors import Sparse, values_of
+from millrace.gradients.tensors import BLOCK, Sparse, side_by_side, values_of
 from millrace.models.gradient import Codec
-
-_BLOCK = 256  # chunks
 
 Vector = npt.NDArray[np.float64]
 
@@ -222,8 +219,8 @@ def _merged(
             "`multi-krum`, or let all workers send the same places."
         )
 
-    def block(row: int) -> tuple[Any, Any, Any]:
-        places, values = _stacked(run, slice(row, row + _BLOCK), codec)
+    def block(rows: slice) -> tuple[Any, Any, Any]:
+        places, values = _stacked(run, rows, codec)
         if by_place:
             scaled = values * weights[:, None, None]
             made = _by_place(scaled, settings).astype(np.float32)
@@ -240,12 +237,7 @@ def _merged(
         sums = np.sign(sums) if voting else sums.copy()
         return counts, out[0, :found].astype(np.uint16), sums
 
-    starts = range(0, chunks.count, _BLOCK)
-    if threads == 1 or len(starts) == 1:
-        blocks = [block(row) for row in starts]
-    else:
-        with ThreadPoolExecutor(threads, thread_name_prefix="merge") as pool:
-            blocks = list(pool.map(block, starts))
+    blocks = side_by_side(block, chunks.count, threads, BLOCK)
     counts, places, values = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
     return Merged(chunks, counts, places, values)
 
@@ -295,16 +287,14 @@ def _gram(
         for run in zip(*(payloads[worker].tensors[name] for worker in workers), strict=True):
             chunks = run[0].chunks
 
-            def block(row: int, run: Any = run, size: int = chunks.size) -> Vector:
-                places, values = _stacked(run, slice(row, row + _BLOCK), codec)
+            def block(rows: slice, run: Any = run, size: int = chunks.size) -> Vector:
+                places, values = _stacked(run, rows, codec)
                 part = np.zeros((len(workers), len(workers)))
                 kernels.inner_products(places, values, size, part)
                 return part
 
-            starts = range(0, chunks.count, _BLOCK)
-            with ThreadPoolExecutor(threads, thread_name_prefix="gram") as pool:
-                for part in pool.map(block, starts):  # in their order, whoever is ready first
-                    total += part
+            for part in side_by_side(block, chunks.count, threads, BLOCK):
+                total += part
     whole = total + np.tril(total, -1).T
     return whole * scales[:, None] * scales[None, :]
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from millrace import errors
 from millrace.digest import sha256
 from millrace.gradients.aggregating import Step, aggregate
-from millrace.gradients.chain import apply_link, link_after, newest
+from millrace.gradients.chain import apply_link, link_after, link_at, newest
 from millrace.gradients.compress import Feedback
 from millrace.gradients.gathering import GatherSettings, QuorumError, Window, Worker, gather
 from millrace.gradients.merging import MergeSettings
@@ -24,10 +24,9 @@ from millrace.gradients.payload import Shapes, payload_bytes
 from millrace.gradients.state import State, state_of
 from millrace.keys import ChainKeys, GradientKeys
 from millrace.lease import Holder, StoreClock
-from millrace.models.chain import Link, Outer, Start
+from millrace.models.chain import Link, Outer
 from millrace.models.gradient import Codec
 from millrace.progress import Event, Progress, silent
-from millrace.records import fetch
 from millrace.storage import Store, exists, head, put
 
 
@@ -98,11 +97,12 @@ def follow(
     shapes = {name: tensor.shape for name, tensor in state.weights.items()}
     clock = StoreClock.read(store, settings.run, Holder.this_process())
     number, last = after, newest(store, settings.chain)
-    before = _link(store, settings.chain, number)
+    before = link_at(store, settings.chain, number)
     while until is None or number < until:
         number += 1
         if number <= last:
-            before = _applied(store, settings.chain, number, before, state, progress)
+            before = link_after(store, settings.chain, number, before)
+            apply_link(store, before, state, progress)
             continue
         window = _window(store, settings, shapes, number, before.step)
         try:
@@ -163,7 +163,7 @@ class Participant:
         self._settings, self._uid, self._store = settings, uid, store
         self._aggregator, self._state, self._progress = aggregator, state, progress
         self._number = after
-        self._before = _link(aggregator, settings.chain, after)
+        self._before = link_at(aggregator, settings.chain, after)
         self._feedback = Feedback(settings.codec, decay=settings.decay)
         self._submitted, self._sha256 = 0, ""
 
@@ -277,7 +277,8 @@ class Participant:
 
     def _advance(self, number: int) -> None:
         keys = self._settings.chain
-        link = _applied(self._aggregator, keys, number, self._before, self._state, self._progress)
+        link = link_after(self._aggregator, keys, number, self._before)
+        apply_link(self._aggregator, link, self._state, self._progress)
         taken = link.taken.get(self._uid)
         if self._submitted == number and (taken is None or taken.sha256 != self._sha256):
             self._feedback.give_back()  # nobody has it: it is sent again, with what comes next
@@ -311,21 +312,3 @@ def _window(store: Store, settings: RunSettings, shapes: Shapes, number: int, ba
         opens=opens,
         closes=opens + settings.window,
     )
-
-
-def _link(store: Store, keys: ChainKeys, number: int) -> Start | Link:
-    return fetch(store, keys.link(number), Link if number else Start)
-
-
-def _applied(
-    store: Store,
-    keys: ChainKeys,
-    number: int,
-    before: Start | Link,
-    state: State,
-    progress: Progress,
-) -> Link:
-    link = link_after(store, keys, number, before)
-    apply_link(store, link, state)
-    progress(Event("chain.applied", keys.run, {"window": number, "step": link.step}))
-    return link

@@ -19,6 +19,7 @@ from millrace.digest import canonical
 from millrace.gradients import kernels
 from millrace.gradients.chunks import matrix_of, tiles_of
 from millrace.gradients.merging import Merged, dense_of
+from millrace.gradients.transform import basis_of
 from millrace.models.chain import Outer, OuterKind
 from millrace.models.gradient import Codec, Transform
 
@@ -101,17 +102,10 @@ def dense_change(runs: Sequence[Merged], shape: tuple[int, ...], codec: Codec) -
         stack = values[first : first + count * size].reshape(count, tiles.height, tiles.width)
         kernels.inverse_tiles(
             stack,
-            _basis(tiles.height),
-            _basis(tiles.width),
+            basis_of(tiles.height),
+            basis_of(tiles.width),
             tiles.columns,
             matrix[tiles.row :, tiles.column :],
         )
         first += count * size
     return matrix.reshape(shape)
-
-
-def _basis(size: int) -> Array:
-    n = np.arange(size, dtype=np.float64)
-    basis = np.cos(np.pi / size * (n[None, :] + 0.5) * n[:, None]) * np.sqrt(2.0 / size)
-    basis[0] /= np.sqrt(2.0)
-    return basis.astype(np.float32)

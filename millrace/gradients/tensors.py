@@ -16,7 +16,7 @@ that `unpacked` takes are those that `packed` makes of what it returns.
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,8 @@ from millrace.gradients import kernels
 from millrace.gradients.chunks import Chunks, chunks_of
 from millrace.models.gradient import Codec
 
-_BLOCK = 256  # chunks
+BLOCK = 256
+"""Chunks whose Rice codes have one length, and whose sums are one."""
 _RICE_MOST = 12
 _U16, _U32 = np.dtype("<u2"), np.dtype("<u4")
 _WRONG = {
@@ -36,6 +37,7 @@ _WRONG = {
 }
 
 Bytes = npt.NDArray[np.uint8]
+T = TypeVar("T")
 
 
 class CodeError(errors.CorruptError):
@@ -101,7 +103,7 @@ def dense(
         def part(rows: slice, run: Sparse = run, sent: Any = sent, table: Any = table) -> None:
             kernels.spread(run.places[rows], sent[rows], table[rows])
 
-        _side_by_side(part, chunks.count, threads)
+        side_by_side(part, chunks.count, threads)
 
 
 def packed(runs: tuple[Sparse, ...], codec: Codec) -> bytes:
@@ -131,7 +133,7 @@ def largest(shape: tuple[int, ...], codec: Codec) -> int:
     """Bytes that a compressed tensor of a shape has at most."""
     return sum(
         1
-        + 5 * -(-run.count // _BLOCK)
+        + 5 * -(-run.count // BLOCK)
         + -(-run.sent * (_RICE_MOST + 1) // 8)
         + -(-run.sent * codec.bits // 8)
         + (2 if codec.bits == 16 else 3) * run.count
@@ -161,7 +163,7 @@ def _chosen(values: npt.NDArray[np.float32], run: Chunks, codec: Codec, threads:
             levels = 1 << (codec.bits - 1)
             kernels.quantise(picked[rows], levels, high[rows], ratio[rows], codes[rows])
 
-    _side_by_side(part, run.count, threads)
+    side_by_side(part, run.count, threads)
     return Sparse(run, places, high, ratio, codes)
 
 
@@ -191,11 +193,11 @@ def _shortest(places: npt.NDArray[np.uint16], chunks: Chunks) -> tuple[int, int]
 
 def _packed(run: Sparse, codec: Codec) -> Iterator[bytes]:
     rice, bits = _shortest(run.places, run.chunks)
-    room = np.empty(bits // 8 + 2 * -(-run.chunks.count // _BLOCK), np.uint8)
+    room = np.empty(bits // 8 + 2 * -(-run.chunks.count // BLOCK), np.uint8)
     lengths: list[int] = []
     at = 0
-    for row in range(0, run.chunks.count, _BLOCK):
-        length = int(kernels.write_gaps(run.places[row : row + _BLOCK], rice, room[at:]))
+    for row in range(0, run.chunks.count, BLOCK):
+        length = int(kernels.write_gaps(run.places[row : row + BLOCK], rice, room[at:]))
         lengths.append(length)
         at += length
     yield bytes([rice])
@@ -207,7 +209,7 @@ def _packed(run: Sparse, codec: Codec) -> Iterator[bytes]:
 
 
 def _unpacked(rest: Bytes, run: Chunks, codec: Codec, threads: int) -> tuple[Sparse, Bytes]:
-    blocks = -(-run.count // _BLOCK)
+    blocks = -(-run.count // BLOCK)
     head, rest = _taken(rest, 1)
     rice = int(head[0])
     if rice > _RICE_MOST:
@@ -225,15 +227,15 @@ def _unpacked(rest: Bytes, run: Chunks, codec: Codec, threads: int) -> tuple[Spa
     ends = np.cumsum(lengths)
 
     def block(rows: slice) -> None:
-        for number in range(rows.start // _BLOCK, -(-rows.stop // _BLOCK)):
+        for number in range(rows.start // BLOCK, -(-rows.stop // BLOCK)):
             body = gaps[ends[number] - lengths[number] : ends[number]]
             wrong = kernels.read_gaps(
-                body, rice, run.size, places[number * _BLOCK : (number + 1) * _BLOCK]
+                body, rice, run.size, places[number * BLOCK : (number + 1) * BLOCK]
             )
             if wrong:
                 raise CodeError(f"In block {number:,} {_WRONG[wrong]}.")
 
-    _side_by_side(block, run.count, threads)
+    side_by_side(block, run.count, threads)
     if _shortest(places, run)[0] != rice:
         raise CodeError("Its Rice codes are longer than they need be.")
     codes = _codes_unpacked(packed, run.sent, codec.bits).reshape(run.count, run.k)
@@ -273,13 +275,20 @@ def _codes_unpacked(packed: Bytes, count: int, bits: int) -> npt.NDArray[Any]:
     return out[:count]
 
 
-def _side_by_side(part: Callable[[slice], None], count: int, threads: int) -> None:
-    """Do a part for some blocks of rows at a time, on several threads."""
-    step = -(-count // (4 * threads * _BLOCK)) * _BLOCK
+def side_by_side(
+    part: Callable[[slice], T], count: int, threads: int, step: int | None = None
+) -> list[T]:
+    """Do a part for some chunks at a time, on several threads; what each returns, in their order.
+
+    Args:
+        part: What to do for some rows.
+        count: How many rows there are.
+        threads: How many work side by side.
+        step: Rows of each part; by default four parts a thread, of whole blocks.
+    """
+    step = step or -(-count // (4 * threads * BLOCK)) * BLOCK
     rows = [slice(at, min(at + step, count)) for at in range(0, count, step)]
     if threads == 1 or len(rows) == 1:
-        for one in rows:
-            part(one)
-        return
+        return [part(one) for one in rows]
     with ThreadPoolExecutor(threads, thread_name_prefix="codec") as pool:
-        list(pool.map(part, rows))
+        return list(pool.map(part, rows))

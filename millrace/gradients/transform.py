@@ -8,9 +8,11 @@ processor's cache.
 from collections.abc import Iterator
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from millrace.gradients.chunks import Tiles, matrix_of, tiles_of
+from millrace.gradients.chunks import TILE, Tiles, matrix_of, tiles_of
 from millrace.models.gradient import Transform
 
 _AT_ONCE = 1 << 17  # values
@@ -110,11 +112,15 @@ def _bands(
         first += high * wide
 
 
+@lru_cache(maxsize=TILE)
+def basis_of(size: int) -> npt.NDArray[np.float32]:
+    """The orthonormal basis of the DCT-II, (coefficients, values), rounded once from float64."""
+    n = np.arange(size, dtype=np.float64)
+    basis = np.cos(np.pi / size * (n[None, :] + 0.5) * n[:, None]) * np.sqrt(2.0 / size)
+    basis[0] /= np.sqrt(2.0)
+    return basis.astype(np.float32)
+
+
 @lru_cache(maxsize=512)
 def _basis(size: int, device: torch.device) -> torch.Tensor:
-    """The orthonormal basis of the DCT-II, (coefficients, values), rounded once from float64."""
-    n = torch.arange(size, dtype=torch.float64)
-    basis = torch.cos(torch.pi / size * (n[None, :] + 0.5) * n[:, None])
-    basis *= (2.0 / size) ** 0.5
-    basis[0] /= 2**0.5
-    return basis.to(torch.float32).to(device)
+    return torch.tensor(basis_of(size), device=device)

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
-from millrace import errors
 from millrace.checkpoints import find
 from millrace.checkpoints.contents import Content, saved_content
 from millrace.checkpoints.find import Check
@@ -83,14 +82,7 @@ class StoreDestination:
         if race.error is not None:
             raise race.error
         key = keys.metadata(checkpoint.step)
-        record = checkpoint.model_copy(
-            update={"job": job, "parts": content.parts, "root": content.root}
-        )
-        commit = commit_once(store, key, record)
-        if commit.record.root != content.root:
-            raise errors.ConflictError(
-                f"{store.url_of(key)} is a checkpoint of the same step with another content: give "
-                "this job another name."
-            )
+        there = commit_once(store, key, content.record(checkpoint, job)).record
+        find.check_content(store.url_of(key), there, content.root)
         progress(Event("checkpoint.saved", key, {"bytes": content.size}))
-        return commit.record
+        return there

@@ -30,7 +30,7 @@ from huggingface_hub.hf_api import RepoFile, RepoFolder
 from millrace import errors
 from millrace.checkpoints.contents import Content, content
 from millrace.checkpoints.destinations.spec import HubSpec
-from millrace.checkpoints.find import Check, checked
+from millrace.checkpoints.find import Check, check_content, checked
 from millrace.checkpoints.probing import (
     PATIENCE,
     SAMPLE,
@@ -60,9 +60,9 @@ class HubDestination:
 
     def __init__(self, spec: HubSpec) -> None:
         self._spec = spec
-        self._token = spec.token.get_secret_value() if spec.token else None
         self._api = HfApi(
-            endpoint=spec.endpoint or os.environ.get("HF_ENDPOINT"), token=self._token
+            endpoint=spec.endpoint or os.environ.get("HF_ENDPOINT"),
+            token=spec.token.get_secret_value() if spec.token else None,
         )
 
     @property
@@ -137,18 +137,17 @@ class HubDestination:
     ) -> Checkpoint:
         keys = CheckpointKeys(job)
         key = keys.metadata(checkpoint.step)
-        record = checkpoint.model_copy(
-            update={"job": job, "parts": content.parts, "root": content.root}
-        )
+        record = content.record(checkpoint, job)
         added: list[CommitOperationAdd] | None = None
         deadline = self._deadline()
         while True:
             head = self._head()
             with suppress(errors.NotFoundError):
-                return self._same(key, self._checkpoint(job, checkpoint.step, head), content)
+                there = self._checkpoint(job, checkpoint.step, head)
+                return check_content(self._url_of(key), there, content.root)
             if added is None:
-                there = self._files(keys.parts(checkpoint.step), head)
-                added = self._uploaded(keys, content, there, uploads, progress)
+                files = self._files(keys.parts(checkpoint.step), head)
+                added = self._uploaded(keys, content, files, uploads, progress)
                 metadata = encoded(record, secrets.token_hex(16))
                 added.append(CommitOperationAdd(key, metadata))
                 deadline = self._deadline()  # the upload may have taken hours
@@ -224,14 +223,6 @@ class HubDestination:
 
     def _url_of(self, key: str) -> str:
         return f"{self.url}/{key}"
-
-    def _same(self, key: str, there: Checkpoint, content: Content) -> Checkpoint:
-        if there.root != content.root:
-            raise errors.ConflictError(
-                f"{self._url_of(key)} is a checkpoint of the same step with another content: give "
-                "this job another name."
-            )
-        return there
 
     def _uploaded(
         self,
