@@ -1,14 +1,15 @@
 """Find out whether a job could save to a place, before anything depends on it.
 
 What a save does is done once: an object is created, read back, overwritten, read back and deleted,
-under the job's own prefix. A faster way would only ask what the permissions say.
+under the job's own prefix. Only asking for the permissions would be faster, and proves less; Google
+is asked for them besides, for what the trial does not do: upload a large part in pieces.
 """
 
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -87,8 +88,9 @@ def probe(
     key = write_probe(CheckpointKeys(job).job, secrets.token_hex(8))
     hurried = store.hurried(patience)
     folder = store.location.bucket if store.location.backend is Backend.FILE else None
+    tried = _tried_at_google if store.location.backend is Backend.GS else _tried
     return probed(
-        store.url, lambda: _tried(hurried, job, key), size=size, within=within, folder=folder
+        store.url, lambda: tried(hurried, job, key), size=size, within=within, folder=folder
     )
 
 
@@ -162,6 +164,42 @@ def _tried(store: Store, job: str, key: str) -> float:
             "no checkpoint needs any more stays forever. Delete this object by hand.",
         )
     return rate
+
+
+def _tried_at_google(store: Store, job: str, key: str) -> float:
+    """The same, and what Google says about what was refused, or what a large part needs too."""
+    try:
+        rate = _tried(store, job, key)
+    except FailedError as failed:
+        if failed.verdict not in (Verdict.DENIED, Verdict.READ_ONLY):
+            raise
+        with suppress(errors.MillraceError):  # it refuses to say that, too
+            if lacking := _ungranted(store):
+                raise _lacking(failed.verdict, str(failed), lacking) from failed
+        raise
+    with understood(Verdict.UNKNOWN):
+        lacking = _ungranted(store)
+    if lacking and all("multipart" in name for name in lacking):
+        reason = f"{store.url} takes small objects, and no large ones."
+        raise _lacking(Verdict.READ_ONLY, reason, lacking)
+    return rate  # if it lacks what was done a moment ago, the grant is on a prefix
+
+
+def _ungranted(store: Store) -> frozenset[str]:
+    try:
+        from millrace.storage.permissions import WRITING, granted  # noqa: PLC0415
+    except ImportError as error:
+        raise errors.ConfigurationError(
+            "To ask Google what the credentials may do, install google-auth: "
+            "pip install 'millrace[gcs]'."
+        ) from error
+    return WRITING - granted(store)
+
+
+def _lacking(verdict: Verdict, reason: str, permissions: Iterable[str]) -> FailedError:
+    names = ", ".join(sorted(permissions))
+    advice = f"On the bucket the credentials lack {names}: grant Storage Object User there."
+    return FailedError(verdict, f"{reason} {advice}")
 
 
 def check_same(url: str, body: bytes, written: bytes) -> None:

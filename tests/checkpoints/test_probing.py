@@ -8,7 +8,9 @@ from click.testing import CliRunner
 
 from millrace.checkpoints import Verdict, probe
 from millrace.cli import main
+from millrace.errors import ConfigurationError
 from millrace.storage import Store, StoreSpec, list_objects, open_store
+from millrace.storage.permissions import granted
 from tests.servers.faults import Fault
 from tests.servers.key import Key
 from tests.servers.process import free_ports
@@ -50,6 +52,43 @@ def test_each_refusal_is_told_apart(rgw, r2, request) -> None:
     assert {verdict: one.verdict for verdict, one in found.items()} == {v: v for v in places}
     assert len({one.verdict.exit_code for one in found.values()}) == len(places)
     assert all(one.reason.endswith(".") for one in found.values())
+
+
+@pytest.fixture
+def denying(gcs):
+    yield gcs
+    gcs.deny()
+
+
+@pytest.mark.parametrize(
+    ("permission", "verdict"),
+    [
+        ("storage.objects.list", Verdict.DENIED),
+        ("storage.objects.create", Verdict.READ_ONLY),
+        ("storage.objects.delete", Verdict.READ_ONLY),
+        ("storage.multipartUploads.create", Verdict.READ_ONLY),
+        ("storage.multipartUploads.abort", Verdict.READ_ONLY),
+    ],
+)
+def test_google_says_which_permission_is_missing(permission, verdict, denying, request) -> None:
+    store = open_store(spec_of("gcs", request))
+    denying.deny(permission)
+    found = probe(store, "job", patience=SHORT)
+    assert found.verdict is verdict
+    assert f"lack {permission}: grant" in found.reason
+
+
+def test_a_grant_on_a_prefix_is_proven_by_the_trial_alone(denying, request, monkeypatch) -> None:
+    store = open_store(spec_of("gcs", request))
+    monkeypatch.setattr("millrace.storage.permissions.granted", lambda _: frozenset[str]())
+    assert probe(store, "job", patience=SHORT).ready
+
+
+def test_google_credentials_that_are_missing_are_no_yes(gcs, tmp_path, monkeypatch) -> None:
+    store = open_store(StoreSpec(url="gs://bucket", endpoint=gcs.endpoint))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
+    with pytest.raises(ConfigurationError, match=r"Google's credentials: .*none\.json"):
+        granted(store)
 
 
 def test_room_and_time_are_looked_at(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Google Cloud Storage's XML API, as much of it as obstore's ``GCSStore`` speaks.
 
 A process of its own, in memory, on 127.0.0.1, without any authentication. Objects (whole, ranges,
-conditions on the ETag and the generation), listings, multipart uploads and copies. Source: "XML
-API" of the Cloud Storage documentation, and the ``object_store`` crate's ``gcp`` module.
+conditions on the ETag and the generation), listings, multipart uploads and copies; permissions that
+can be denied, and asked for by the JSON API. Source: "XML API" and "Buckets: testIamPermissions" of
+the Cloud Storage documentation, and the ``object_store`` crate's ``gcp`` module.
 
 ``python -m tests.servers.gcs --bucket NAME`` runs one.
 """
@@ -37,6 +38,8 @@ MIN_PART = 5 << 20
 PAGE = 1000
 REMEMBERED_REQUESTS = 100_000
 CONTROL = "/-/requests"
+DENIED = "/-/denied"
+TEST_PERMISSIONS = re.compile(r"/storage/v1/b/([^/]+)/iam/testPermissions")
 STORED_HEADERS = frozenset(
     {
         "cache-control", "content-disposition", "content-encoding", "content-language",
@@ -128,6 +131,13 @@ class GCSServer:
         with contextlib.closing(_local.open(Request(f"{self.endpoint}/{name}", method="PUT"))):
             return name
 
+    def deny(self, *permissions: str) -> None:
+        """Refuse from now on what needs one of these; none: allow everything again."""
+        body = json.dumps(permissions).encode()
+        request = Request(self.endpoint + DENIED, data=body, method="PUT")
+        with contextlib.closing(_local.open(request)):
+            pass
+
     def requests(self) -> list[RequestRecord]:
         """The last 100,000 requests, in the order of their arrival."""
         with contextlib.closing(_local.open(self.endpoint + CONTROL)) as answer:
@@ -185,6 +195,7 @@ class _Server:
     def __init__(self, buckets: Iterable[str], page: int) -> None:
         self.buckets = {name: _Bucket() for name in buckets}
         self.page = page
+        self.denied: set[str] = set()
         self.seen: deque[_Seen] = deque(maxlen=REMEMBERED_REQUESTS)
         self.generations = itertools.count(int(time.time() * 1e6))
 
@@ -194,6 +205,9 @@ class _Server:
         seen = _Seen(request.method, request.raw_path, time.monotonic())
         self.seen.append(seen)
         body = await request.content.read()
+        if request.raw_path == DENIED:
+            self.denied = set(json.loads(body))
+            return web.Response()
         seen.received = len(body)
         try:
             answer = self._answer(request, body)
@@ -209,6 +223,8 @@ class _Server:
 
     def _answer(self, request: web.BaseRequest, body: bytes) -> web.Response:
         path = request.raw_path.partition("?")[0]
+        if asked := TEST_PERMISSIONS.fullmatch(path):
+            return self._test_permissions(unquote(asked[1]), request)
         name, _, key = unquote(path).removeprefix("/").partition("/")
         if request.method == "PUT" and name and not key:
             self.buckets.setdefault(name, _Bucket())
@@ -217,6 +233,7 @@ class _Server:
         if bucket is None:
             raise _Error(404, "NoSuchBucket")
         query = request.query
+        self._check_allowed(request, bucket, key)
         match request.method:
             case "GET" if not key:
                 answer = self._list(bucket, dict(query))
@@ -238,6 +255,16 @@ class _Server:
             case _:
                 raise _Error(405, "MethodNotAllowed")
         return answer
+
+    def _test_permissions(self, name: str, request: web.BaseRequest) -> web.Response:
+        if name not in self.buckets:
+            raise _Error(404, "NoSuchBucket")
+        allowed = set(request.query.getall("permissions", [])) - self.denied
+        return web.json_response({"permissions": sorted(allowed)} if allowed else {})
+
+    def _check_allowed(self, request: web.BaseRequest, bucket: _Bucket, key: str) -> None:
+        if self.denied & _needed(request, bucket, key):
+            raise _Error(403, "AccessDenied")
 
     def _store(
         self, bucket: _Bucket, key: str, data: bytes, headers: dict[str, str], etag: str = ""
@@ -321,6 +348,24 @@ class _Server:
             return _xml(_listing("".join(entries.values()), None))
         last = base64.urlsafe_b64encode(next(reversed(entries)).encode()).decode()
         return _xml(_listing("".join(entries.values()), last))
+
+
+def _needed(request: web.BaseRequest, bucket: _Bucket, key: str) -> set[str]:
+    """The permissions that a request needs: "IAM permissions for XML requests"."""
+    objects, multipart = "storage.objects", "storage.multipartUploads"
+    match request.method:
+        case "GET" | "HEAD":
+            return {f"{objects}.get" if key else f"{objects}.list"}
+        case "DELETE":
+            by_upload = "uploadId" in request.query
+            return {f"{multipart}.abort" if by_upload else f"{objects}.delete"}
+        case _:
+            needed = {f"{objects}.create"}
+            if key in bucket.objects:
+                needed.add(f"{objects}.delete")
+            if {"uploads", "uploadId"} & request.query.keys():
+                needed.add(f"{multipart}.create")
+            return needed
 
 
 def _existing(bucket: _Bucket, key: str) -> _Object:
