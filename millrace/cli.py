@@ -6,6 +6,7 @@ Other packages add commands through the entry point group ``millrace.commands``.
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
@@ -333,6 +334,63 @@ def cool_down(settings: Path, *, member: str) -> int:
         f"{cooled.seconds:.1f} s"
     )
     return 0 if cooled.durable else 1
+
+
+@main.command()
+@click.argument("settings", type=click.Path(path_type=Path), default="aggregate.yaml")
+@click.option("--windows", type=click.IntRange(min=1), help="Stop after so many.")
+@_said
+def aggregate(settings: Path, *, windows: int | None) -> int:
+    """Merge the gradients of a run, window after window, until it is over."""
+    from millrace.gradients import AggregatorSettings, aggregate_run
+    from millrace.settings import load
+
+    config = load(settings, AggregatorSettings)
+    if windows is not None:
+        config = config.model_copy(update={"windows": windows})
+    for link in aggregate_run(config):
+        reasons = Counter(str(one.reason) for one in link.out.values())
+        out = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+        sent = sum(one.size for one in link.taken.values())
+        click.echo(
+            f"window {link.window}, step {link.step}: {len(link.taken)} in, {len(link.out)} out"
+            f"{out and f' ({out})'}; {_size(sent)} merged into {_size(link.size)}, after "
+            f"{link.seconds:.1f} s"
+        )
+    return 0
+
+
+@main.command("catch-up")
+@click.argument("url")
+@click.argument("run")
+@click.option("--version", default="1", show_default=True, help="Of what its workers run.")
+@click.option("--to", required=True, metavar="URL", help="Where the weights are saved to.")
+@_said
+def catch_up(url: str, run: str, version: str, to: str) -> int:
+    """Bring the newest weights of a run to a disk: a checkpoint that the chain proves, replayed.
+
+    They are saved as a checkpoint of the job RUN below the URL, its tensors in `weights` and, of
+    an outer step with momentum, in `moments`.
+    """
+    from millrace.checkpoints import Saver
+    from millrace.gradients import Link, newest_state
+    from millrace.gradients import catch_up as replay
+    from millrace.gradients.chain import link_at
+    from millrace.gradients.weights import save_state
+    from millrace.keys import ChainKeys
+    from millrace.storage import open_store
+
+    store, keys = open_store(url, make_folder=False), ChainKeys(run, version)
+    state, window = newest_state(store, keys)
+    last = replay(store, keys, state, after=window) or link_at(store, keys, window)
+    now = last.window if isinstance(last, Link) else 0
+    with Saver(open_store(to), run) as saver:
+        saved = save_state(saver, state, step=last.step, window=now).result()
+    click.echo(
+        f"{run} is at step {last.step}, after window {now}: the checkpoint of window {window}, and "
+        f"{now - window} replayed. {_size(saved.size)} in {to}, as job {run}."
+    )
+    return 0
 
 
 @main.command()

@@ -43,6 +43,10 @@ class ConflictError(MillraceError):
     """Something else was committed under this name: two runs disagree about its content."""
 
 
+class HeldError(MillraceError):
+    """Another process does what was to be done, and lives."""
+
+
 class CorruptError(MillraceError):
     """Bytes that were read are not the bytes that were recorded."""
 

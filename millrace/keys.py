@@ -12,6 +12,8 @@ _OURS = {"shards", "commits", "splits", "quarantine", "lease"}
 CHECKPOINTS = "checkpoints"
 """The folder of a job that its checkpoints are in."""
 _NO_JOBS = frozenset({*_OURS, CHECKPOINTS})
+_GATHERS = "gathers"
+_NO_WORKERS = frozenset({*_NO_JOBS, _GATHERS, "epochs"})
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 _SPLIT = re.compile(r"[a-z]+-\d{5,}")
 _SHARD = re.compile(r"(?P<split>[a-z]+-\d{5,})-(?P<n>\d{6,})")
@@ -274,8 +276,11 @@ class GradientKeys:
 
     def worker(self, uid: str) -> str:
         """The prefix of all that a worker writes: its credentials reach no other."""
-        if "/" in checked_name(uid, what="The worker's name"):
-            raise ConfigurationError(f"The worker's name {uid!r} has a '/' in it.")
+        if "/" in checked_name(uid, what="The worker's name") or uid in _NO_WORKERS:
+            raise ConfigurationError(
+                f"The worker's name {uid!r} has a '/' in it, or is one of "
+                f"{', '.join(sorted(_NO_WORKERS))}, as folders of ours are: call it otherwise."
+            )
         return f"{self.run}/{uid}/"
 
     def gradient(self, uid: str, window: int) -> str:
@@ -306,8 +311,13 @@ class ChainKeys:
     version: str
 
     @property
+    def job(self) -> str:
+        """All that the aggregator writes is below it; its checkpoints are this job's."""
+        return f"{self.run}/{_GATHERS}/{self.version}"
+
+    @property
     def prefix(self) -> str:
-        return f"{self.run}/gathers/{self.version}/"
+        return f"{self.job}/"
 
     @property
     def links(self) -> str:

@@ -1,6 +1,7 @@
-"""Gradients of many workers: compressed, check_payload, and merged through a bucket."""
+"""Gradients of many workers: compressed, checked, and merged through a bucket."""
 
 from millrace.gradients.aggregating import Step, aggregate
+from millrace.gradients.aggregator import AggregatorSettings, Beginning, aggregate_run
 from millrace.gradients.chain import ChainError, begin, catch_up, links
 from millrace.gradients.compress import Decoder, Encoder, Feedback, decode, encode
 from millrace.gradients.gathering import (
@@ -24,10 +25,13 @@ from millrace.gradients.payload import (
 from millrace.gradients.running import Participant, RunSettings, Turn, follow, weights_of_model
 from millrace.gradients.state import State, state_of
 from millrace.gradients.tensors import CodeError
+from millrace.gradients.weights import begin_run, newest_state, state_of_checkpoint
 from millrace.models.chain import Link, Outer, OuterKind, Start
 from millrace.models.gradient import Codec, GradientHeader, Refusal, Transform
 
 __all__ = [
+    "AggregatorSettings",
+    "Beginning",
     "ChainError",
     "CodeError",
     "Codec",
@@ -60,7 +64,9 @@ __all__ = [
     "Window",
     "Worker",
     "aggregate",
+    "aggregate_run",
     "begin",
+    "begin_run",
     "catch_up",
     "check_payload",
     "decode",
@@ -69,9 +75,11 @@ __all__ = [
     "gather",
     "links",
     "merge",
+    "newest_state",
     "payload_bytes",
     "read_payload",
     "state_of",
+    "state_of_checkpoint",
     "weights_of",
     "weights_of_model",
 ]

@@ -85,7 +85,11 @@ def aggregate(
             for uid, weight in zip(weights.workers, weights.weights, strict=True):
                 payload = payloads[uid]
                 taken[uid] = Taken(
-                    weight=float(weight), sha256=payload.sha256, tokens=payload.header.tokens
+                    weight=float(weight),
+                    norm=payload.norm,
+                    sha256=payload.sha256,
+                    size=payload.size,
+                    tokens=payload.header.tokens,
                 )
     except errors.ConfigurationError as error:  # the window is over; the next may have more
         for uid in payloads:
@@ -107,6 +111,7 @@ def aggregate(
         rule=step.merge.rule,
         taken=taken,
         out=out,
+        seconds=gathered.seconds,
         previous=digest_of(step.before),
         state=state.digest(),
     )

@@ -86,12 +86,14 @@ class Payload:
         tensors: Its tensors, by their names.
         norm: The L2 norm of all of it.
         sha256: Of the object.
+        size: Bytes of it.
     """
 
     header: GradientHeader
     tensors: Mapping[str, tuple[Sparse, ...]] = field(repr=False)
     norm: float
     sha256: str
+    size: int
 
 
 def fingerprint(shapes: Shapes) -> str:
@@ -204,7 +206,7 @@ def check_payload(body: bytes, expected: Expected) -> Payload:
     most = NORM_MOST if expected.norm is None else min(expected.norm, NORM_MOST)
     if not norm <= most:
         raise PayloadError(Refusal.NORM, f"Its norm is {norm:.3g}, more than {most:.3g}.")
-    return Payload(header, tensors, norm, sha256(body))
+    return Payload(header, tensors, norm, sha256(body), len(body))
 
 
 def _compare(header: GradientHeader, expected: Expected) -> None:

@@ -22,6 +22,7 @@ from millrace.gradients.gathering import GatherSettings, QuorumError, Window, Wo
 from millrace.gradients.merging import MergeSettings
 from millrace.gradients.payload import Shapes, payload_bytes
 from millrace.gradients.state import State, state_of
+from millrace.gradients.weights import newest_state
 from millrace.keys import ChainKeys, GradientKeys
 from millrace.lease import Holder, StoreClock
 from millrace.models.chain import Link, Outer
@@ -48,6 +49,9 @@ class RunSettings(BaseModel):
         default=timedelta(minutes=20), gt=timedelta(0), description="How long a window lasts."
     )
     steps: int = Field(default=30, ge=1, description="Steps of a worker in each window.")
+    windows: int | None = Field(
+        default=None, ge=1, description="After so many the run is over; left out, it never is."
+    )
 
     @property
     def gradients(self) -> GradientKeys:
@@ -95,7 +99,7 @@ def follow(
         ChainError: The chain is broken.
     """
     shapes = {name: tensor.shape for name, tensor in state.weights.items()}
-    clock = StoreClock.read(store, settings.run, Holder.this_process())
+    clock = StoreClock.read(store, settings.chain.job, Holder.this_process())
     number, last = after, newest(store, settings.chain)
     before = link_at(store, settings.chain, number)
     while until is None or number < until:
@@ -167,14 +171,34 @@ class Participant:
         self._feedback = Feedback(settings.codec, decay=settings.decay)
         self._submitted, self._sha256 = 0, ""
 
+    @classmethod
+    def join(
+        cls,
+        settings: RunSettings,
+        uid: str,
+        store: Store,
+        aggregator: Store,
+        *,
+        progress: Progress = silent,
+    ) -> "Participant":
+        """Take part in a run from where it is: with the newest checkpoint that its chain names.
+
+        Raises:
+            NotFoundError: The run has not begun.
+            ChainError: No such checkpoint is there and undamaged, or the chain is broken.
+        """
+        state, after = newest_state(aggregator, settings.chain, progress=progress)
+        return cls(settings, uid, store, aggregator, state, after=after, progress=progress)
+
     def windows(self) -> Iterator[Turn]:
-        """The windows, from the one that is open on; ends never by itself.
+        """The windows, from the one that is open on, until the run is over.
 
         Raises:
             ChainError: The chain is broken.
         """
         self.catch_up()
-        while True:
+        last = self._settings.windows
+        while last is None or self._number < last:
             yield Turn(self._number + 1, self._before.step, self._settings.steps)
 
     def catch_up(self) -> None:

@@ -49,12 +49,16 @@ class Taken(Committed):
 
     Attributes:
         weight: What it counts there.
+        norm: The L2 norm of what it sent.
         sha256: Of the object.
+        size: Bytes of it.
         tokens: That it says it was made of.
     """
 
     weight: float
+    norm: float
     sha256: str
+    size: int
     tokens: int
 
 
@@ -87,6 +91,7 @@ class Link(Committed):
         rule: By which it was merged.
         taken: Who is in.
         out: Who is not, and why.
+        seconds: How long gathering took.
         previous: The digest of the link before.
         state: The digest of the weights after it.
     """
@@ -104,5 +109,6 @@ class Link(Committed):
     rule: str
     taken: dict[str, Taken]
     out: dict[str, LeftOut]
+    seconds: float
     previous: str
     state: str

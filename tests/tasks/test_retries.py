@@ -16,6 +16,7 @@ FINAL = [
     errors.CorruptError,
     errors.DeniedError,
     errors.ExistsError,
+    errors.HeldError,
     errors.NoSpaceError,
     errors.NotFoundError,
     errors.StoppedError,

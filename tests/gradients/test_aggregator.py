@@ -1,0 +1,283 @@
+"""The aggregator as a person starts it, and the weights that it leaves behind."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from millrace import errors
+from millrace.checkpoints import Saver, checkpoints, load
+from millrace.cli import main
+from millrace.gradients import (
+    AggregatorSettings,
+    Beginning,
+    ChainError,
+    Codec,
+    GatherSettings,
+    Link,
+    Outer,
+    OuterKind,
+    Participant,
+    Refusal,
+    RunSettings,
+    State,
+    aggregate_run,
+    begin_run,
+    catch_up,
+    links,
+    newest_state,
+    state_of,
+)
+from millrace.gradients.weights import save_state
+from millrace.keys import CheckpointKeys, LeaseKeys
+from millrace.lease import Holder, Lease, StoreClock, acquire
+from millrace.progress import Event
+from millrace.storage import Store, open_store, put, read
+
+UIDS = ("a", "b", "c")
+
+
+def model(seed: int = 5) -> torch.nn.Module:
+    dice = torch.Generator().manual_seed(seed)
+    made = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 4))
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=dice))
+    return made
+
+
+def settings_of(store: Store, **changes: object) -> AggregatorSettings:
+    run = RunSettings(
+        run="runs/one",
+        codec=Codec(k=256, bits=4),
+        outer=Outer(kind=OuterKind.NESTEROV, lr=0.5),
+        gather=GatherSettings(look=timedelta(milliseconds=20), quorum=len(UIDS)),
+        window=timedelta(minutes=1),
+        steps=5,
+    )
+    whole = AggregatorSettings(run=run, store=store.spec, workers=UIDS, every=2)
+    return whole.model_copy(update=changes)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store((tmp_path / "bucket").as_uri())
+
+
+@pytest.fixture
+def trained(store: Store) -> str:
+    """A checkpoint of a training, with its optimizer's state."""
+    state = {"model": dict(model().named_parameters()), "optimizer": {"lr": 0.1}}
+    with Saver(store, "trained") as saver:
+        saver.save(state, step=40).result()
+    return "trained"
+
+
+def take_part(settings: AggregatorSettings, store: Store, uid: str, windows: int) -> str:
+    """Train without training: each window moves the weights by what the worker's name says."""
+    mine = model()
+    participant = Participant.join(settings.run, uid, store, store)
+    for count, turn in enumerate(participant.windows(), start=1):
+        participant.load(mine)
+        dice = torch.Generator().manual_seed(turn.number * 1000 + ord(uid))
+        with torch.no_grad():
+            for weight in mine.parameters():
+                weight.add_(torch.randn(weight.shape, generator=dice), alpha=0.01)
+        participant.submit(mine, tokens=8)
+        participant.apply(mine, patience=timedelta(minutes=1))
+        if count == windows:
+            break
+    participant.load(mine)
+    return state_of(dict(mine.named_parameters())).digest()
+
+
+def run_windows(store: Store, windows: int, settings: AggregatorSettings) -> list[Link]:
+    with ThreadPoolExecutor(len(UIDS)) as pool:
+        working = [pool.submit(take_part, settings, store, uid, windows) for uid in UIDS]
+        made = list(aggregate_run(settings.model_copy(update={"windows": windows})))
+        assert len({worker.result() for worker in working}) == 1
+    return made
+
+
+def replayed(store: Store, settings: AggregatorSettings) -> tuple[State, int]:
+    state, window = newest_state(store, settings.run.chain)
+    catch_up(store, settings.run.chain, state, after=window)
+    return state, window
+
+
+@pytest.fixture
+def begun(store: Store) -> AggregatorSettings:
+    settings = settings_of(store)
+    begin_run(store, settings.run.chain, state_of(dict(model().named_parameters())), step=40)
+    return settings
+
+
+def test_a_run_begins_with_a_checkpoint_and_goes_on_from_its_own(store, begun):
+    first = run_windows(store, 3, begun)
+    assert [link.step for link in first] == [45, 50, 55]
+    assert all(set(link.taken) == set(UIDS) for link in first)
+    taken = first[0].taken["a"]
+    assert taken.norm > 0
+    assert taken.size > 100
+    keys = begun.run.chain
+    steps = [found.step for found in checkpoints(store, keys.job)]
+    assert steps == [55, 50, 40]  # after every second window, and at the end
+
+    second = run_windows(store, 4, begun)
+    assert [link.window for link in second] == [4, 5, 6, 7]
+    state, window = replayed(store, begun)
+    assert window == 7
+    assert state.digest() == second[-1].state
+    kept = [found.step for found in checkpoints(store, keys.job)]
+    assert kept == [75, 70, 60, 40]  # the last three, and that of the beginning
+
+
+def test_it_begins_with_any_checkpoint_once(store, trained):
+    begin = Beginning(job=trained, tensors="model.")
+    alone = RunSettings(run="runs/two", window=timedelta(milliseconds=50), gather=QUICK)
+    settings = AggregatorSettings(run=alone, store=store.spec, workers=("a",), begin=begin)
+    made = list(aggregate_run(settings))
+    assert [link.window for link in made] == [1, 2, 3]  # nobody came, so it was over
+    assert {one.reason for link in made for one in link.out.values()} == {Refusal.MISSING}
+    state, window = newest_state(store, alone.chain)
+    assert window == 3
+    assert state.digest() == state_of(dict(model().named_parameters())).digest()
+    again = list(aggregate_run(settings.model_copy(update={"windows": 1})))
+    assert [link.window for link in again] == [4]
+
+
+QUICK = GatherSettings(look=timedelta(milliseconds=10))
+
+
+def test_without_weights_nothing_begins(store, trained):
+    settings = settings_of(store)
+    with pytest.raises(errors.NotFoundError, match="Say with which checkpoint"):
+        list(aggregate_run(settings))
+    nothing = settings_of(store, begin=Beginning(job=trained, tensors="weights."))
+    with pytest.raises(errors.ConfigurationError, match=r"no weights whose names begin with"):
+        list(aggregate_run(nothing))
+    with pytest.raises(errors.NotFoundError):
+        list(aggregate_run(settings_of(store, begin=Beginning(job="nobody"))))
+
+
+def test_one_that_lives_is_left_alone_until_it_is_gone(store, begun):
+    elsewhere = Holder(id="e", host="elsewhere", machine="elsewhere", pid=7, started="1")
+    job, ttl = begun.run.chain.job, timedelta(seconds=3)
+    clock = StoreClock.read(store, job, elsewhere)
+    lease = acquire(store, LeaseKeys(job, "aggregator"), elsewhere, ttl, clock)
+    assert isinstance(lease, Lease)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(lambda: list(aggregate_run(begun)))
+        while not waiting.done():
+            lease.beat()
+        with pytest.raises(errors.HeldError, match="process 7 on elsewhere"):
+            waiting.result()
+    ended = begun.model_copy(update={"windows": 1})
+    brief = ended.run.model_copy(update={"window": timedelta(milliseconds=10)})
+    lease.release()
+    (link,) = aggregate_run(ended.model_copy(update={"run": brief}))
+    assert link.window == 1
+
+
+def test_a_checkpoint_that_is_damaged_or_not_the_chains_is_passed_over(store, begun):
+    made = run_windows(store, 4, begun)
+    keys = begun.run.chain
+    foreign = state_of(dict(model(9).named_parameters()))
+    with Saver(store, keys.job) as saver:
+        save_state(saver, foreign, step=made[2].step, window=3).result()  # with other weights
+        save_state(saver, foreign, step=99, window=4).result()  # of no step that the chain has
+        saver.save({"weights": {}}, step=100).result()  # of nothing
+    good = next(found for found in checkpoints(store, keys.job) if found.step == made[-1].step)
+    state, window = newest_state(store, keys)
+    assert (window, state.digest()) == (4, made[-1].state)
+
+    key = CheckpointKeys(keys.job).part(good.parts[0].step, good.parts[0].sha256)
+    body = bytearray(read(store, key))
+    body[-1] ^= 1
+    put(store, key, bytes(body))
+    told: list[Event] = []
+    state, window = newest_state(store, keys, progress=told.append)
+    assert [event.figures["step"] for event in told] == [100, 99, 60, 55]
+    assert window == 2
+    catch_up(store, keys, state, after=window)
+    assert state.digest() == made[-1].state
+
+
+def test_without_any_checkpoint_it_says_which_to_bring_back(store, begun):
+    keys = begun.run.chain
+    (only,) = checkpoints(store, keys.job)
+    put(store, CheckpointKeys(keys.job).part(only.step, only.parts[0].sha256), b"")
+    with pytest.raises(ChainError, match="bring back that of its first link"):
+        newest_state(store, keys)
+
+
+def test_workers_with_buckets_of_their_own_and_a_shared_one(store, begun, tmp_path):
+    shared, own = (open_store((tmp_path / name).as_uri()) for name in ("shared", "own"))
+    settings = begun.model_copy(
+        update={"gradients": shared.spec, "buckets": {"c": own.spec}, "windows": 1}
+    )
+    with ThreadPoolExecutor(3) as pool:
+        working = [
+            pool.submit(take_part_in, settings, bucket, store, uid)
+            for uid, bucket in (("a", shared), ("b", shared), ("c", own))
+        ]
+        (link,) = aggregate_run(settings)
+        assert len({one.result() for one in working}) == 1
+    assert set(link.taken) == set(UIDS)
+
+
+def take_part_in(settings: AggregatorSettings, bucket: Store, chain: Store, uid: str) -> str:
+    mine = model()
+    participant = Participant.join(settings.run, uid, bucket, chain)
+    next(participant.windows())
+    with torch.no_grad():
+        for weight in mine.parameters():
+            weight.mul_(1.01 + 0.01 * ord(uid))
+    participant.submit(mine)
+    return participant.apply(mine, patience=timedelta(minutes=1)).state
+
+
+def test_a_run_of_so_many_windows_is_over_for_all(store):
+    settings = settings_of(store)
+    run = settings.run.model_copy(update={"windows": 2})
+    settings = settings.model_copy(update={"run": run})
+    begin_run(store, run.chain, state_of(dict(model().named_parameters())))
+    with ThreadPoolExecutor(3) as pool:
+        working = [pool.submit(take_part, settings, store, uid, 99) for uid in UIDS]
+        made = list(aggregate_run(settings))
+        assert {one.result() for one in working}
+    assert [link.window for link in made] == [1, 2]
+    assert not list(aggregate_run(settings))
+
+
+def test_the_commands(store, begun, tmp_path):
+    run_windows(store, 3, begun)
+    file = tmp_path / "aggregate.yaml"
+    file.write_text(
+        f"run: {{run: runs/one, window: 0.05, gather: {{look: 0.01}}}}\n"
+        f"store: {{url: '{store.url}'}}\nworkers: [a, b]\n"
+    )
+    run = CliRunner().invoke(main, ["aggregate", str(file), "--windows", "1"])
+    assert run.exit_code == 0, run.output
+    assert run.output.startswith("window 4, step 85: 0 in, 2 out (2 missing); 0 bytes merged")
+
+    to = (tmp_path / "disk").as_uri()
+    run = CliRunner().invoke(main, ["catch-up", store.url, "runs/one", "--to", to])
+    assert run.exit_code == 0, run.output
+    assert "runs/one is at step 85, after window 4" in run.output
+    last = list(links(store, begun.run.chain))[-1]
+    content = load(open_store(to), "runs/one").state
+    assert State(content["weights"], content["moments"]).digest() == last.state
+
+    run = CliRunner().invoke(main, ["catch-up", store.url, "runs/none", "--to", to])
+    assert run.exit_code == 1
+    assert "the run has not begun" in run.output
+
+
+def test_a_folder_of_ours_is_no_workers_name(store, begun):
+    named = begun.model_copy(update={"workers": ("a", "b", "gathers")})
+    with pytest.raises(errors.ConfigurationError, match="folders of ours"):
+        list(aggregate_run(named))
