@@ -15,12 +15,12 @@ import tempfile
 from copy import deepcopy
 from datetime import timedelta
 from pathlib import Path
-from xml.sax.saxutils import escape
 
 import torch
 
 from benchmarks.common import Results, show
 from benchmarks.corpus import text
+from benchmarks.losses import draw
 from millrace.gradients import (
     Codec,
     GatherSettings,
@@ -160,45 +160,6 @@ def compressed(seed: int, windows: int) -> tuple[list[float], float]:
     return losses, whole / sent
 
 
-def plot(curves: dict[str, list[list[float]]], file: Path) -> None:
-    """The losses over the windows, a line a seed, as SVG."""
-    wide, high, left, low = 720, 320, 56, 40
-    every = [loss for lines in curves.values() for line in lines for loss in line]
-    top, bottom = max(every), min(every)
-    drawn_lines: list[str] = []
-    colours = ("#6b7280", "#2563eb")
-    for number, (name, lines) in enumerate(curves.items()):
-        for line in lines:
-            points = " ".join(
-                f"{left + at / (len(line) - 1) * (wide - left - 16):.1f},"
-                f"{16 + (top - loss) / (top - bottom) * (high - 16 - low):.1f}"
-                for at, loss in enumerate(line)
-            )
-            drawn_lines.append(
-                f'<polyline points="{points}" fill="none" stroke="{colours[number]}"/>'
-            )
-        drawn_lines.append(
-            f'<text x="{wide - 16}" y="{32 + 18 * number}" text-anchor="end" '
-            f'fill="{colours[number]}">{escape(name)}</text>'
-        )
-    for loss in (top, (top + bottom) / 2, bottom):
-        y = 16 + (top - loss) / (top - bottom) * (high - 16 - low)
-        drawn_lines.append(
-            f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{loss:.2f}</text>'
-        )
-    windows = len(next(iter(curves.values()))[0]) - 1
-    drawn_lines.append(
-        f'<text x="{wide / 2}" y="{high - 10}" text-anchor="middle">windows of {STEPS} steps of '
-        f"{WORKERS} workers, 0 to {windows}; loss on text that nobody has seen</text>"
-    )
-    inside = "".join(drawn_lines)
-    file.write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" '
-        f'font-family="sans-serif" font-size="12"><rect width="{wide}" height="{high}" '
-        f'fill="#ffffff"/>{inside}</svg>\n'
-    )
-
-
 def main() -> int:
     """Train both ways, print the table, and write the rows and the picture if asked."""
     assert __doc__ is not None
@@ -230,7 +191,7 @@ def main() -> int:
     if asked.json:
         results.save(asked.json)
     if asked.plot:
-        plot(curves, asked.plot)
+        draw(curves, asked.plot, f"windows of {STEPS} steps of {WORKERS} workers")
     return 0
 
 

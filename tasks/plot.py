@@ -1,8 +1,9 @@
-"""A small picture for a report: a rate over time, as SVG that stands in a Markdown artifact."""
+"""Small pictures for reports: SVG that stands in a Markdown artifact."""
 
 import base64
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import median
 from xml.sax.saxutils import escape
 
 _WIDTH, _HEIGHT = 720, 240
@@ -11,6 +12,7 @@ _INNER, _TALL = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 _FLOOR = _TOP + _TALL
 _BARS = 60
 _INK, _GREY, _LINE, _BAR = "#1f2937", "#4b5563", "#d1d5db", "#2563eb"
+_ACCENT = "#b45309"
 
 
 def pace_plot(pace: Mapping[int, int], seconds: float, title: str) -> str:
@@ -41,6 +43,50 @@ def pace_plot(pace: Mapping[int, int], seconds: float, title: str) -> str:
     drawn.append(_text(_LEFT + _INNER / 2, _HEIGHT - 8, "seconds since the start", _INK))
     middle = _TOP + _TALL / 2
     drawn.append(f'<g transform="rotate(-90 16 {middle})">{_text(16, middle, "MB/s", _INK)}</g>')
+    return _data_uri("".join(drawn))
+
+
+def windows_plot(taken: Mapping[int, int], norms: Mapping[int, Sequence[float]], title: str) -> str:
+    """Bars of how many were taken in each window, and their norms above, as a data URI.
+
+    Args:
+        taken: How many, by the window's number.
+        norms: Of each that was taken.
+        title: Above the picture.
+    """
+    numbers = sorted(taken)
+    step = _INNER / len(numbers)
+    most = _round_up(max(taken.values()))
+    top = _round_up(max((norm for each in norms.values() for norm in each), default=0.0))
+    drawn = [_text(_LEFT, 20, title, _INK, "start")]
+    for part in (0.0, 0.5, 1.0):
+        y = _FLOOR - part * _TALL
+        drawn.append(f'<path d="M{_LEFT} {y}H{_WIDTH - _RIGHT}" stroke="{_LINE}"/>')
+        drawn.append(_text(_LEFT - 8, y + 4, f"{most * part:g}", _BAR, "end"))
+        drawn.append(_text(_LEFT + 4, y - 4, f"{top * part:g}", _ACCENT, "start"))
+    for at, number in enumerate(numbers):
+        tall = taken[number] / most * _TALL
+        size = f'width="{max(1.0, step - 1):.2f}" height="{tall:.2f}"'
+        place = f'x="{_LEFT + at * step:.2f}" y="{_FLOOR - tall:.2f}"'
+        drawn.append(f'<rect {place} {size} fill="{_BAR}" fill-opacity="0.35"/>')
+    middles: list[str] = []
+    for at, number in enumerate(numbers):
+        if not norms[number]:
+            continue
+        x, each = _LEFT + (at + 0.5) * step, norms[number]
+        low, middle, high = (
+            _FLOOR - norm / top * _TALL for norm in (min(each), median(each), max(each))
+        )
+        drawn.append(f'<path d="M{x:.2f} {low:.2f}V{high:.2f}" stroke="{_ACCENT}"/>')
+        middles.append(f"{x:.2f},{middle:.2f}")
+    drawn.append(
+        f'<polyline points="{" ".join(middles)}" fill="none" stroke="{_ACCENT}" stroke-width="2"/>'
+    )
+    drawn += [
+        _text(_LEFT + (at + 0.5) * step, _FLOOR + 18, f"{numbers[at]}")
+        for at in sorted({0, len(numbers) // 2, len(numbers) - 1})
+    ]
+    drawn.append(_text(_LEFT + _INNER / 2, _HEIGHT - 8, "window", _INK))
     return _data_uri("".join(drawn))
 
 

@@ -257,3 +257,52 @@ class CheckpointProgress(LiveProgress):
             return "Waiting for the members to say what they have."
         through = f"; {count(self._members, 'member')} through" if self._members else ""
         return f"{size(self._there)} of {size(self._of)} there{through}."
+
+
+class WindowProgress(LiveProgress):
+    """How far a run of gradients is: windows merged, and who has come to the one that is open."""
+
+    _merged = _number = _came = _refused = 0
+
+    def __init__(self, key: str, workers: int, windows: int | None = None) -> None:
+        """Begin to count.
+
+        Args:
+            key: The artifact's.
+            workers: How many are asked first in each window.
+            windows: How many will be merged at most, where that is known.
+        """
+        super().__init__(key)
+        self._workers, self._windows = workers, windows
+
+    def _count(self, event: Event) -> None:
+        figures = event.figures
+        match event.name:
+            case "gradient.taken":
+                self._came += 1
+                self._add(int(figures["bytes"]))
+            case "gradient.refused":
+                self._refused += 1
+                self._log.warning("%s is out: %s", event.subject, figures["reason"])
+            case "chain.applied":
+                self._number = int(figures["window"])
+            case "window.merged":
+                self._number, self._merged = int(figures["window"]), self._merged + 1
+                self._came = self._refused = 0
+            case _:
+                pass
+
+    def _complete(self) -> None:
+        self._windows = self._merged
+
+    def _share(self) -> float:
+        if self._windows is None:  # nobody knows when it ends: how far the open window is
+            return min(1.0, self._came / self._workers)
+        return self._merged / self._windows if self._windows else 1.0
+
+    def _words(self, seconds: float) -> str:
+        refused = f", {self._refused} refused" if self._refused else ""
+        return (
+            f"{count(self._merged, 'window')} merged by this run, the last is {self._number}; to "
+            f"the next {self._came} of {count(self._workers, 'worker')} came{refused}."
+        )

@@ -17,6 +17,7 @@ from millrace.gradients.state import State
 from millrace.keys import ChainKeys
 from millrace.models.chain import LeftOut, Link, Outer, Start, Taken
 from millrace.models.gradient import Refusal
+from millrace.progress import Progress, silent
 from millrace.storage import Store
 
 
@@ -45,6 +46,7 @@ def aggregate(
     state: State,
     *,
     threads: int = 1,
+    progress: Progress = silent,
 ) -> Link:
     """Merge what was gathered, apply it to the weights, and commit the window's link.
 
@@ -58,6 +60,7 @@ def aggregate(
         step: What follows from the run.
         state: The weights before it; changed in place.
         threads: How many work side by side.
+        progress: Told ``update.stored``, before the link is committed.
 
     Raises:
         ConflictError: Another aggregator has merged this window otherwise.
@@ -116,7 +119,7 @@ def aggregate(
         state=state.digest(),
     )
     keys = ChainKeys(window.keys.run, window.keys.version)
-    commit = append(store, keys, link, update_bytes(update) if update else b"")
+    commit = append(store, keys, link, update_bytes(update) if update else b"", progress)
     if commit.record.state != link.state or commit.record.previous != link.previous:
         raise errors.ConflictError(
             f"Another aggregator has merged window {window.number} of {window.keys.run} otherwise: "

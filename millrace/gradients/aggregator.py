@@ -93,7 +93,7 @@ def aggregate_run(settings: AggregatorSettings, *, progress: Progress = silent) 
 
     Args:
         settings: Which run, and how.
-        progress: Told what `follow` tells.
+        progress: Told what `follow` and, in other threads, `Saver` tell.
 
     Yields:
         The link of each window that it has merged.
@@ -119,8 +119,8 @@ def aggregate_run(settings: AggregatorSettings, *, progress: Progress = silent) 
     with ExitStack() as stack:
         heart = stack.enter_context(Heartbeat(settings.lease))
         heart.keep(_leased(store, keys, settings.lease))
-        state, window = _state(settings, store, progress)
-        keeper = stack.enter_context(_Keeper(store, keys, state, settings))
+        state, window = beginning(settings, store, progress=progress)
+        keeper = stack.enter_context(_Keeper(store, keys, state, settings, progress))
         merged = follow(
             store,
             run,
@@ -160,8 +160,20 @@ def _leased(store: Store, keys: ChainKeys, ttl: timedelta) -> Lease:
         time.sleep(_LOOK)
 
 
-def _state(settings: AggregatorSettings, store: Store, progress: Progress) -> tuple[State, int]:
-    """The newest weights of the run, which begins now if it has not; and their window."""
+def beginning(
+    settings: AggregatorSettings, store: Store, *, progress: Progress = silent
+) -> tuple[State, int]:
+    """The newest weights of a run that a checkpoint has, and their window; it may begin now.
+
+    Args:
+        settings: Which run.
+        store: The aggregator's bucket.
+        progress: As of `begin_run` and `newest_state`.
+
+    Raises:
+        NotFoundError: It has not begun, and nothing says with which weights.
+        ChainError: No checkpoint of the chain is there and undamaged.
+    """
     keys, begin = settings.run.chain, settings.begin
     if newest(store, keys) >= 0:
         return newest_state(store, keys, progress=progress)
@@ -172,7 +184,7 @@ def _state(settings: AggregatorSettings, store: Store, progress: Progress) -> tu
         )
     origin = open_store(begin.store, make_folder=False) if begin.store else store
     state, step = state_of_checkpoint(origin, begin.job, step=begin.step, tensors=begin.tensors)
-    begin_run(store, keys, state, step=step)
+    begin_run(store, keys, state, step=step, progress=progress)
     return state, 0
 
 
@@ -180,11 +192,16 @@ class _Keeper:
     """Saves the weights now and then, and at the end, and removes old ones."""
 
     def __init__(
-        self, store: Store, keys: ChainKeys, state: State, settings: AggregatorSettings
+        self,
+        store: Store,
+        keys: ChainKeys,
+        state: State,
+        settings: AggregatorSettings,
+        progress: Progress,
     ) -> None:
         self._store, self._job, self._state = store, keys.job, state
         self._every, self._rules = settings.every, Retention(last=settings.keep)
-        self._saver = Saver(store, keys.job)
+        self._saver = Saver(store, keys.job, progress=progress)
         self._saving: Saving | None = None
         self._unsaved: Link | None = None
 

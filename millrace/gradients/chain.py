@@ -65,7 +65,9 @@ def update_bytes(update: Update) -> bytes:
     return file.getvalue()
 
 
-def append(store: Store, keys: ChainKeys, link: Link, update: bytes) -> Commit[Link]:
+def append(
+    store: Store, keys: ChainKeys, link: Link, update: bytes, progress: Progress = silent
+) -> Commit[Link]:
     """Commit what a window came to, unless somebody has.
 
     Killed at any moment, it can be called again: what was put there before is found.
@@ -75,12 +77,15 @@ def append(store: Store, keys: ChainKeys, link: Link, update: bytes) -> Commit[L
         keys: Of the run.
         link: Without ``key``, ``sha256`` and ``size``, which follow from the update.
         update: Of `update_bytes`; empty if nobody's gradient was taken.
+        progress: Told ``update.stored`` with ``window`` and ``bytes``.
     """
     digest = sha256(update) if update else ""
     key = keys.update(link.step, digest) if update else ""
     if update:
         with suppress(errors.ExistsError):
             create(store, key, update, sha256=digest)
+        figures = {"window": link.window, "bytes": len(update)}
+        progress(Event("update.stored", key, figures))
     whole = link.model_copy(update={"key": key, "sha256": digest, "size": len(update)})
     return commit_once(store, keys.link(link.window), whole)
 

@@ -88,8 +88,8 @@ def follow(
         after: The window that ``state`` is of.
         until: The last window; by default it goes on for ever.
         threads: How many work side by side.
-        progress: As `gather` tells, and ``chain.applied`` and ``window.merged`` with ``window``,
-            ``taken`` and ``out``.
+        progress: As `gather` and `aggregate` tell, and ``chain.applied`` and ``window.merged``
+            with ``window``, ``taken`` and ``out``.
 
     Yields:
         The link of each window that it has merged.
@@ -116,7 +116,7 @@ def follow(
         except QuorumError as error:
             gathered = error.gathered  # the window is over all the same, and its link says so
         step = Step(before, before.step + settings.steps, settings.outer, settings.merge)
-        before = aggregate(store, window, gathered, step, state, threads=threads)
+        before = aggregate(store, window, gathered, step, state, threads=threads, progress=progress)
         figures = {"window": number, "taken": len(before.taken), "out": len(before.out)}
         progress(Event("window.merged", settings.run, figures))
         yield before

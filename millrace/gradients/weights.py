@@ -25,7 +25,9 @@ from millrace.storage import Store
 _WINDOW = "window"
 
 
-def begin_run(store: Store, keys: ChainKeys, state: State, *, step: int = 0) -> Start:
+def begin_run(
+    store: Store, keys: ChainKeys, state: State, *, step: int = 0, progress: Progress = silent
+) -> Start:
     """Save the weights that a run begins with, and commit its first link.
 
     Killed at any moment, or called by several with the same weights, it can be called again.
@@ -35,11 +37,12 @@ def begin_run(store: Store, keys: ChainKeys, state: State, *, step: int = 0) -> 
         keys: Of the run.
         state: The weights.
         step: Of the training that they come from.
+        progress: As of `Saver`.
 
     Raises:
         ConflictError: The run began with other weights, or at another step.
     """
-    with Saver(store, keys.job) as saver:
+    with Saver(store, keys.job, progress=progress) as saver:
         saved = save_state(saver, state, step=step, window=0).result()
     pin(store, keys.job, step, "The chain begins with it.")
     digest = state.digest()

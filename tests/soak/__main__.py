@@ -4,8 +4,8 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -14,7 +14,7 @@ from millrace.storage import StoreSpec
 from tests.servers.faults import Fault
 from tests.servers.r2 import R2Proxy
 from tests.servers.rgw import RGW
-from tests.soak import races, report
+from tests.soak import races, report, windows
 from tests.soak.case import Case, References
 from tests.soak.faults import bad_weather, outlast, r2_place, rgw_place, run_faults
 from tests.soak.kills import Kills
@@ -35,8 +35,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--kills", type=int, default=212, help="at least so many")
     parser.add_argument("--races", type=int, default=300)
+    parser.add_argument("--windows", type=int, default=90, help="runs of gradients")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=["kills", "faults", "races", "swarm"])
+    parser.add_argument("--only", choices=["kills", "faults", "races", "windows", "swarm"])
     options = parser.parse_args()
     began = time.monotonic()
     good: list[bool] = []
@@ -45,6 +46,10 @@ def main() -> int:
         good, summary = _shards(options)
     if options.only in {None, "races"}:
         right, said = _races(options)
+        good.append(right)
+        summary.append(said)
+    if options.only in {None, "windows"}:
+        right, said = _windows(options)
         good.append(right)
         summary.append(said)
     if options.only in {None, "swarm"}:
@@ -57,17 +62,7 @@ def main() -> int:
 
 def _races(options: argparse.Namespace) -> tuple[bool, str]:
     """Ends of epochs and savers: in a folder, on RGW, and through a proxy that fails."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
-        rgw = stack.enter_context(RGW.start(folder / "rgw"))
-        keys = {rgw.full.access_key_id: rgw.full.secret_access_key}
-        proxy = stack.enter_context(R2Proxy.start(rgw.endpoint, keys, folder / "r2"))
-        proxy.set_faults(bad_weather(options.seed, each=0.05 / len(Fault)))
-        places = [
-            StoreSpec(url=(folder / "store").as_uri()),
-            StoreSpec.model_validate(rgw_place(rgw, "races").spec("below")),
-            StoreSpec.model_validate(r2_place(rgw, proxy, "failing").spec("below")),
-        ]
+    with _everywhere(options.seed, "races") as (folder, places, proxy):
         found = run_races(
             places, folder, options.seed, races=options.races, saves=SAVES, tell=_tell
         )
@@ -75,6 +70,33 @@ def _races(options: argparse.Namespace) -> tuple[bool, str]:
         print(*races.summary(found), f"faults {fired}", "", sep="\n")
         often = min(fired.values()) >= AT_LEAST and min(found.blows[at] for at in races.ALL) > 0
         return often and not found.wrong, races.summary(found)[-1]
+
+
+def _windows(options: argparse.Namespace) -> tuple[bool, str]:
+    """Runs of gradients: in a folder, on RGW, and through a proxy that fails."""
+    with _everywhere(options.seed, "windows") as (folder, places, proxy):
+        found = windows.run_windows(places, folder, options.seed, runs=options.windows, tell=_tell)
+        fired = proxy.counts()
+        print(*windows.summary(found), f"faults {fired}", "", sep="\n")
+        often = min(fired.values()) >= AT_LEAST and min(found.blows[at] for at in windows.ALL) > 0
+        return often and not found.wrong, windows.summary(found)[-1]
+
+
+@contextmanager
+def _everywhere(seed: int, bucket: str) -> Iterator[tuple[Path, list[StoreSpec], R2Proxy]]:
+    """A folder, RGW, and RGW behind a proxy at which one request in twenty meets a fault."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
+        rgw = stack.enter_context(RGW.start(folder / "rgw"))
+        keys = {rgw.full.access_key_id: rgw.full.secret_access_key}
+        proxy = stack.enter_context(R2Proxy.start(rgw.endpoint, keys, folder / "r2"))
+        proxy.set_faults(bad_weather(seed, each=0.05 / len(Fault)))
+        places = [
+            StoreSpec(url=(folder / "store").as_uri()),
+            StoreSpec.model_validate(rgw_place(rgw, bucket).spec("below")),
+            StoreSpec.model_validate(r2_place(rgw, proxy, "failing").spec("below")),
+        ]
+        yield folder, places, proxy
 
 
 def _shards(options: argparse.Namespace) -> tuple[list[bool], list[str]]:

@@ -20,7 +20,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import psutil
 from pydantic import ByteSize
 
 from millrace import errors
@@ -43,13 +42,12 @@ from millrace.checkpoints import (
 )
 from millrace.keys import CheckpointKeys
 from millrace.models.checkpoint import Epoch
-from millrace.progress import Event
 from millrace.records import fetch
 from millrace.storage import Store, StoreSpec, list_objects, open_store
+from tests.soak.blows import ANYWHERE, Blow, Struck, runs, stopped
 
 AT = ("cooldown.agreed", "cooldown.racing", "checkpoint.part", "cooldown.complete")
 SAVED = "checkpoint.saved"  # between the metadata and the epoch
-ANYWHERE = "anywhere"
 ALL = (*AT, SAVED, ANYWHERE)
 SHORT = SaveSettings(part_bytes=ByteSize(16_384))
 _TTL = timedelta(seconds=3)
@@ -58,21 +56,6 @@ _SIDE_BY_SIDE = 6
 _SOURCES = 4
 
 Tell = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Blow:
-    """What befalls a process.
-
-    Attributes:
-        at: The event at which, or `ANYWHERE`.
-        number: The how-manieth such event; after so many milliseconds, if anywhere.
-        kill: SIGKILL; else it is stopped, and goes on when the others have ended.
-    """
-
-    at: str
-    number: int
-    kill: bool = True
 
 
 @dataclass
@@ -228,14 +211,14 @@ class _Race:
             process.start()
             running[name] = process
         deadline = time.monotonic() + _HANGS
-        while any(_runs(process) for process in running.values()):
+        while any(runs(process) for process in running.values()):
             if time.monotonic() > deadline:
                 self.wrong.append("a member hangs")
                 break
             for process in running.values():
                 process.join(0.02)
         for name, process in running.items():
-            if _stopped(process):
+            if stopped(process):
                 assert process.pid is not None
                 os.kill(process.pid, signal.SIGCONT)
             process.join(_HANGS)
@@ -293,17 +276,6 @@ class _Race:
             self.wrong.append(f"{len(there - named)} unnamed, {len(named - there)} missing")
 
 
-def _runs(process: BaseProcess) -> bool:
-    return process.is_alive() and not _stopped(process)
-
-
-def _stopped(process: BaseProcess) -> bool:
-    try:
-        return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
-    except psutil.NoSuchProcess:
-        return False
-
-
 def _member(
     place: dict[str, Any],
     job: str,
@@ -327,7 +299,7 @@ def _member(
             position={"sample": step},
             seed=seed,
             settings=CooldownSettings(time=timedelta(minutes=5)),
-            progress=_Struck(blow, Path(f"{result}.struck")),
+            progress=Struck(blow, Path(f"{result}.struck")),
         )
     said = {
         "outcome": cooled.outcome,
@@ -335,28 +307,6 @@ def _member(
         "epoch": cooled.epoch.member if cooled.epoch else None,
     }
     Path(f"{result}.json").write_text(json.dumps(said))
-
-
-class _Struck:
-    """Carries a blow out against its own process."""
-
-    def __init__(self, blow: Blow | None, note: Path) -> None:
-        self._blow, self._note, self._seen = blow, note, 0
-        if blow is not None and blow.at == ANYWHERE:
-            timer = threading.Timer(blow.number / 1000, self._strike)
-            timer.daemon = True
-            timer.start()
-
-    def __call__(self, event: Event) -> None:
-        if self._blow is not None and event.name == self._blow.at:
-            self._seen += 1
-            if self._seen == self._blow.number:
-                self._strike()
-
-    def _strike(self) -> None:
-        assert self._blow is not None
-        self._note.touch()
-        os.kill(os.getpid(), signal.SIGKILL if self._blow.kill else signal.SIGSTOP)
 
 
 def _save(context: Any, place: StoreSpec, number: int, dice: Random) -> tuple[int, list[str]]:
@@ -396,5 +346,5 @@ def _saver(place: dict[str, Any], job: str, number: int, blow: Blow | None) -> N
     dice = torch.Generator().manual_seed(number)
     state = {f"w{i}": torch.randn(4000, generator=dice) for i in range(8)} | {"step": number}
     store = open_store(StoreSpec(**place))
-    with Saver(store, job, SHORT, progress=_Struck(blow, Path(os.devnull))) as saver:
+    with Saver(store, job, SHORT, progress=Struck(blow, Path(os.devnull))) as saver:
         saver.save(state, step=1).result()

@@ -1,0 +1,126 @@
+"""Merge the gradients of a run, window after window, and keep the chain of what they came to."""
+
+from typing import Any
+
+from prefect import flow
+from prefect.runtime import flow_run
+from prefect.states import Completed
+from pydantic import BaseModel, ConfigDict, Field
+
+from blocks import Bucket
+from millrace.errors import ConfigurationError, HeldError
+from millrace.gradients import AggregatorSettings, Beginning, RunSettings
+from millrace.storage import Right
+from tasks.merging import Aggregated, aggregate_windows, last_window, report_windows
+from tasks.places import Place, check_right, spec_of
+
+
+class OwnBucket(BaseModel):
+    """A worker that has a bucket of its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    uid: str = Field(description="The worker's name.")
+    bucket: Bucket | str = Field(description="A Millrace Bucket block, to be read, or a URL.")
+
+
+class First(Place):
+    """The checkpoint whose weights a run begins with."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    job: str = Field(description="Whose it is there.")
+    step: int | None = Field(default=None, description="Which; left out, the newest.")
+    tensors: str = Field(
+        default="",
+        description="What the names of the weights begin with there, such as `model.`; workers "
+        "call them by what follows.",
+    )
+
+    def beginning(self) -> Beginning:
+        """The same, as the engine is told."""
+        return Beginning(store=self.store(), job=self.job, step=self.step, tensors=self.tensors)
+
+
+class Care(BaseModel):
+    """How long a run is followed, and what is kept of it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    windows: int | None = Field(
+        default=None, ge=1, description="How many to merge; left out, until the run is over."
+    )
+    until: int | None = Field(
+        default=None, ge=1, description="The number of the last window to merge."
+    )
+    idle: int = Field(
+        default=3,
+        ge=1,
+        description="The run is over when nobody's gradient was taken in so many windows on end.",
+    )
+    every: int = Field(default=10, ge=1, description="Windows from one checkpoint to the next.")
+    keep: int = Field(default=3, ge=1, description="Checkpoints that are kept.")
+    threads: int = Field(default=2, ge=1, le=64, description="How many work side by side.")
+
+
+def run_name() -> str:
+    """``aggregate-RUN``, for the list of runs."""
+    parameters: dict[str, Any] = flow_run.parameters or {}
+    run = parameters.get("run")
+    name = run.get("run") if isinstance(run, dict) else getattr(run, "run", None)
+    return f"aggregate-{name or 'gradients'}"
+
+
+@flow(name="aggregate-gradients", flow_run_name=run_name)
+def aggregate_gradients(
+    bucket: Bucket | str,
+    run: RunSettings,
+    workers: list[str],
+    gradients: Bucket | str | None = None,
+    own: list[OwnBucket] | None = None,
+    reserves: list[str] | None = None,
+    first: First | None = None,
+    care: Care = Care(),  # noqa: B008 - frozen
+) -> Aggregated:
+    """Merge the gradients of a run into one change of its weights, window after window.
+
+    One window, so many, or until the run is over. Killed or cancelled at any moment, the next run
+    goes on from the newest checkpoint that the chain names; a second one beside it does nothing.
+
+    Args:
+        bucket: A Millrace Bucket block with write credentials, or the URL of a folder: the chain
+            is written there, below `{run}/gathers/`.
+        run: What all who take part have alike.
+        workers: The names of those who are asked first in each window.
+        gradients: The bucket that the workers share, with read credentials; left out, `bucket`.
+        own: Workers that have a bucket of their own.
+        reserves: The names of those who stand in, in this order.
+        first: If the run has not begun: the checkpoint that it begins with.
+        care: How long it is followed, and what is kept.
+    """
+    if not workers:
+        raise ConfigurationError("Name at least one worker whose gradients are merged.")
+    shared = bucket if gradients is None else gradients
+    settings = AggregatorSettings(
+        run=run,
+        store=spec_of(bucket, Right.WRITE),
+        gradients=spec_of(shared, Right.READ),
+        workers=tuple(workers),
+        reserves=tuple(reserves or ()),
+        buckets={each.uid: spec_of(each.bucket, Right.READ) for each in own or ()},
+        begin=first and first.beginning(),
+        **care.model_dump(),
+    )
+    check_right(bucket, Right.WRITE, run.chain.job)
+    for place in (shared, *(each.bucket for each in own or ())):
+        check_right(place, Right.READ, run.run)
+    before = last_window(settings)
+    try:
+        done = aggregate_windows(settings)
+    except HeldError as error:  # as it should be: one of them is enough
+        return Completed(message=str(error))  # pyright: ignore[reportReturnType] - Prefect's way
+    except BaseException:
+        report_windows(settings, before)  # what came before is merged, and stays so
+        raise
+    report_windows(settings, before)
+    return done

@@ -1,0 +1,166 @@
+"""The windows of a run of gradients, as Prefect sees them."""
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prefect import get_run_logger, task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+
+from millrace.gradients import AggregatorSettings, Link, aggregate_run, links
+from millrace.gradients.chain import newest
+from millrace.progress import Event
+from millrace.storage import open_store
+from tasks.plot import windows_plot
+from tasks.progress import WindowProgress
+from tasks.retries import PAUSES, passing
+from tasks.words import artifact_key, count, duration, size
+
+_SHOWN = 200  # windows in a report
+_ROWS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregated:
+    """What a run of the aggregator came to.
+
+    Attributes:
+        windows: How many it has merged.
+        last: The number of the last one; 0 if there was none.
+        step: That the weights are at after it.
+        state: The digest of the weights after it.
+        seconds: How long it took.
+    """
+
+    windows: int
+    last: int
+    step: int
+    state: str
+    seconds: float
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def last_window(settings: AggregatorSettings) -> int:
+    """The number of the newest window that is merged; 0 before the first."""
+    return max(0, newest(open_store(settings.store), settings.run.chain))
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def aggregate_windows(settings: AggregatorSettings) -> Aggregated:
+    """Merge window after window. Killed or cancelled, a later run goes on.
+
+    Call it, do not submit it: a task in another thread does not hear that it is cancelled.
+    """
+    log, began = get_run_logger(), time.monotonic()
+    merged, last = 0, None
+    key = artifact_key("progress", "aggregate", settings.run.run)
+    with WindowProgress(key, len(settings.workers), _planned(settings)) as progress:
+
+        def tell(event: Event) -> None:
+            if event.name == "checkpoint.damaged":
+                log.warning("%s: %s", event.subject, event.figures["damage"])
+            progress(event)
+
+        for link in aggregate_run(settings, progress=tell):
+            merged, last = merged + 1, link
+            log.info("Window %d: %d in, %d out", link.window, len(link.taken), len(link.out))
+    seconds = round(time.monotonic() - began, 3)
+    if last is None:
+        return Aggregated(0, 0, 0, "", seconds)
+    return Aggregated(merged, last.window, last.step, last.state, seconds)
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def report_windows(settings: AggregatorSettings, before: int) -> None:
+    """Leave a report that a person wants to read, of the windows after one. The chain tells all."""
+    store, keys = open_store(settings.store), settings.run.chain
+    last = newest(store, keys)
+    first = max(before, last - _SHOWN)
+    found = list(links(store, keys, after=first)) if last > first >= 0 else []
+    create_markdown_artifact(
+        describe(store.url_of(keys.job), found, skipped=first - before),
+        key="aggregated-gradients",
+        description="The windows that were merged",
+    )
+
+
+def describe(place: str, windows: Sequence[Link], *, skipped: int = 0) -> str:
+    """The report, as Markdown."""
+    if not windows:
+        return f"`{place}`: no window was merged in this run.\n"
+    last = windows[-1]
+    taken = sum(len(link.taken) for link in windows)
+    sent = sum(one.size for link in windows for one in link.taken.values())
+    merged = sum(link.size for link in windows)
+    whole = (
+        f"`{place}`: **{count(len(windows), 'window')}** merged, up to window {last.window:,} at "
+        f"step {last.step:,}. {count(taken, 'gradient')} of {size(sent)} came to {size(merged)}, "
+        f"by the rule `{last.rule}`, applied by `{last.outer.kind}`."
+    )
+    lines = [whole, "", f"![participation and norms of the windows]({_picture(windows)})", ""]
+    lines += [
+        "| window | step | in | out | norm, least to most | received | merged | gathered in |",
+        "|--:|--:|--:|--:|---|--:|--:|--:|",
+        *map(_row, windows[-_ROWS:]),
+        "",
+    ]
+    hidden = skipped + max(0, len(windows) - _ROWS)
+    if hidden:
+        lines += [f"{count(hidden, 'earlier window')} of this run not shown here.", ""]
+    return "\n".join([*lines, *_workers(windows)]) + "\n"
+
+
+def _row(link: Link) -> str:
+    norms = sorted(one.norm for one in link.taken.values())
+    reasons = Counter(str(one.reason) for one in link.out.values())
+    out = ", ".join(f"{number} {reason}" for reason, number in sorted(reasons.items()))
+    cells = (
+        f"{link.window:,}",
+        f"{link.step:,}",
+        f"{len(link.taken)}",
+        out or "0",
+        f"{norms[0]:.3g}, {statistics.median(norms):.3g}, {norms[-1]:.3g}" if norms else "",
+        size(sum(one.size for one in link.taken.values())),
+        size(link.size),
+        duration(link.seconds),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _workers(windows: Sequence[Link]) -> list[str]:
+    """Who was in how often, with what weight, and why not."""
+    names = sorted({uid for link in windows for uid in (*link.taken, *link.out)})
+    lines = [
+        "| worker | in | mean weight | out | the last time, because |",
+        "|---|--:|--:|---|---|",
+    ]
+    for uid in names:
+        weights = [link.taken[uid].weight for link in windows if uid in link.taken]
+        out = [link.out[uid] for link in windows if uid in link.out]
+        reasons = Counter(str(one.reason) for one in out)
+        cells = (
+            f"`{uid}`",
+            f"{len(weights)}",
+            f"{statistics.fmean(weights):.3g}" if weights else "",
+            ", ".join(f"{number} {reason}" for reason, number in sorted(reasons.items())) or "0",
+            out[-1].sentence.replace("|", "\\|") if out else "",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _picture(windows: Sequence[Link]) -> str:
+    return windows_plot(
+        {link.window: len(link.taken) for link in windows},
+        {link.window: [one.norm for one in link.taken.values()] for link in windows},
+        "Gradients taken (bars), and their norms (line: median, band: least to most)",
+    )
+
+
+def _planned(settings: AggregatorSettings) -> int | None:
+    """How many windows at most, if that is known."""
+    known = filter(None, (settings.windows, settings.until, settings.run.windows))
+    return min(known, default=None)
