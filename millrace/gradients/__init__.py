@@ -23,11 +23,12 @@ from millrace.gradients.payload import (
     read_payload,
 )
 from millrace.gradients.running import Participant, RunSettings, Turn, follow, weights_of_model
+from millrace.gradients.shared import Mask
 from millrace.gradients.state import State, state_of
 from millrace.gradients.tensors import CodeError
 from millrace.gradients.weights import begin_run, newest_state, state_of_checkpoint
 from millrace.models.chain import Link, Outer, OuterKind, Start
-from millrace.models.gradient import Codec, GradientHeader, Refusal, Transform
+from millrace.models.gradient import Codec, GradientHeader, Refusal, Support, Transform
 
 __all__ = [
     "AggregatorSettings",
@@ -43,6 +44,7 @@ __all__ = [
     "Gathered",
     "GradientHeader",
     "Link",
+    "Mask",
     "MergeSettings",
     "Merged",
     "Out",
@@ -58,6 +60,7 @@ __all__ = [
     "Start",
     "State",
     "Step",
+    "Support",
     "Transform",
     "Turn",
     "Weights",

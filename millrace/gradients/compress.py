@@ -10,6 +10,7 @@ import torch
 
 from millrace import errors
 from millrace.gradients import kernels
+from millrace.gradients.shared import Mask
 from millrace.gradients.tensors import Sparse, chosen, dense, packed, unpacked, values_of
 from millrace.gradients.transform import backward, forward
 from millrace.models.gradient import Codec, Transform
@@ -46,33 +47,37 @@ class Encoder:
         self.threads = threads or _processors()
         self._scratch = _Scratch()
 
-    def encode(self, tensor: torch.Tensor) -> bytes:
+    def encode(self, tensor: torch.Tensor, mask: Mask | None = None) -> bytes:
         """Compress a tensor.
 
         Args:
             tensor: Of any shape; float32, bfloat16 or float16; finite; on any device.
+            mask: Of the window, if all workers send the same places.
 
         Raises:
-            ConfigurationError: It is of another type, or not finite.
+            ConfigurationError: It is of another type, or not finite, or the mask is missing.
         """
-        return packed(self.chosen(_float32(tensor))[1], self.codec)
+        return packed(self.chosen(_float32(tensor), mask)[1], self.codec)
 
-    def chosen(self, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[Sparse, ...]]:
+    def chosen(
+        self, tensor: torch.Tensor, mask: Mask | None = None
+    ) -> tuple[torch.Tensor, tuple[Sparse, ...]]:
         """A tensor's values in the order of its chunks, and those of them that are sent.
 
         Args:
             tensor: float32, contiguous, on the processor.
+            mask: As of `encode`.
 
         Returns:
             The first are memory of the tensor's or of the encoder's.
 
         Raises:
-            ConfigurationError: It is not finite.
+            ConfigurationError: It is not finite, or the mask is missing.
         """
         plain = self.codec.transform is Transform.NONE
         scratch = None if plain else self._scratch.of(tensor.numel())
         values = forward(tensor, self.codec.transform, scratch)
-        runs = chosen(values.numpy(), tuple(tensor.shape), self.codec, self.threads)
+        runs = chosen(values.numpy(), tuple(tensor.shape), self.codec, self.threads, mask)
         return values, runs
 
 
@@ -95,7 +100,11 @@ class Decoder:
         self._scratch = _Scratch()
 
     def decode(
-        self, body: bytes | memoryview, shape: tuple[int, ...], out: torch.Tensor | None = None
+        self,
+        body: bytes | memoryview,
+        shape: tuple[int, ...],
+        out: torch.Tensor | None = None,
+        mask: Mask | None = None,
     ) -> torch.Tensor:
         """The tensor that compressed bytes stand for.
 
@@ -103,11 +112,12 @@ class Decoder:
             body: Of an `Encoder`, or of whom one does not trust: all of it is checked.
             shape: Of the tensor.
             out: A tensor of the shape, float32, on the processor, to be filled.
+            mask: Of the window, if all workers send the same places.
 
         Raises:
             CodeError: They are no compressed tensor of this shape.
         """
-        runs = unpacked(body, shape, self.codec, self.threads)
+        runs = unpacked(body, shape, self.codec, self.threads, mask)
         if out is None:
             out = torch.empty(shape)
         if self.codec.transform is Transform.NONE:
@@ -142,17 +152,19 @@ class Feedback:
         self._encoder = Encoder(codec, threads)
         self._kept: dict[str, torch.Tensor] = {}
         self._sent: dict[str, bytes] = {}
+        self._mask: Mask | None = None
 
-    def compress(self, name: str, change: torch.Tensor) -> bytes:
-        """Add a change to what is kept of a tensor, and send the largest of it.
+    def compress(self, name: str, change: torch.Tensor, mask: Mask | None = None) -> bytes:
+        """Add a change to what is kept of a tensor, and send some of it.
 
         Args:
             name: The tensor's name.
             change: What is to be sent of it now, as of `encode`.
+            mask: Of the window, if all workers send the same places; the same for all tensors.
 
         Raises:
-            ConfigurationError: It is not finite, or of another shape than before: what was kept is
-                as it was.
+            ConfigurationError: It is not finite, or of another shape than before, or the mask is
+                missing: what was kept is as it was.
         """
         change = _float32(change)
         shape = tuple(change.shape)
@@ -162,12 +174,13 @@ class Feedback:
                 f"{name} has the shape {list(shape)}, and before it had {list(before.shape)}."
             )
         total = change.clone() if before is None else change.add(before, alpha=self.decay)
-        values, runs = self._encoder.chosen(total)
+        values, runs = self._encoder.chosen(total, mask)
         for run in runs:
             _take_away(values.numpy(), run, self.codec)
         if self.codec.transform is not Transform.NONE:  # whose values are the tensor's memory
             backward(values, shape, self.codec.transform, total)
         self._kept[name], self._sent[name] = total, packed(runs, self.codec)
+        self._mask = mask
         return self._sent[name]
 
     def give_back(self) -> None:
@@ -175,17 +188,18 @@ class Feedback:
         decoder = Decoder(self.codec, self._encoder.threads)
         for name, body in self._sent.items():
             kept = self._kept[name]
-            self._kept[name] = kept + decoder.decode(body, tuple(kept.shape))
+            self._kept[name] = kept + decoder.decode(body, tuple(kept.shape), mask=self._mask)
         self._sent = {}
 
     @contextmanager
     def all_or_nothing(self) -> Generator[None]:
         """If the block raises, what is kept is as it was before."""
         kept, sent = dict(self._kept), dict(self._sent)  # tensors in them are never changed
+        mask = self._mask
         try:
             yield
         except BaseException:
-            self._kept, self._sent = kept, sent
+            self._kept, self._sent, self._mask = kept, sent, mask
             raise
 
     def kept(self, name: str) -> torch.Tensor:
@@ -201,12 +215,14 @@ class Feedback:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""
-        return {"kept": dict(self._kept), "sent": dict(self._sent)}
+        mask = None if self._mask is None else {"run": self._mask.run, "window": self._mask.window}
+        return {"kept": dict(self._kept), "sent": dict(self._sent), "mask": mask}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         self._kept = {name: _float32(tensor).clone() for name, tensor in state["kept"].items()}
         self._sent = dict(state["sent"])
+        self._mask = None if state["mask"] is None else Mask(**state["mask"])
 
 
 def _take_away(values: np.ndarray[Any, Any], run: Sparse, codec: Codec) -> None:

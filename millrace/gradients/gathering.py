@@ -127,7 +127,7 @@ class Gathered:
     Attributes:
         taken: By the workers' names.
         out: Who is out, and why.
-        spare: Reserves whose gradient was right, and not needed.
+        spare: Who had sent, and was not needed; some were not even read to the end.
         size: Bytes of what was taken.
         seconds: How long it took.
     """
@@ -330,8 +330,10 @@ class _Gathering:
 
     def _gathered(self, seconds: float) -> Gathered:
         right = self._right()
-        taken, spare = right[: self._wanted], right[self._wanted :]
-        out = {uid: self._out(uid) for uid in self._order if uid not in right}
+        taken = right[: self._wanted]
+        unread = [uid for uid in self._order if uid in self._reading and uid not in self._read]
+        spare = [*right[self._wanted :], *unread]
+        out = {uid: self._out(uid) for uid in self._order if uid not in {*taken, *spare}}
         seconds = round(seconds, 3)
         if len(taken) < self._settings.quorum:
             alone = Out(Refusal.QUORUM, "It is right, and too few others came.")
@@ -353,6 +355,6 @@ class _Gathering:
     def _out(self, uid: str) -> Out:
         read = self._read.get(uid)
         if read is None:
-            missing = Out(Refusal.MISSING, "Nothing of it came before the deadline.")
+            missing = Out(Refusal.MISSING, "Nothing of it came before the window was over.")
             return self._said.get(uid, missing)
         return read.out or Out(Refusal.DUPLICATE, "Another worker had sent the same before.")

@@ -216,7 +216,7 @@ def _merged(
         raise errors.ConfigurationError(
             f"The workers send different places of {name}, so that most have one sender, and the "
             f"{settings.rule} of one value is that value: choose `mean`, `centered clip` or "
-            "`multi-krum`, or let all workers send the same places."
+            "`multi-krum`, or let all workers send the same places (`support: shared`)."
         )
 
     def block(rows: slice) -> tuple[Any, Any, Any]:

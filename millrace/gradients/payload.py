@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from millrace import errors
 from millrace.digest import canonical, sha256
 from millrace.gradients import kernels
+from millrace.gradients.shared import Mask
 from millrace.gradients.tensors import CodeError, Sparse, largest, unpacked, values_of
 from millrace.models.gradient import Codec, GradientHeader, Refusal
 from millrace.storage import Stat, Store, read
@@ -192,11 +193,12 @@ def check_payload(body: bytes, expected: Expected) -> Payload:
         raise PayloadError(Refusal.DIGEST, "Its bytes are not those that its header names.")
     if set(pieces) != set(expected.shapes):
         raise PayloadError(Refusal.TENSORS, "It has other tensors than the model.")
+    mask = Mask(expected.run, expected.window)
     tensors: dict[str, tuple[Sparse, ...]] = {}
     square = 0.0
     for name, shape in expected.shapes.items():
         try:
-            runs = unpacked(pieces[name], shape, expected.codec)
+            runs = unpacked(pieces[name], shape, expected.codec, mask=mask)
         except CodeError as error:
             raise PayloadError(Refusal.CODES, f"{name}: {error}") from error
         tensors[name] = runs

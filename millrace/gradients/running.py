@@ -21,6 +21,7 @@ from millrace.gradients.compress import Feedback
 from millrace.gradients.gathering import GatherSettings, QuorumError, Window, Worker, gather
 from millrace.gradients.merging import MergeSettings
 from millrace.gradients.payload import Shapes, payload_bytes
+from millrace.gradients.shared import Mask
 from millrace.gradients.state import State, state_of
 from millrace.gradients.weights import newest_state
 from millrace.keys import ChainKeys, GradientKeys
@@ -237,13 +238,14 @@ class Participant:
         return len(body)
 
     def _body(self, model: torch.nn.Module, number: int, tokens: int, samples: str) -> bytes:
+        mask = Mask(self._settings.run, number)
         bodies: dict[str, bytes] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for name, weight in _weights(model, self._state).items():
             whole = torch.from_numpy(self._state.weights[name])  # pyright: ignore[reportUnknownMemberType]
             before = whole.to(weight.dtype).float()  # as the model was given it
             change = before - weight.detach().cpu().float()
-            bodies[name] = self._feedback.compress(name, change)
+            bodies[name] = self._feedback.compress(name, change, mask)
             shapes[name] = tuple(weight.shape)
         return payload_bytes(
             bodies,

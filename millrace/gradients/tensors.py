@@ -2,9 +2,9 @@
 
 The bytes of each run of equal chunks, little-endian:
 
-- the parameter of the Rice codes, one byte;
-- the length of each block's Rice codes, four bytes a block of 256 chunks;
-- the Rice codes of the places, block by block, each ending with a byte;
+- unless all workers send the same places, those: the parameter of the Rice codes, one byte; the
+  length of each block's Rice codes, four bytes a block of 256 chunks; the Rice codes of the places,
+  block by block, each ending with a byte;
 - the values' codes of ``bits`` bits, from the lowest bit of a byte to its highest;
 - the largest magnitude of each chunk, as bfloat16;
 - but for 16 bits, the smallest over the largest in 255ths, one byte a chunk.
@@ -24,7 +24,8 @@ import numpy.typing as npt
 from millrace import errors
 from millrace.gradients import kernels
 from millrace.gradients.chunks import Chunks, chunks_of
-from millrace.models.gradient import Codec
+from millrace.gradients.shared import Mask, Places
+from millrace.models.gradient import Codec, Support
 
 BLOCK = 256
 """Chunks whose Rice codes have one length, and whose sums are one."""
@@ -64,20 +65,28 @@ class Sparse:
 
 
 def chosen(
-    values: npt.NDArray[np.float32], shape: tuple[int, ...], codec: Codec, threads: int = 1
+    values: npt.NDArray[np.float32],
+    shape: tuple[int, ...],
+    codec: Codec,
+    threads: int = 1,
+    mask: Mask | None = None,
 ) -> tuple[Sparse, ...]:
-    """The largest values of each chunk, quantised.
+    """The values of each chunk that are sent, quantised.
 
     Args:
         values: Of the tensor, in the order of its chunks, as `transform.forward` returns them.
         shape: Of the tensor.
         codec: How.
         threads: How many work side by side.
+        mask: Of the window, if all workers send the same places.
 
     Raises:
-        ConfigurationError: A value is not finite.
+        ConfigurationError: A value is not finite, or the mask is missing.
     """
-    return tuple(_chosen(values, run, codec, threads) for run in chunks_of(shape, codec))
+    return tuple(
+        _chosen(values, run, codec, threads, _shared(run, codec, mask))
+        for run in chunks_of(shape, codec)
+    )
 
 
 def values_of(sparse: Sparse, codec: Codec) -> npt.NDArray[np.float32]:
@@ -112,9 +121,20 @@ def packed(runs: tuple[Sparse, ...], codec: Codec) -> bytes:
 
 
 def unpacked(
-    body: bytes | memoryview, shape: tuple[int, ...], codec: Codec, threads: int = 1
+    body: bytes | memoryview,
+    shape: tuple[int, ...],
+    codec: Codec,
+    threads: int = 1,
+    mask: Mask | None = None,
 ) -> tuple[Sparse, ...]:
     """What `packed` made these bytes of. Everything in them is checked; nothing is assumed.
+
+    Args:
+        body: The bytes.
+        shape: Of the tensor.
+        codec: How it was compressed.
+        threads: How many work side by side.
+        mask: Of the window, if all workers send the same places.
 
     Raises:
         CodeError: They are no compressed tensor of this shape.
@@ -122,7 +142,7 @@ def unpacked(
     rest = np.frombuffer(body, np.uint8)
     found: list[Sparse] = []
     for run in chunks_of(shape, codec):
-        sparse, rest = _unpacked(rest, run, codec, threads)
+        sparse, rest = _unpacked(rest, run, codec, threads, _shared(run, codec, mask))
         found.append(sparse)
     if rest.size:
         raise CodeError(f"{rest.size:,} bytes are left over.")
@@ -131,17 +151,33 @@ def unpacked(
 
 def largest(shape: tuple[int, ...], codec: Codec) -> int:
     """Bytes that a compressed tensor of a shape has at most."""
+    places = codec.support is Support.LARGEST
     return sum(
-        1
-        + 5 * -(-run.count // BLOCK)
-        + -(-run.sent * (_RICE_MOST + 1) // 8)
+        places * (1 + 5 * -(-run.count // BLOCK) + -(-run.sent * (_RICE_MOST + 1) // 8))
         + -(-run.sent * codec.bits // 8)
         + (2 if codec.bits == 16 else 3) * run.count
         for run in chunks_of(shape, codec)
     )
 
 
-def _chosen(values: npt.NDArray[np.float32], run: Chunks, codec: Codec, threads: int) -> Sparse:
+def _shared(run: Chunks, codec: Codec, mask: Mask | None) -> Places | None:
+    """The places that all workers send of each chunk; None if each sends its own."""
+    if codec.support is Support.LARGEST:
+        return None
+    if mask is None:
+        raise errors.ConfigurationError(
+            "The places that all workers send are those of a window: say of which (a Mask)."
+        )
+    return mask.places(run.size, run.k)
+
+
+def _chosen(
+    values: npt.NDArray[np.float32],
+    run: Chunks,
+    codec: Codec,
+    threads: int,
+    shared: Places | None,
+) -> Sparse:
     table = values[run.first : run.first + run.values].view(np.int32).reshape(run.count, run.size)
     places = np.empty((run.count, run.k), np.uint16)
     picked = np.empty((run.count, run.k), np.int32)
@@ -151,9 +187,14 @@ def _chosen(values: npt.NDArray[np.float32], run: Chunks, codec: Codec, threads:
     codes = np.empty((run.count, run.k), np.uint16 if half else np.uint8)
 
     def part(rows: slice) -> None:
-        kernels.select(table[rows], run.k, places[rows])
+        if shared is None:
+            kernels.select(table[rows], run.k, places[rows])
+        else:
+            places[rows] = shared
         kernels.gather(table[rows], places[rows], picked[rows])
-        if not np.isfinite(picked[rows].view(np.float32)).all():  # what is not is the largest
+        # What is not finite is the largest; elsewhere it may hide.
+        seen = picked[rows] if shared is None else table[rows]
+        if not np.isfinite(seen.view(np.float32)).all():
             raise errors.ConfigurationError(
                 "A gradient has values that are not finite: leave this step out."
             )
@@ -192,6 +233,14 @@ def _shortest(places: npt.NDArray[np.uint16], chunks: Chunks) -> tuple[int, int]
 
 
 def _packed(run: Sparse, codec: Codec) -> Iterator[bytes]:
+    if codec.support is Support.LARGEST:
+        yield from _places_packed(run)
+    yield _codes_packed(run.codes.reshape(-1), codec.bits)
+    yield run.high.astype(_U16).tobytes()
+    yield run.ratio.tobytes()
+
+
+def _places_packed(run: Sparse) -> Iterator[bytes]:
     rice, bits = _shortest(run.places, run.chunks)
     room = np.empty(bits // 8 + 2 * -(-run.chunks.count // BLOCK), np.uint8)
     lengths: list[int] = []
@@ -203,12 +252,26 @@ def _packed(run: Sparse, codec: Codec) -> Iterator[bytes]:
     yield bytes([rice])
     yield np.array(lengths, _U32).tobytes()
     yield room[:at].tobytes()
-    yield _codes_packed(run.codes.reshape(-1), codec.bits)
-    yield run.high.astype(_U16).tobytes()
-    yield run.ratio.tobytes()
 
 
-def _unpacked(rest: Bytes, run: Chunks, codec: Codec, threads: int) -> tuple[Sparse, Bytes]:
+def _unpacked(
+    rest: Bytes, run: Chunks, codec: Codec, threads: int, shared: Places | None
+) -> tuple[Sparse, Bytes]:
+    if shared is None:
+        places, rest = _places_unpacked(rest, run, threads)
+    else:
+        places = np.tile(shared, (run.count, 1))
+    packed, rest = _taken(rest, -(-run.sent * codec.bits // 8))
+    raw, rest = _taken(rest, 2 * run.count)
+    high = np.frombuffer(raw.tobytes(), _U16).astype(np.uint16)
+    ratio, rest = _taken(rest, 0 if codec.bits == 16 else run.count)
+    if (high > 0x7F7F).any() or (codec.bits == 16 and (high & 0x7F).any()):
+        raise CodeError("A magnitude is negative, not finite, or no power of two.")
+    codes = _codes_unpacked(packed, run.sent, codec.bits).reshape(run.count, run.k)
+    return Sparse(run, places, high, ratio.copy(), codes), rest
+
+
+def _places_unpacked(rest: Bytes, run: Chunks, threads: int) -> tuple[Places, Bytes]:
     blocks = -(-run.count // BLOCK)
     head, rest = _taken(rest, 1)
     rice = int(head[0])
@@ -217,12 +280,6 @@ def _unpacked(rest: Bytes, run: Chunks, codec: Codec, threads: int) -> tuple[Spa
     raw, rest = _taken(rest, 4 * blocks)
     lengths = np.frombuffer(raw.tobytes(), _U32).astype(np.int64)
     gaps, rest = _taken(rest, int(lengths.sum()))
-    packed, rest = _taken(rest, -(-run.sent * codec.bits // 8))
-    raw, rest = _taken(rest, 2 * run.count)
-    high = np.frombuffer(raw.tobytes(), _U16).astype(np.uint16)
-    ratio, rest = _taken(rest, 0 if codec.bits == 16 else run.count)
-    if (high > 0x7F7F).any() or (codec.bits == 16 and (high & 0x7F).any()):
-        raise CodeError("A magnitude is negative, not finite, or no power of two.")
     places = np.empty((run.count, run.k), np.uint16)
     ends = np.cumsum(lengths)
 
@@ -238,8 +295,7 @@ def _unpacked(rest: Bytes, run: Chunks, codec: Codec, threads: int) -> tuple[Spa
     side_by_side(block, run.count, threads)
     if _shortest(places, run)[0] != rice:
         raise CodeError("Its Rice codes are longer than they need be.")
-    codes = _codes_unpacked(packed, run.sent, codec.bits).reshape(run.count, run.k)
-    return Sparse(run, places, high, ratio.copy(), codes), rest
+    return places, rest
 
 
 def _taken(rest: Bytes, count: int) -> tuple[Bytes, Bytes]:

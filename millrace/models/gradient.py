@@ -18,17 +18,30 @@ class Transform(StrEnum):
     DCT = "dct"  # of tiles, as DeMo does
 
 
+class Support(StrEnum):
+    """Which values of each chunk are sent."""
+
+    LARGEST = "largest"  # by magnitude: each worker its own
+    SHARED = "shared"  # drawn from the window's name: all workers the same, in turn
+
+
 class Codec(Committed):
     """How a gradient is compressed.
 
-    The largest ``k`` of each 4096 values are sent, by their magnitude: each its place, its sign and
-    one of ``2 ** (bits - 1)`` magnitudes between two that are the chunk's own.
+    Of each 4096 values ``k`` are sent: each its place, its sign and one of ``2 ** (bits - 1)``
+    magnitudes between two that are the chunk's own.
     """
 
     transform: Transform = Field(
         default=Transform.NONE,
         description="`dct` sends the coefficients of tiles of at most 64 by 64 (DeMo); `none` the "
         "values themselves (SparseLoCo).",
+    )
+    support: Support = Field(
+        default=Support.LARGEST,
+        description="`largest` sends the largest of each chunk; `shared` places that are drawn for "
+        "the window, the same for all workers, and need not be sent: for `median` and `trimmed "
+        "mean`.",
     )
     k: int = Field(default=64, ge=1, le=CHUNK, description="Values that are sent, of 4096.")
     bits: Literal[2, 4, 8, 16] = Field(
