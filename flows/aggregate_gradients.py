@@ -116,7 +116,7 @@ def aggregate_gradients(
         check_right(place, Right.READ, run.run)
     before = last_window(settings)
     try:
-        done = aggregate_windows(settings)
+        done = aggregate_windows(settings, before)
     except HeldError as error:  # as it should be: one of them is enough
         return Completed(message=str(error))  # pyright: ignore[reportReturnType] - Prefect's way
     except BaseException:

@@ -49,15 +49,15 @@ def last_window(settings: AggregatorSettings) -> int:
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def aggregate_windows(settings: AggregatorSettings) -> Aggregated:
-    """Merge window after window. Killed or cancelled, a later run goes on.
+def aggregate_windows(settings: AggregatorSettings, before: int) -> Aggregated:
+    """Merge window after window, behind one. Killed or cancelled, a later run goes on.
 
     Call it, do not submit it: a task in another thread does not hear that it is cancelled.
     """
     log, began = get_run_logger(), time.monotonic()
     merged, last = 0, None
     key = artifact_key("progress", "aggregate", settings.run.run)
-    with WindowProgress(key, len(settings.workers), _planned(settings)) as progress:
+    with WindowProgress(key, len(settings.workers), _planned(settings, before)) as progress:
 
         def tell(event: Event) -> None:
             if event.name == "checkpoint.damaged":
@@ -160,7 +160,8 @@ def _picture(windows: Sequence[Link]) -> str:
     )
 
 
-def _planned(settings: AggregatorSettings) -> int | None:
+def _planned(settings: AggregatorSettings, before: int) -> int | None:
     """How many windows at most, if that is known."""
-    known = filter(None, (settings.windows, settings.until, settings.run.windows))
-    return min(known, default=None)
+    ends = [end - before for end in (settings.until, settings.run.windows) if end is not None]
+    known = [*ends, *([] if settings.windows is None else [settings.windows])]
+    return max(0, min(known)) if known else None

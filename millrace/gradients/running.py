@@ -151,6 +151,7 @@ class Participant:
         aggregator: The bucket of the chain; to be read.
         state: The weights after window ``after``, such as of the checkpoint that the chain names.
         after: Which. It catches up from there.
+        threads: How many compress side by side; by default one a processor.
         progress: Told ``chain.applied`` and ``gradient.sent``, with ``window`` and ``bytes``.
     """
 
@@ -163,13 +164,14 @@ class Participant:
         state: State,
         *,
         after: int = 0,
+        threads: int | None = None,
         progress: Progress = silent,
     ) -> None:
         self._settings, self._uid, self._store = settings, uid, store
         self._aggregator, self._state, self._progress = aggregator, state, progress
         self._number = after
         self._before = link_at(aggregator, settings.chain, after)
-        self._feedback = Feedback(settings.codec, decay=settings.decay)
+        self._feedback = Feedback(settings.codec, decay=settings.decay, threads=threads)
         self._submitted, self._sha256 = 0, ""
 
     @classmethod
@@ -180,16 +182,21 @@ class Participant:
         store: Store,
         aggregator: Store,
         *,
+        threads: int | None = None,
         progress: Progress = silent,
     ) -> "Participant":
         """Take part in a run from where it is: with the newest checkpoint that its chain names.
+
+        The arguments are those of `Participant`.
 
         Raises:
             NotFoundError: The run has not begun.
             ChainError: No such checkpoint is there and undamaged, or the chain is broken.
         """
         state, after = newest_state(aggregator, settings.chain, progress=progress)
-        return cls(settings, uid, store, aggregator, state, after=after, progress=progress)
+        return cls(
+            settings, uid, store, aggregator, state, after=after, threads=threads, progress=progress
+        )
 
     def windows(self) -> Iterator[Turn]:
         """The windows, from the one that is open on, until the run is over.

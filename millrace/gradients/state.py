@@ -5,9 +5,8 @@ compiler that fuses them would not. The inverse DCT adds in one order, which a l
 does not promise.
 """
 
-import hashlib
-import struct
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace import errors
-from millrace.digest import canonical
+from millrace.digest import canonical, sha256
 from millrace.gradients import kernels
 from millrace.gradients.chunks import matrix_of, tiles_of
 from millrace.gradients.merging import Merged, dense_of
 from millrace.gradients.transform import basis_of
 from millrace.models.chain import Outer, OuterKind
 from millrace.models.gradient import Codec, Transform
+
+_AT_ONCE = 4
 
 Array = npt.NDArray[np.float32]
 
@@ -63,15 +64,23 @@ class State:
         weight -= change
 
     def digest(self) -> str:
-        """SHA-256 of all of it: equal states have equal ones."""
-        digest = hashlib.sha256()
-        for kind, tensors in (("weights", self.weights), ("moments", self.moments)):
-            for name in sorted(tensors):
-                tensor = np.ascontiguousarray(tensors[name], dtype="<f4")
-                head = canonical({"kind": kind, "name": name, "shape": list(tensor.shape)})
-                digest.update(struct.pack("<Q", len(head)) + head)
-                digest.update(tensor.data)
-        return digest.hexdigest()
+        """SHA-256 of those of its tensors: equal states have equal ones."""
+        tensors = [
+            (kind, name, held[name])
+            for kind, held in (("weights", self.weights), ("moments", self.moments))
+            for name in sorted(held)
+        ]
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="digest") as pool:
+            digests = pool.map(_digest, [tensor for _, _, tensor in tensors])
+            content = {
+                f"{kind}.{name}": {"shape": list(tensor.shape), "sha256": digest}
+                for (kind, name, tensor), digest in zip(tensors, digests, strict=True)
+            }
+        return sha256(canonical(content))
+
+
+def _digest(tensor: Array) -> str:
+    return sha256(np.ascontiguousarray(tensor, dtype="<f4").data)
 
 
 def state_of(tensors: Mapping[str, Any], names: Sequence[str] | None = None) -> State:
