@@ -1,5 +1,6 @@
 """Merge the gradients of a run, window after window, and keep the chain of what they came to."""
 
+from datetime import timedelta
 from typing import Any
 
 from prefect import flow
@@ -60,6 +61,11 @@ class Care(BaseModel):
     )
     every: int = Field(default=10, ge=1, description="Windows from one checkpoint to the next.")
     keep: int = Field(default=3, ge=1, description="Checkpoints that are kept.")
+    lease: timedelta = Field(
+        default=timedelta(minutes=1),
+        ge=timedelta(seconds=3),
+        description="After this long without a sign of life another aggregator takes over.",
+    )
     threads: int = Field(default=2, ge=1, le=64, description="How many work side by side.")
 
 

@@ -22,8 +22,9 @@ from millrace.gradients import (
     newest_state,
     state_of,
 )
+from millrace.gradients.chain import newest
 from millrace.keys import LeaseKeys
-from millrace.storage import Right, Store, StoreSpec, list_objects, open_store, put, scoped
+from millrace.storage import Right, Store, StoreSpec, exists, list_objects, open_store, put, scoped
 from tests.flows.conftest import MakeBlock
 from tests.prefect_server import PrefectServer, Worker, until
 from tests.servers.rgw import RGW
@@ -49,7 +50,7 @@ def model() -> torch.nn.Module:
 def take_part(store: Store, chain: Store, uid: str, windows: int) -> Link:
     """Send a change in each window; the worker ``c`` sends a broken one in the second."""
     mine = model()
-    until(lambda: list(list_objects(chain, RUN.chain.links)), "the run to begin")
+    until(lambda: newest(chain, RUN.chain) >= 0, "the run to begin")
     participant = Participant.join(RUN, uid, store, chain)
     for turn in participant.windows():
         participant.load(mine)
@@ -138,10 +139,11 @@ def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_can
         "gradients": store.url,
         "run": RUN.model_dump(mode="json"),
         "workers": UIDS,
+        "care": {"until": 3, "lease": "PT6S"},
     }
     first = deployed.start(AGGREGATE, watch=False, **parameters)
     lease = LeaseKeys(RUN.chain.job, "aggregator")
-    until(lambda: list(list_objects(store, lease.prefix)), "the first to have the lease")
+    until(lambda: exists(store, lease.epoch(0)), "the first to have the lease")
 
     second = deployed.start(AGGREGATE, watch=False, **parameters)
     held = deployed.wait(second.run, "Completed", "Failed", "Crashed")
@@ -151,11 +153,11 @@ def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_can
 
     with ThreadPoolExecutor(len(UIDS)) as pool:
         working = [pool.submit(take_part, store, store, uid, 3) for uid in UIDS]
-        until(lambda: len(list(links(store, RUN.chain))) == 1, "a window to be merged")
+        until(lambda: newest(store, RUN.chain) >= 1, "a window to be merged")
         said = deployed.prefect("flow-run", "cancel", str(first.run))
         assert said.returncode == 0, said.stdout + said.stderr
         deployed.wait(first.run, "Cancelled")
-        done = deployed.start(AGGREGATE, **parameters, care={"until": 3})
+        done = deployed.start(AGGREGATE, **parameters)
         assert done.code == 0, done.output
         assert len({one.result().state for one in working}) == 1
     found = list(links(store, RUN.chain))

@@ -79,6 +79,7 @@ def _windows(options: argparse.Namespace) -> tuple[bool, str]:
         fired = proxy.counts()
         print(*windows.summary(found), f"faults {fired}", "", sep="\n")
         often = min(fired.values()) >= AT_LEAST and min(found.blows[at] for at in windows.ALL) > 0
+        often = often and found.stops > 0 and found.together > 0
         return often and not found.wrong, windows.summary(found)[-1]
 
 
