@@ -3,13 +3,13 @@
 from datetime import timedelta
 from typing import Any
 
-from prefect import flow
+from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import BaseModel, ConfigDict, Field
 
 from blocks import Bucket
-from millrace.errors import ConfigurationError, HeldError
+from millrace.errors import ConfigurationError, HeldError, MillraceError
 from millrace.gradients import AggregatorSettings, Beginning, RunSettings
 from millrace.storage import Right
 from tasks.merging import Aggregated, aggregate_windows, last_window, report_windows
@@ -118,8 +118,12 @@ def aggregate_gradients(
         **care.model_dump(),
     )
     check_right(bucket, Right.WRITE, run.chain.job)
-    for place in (shared, *(each.bucket for each in own or ())):
-        check_right(place, Right.READ, run.run)
+    check_right(shared, Right.READ, run.run)
+    for each in own or ():
+        try:
+            check_right(each.bucket, Right.READ, run.gradients.worker(each.uid))
+        except MillraceError as error:  # it costs its own worker, which is out with a reason
+            get_run_logger().warning("The bucket of %s cannot be read: %s", each.uid, error)
     before = last_window(settings)
     try:
         done = aggregate_windows(settings, before)

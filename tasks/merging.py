@@ -29,8 +29,8 @@ class Aggregated:
 
     Attributes:
         windows: How many it has merged.
-        last: The number of the last one; 0 if there was none.
-        step: That the weights are at after it.
+        last: The number of the last one.
+        step: That the weights are at after it; 0 if it has merged none.
         state: The digest of the weights after it.
         seconds: How long it took.
     """
@@ -55,9 +55,12 @@ def aggregate_windows(settings: AggregatorSettings, before: int) -> Aggregated:
     Call it, do not submit it: a task in another thread does not hear that it is cancelled.
     """
     log, began = get_run_logger(), time.monotonic()
-    merged, last = 0, None
+    last = None
+    planned = _planned(settings, before)
+    if planned is not None:  # so that a second try does not begin to count anew
+        settings = settings.model_copy(update={"windows": None, "until": before + planned})
     key = artifact_key("progress", "aggregate", settings.run.run)
-    with WindowProgress(key, len(settings.workers), _planned(settings, before)) as progress:
+    with WindowProgress(key, len(settings.workers), planned) as progress:
 
         def tell(event: Event) -> None:
             if event.name == "checkpoint.damaged":
@@ -65,12 +68,12 @@ def aggregate_windows(settings: AggregatorSettings, before: int) -> Aggregated:
             progress(event)
 
         for link in aggregate_run(settings, progress=tell):
-            merged, last = merged + 1, link
+            last = link
             log.info("Window %d: %d in, %d out", link.window, len(link.taken), len(link.out))
     seconds = round(time.monotonic() - began, 3)
     if last is None:
-        return Aggregated(0, 0, 0, "", seconds)
-    return Aggregated(merged, last.window, last.step, last.state, seconds)
+        return Aggregated(0, before, 0, "", seconds)
+    return Aggregated(last.window - before, last.window, last.step, last.state, seconds)
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)

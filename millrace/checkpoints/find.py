@@ -26,7 +26,7 @@ class Check(StrEnum):
     DIGESTS = "digests"
 
 
-def find_jobs(store: Store, prefix: str = "", *, deepest: int = 4) -> Iterator[str]:
+def find_jobs(store: Store, prefix: str = "", *, deepest: int = 8) -> Iterator[str]:
     """The jobs below a store's URL that may have checkpoints. One listing a folder.
 
     Args:

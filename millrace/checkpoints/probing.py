@@ -177,8 +177,10 @@ def _tried_at_google(store: Store, job: str, key: str) -> float:
             if lacking := _ungranted(store):
                 raise _lacking(failed.verdict, str(failed), lacking) from failed
         raise
-    with understood(Verdict.UNKNOWN):
+    try:
         lacking = _ungranted(store)
+    except errors.MillraceError:
+        return rate  # what was tried came through, and nobody knows better
     if lacking and all("multipart" in name for name in lacking):
         reason = f"{store.url} takes small objects, and no large ones."
         raise _lacking(Verdict.READ_ONLY, reason, lacking)

@@ -4,8 +4,10 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
+from types import TracebackType
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from millrace import errors
 from millrace.checkpoints.find import Check
@@ -84,6 +86,21 @@ class AggregatorSettings(BaseModel):
         description="After this long without a sign of life another aggregator takes over.",
     )
     threads: int = Field(default=2, ge=1, le=64, description="How many work side by side.")
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        names = [*self.workers, *self.reserves]
+        twice = sorted({uid for uid in names if names.count(uid) > 1})
+        if twice:
+            raise ValueError(f"the worker {twice[0]!r} is named twice")
+        strange = sorted(set(self.buckets) - set(names))
+        if strange:
+            raise ValueError(f"{strange[0]!r} has a bucket, and is neither worker nor reserve")
+        gather = self.run.gather
+        most = max(gather.quorum, gather.wanted or 0)
+        if most > len(names):
+            raise ValueError(f"{most} gradients are wanted of {len(names)} workers and reserves")
+        return self
 
 
 def aggregate_run(settings: AggregatorSettings, *, progress: Progress = silent) -> Iterator[Link]:
@@ -213,12 +230,19 @@ class _Keeper:
     def __enter__(self) -> "_Keeper":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:  # which says more than what a save might come to
+            self._saver.__exit__(kind, error, trace)
+            return
         with self._saver:
-            if kind is None and self._unsaved is not None:
+            if self._unsaved is not None:
                 self._save(self._unsaved)
-            if kind is None:
-                self._clear()
+            self._clear()
 
     def _save(self, link: Link) -> None:
         self._clear()

@@ -8,7 +8,7 @@ own gradient and nothing else: it is out, with a reason.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import PurePosixPath
@@ -16,7 +16,14 @@ from pathlib import PurePosixPath
 from pydantic import BaseModel, ConfigDict, Field
 
 from millrace import errors
-from millrace.gradients.payload import Expected, Payload, PayloadError, Shapes, read_payload
+from millrace.gradients.payload import (
+    Expected,
+    Payload,
+    PayloadError,
+    Shapes,
+    read_payload,
+    unanswered,
+)
 from millrace.keys import GradientKeys
 from millrace.lease import StoreClock
 from millrace.models.gradient import Codec, Refusal
@@ -104,6 +111,11 @@ class GatherSettings(BaseModel):
         gt=timedelta(0),
         description="How often the buckets are listed.",
     )
+    grace: timedelta = Field(
+        default=timedelta(seconds=10),
+        ge=timedelta(0),
+        description="How long, when time is up, answers that are on their way are waited for.",
+    )
     at_once: int = Field(default=8, ge=1, le=256, description="Gradients that are read at once.")
 
 
@@ -181,9 +193,10 @@ def gather(
     if len({worker.uid for worker in everybody}) < len(everybody):
         raise errors.ConfigurationError("A worker is named twice: name each once.")
     wanted = len(workers) if settings.wanted is None else settings.wanted
-    if not max(wanted, settings.quorum) <= len(everybody):
+    wanted = max(wanted, settings.quorum)
+    if wanted > len(everybody):
         raise errors.ConfigurationError(
-            f"{max(wanted, settings.quorum)} gradients are wanted of {len(everybody)} workers."
+            f"{wanted} gradients are wanted of {len(everybody)} workers."
         )
     gathering = _Gathering(window, workers, reserves, settings, wanted, progress)
     return gathering.run(clock or StoreClock.own())
@@ -216,48 +229,69 @@ class _Gathering:
         self._first = {worker.uid for worker in workers}
         self._reading: dict[str, Future[_Read]] = {}
         self._read: dict[str, _Read] = {}
+        self._listings: dict[int, Future[dict[str, Stat]]] = {}
+        self._over = False
         self._said: dict[str, Out] = {}  # of who has sent nothing that is read yet
 
     def run(self, clock: StoreClock) -> Gathered:
         began = time.monotonic()
         window, settings = self._window, self._settings
         hedged_at = window.opens + settings.hedge * (window.closes - window.opens)
-        with (
-            ThreadPoolExecutor(settings.at_once, thread_name_prefix="gradient") as pool,
-            ThreadPoolExecutor(settings.at_once, thread_name_prefix="listing") as listing,
-        ):
+        pool = ThreadPoolExecutor(settings.at_once, thread_name_prefix="gradient")
+        # A thread for each, as some buckets may hang.
+        places = max(1, len(self._places(self._order)))
+        listing = ThreadPoolExecutor(places, thread_name_prefix="listing")
+        try:
             while True:
                 now = clock.now()
-                over = now > window.closes
-                hedged = over or now >= hedged_at or self._first <= self._read.keys()
-                self._look(pool, listing, everybody=hedged)
-                self._collect(wait=over)
-                if over or len(self._right()) >= self._wanted:
+                self._over = now > window.closes
+                hedged = self._over or now >= hedged_at or self._first <= self._read.keys()
+                left = max((window.closes - now).total_seconds(), 0.0) + 0.01
+                pause = min(settings.look.total_seconds(), left)
+                looked = time.monotonic()
+                if self._over:  # what was asked before may not have seen the last moment
+                    self._heard(pool, settings.grace.total_seconds())
+                self._ask(listing, everybody=hedged)
+                self._heard(pool, settings.grace.total_seconds() if self._over else pause)
+                self._collect()
+                if self._over or len(self._right()) >= self._wanted:
                     break
                 if len(self._read) == len(self._order):
                     break  # nobody is left
-                left = (window.closes - now).total_seconds()
-                time.sleep(min(settings.look.total_seconds(), max(left, 0.0) + 0.01))
+                time.sleep(max(0.0, looked + pause - time.monotonic()))
+            # Who was asked first counts first, however slowly it is read: within reason.
+            wait(self._reading.values(), settings.grace.total_seconds())
+            self._collect(last=True)
+        finally:  # nobody waits for those that hang
+            pool.shutdown(wait=False, cancel_futures=True)
+            listing.shutdown(wait=False, cancel_futures=True)
         return self._gathered(time.monotonic() - began)
 
     # -- looking
 
-    def _look(
-        self, pool: ThreadPoolExecutor, listing: ThreadPoolExecutor, *, everybody: bool
-    ) -> None:
-        """List what there is, and read what is new."""
+    def _ask(self, listing: ThreadPoolExecutor, *, everybody: bool) -> None:
+        """Have the buckets listed of whom nothing was found yet, but for those that still are."""
         asked = [
             uid
             for uid in self._order
             if uid not in self._reading and (everybody or uid in self._first)
         ]
-        listings = listing.map(self._listed, self._places(asked))
-        found = {uid: stat for listed in listings for uid, stat in listed.items()}
-        for uid in asked:
-            stat = found.get(uid)
-            if stat is not None:
-                self._said.pop(uid, None)
-                self._reading[uid] = pool.submit(self._one, uid, stat)
+        for uids in self._places(asked):
+            place = id(self._stores[uids[0]])
+            if place not in self._listings:
+                self._listings[place] = listing.submit(self._listed, uids)
+
+    def _heard(self, pool: ThreadPoolExecutor, patience: float) -> None:
+        """Wait for the listings, not longer than this, and have read what is new in them."""
+        wait(self._listings.values(), patience)
+        for place, listed in list(self._listings.items()):
+            if not listed.done():
+                continue
+            del self._listings[place]
+            for uid, stat in listed.result().items():
+                if uid not in self._reading:
+                    self._said.pop(uid, None)
+                    self._reading[uid] = pool.submit(self._one, uid, stat)
 
     def _places(self, asked: Sequence[str]) -> list[list[str]]:
         """The workers of each bucket: of one that many share, it is listed once."""
@@ -277,7 +311,7 @@ class _Gathering:
                     found[uid] = stat
         except errors.MillraceError as error:  # its next listing may be better
             for uid in uids:
-                self._said[uid] = Out(Refusal.UNAVAILABLE, str(error))
+                self._said[uid] = Out(Refusal.UNAVAILABLE, unanswered(error))
         return found
 
     def _one(self, uid: str, stat: Stat) -> _Read:
@@ -293,18 +327,18 @@ class _Gathering:
         except PayloadError as error:
             return _Read(None, Out(error.reason, str(error)))
         except errors.MillraceError as error:
-            return _Read(None, Out(Refusal.UNAVAILABLE, str(error)))
+            return _Read(None, Out(Refusal.UNAVAILABLE, unanswered(error)))
         return _Read(payload, None, stat.size, stat.last_modified)
 
     # -- what has come
 
-    def _collect(self, *, wait: bool) -> None:
+    def _collect(self, *, last: bool = False) -> None:
         again: list[str] = []
         for uid, future in self._reading.items():
-            if uid in self._read or not (wait or future.done()):
+            if uid in self._read or not future.done():
                 continue
             read = future.result()
-            if read.out is not None and read.out.reason in _MAY_PASS and not wait:
+            if read.out is not None and read.out.reason in _MAY_PASS and not last:
                 self._said[uid] = read.out
                 again.append(uid)
                 continue
@@ -332,7 +366,7 @@ class _Gathering:
         right = self._right()
         taken = right[: self._wanted]
         unread = [uid for uid in self._order if uid in self._reading and uid not in self._read]
-        spare = [*right[self._wanted :], *unread]
+        spare = right[self._wanted :] + ([] if self._over else unread)
         out = {uid: self._out(uid) for uid in self._order if uid not in {*taken, *spare}}
         seconds = round(seconds, 3)
         if len(taken) < self._settings.quorum:
@@ -354,6 +388,8 @@ class _Gathering:
 
     def _out(self, uid: str) -> Out:
         read = self._read.get(uid)
+        if read is None and (uid in self._reading or id(self._stores[uid]) in self._listings):
+            return Out(Refusal.UNAVAILABLE, "Its bucket had not answered when time was up.")
         if read is None:
             missing = Out(Refusal.MISSING, "Nothing of it came before the window was over.")
             return self._said.get(uid, missing)

@@ -171,10 +171,23 @@ def read_payload(store: Store, stat: Stat, expected: Expected) -> Payload:
     try:
         body = read(store, stat.key, etag=stat.etag)
     except (errors.ChangedError, errors.NotFoundError) as error:
-        raise PayloadError(Refusal.CHANGED, str(error)) from error
+        raise PayloadError(Refusal.CHANGED, "It was replaced while it was read.") from error
     except (errors.UnavailableError, errors.DeniedError) as error:
-        raise PayloadError(Refusal.UNAVAILABLE, str(error)) from error
+        raise PayloadError(Refusal.UNAVAILABLE, unanswered(error)) from error
     return check_payload(body, expected)
+
+
+def unanswered(error: errors.MillraceError) -> str:
+    """Why a worker's bucket was of no use, in words of ours: its own would be kept for ever."""
+    match error:
+        case errors.DeniedError():
+            return "Its bucket refuses to be read."
+        case errors.NotFoundError():
+            return "Its bucket is not there."
+        case errors.UnavailableError(status=int(status)):
+            return f"Its bucket answers {status}."
+        case _:
+            return "Its bucket does not answer as one."
 
 
 def check_payload(body: bytes, expected: Expected) -> Payload:

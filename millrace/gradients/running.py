@@ -26,7 +26,7 @@ from millrace.gradients.state import State, state_of
 from millrace.gradients.weights import newest_state
 from millrace.keys import ChainKeys, GradientKeys
 from millrace.lease import Holder, StoreClock
-from millrace.models.chain import Link, Outer
+from millrace.models.chain import Link, Outer, Start
 from millrace.models.gradient import Codec
 from millrace.progress import Event, Progress, silent
 from millrace.storage import Store, exists, head, put
@@ -207,6 +207,9 @@ class Participant:
         self.catch_up()
         last = self._settings.windows
         while last is None or self._number < last:
+            if self._submitted > self._number:  # by this worker before it was started again
+                self._wait(2 * self._settings.window)
+                continue
             yield Turn(self._number + 1, self._before.step, self._settings.steps)
 
     def catch_up(self) -> None:
@@ -277,8 +280,14 @@ class Participant:
             UnavailableError: It was not merged by then.
             ChainError: The chain is broken.
         """
+        self._wait(2 * self._settings.window if patience is None else patience)
+        self.load(model)
+        assert isinstance(self._before, Link)
+        return self._before
+
+    def _wait(self, patience: timedelta) -> None:
+        """Until this window is merged; then it is applied."""
         number, keys = self._number + 1, self._settings.chain
-        patience = 2 * self._settings.window if patience is None else patience
         deadline = time.monotonic() + patience.total_seconds()
         while not exists(self._aggregator, keys.link(number)):
             if time.monotonic() > deadline:
@@ -288,9 +297,6 @@ class Participant:
                 )
             time.sleep(self._settings.gather.look.total_seconds())
         self.catch_up()
-        self.load(model)
-        assert isinstance(self._before, Link)
-        return self._before
 
     def load(self, model: torch.nn.Module) -> None:
         """Give the model the weights of all, as they are after the last window."""
@@ -304,18 +310,29 @@ class Participant:
         return {**self._feedback.state_dict(), "submitted": submitted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            ChainError: The link of the window that was submitted last is missing.
+        """
         self._feedback.load_state_dict(state)
         self._submitted, self._sha256 = state["submitted"]["window"], state["submitted"]["sha256"]
+        if 0 < self._submitted <= self._number:  # it was merged meanwhile, with it or without
+            self._settle(link_at(self._aggregator, self._settings.chain, self._submitted))
 
     def _advance(self, number: int) -> None:
         keys = self._settings.chain
         link = link_after(self._aggregator, keys, number, self._before)
         apply_link(self._aggregator, link, self._state, self._progress)
-        taken = link.taken.get(self._uid)
-        if self._submitted == number and (taken is None or taken.sha256 != self._sha256):
-            self._feedback.give_back()  # nobody has it: it is sent again, with what comes next
+        if self._submitted == number:
+            self._settle(link)
         self._before, self._number = link, number
+
+    def _settle(self, link: Start | Link) -> None:
+        """Keep what was submitted for a window if nobody has it: it is sent with what is next."""
+        taken = link.taken.get(self._uid) if isinstance(link, Link) else None
+        if taken is None or taken.sha256 != self._sha256:
+            self._feedback.give_back()
 
 
 def weights_of_model(model: torch.nn.Module) -> State:
@@ -324,12 +341,16 @@ def weights_of_model(model: torch.nn.Module) -> State:
     return state_of(trained)
 
 
-def _weights(model: torch.nn.Module, state: State) -> dict[str, torch.nn.Parameter]:
-    found = {name: weight for name, weight in model.named_parameters() if name in state.weights}
+def _weights(model: torch.nn.Module, state: State) -> dict[str, torch.Tensor]:
+    # What is not trained may be among them, and what is tied has two names.
+    tensors = dict[str, torch.Tensor](model.named_buffers(remove_duplicate=False))
+    tensors.update(model.named_parameters(remove_duplicate=False))
+    found = {name: tensor for name, tensor in tensors.items() if name in state.weights}
     missing = sorted(set(state.weights) - set(found))
     if missing:
         raise errors.ConfigurationError(
-            f"The model has no {missing[0]}, which the run's weights have: it is another model."
+            f"The model has no {missing[0]}, which the run's weights have: it is another model, or "
+            "the run began with more than the model's tensors."
         )
     return found
 

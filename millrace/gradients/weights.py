@@ -6,11 +6,13 @@ comes late need not replay all, and need not trust whoever saved it.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
 
 from millrace import errors
-from millrace.checkpoints.find import survey
-from millrace.checkpoints.loading import load
+from millrace.checkpoints.find import checkpoints, survey
+from millrace.checkpoints.loading import Loaded, load
 from millrace.checkpoints.retention import pin
 from millrace.checkpoints.saving import Saver, Saving
 from millrace.checkpoints.tree import is_skeleton, taken_apart
@@ -110,7 +112,7 @@ def state_of_checkpoint(
         NotFoundError: There is no such checkpoint.
         ConfigurationError: It has no such tensors.
     """
-    loaded = load(store, job, step=step, only=lambda name: name.startswith(tensors))
+    loaded = _newest(store, job, tensors) if step is None else _some(store, job, step, tensors)
     found = {
         name.removeprefix(tensors): tensor
         for name, tensor in taken_apart(loaded.state).items()
@@ -124,6 +126,28 @@ def state_of_checkpoint(
     return state_of(found), loaded.checkpoint.step
 
 
+def _newest(store: Store, job: str, tensors: str) -> Loaded:
+    """The newest one that is undamaged; damaged ones stay where they are: they are not ours."""
+    for found in checkpoints(store, job):
+        try:
+            return _some(store, job, found.step, tensors)
+        except errors.CorruptError:
+            continue
+    raise errors.NotFoundError(f"{store.url_of(job)} has no checkpoint that is undamaged.")
+
+
+def _some(store: Store, job: str, step: int, tensors: str) -> Loaded:
+    return load(store, job, step=step, only=lambda name: name.startswith(tensors))
+
+
+def _arrays(content: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    found = content.get(kind)
+    arrays = cast("dict[str, Any]", found) if isinstance(found, dict) else {"": None}
+    if any(getattr(array, "dtype", None) != np.float32 for array in arrays.values()):
+        raise errors.CorruptError(f"It has no {kind} as a run's are.")
+    return arrays
+
+
 def _verified(store: Store, keys: ChainKeys, found: Checkpoint) -> tuple[State, int]:
     window = found.position.get(_WINDOW)
     if not isinstance(window, int):
@@ -131,7 +155,7 @@ def _verified(store: Store, keys: ChainKeys, found: Checkpoint) -> tuple[State, 
     link = link_at(store, keys, window)
     if link.step != found.step:
         raise errors.CorruptError(f"Step {found.step} of {keys.job} is none of the chain's.")
-    content: Mapping[str, Any] = load(store, keys.job, step=found.step).state
-    state = State(dict(content["weights"]), dict(content["moments"]))
+    content = load(store, keys.job, step=found.step).state
+    state = State(_arrays(content, "weights"), _arrays(content, "moments"))
     check_state(link, state)
     return state, window

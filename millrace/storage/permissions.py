@@ -77,11 +77,14 @@ def granted(store: Store, permissions: Iterable[str] = WRITING) -> frozenset[str
         raise errors.DeniedError(f"{store.url}: Google refuses to say what is allowed there.")
     if answer.status == 404:
         raise errors.NotFoundError(f"{store.url}: there is no such bucket.")
-    if answer.status != 200:
-        unavailable = errors.UnavailableError(f"{store.url}: Google's IAM answers {answer.status}.")
-        unavailable.status = answer.status
-        raise unavailable
-    return frozenset(json.loads(answer.data).get("permissions", []))
+    try:
+        if answer.status == 200:
+            return frozenset(json.loads(answer.data).get("permissions", []))
+    except (ValueError, AttributeError, TypeError):
+        pass  # something else answers in its place
+    unavailable = errors.UnavailableError(f"{store.url}: Google's IAM answers {answer.status}.")
+    unavailable.status = answer.status
+    raise unavailable
 
 
 def _credentials(store: Store) -> tuple[Any, str]:

@@ -36,7 +36,7 @@ WINDOWS = 3
 RUN = RunSettings(
     run="runs/one",
     codec=Codec(k=256, bits=4),
-    gather=GatherSettings(look=timedelta(milliseconds=50), quorum=2),
+    gather=GatherSettings(look=timedelta(milliseconds=50), quorum=2, wanted=3),
     window=timedelta(minutes=5),
     steps=5,
 )
@@ -47,8 +47,8 @@ def model() -> torch.nn.Module:
     return torch.nn.Linear(40, 30)
 
 
-def take_part(store: Store, chain: Store, uid: str, windows: int) -> Link:
-    """Send a change in each window; the worker ``c`` sends a broken one in the second."""
+def take_part(store: Store, chain: Store, uid: str, windows: int, broken: int = 0) -> Link:
+    """Send a change in each window; ``c`` sends no gradient in the one that is to be broken."""
     mine = model()
     until(lambda: newest(chain, RUN.chain) >= 0, "the run to begin")
     participant = Participant.join(RUN, uid, store, chain)
@@ -58,8 +58,8 @@ def take_part(store: Store, chain: Store, uid: str, windows: int) -> Link:
         with torch.no_grad():
             for weight in mine.parameters():
                 weight.add_(torch.randn(weight.shape, generator=dice), alpha=0.01)
-        if (uid, turn.number) == ("c", 2):
-            put(store, RUN.gradients.gradient(uid, 2), b"no gradient")
+        if (uid, turn.number) == ("c", broken):
+            put(store, RUN.gradients.gradient(uid, broken), b"no gradient")
         else:
             participant.submit(mine, tokens=100)
         link = participant.apply(mine, patience=timedelta(minutes=2))
@@ -97,7 +97,8 @@ def test_a_run_is_aggregated_by_credentials_that_reach_no_more_than_they_must(
         bucket=block(bucket, write=rgw.full),
         gradients=block(shared, read=rgw.read_only),
         run=RUN.model_dump(mode="json"),
-        workers=UIDS,
+        workers=[*UIDS, "gone"],
+        own=[{"uid": "gone", "bucket": block(f"{bucket}-nowhere", read=rgw.read_only)}],
         first={"bucket": block(bucket, read=rgw.read_only), "job": "trained", "tensors": "model."},
         care={"windows": WINDOWS, "every": 2},
     )
@@ -121,9 +122,10 @@ def test_a_run_is_aggregated_by_credentials_that_reach_no_more_than_they_must(
     artifacts = deployed.artifacts(running.run)
     assert artifacts["progress-aggregate-runs-one"] == 100.0
     report = artifacts["aggregated-gradients"]
-    assert "**3 windows** merged, up to window 3 at step 55. 8 gradients of" in report
-    assert "| 2 | 50 | 2 | 1 format |" in report
-    assert "| `c` | 2 |" in report
+    assert "**3 windows** merged, up to window 3 at step 55. 9 gradients of" in report
+    assert "| 2 | 50 | 3 | 1 unavailable |" in report
+    assert "| `gone` | 0 |  | 3 unavailable | Its bucket is not there. |" in report
+    assert "The bucket of gone cannot be read" in deployed.logs(running.run)
     assert "![participation and norms of the windows](data:image/svg+xml;base64," in report
     assert not [stat for stat in list_objects(chain, "") if "clock" in stat.key]
 
@@ -152,15 +154,19 @@ def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_can
     assert "aggregated-gradients" not in deployed.artifacts(second.run)
 
     with ThreadPoolExecutor(len(UIDS)) as pool:
-        working = [pool.submit(take_part, store, store, uid, 3) for uid in UIDS]
-        until(lambda: newest(store, RUN.chain) >= 1, "a window to be merged")
+        once = [pool.submit(take_part, store, store, uid, 1) for uid in UIDS]
+        assert {one.result().window for one in once} == {1}
+        until(lambda: newest(store, RUN.chain) == 1, "a window to be merged")
         said = deployed.prefect("flow-run", "cancel", str(first.run))
         assert said.returncode == 0, said.stdout + said.stderr
         deployed.wait(first.run, "Cancelled")
+        working = [pool.submit(take_part, store, store, uid, 3, broken=2) for uid in UIDS]
         done = deployed.start(AGGREGATE, **parameters)
         assert done.code == 0, done.output
         assert len({one.result().state for one in working}) == 1
     found = list(links(store, RUN.chain))
     assert [link.window for link in found] == [1, 2, 3]
+    assert [sorted(link.taken) for link in found] == [UIDS, ["a", "b"], UIDS]
+    assert "| 2 | 50 | 2 | 1 format |" in deployed.artifacts(done.run)["aggregated-gradients"]
     catch_up(store, RUN.chain, start)
     assert start.digest() == found[-1].state

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from pydantic import ValidationError
 
 from millrace import errors
 from millrace.checkpoints import Saver, checkpoints, load
@@ -190,6 +191,7 @@ def test_a_checkpoint_that_is_damaged_or_not_the_chains_is_passed_over(store, be
         save_state(saver, foreign, step=made[2].step, window=3).result()  # with other weights
         save_state(saver, foreign, step=99, window=4).result()  # of no step that the chain has
         saver.save({"weights": {}}, step=100).result()  # of nothing
+        saver.save({"weights": {}}, step=51, position={"window": 3}).result()  # without moments
     good = next(found for found in checkpoints(store, keys.job) if found.step == made[-1].step)
     state, window = newest_state(store, keys)
     assert (window, state.digest()) == (4, made[-1].state)
@@ -200,7 +202,7 @@ def test_a_checkpoint_that_is_damaged_or_not_the_chains_is_passed_over(store, be
     put(store, key, bytes(body))
     told: list[Event] = []
     state, window = newest_state(store, keys, progress=told.append)
-    assert [event.figures["step"] for event in told] == [100, 99, 60, 55]
+    assert [event.figures["step"] for event in told] == [100, 99, 60, 55, 51]
     assert window == 2
     catch_up(store, keys, state, after=window)
     assert state.digest() == made[-1].state
@@ -248,7 +250,7 @@ def test_a_run_of_so_many_windows_is_over_for_all(store):
     with ThreadPoolExecutor(3) as pool:
         working = [pool.submit(take_part, settings, store, uid, 99) for uid in UIDS]
         made = list(aggregate_run(settings))
-        assert {one.result() for one in working}
+        assert len({one.result() for one in working}) == 1
     assert [link.window for link in made] == [1, 2]
     assert not list(aggregate_run(settings))
 
@@ -275,6 +277,21 @@ def test_the_commands(store, begun, tmp_path):
     run = CliRunner().invoke(main, ["catch-up", store.url, "runs/none", "--to", to])
     assert run.exit_code == 1
     assert "the run has not begun" in run.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"workers": ["a", "a"]}, "'a' is named twice"),
+        ({"reserves": ["a"]}, "'a' is named twice"),
+        ({"buckets": {"z": {"url": "memory://z"}}}, "'z' has a bucket, and is neither"),
+        ({"run": {"run": "r", "gather": {"quorum": 4}}}, "4 gradients are wanted of 3"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(changes, said):
+    data = {"run": {"run": "r"}, "store": {"url": "memory://x"}, "workers": list(UIDS)}
+    with pytest.raises(ValidationError, match=said):
+        AggregatorSettings.model_validate({**data, **changes})
 
 
 def test_a_folder_of_ours_is_no_workers_name(store, begun):

@@ -13,6 +13,7 @@ from millrace.keys import GradientKeys
 from millrace.progress import Event
 from millrace.storage import Store, open_store, put
 from tests.gradients.test_payload import CODEC, SHAPES, bodies, made
+from tests.servers.faults import Fault
 from tests.stores import spec_of
 
 KEYS = GradientKeys("runs/one", "1")
@@ -154,6 +155,27 @@ def test_a_bucket_that_refuses_costs_its_own_workers_only(store, request):
     found = gather(replace(OPEN, closes=datetime.now(UTC)), both, QUICK)
     assert set(found.taken) == {"0"}
     assert found.out["1"].reason is Refusal.UNAVAILABLE
+    assert found.out["1"].sentence == "Its bucket is not there."  # and no word of the bucket's
+
+
+@pytest.mark.parametrize("what", ["", "gradient-"])  # its listing, its object
+def test_a_bucket_that_hangs_costs_its_own_workers_only(what, store, request):
+    spec = spec_of("r2", request).model_copy(update={"patience": timedelta(seconds=1)})
+    hanging = open_store(spec)
+    send(hanging, "1")
+    for uid in (0, 2):
+        send(store, str(uid))
+    proxy = request.getfixturevalue("r2")
+    proxy.fail_next(Fault.STALL, 100, "GET", what, stall_seconds=600)
+    try:
+        some = [Worker("0", store), Worker("1", hanging), Worker("2", store)]
+        brief = GatherSettings(look=QUICK.look, grace=timedelta(seconds=1))
+        found = gather(replace(OPEN, closes=datetime.now(UTC)), some, brief)
+    finally:
+        proxy.reset()
+    assert set(found.taken) == {"0", "2"}
+    assert found.out["1"].reason is Refusal.UNAVAILABLE
+    assert "had not answered when time was up" in found.out["1"].sentence
 
 
 def test_without_a_quorum_it_has_failed(store):
@@ -164,6 +186,14 @@ def test_without_a_quorum_it_has_failed(store):
     reasons = {uid: out.reason for uid, out in one.value.gathered.out.items()}
     assert reasons == {"0": Refusal.QUORUM, "1": Refusal.MISSING}
     assert not one.value.gathered.taken
+
+
+def test_as_many_as_the_quorum_are_waited_for(store):
+    for uid in (0, 1, 7):
+        send(store, str(uid))
+    few = GatherSettings(look=QUICK.look, wanted=2, quorum=3)
+    found = gather(OPEN, workers(store, 0, 1), few, reserves=workers(store, 7))
+    assert list(found.taken) == ["0", "1", "7"]
 
 
 def test_what_cannot_be_asked_is_refused(store):

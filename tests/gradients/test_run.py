@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from millrace import errors
+from millrace.checkpoints import Saver
 from millrace.gradients import (
     ChainError,
     Codec,
@@ -21,8 +22,10 @@ from millrace.gradients import (
     Start,
     Worker,
     begin,
+    begin_run,
     follow,
     links,
+    state_of_checkpoint,
     weights_of_model,
 )
 from millrace.storage import Store, delete, open_store
@@ -110,6 +113,78 @@ def test_all_who_take_part_have_the_same_weights_and_they_learn(store):
     participant.load(late)
     assert (turn.number, turn.step) == (WINDOWS + 1, 108)
     assert weights_of_model(late).digest() == weights_of_model(trained[0]).digest()
+
+
+def test_what_is_not_trained_or_has_two_names_is_carried_along(tmp_path):
+    """As a state dict has it: the running means of a norm, and a weight that is tied."""
+    store = open_store(tmp_path.as_uri())
+    settings = settings_of(1).model_copy(update={"codec": Codec(k=4096, bits=16)})
+
+    def made() -> torch.nn.Module:
+        torch.manual_seed(1)
+        one = torch.nn.Sequential(
+            torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4)
+        )
+        one[2].weight = one[0].weight
+        return one
+
+    with Saver(store, "trained") as saver:
+        saver.save({"model": made().state_dict()}, step=3).result()
+    first, step = state_of_checkpoint(store, "trained", tensors="model.")
+    begin_run(store, settings.chain, first, step=step)
+    assert {"0.weight", "1.running_mean"} <= set(first.weights)
+    mine = made()
+    participant = Participant.join(settings, "0", store, store)
+    next(participant.windows())
+    participant.load(mine)
+    with torch.no_grad():
+        mine(torch.randn(64, 4) + 5)
+        mine[0].weight.add_(0.1)
+    moved = mine[1].running_mean.clone()
+    participant.submit(mine)
+    list(follow(store, settings, [Worker("0", store)], first, until=1))
+    participant.apply(mine, patience=timedelta(0))
+    assert torch.equal(mine[2].weight, mine[0].weight)
+    assert (mine[1].running_mean - 0.7 * moved * (1 + 0.9)).abs().max() < 0.1 * moved.abs().max()
+
+
+def test_a_worker_that_is_started_again_loses_nothing_that_nobody_took(store):
+    settings = settings_of().model_copy(update={"window": timedelta(seconds=1)})
+    mine = model()
+    participant = Participant(settings, "0", store, store, weights_of_model(mine))
+    next(participant.windows())
+    train(mine, 2, 7)
+    participant.submit(mine)
+    saved = participant.state_dict()
+    whole = {
+        name: before - weight.detach()
+        for (name, weight), before in zip(
+            mine.named_parameters(), model().parameters(), strict=True
+        )
+    }
+    state = weights_of_model(model())
+    (link,) = follow(store, settings, everybody(store), state, until=1)
+    assert not link.taken
+    again = Participant(settings, "0", store, store, state, after=1)  # it begins behind it
+    again.load_state_dict(saved)
+    for name, change in whole.items():
+        torch.testing.assert_close(again.state_dict()["kept"][name], change)
+
+
+def test_a_worker_that_is_started_again_does_not_train_for_what_it_has_sent(store):
+    settings, state = settings_of(1), weights_of_model(model())
+    participant = Participant(settings, "0", store, store, weights_of_model(model()))
+    next(participant.windows())
+    mine = model()
+    train(mine, 2, 7)
+    participant.submit(mine)
+    again = Participant(settings, "0", store, store, weights_of_model(model()))
+    again.load_state_dict(participant.state_dict())
+    with ThreadPoolExecutor(1) as pool:
+        turn = pool.submit(lambda: next(again.windows()))
+        (link,) = follow(store, settings, [Worker("0", store)], state, until=1)
+        assert set(link.taken) == {"0"}
+        assert turn.result().number == 2
 
 
 def test_an_aggregator_that_is_started_again_goes_on(store):

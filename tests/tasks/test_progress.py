@@ -9,7 +9,7 @@ from prefect.runtime import flow_run
 
 from millrace.progress import Event
 from tasks import progress as module
-from tasks.progress import ShardProgress, SwarmProgress
+from tasks.progress import ShardProgress, SwarmProgress, WindowProgress
 from tests.prefect_server import PrefectServer
 
 PLAN = Event("plan.committed", "words/plan.json", {"splits": 4, "bytes": 4000, "files": 2})
@@ -99,3 +99,31 @@ def test_a_swarm_is_as_far_as_its_bytes() -> None:
     assert counting.sentence.startswith("1 of 2 nodes ready; 3.0 MB of 4.0 MB there, at ")
     assert counting.sentence.endswith(" to go.")
     assert sum(counting.pace.values()) == 2_000_000  # what was there before took no time
+
+
+def test_windows_and_who_came_to_the_open_one_are_counted() -> None:
+    with disable_run_logger():
+        counting = WindowProgress("progress-aggregate", workers=3, windows=4)
+    for event in (
+        Event("chain.applied", "runs/one", {"window": 6, "step": 60}),
+        Event("gradient.taken", "a", {"bytes": 1000, "norm": 1.0}),
+        Event("gradient.refused", "b", {"reason": "late"}),
+    ):
+        counting(event)
+    assert counting.percent == 0
+    assert counting.sentence == (
+        "0 windows merged by this run, the last is 6; to the next 1 of 3 workers came, 1 refused."
+    )
+    counting(Event("window.merged", "runs/one", {"window": 7, "taken": 1, "out": 2}))
+    assert counting.percent == 25
+    assert counting.sentence == (
+        "1 window merged by this run, the last is 7; to the next 0 of 3 workers came."
+    )
+    assert sum(counting.pace.values()) == 1000
+
+
+def test_of_a_run_without_end_the_open_window_is_shown() -> None:
+    with disable_run_logger():
+        counting = WindowProgress("progress-aggregate", workers=4)
+    counting(Event("gradient.taken", "a", {"bytes": 1000, "norm": 1.0}))
+    assert counting.percent == 25

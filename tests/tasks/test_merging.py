@@ -1,0 +1,75 @@
+"""The report of a run of gradients."""
+
+import base64
+import re
+from xml.etree import ElementTree as ET
+
+from millrace.gradients import Codec, Link, Outer, Refusal
+from millrace.models.chain import LeftOut, Taken
+from tasks.merging import describe
+from tasks.plot import windows_plot
+
+
+def link(window: int, norms: dict[str, float], out: dict[str, LeftOut] | None = None) -> Link:
+    taken = {
+        uid: Taken(weight=0.5, norm=norm, sha256="", size=1000, tokens=0)
+        for uid, norm in norms.items()
+    }
+    return Link(
+        run="runs/one", window=window, step=10 * window, key="k", sha256="", size=2500,
+        codec=Codec(), names=(), shapes=(), outer=Outer(), rule="centered clip", taken=taken,
+        out=out or {}, seconds=1.5, previous="", state="",
+    )  # fmt: skip
+
+
+def test_each_window_and_each_worker_has_a_row():
+    late = LeftOut(reason=Refusal.LATE, sentence="It | was late.")
+    missing = LeftOut(reason=Refusal.MISSING, sentence="Nothing came.")
+    report = describe(
+        "s3://bucket/runs/one",
+        [
+            link(7, {"a": 1.0, "b": 3.0, "c": 2.0}),
+            link(8, {"a": 1.5}, {"b": late, "c": missing}),
+            link(9, {}, dict.fromkeys("abc", missing)),
+        ],
+        skipped=6,
+    )
+    assert "**3 windows** merged, up to window 9 at step 90. 4 gradients of 4.0 kB" in report
+    assert "by the rule `centered clip`, applied by `sgd`" in report
+    assert "| 7 | 70 | 3 | 0 | 1, 2, 3 | 3.0 kB | 2.5 kB | 1.5 s |" in report
+    assert "| 8 | 80 | 1 | 1 late, 1 missing | 1.5, 1.5, 1.5 |" in report
+    assert "| 9 | 90 | 0 | 3 missing |  | 0 bytes |" in report
+    assert "6 earlier windows of this run not shown here." in report
+    assert "| `a` | 2 | 0.5 | 1 missing | Nothing came. |" in report
+    assert "| `b` | 1 | 0.5 | 1 late, 1 missing | Nothing came. |" in report
+
+
+def test_a_run_that_merged_nothing_says_so():
+    assert describe("s3://bucket/runs/one", []).endswith("no window was merged in this run.\n")
+
+
+def test_a_sentence_does_not_break_the_table():
+    late = LeftOut(reason=Refusal.LATE, sentence="It | was late.")
+    report = describe("here", [link(1, {}, {"b": late})])
+    assert r"It \| was late." in report
+
+
+def drawn(uri: str) -> ET.Element:
+    return ET.fromstring(base64.b64decode(uri.partition(",")[2]))
+
+
+def test_the_picture_has_a_bar_a_window_and_a_line_of_norms():
+    picture = drawn(windows_plot({3: 2, 4: 1, 5: 0}, {3: [1.0, 2.0], 4: [4.0], 5: []}, "a & b"))
+    texts = [element.text for element in picture.iter() if element.text]
+    assert {"a & b", "window", "3", "4", "5"} <= set(texts)
+    bars = [element for element in picture.iter() if element.get("fill-opacity")]
+    heights = [float(bar.get("height", "0")) for bar in bars]
+    assert heights[0] == 2 * heights[1] > heights[2] == 0
+    (line,) = [element for element in picture.iter() if element.tag.endswith("polyline")]
+    points = re.findall(r"[\d.]+,([\d.]+)", line.get("points", ""))
+    assert len(points) == 2
+    assert float(points[0]) > float(points[1])  # a larger norm is higher
+
+
+def test_a_window_without_anybody_can_be_drawn():
+    assert drawn(windows_plot({1: 0}, {1: []}, "nobody")) is not None
