@@ -44,7 +44,7 @@ SETTINGS = RunSettings(
     run="run",
     codec=Codec(k=112),
     decay=0.95,
-    outer=Outer(kind=OuterKind.SGD, lr=1.6),
+    outer=Outer(kind=OuterKind.SGD, lr=1.9),
     gather=GatherSettings(quorum=WORKERS, look=timedelta(milliseconds=10)),
     steps=5,
 )

@@ -52,7 +52,7 @@ from millrace.gradients.chunks import chunks_of
 from millrace.gradients.tensors import chosen, packed
 from millrace.storage import open_store, put
 
-WORKERS, STEPS, ROWS, CONTEXT = 16, 5, 64, 16
+WORKERS, STEPS, ROWS, CONTEXT, RATE = 16, 5, 64, 3, 1.0
 CODEC = Codec(k=256, bits=4)
 DIVERGED = 2.0
 """Times the loss at the beginning."""
@@ -60,7 +60,7 @@ Change = Mapping[str, torch.Tensor]
 
 
 class Model(torch.nn.Module):
-    """Guesses a character from the sixteen before it."""
+    """Guesses a character from the three before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Teachers:
         """What a worker learns in a window: the weights before less those after."""
         model = self.model(state)
         before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         for _ in range(STEPS):
             optimizer.zero_grad()
             _loss(model, self._parts[worker], ROWS, self._dice[worker]).backward()
@@ -215,7 +215,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses here, as SVG")
     asked = parser.parse_args()
-    windows, lies = (5, ["flipped"]) if asked.quick else (120, list(LIES))
+    windows, lies = (5, ["flipped"]) if asked.quick else (100, list(LIES))
     torch.set_num_threads(1)
     results = Results("liars")
     clean = learn(rules(0)["plain mean"], windows)
