@@ -1,6 +1,5 @@
 """Merge the gradients of a run, window after window, and keep the chain of what they came to."""
 
-from datetime import timedelta
 from typing import Any
 
 from prefect import flow, get_run_logger
@@ -10,7 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from blocks import Bucket
 from millrace.errors import ConfigurationError, HeldError, MillraceError
-from millrace.gradients import AggregatorSettings, Beginning, RunSettings
+from millrace.gradients import (
+    AggregatorSettings,
+    Beginning,
+    FollowSettings,
+    RunSettings,
+    WeightsOf,
+)
 from millrace.storage import Right
 from tasks.merging import Aggregated, aggregate_windows, last_window, report_windows
 from tasks.places import Place, check_right, spec_of
@@ -25,48 +30,12 @@ class OwnBucket(BaseModel):
     bucket: Bucket | str = Field(description="A Millrace Bucket block, to be read, or a URL.")
 
 
-class First(Place):
+class First(Place, WeightsOf):
     """The checkpoint whose weights a run begins with."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    job: str = Field(description="Whose it is there.")
-    step: int | None = Field(default=None, description="Which; left out, the newest.")
-    tensors: str = Field(
-        default="",
-        description="What the names of the weights begin with there, such as `model.`; workers "
-        "call them by what follows.",
-    )
 
     def beginning(self) -> Beginning:
         """The same, as the engine is told."""
         return Beginning(store=self.store(), job=self.job, step=self.step, tensors=self.tensors)
-
-
-class Care(BaseModel):
-    """How long a run is followed, and what is kept of it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    windows: int | None = Field(
-        default=None, ge=1, description="How many to merge; left out, until the run is over."
-    )
-    until: int | None = Field(
-        default=None, ge=1, description="The number of the last window to merge."
-    )
-    idle: int = Field(
-        default=3,
-        ge=1,
-        description="The run is over when nobody's gradient was taken in so many windows on end.",
-    )
-    every: int = Field(default=10, ge=1, description="Windows from one checkpoint to the next.")
-    keep: int = Field(default=3, ge=1, description="Checkpoints that are kept.")
-    lease: timedelta = Field(
-        default=timedelta(minutes=1),
-        ge=timedelta(seconds=3),
-        description="After this long without a sign of life another aggregator takes over.",
-    )
-    threads: int = Field(default=2, ge=1, le=64, description="How many work side by side.")
 
 
 def run_name() -> str:
@@ -86,7 +55,7 @@ def aggregate_gradients(
     own: list[OwnBucket] | None = None,
     reserves: list[str] | None = None,
     first: First | None = None,
-    care: Care = Care(),  # noqa: B008 - frozen
+    care: FollowSettings = FollowSettings(),  # noqa: B008 - frozen
 ) -> Aggregated:
     """Merge the gradients of a run into one change of its weights, window after window.
 

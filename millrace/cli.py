@@ -6,7 +6,6 @@ Other packages add commands through the entry point group ``millrace.commands``.
 import logging
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
@@ -343,14 +342,14 @@ def cool_down(settings: Path, *, member: str) -> int:
 def aggregate(settings: Path, *, windows: int | None) -> int:
     """Merge the gradients of a run, window after window, until it is over."""
     from millrace.gradients import AggregatorSettings, aggregate_run
+    from millrace.models.chain import reasons
     from millrace.settings import load
 
     config = load(settings, AggregatorSettings)
     if windows is not None:
         config = config.model_copy(update={"windows": windows})
     for link in aggregate_run(config):
-        reasons = Counter(str(one.reason) for one in link.out.values())
-        out = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+        out = reasons(link.out.values())
         sent = sum(one.size for one in link.taken.values())
         click.echo(
             f"window {link.window}, step {link.step}: {len(link.taken)} in, {len(link.out)} out"
@@ -372,11 +371,10 @@ def catch_up(url: str, run: str, version: str, to: str) -> int:
     They are saved as a checkpoint of the job RUN below the URL, its tensors in `weights` and, of
     an outer step with momentum, in `moments`.
     """
-    from millrace.checkpoints import Saver
     from millrace.gradients import Link, newest_state
     from millrace.gradients import catch_up as replay
     from millrace.gradients.chain import link_at
-    from millrace.gradients.weights import save_state
+    from millrace.gradients.weights import save_weights
     from millrace.keys import ChainKeys
     from millrace.storage import open_store
 
@@ -384,8 +382,7 @@ def catch_up(url: str, run: str, version: str, to: str) -> int:
     state, window = newest_state(store, keys)
     last = replay(store, keys, state, after=window) or link_at(store, keys, window)
     now = last.window if isinstance(last, Link) else 0
-    with Saver(open_store(to), run) as saver:
-        saved = save_state(saver, state, step=last.step, window=now).result()
+    saved = save_weights(state, open_store(to), run, step=last.step, window=now)
     click.echo(
         f"{run} is at step {last.step}, after window {now}: the checkpoint of window {window}, and "
         f"{now - window} replayed. {_size(saved.size)} in {to}, as job {run}."

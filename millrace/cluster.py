@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from millrace.errors import ConfigurationError, one_line
@@ -45,6 +45,22 @@ def connected(address: str | None) -> Generator[Any]:
 def living(ray: Any) -> list[dict[str, Any]]:
     """The nodes that are alive, as Ray describes them."""
     return [node for node in ray.nodes() if node["Alive"]]
+
+
+def answering(ray: Any) -> list[dict[str, Any]]:
+    """The living nodes that do what they are asked: one that has died may still be listed."""
+    ask = ray.remote(_nothing)
+    asked = [(node, ask.options(max_retries=0, **only_on(node)).remote()) for node in living(ray)]
+    found: list[dict[str, Any]] = []
+    for node, answer in asked:
+        with suppress(ray.exceptions.RayError):
+            ray.get(answer)
+            found.append(node)
+    return found
+
+
+def _nothing() -> None:
+    """What a node is asked that is only to answer."""
 
 
 def name_of(node: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 import statistics
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from prefect.cache_policies import NO_CACHE
 
 from millrace.gradients import AggregatorSettings, Link, aggregate_run, links
 from millrace.gradients.chain import newest
+from millrace.models.chain import reasons
 from millrace.progress import Event
 from millrace.storage import open_store
 from tasks.plot import windows_plot
@@ -118,13 +118,11 @@ def describe(place: str, windows: Sequence[Link], *, skipped: int = 0) -> str:
 
 def _row(link: Link) -> str:
     norms = sorted(one.norm for one in link.taken.values())
-    reasons = Counter(str(one.reason) for one in link.out.values())
-    out = ", ".join(f"{number} {reason}" for reason, number in sorted(reasons.items()))
     cells = (
         f"{link.window:,}",
         f"{link.step:,}",
         f"{len(link.taken)}",
-        out or "0",
+        reasons(link.out.values()) or "0",
         f"{norms[0]:.3g}, {statistics.median(norms):.3g}, {norms[-1]:.3g}" if norms else "",
         size(sum(one.size for one in link.taken.values())),
         size(link.size),
@@ -143,12 +141,11 @@ def _workers(windows: Sequence[Link]) -> list[str]:
     for uid in names:
         weights = [link.taken[uid].weight for link in windows if uid in link.taken]
         out = [link.out[uid] for link in windows if uid in link.out]
-        reasons = Counter(str(one.reason) for one in out)
         cells = (
             f"`{uid}`",
             f"{len(weights)}",
             f"{statistics.fmean(weights):.3g}" if weights else "",
-            ", ".join(f"{number} {reason}" for reason, number in sorted(reasons.items())) or "0",
+            reasons(out) or "0",
             out[-1].sentence.replace("|", "\\|") if out else "",
         )
         lines.append(f"| {' | '.join(cells)} |")
@@ -165,6 +162,6 @@ def _picture(windows: Sequence[Link]) -> str:
 
 def _planned(settings: AggregatorSettings, before: int) -> int | None:
     """How many windows at most, if that is known."""
-    ends = [end - before for end in (settings.until, settings.run.windows) if end is not None]
-    known = [*ends, *([] if settings.windows is None else [settings.windows])]
-    return max(0, min(known)) if known else None
+    to_last = None if settings.last is None else max(0, settings.last - before)
+    known = [number for number in (settings.windows, to_last) if number is not None]
+    return min(known, default=None)

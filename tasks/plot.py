@@ -11,6 +11,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 36, 44
 _INNER, _TALL = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 _FLOOR = _TOP + _TALL
 _BARS = 60
+_PARTS = (0.0, 0.5, 1.0)  # of the height, where a line is
 _INK, _GREY, _LINE, _BAR = "#1f2937", "#4b5563", "#d1d5db", "#2563eb"
 _ACCENT = "#b45309"
 
@@ -29,18 +30,12 @@ def pace_plot(pace: Mapping[int, int], seconds: float, title: str) -> str:
     for second, size in pace.items():
         bars[second // width] += size / width / 1e6
     top = _round_up(max(bars))
-    step = _INNER / len(bars)
-    drawn = [_text(_LEFT, 20, title, _INK, "start")]
-    for part in (0.0, 0.5, 1.0):
-        y = _FLOOR - part * _TALL
-        drawn.append(f'<path d="M{_LEFT} {y}H{_WIDTH - _RIGHT}" stroke="{_LINE}"/>')
-        drawn.append(_text(_LEFT - 8, y + 4, f"{top * part:g}", _GREY, "end"))
-        drawn.append(_text(_LEFT + part * _INNER, _FLOOR + 18, f"{part * len(bars) * width:g}"))
-    for number, value in enumerate(bars):
-        x, tall = _LEFT + number * step, value / top * _TALL
-        size = f'width="{max(1.0, step - 1):.2f}" height="{tall:.2f}"'
-        drawn.append(f'<rect x="{x:.2f}" y="{_FLOOR - tall:.2f}" {size} fill="{_BAR}"/>')
-    drawn.append(_text(_LEFT + _INNER / 2, _HEIGHT - 8, "seconds since the start", _INK))
+    drawn = [*_frame(title, "seconds since the start"), *_scale(top, _GREY)]
+    drawn += [
+        _text(_LEFT + part * _INNER, _FLOOR + 18, f"{part * len(bars) * width:g}")
+        for part in _PARTS
+    ]
+    drawn += _bars([value / top for value in bars], opacity=1.0)
     middle = _TOP + _TALL / 2
     drawn.append(f'<g transform="rotate(-90 16 {middle})">{_text(16, middle, "MB/s", _INK)}</g>')
     return _data_uri("".join(drawn))
@@ -58,17 +53,11 @@ def windows_plot(taken: Mapping[int, int], norms: Mapping[int, Sequence[float]],
     step = _INNER / len(numbers)
     most = _round_up(max(taken.values()))
     top = _round_up(max((norm for each in norms.values() for norm in each), default=0.0))
-    drawn = [_text(_LEFT, 20, title, _INK, "start")]
-    for part in (0.0, 0.5, 1.0):
-        y = _FLOOR - part * _TALL
-        drawn.append(f'<path d="M{_LEFT} {y}H{_WIDTH - _RIGHT}" stroke="{_LINE}"/>')
-        drawn.append(_text(_LEFT - 8, y + 4, f"{most * part:g}", _BAR, "end"))
-        drawn.append(_text(_LEFT + 4, y - 4, f"{top * part:g}", _ACCENT, "start"))
-    for at, number in enumerate(numbers):
-        tall = taken[number] / most * _TALL
-        size = f'width="{max(1.0, step - 1):.2f}" height="{tall:.2f}"'
-        place = f'x="{_LEFT + at * step:.2f}" y="{_FLOOR - tall:.2f}"'
-        drawn.append(f'<rect {place} {size} fill="{_BAR}" fill-opacity="0.35"/>')
+    drawn = [*_frame(title, "window"), *_scale(most, _BAR)]
+    for part in _PARTS:
+        y = _FLOOR - part * _TALL - 4
+        drawn.append(_text(_LEFT + 4, y, f"{top * part:g}", _ACCENT, "start"))
+    drawn += _bars([taken[number] / most for number in numbers], opacity=0.35)
     middles: list[str] = []
     for at, number in enumerate(numbers):
         if not norms[number]:
@@ -86,8 +75,36 @@ def windows_plot(taken: Mapping[int, int], norms: Mapping[int, Sequence[float]],
         _text(_LEFT + (at + 0.5) * step, _FLOOR + 18, f"{numbers[at]}")
         for at in sorted({0, len(numbers) // 2, len(numbers) - 1})
     ]
-    drawn.append(_text(_LEFT + _INNER / 2, _HEIGHT - 8, "window", _INK))
     return _data_uri("".join(drawn))
+
+
+def _frame(title: str, below: str) -> list[str]:
+    """The title, the lines, and what the axis counts."""
+    lines = [_FLOOR - part * _TALL for part in _PARTS]
+    return [
+        _text(_LEFT, 20, title, _INK, "start"),
+        *(f'<path d="M{_LEFT} {y}H{_WIDTH - _RIGHT}" stroke="{_LINE}"/>' for y in lines),
+        _text(_LEFT + _INNER / 2, _HEIGHT - 8, below, _INK),
+    ]
+
+
+def _scale(top: float, colour: str) -> list[str]:
+    """The numbers to the left of the lines."""
+    return [
+        _text(_LEFT - 8, _FLOOR - part * _TALL + 4, f"{top * part:g}", colour, "end")
+        for part in _PARTS
+    ]
+
+
+def _bars(parts: Sequence[float], *, opacity: float) -> list[str]:
+    """Bars side by side, each of a part of the height."""
+    step, drawn = _INNER / len(parts), list[str]()
+    for number, part in enumerate(parts):
+        tall = part * _TALL
+        place = f'x="{_LEFT + number * step:.2f}" y="{_FLOOR - tall:.2f}"'
+        size = f'width="{max(1.0, step - 1):.2f}" height="{tall:.2f}"'
+        drawn.append(f'<rect {place} {size} fill="{_BAR}" fill-opacity="{opacity:g}"/>')
+    return drawn
 
 
 def _text(x: float, y: float, words: str, colour: str = _GREY, anchor: str = "middle") -> str:

@@ -67,6 +67,14 @@ class RayCluster:
         """Kill all processes of a node."""
         self._kill(f"{DISK}={disk}".encode())
 
+    def kill_actor(self, name: str) -> None:
+        """Kill the process of one actor of a class."""
+        token = f"RAY_AUTH_TOKEN={self.environment['RAY_AUTH_TOKEN']}".encode()
+        mine = [pid for pid in _others() if token in _environment(pid)]
+        title = f"ray::{name}".encode()
+        found = [pid for pid in mine if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title)]
+        os.kill(found[0], signal.SIGKILL)
+
     def stop(self) -> None:
         """Kill all processes of the cluster, and of nothing else."""
         self._kill(f"RAY_AUTH_TOKEN={self.environment['RAY_AUTH_TOKEN']}".encode())

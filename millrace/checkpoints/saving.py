@@ -7,7 +7,7 @@ last. A saver that is killed leaves files that the next one takes over, and no c
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -104,6 +104,7 @@ class Saver:
         run: str = "",
         position: Mapping[str, Any] | None = None,
         notes: Mapping[str, str] | None = None,
+        mine: Callable[[str], bool] | None = None,
         own: Mapping[str, Any] | None = None,
     ) -> Saving:
         """Copy a state, and save the copy while the caller goes on.
@@ -118,6 +119,8 @@ class Saver:
             run: Which run of the job this is.
             position: Where the data goes on, as JSON.
             notes: Free text.
+            mine: Where each rank has other tensors whole, such as a pipeline's stages: which of
+                them this one saves, by their paths. The others may be on the device ``meta``.
             own: What this rank alone has: the state of its loader, its generators.
 
         Raises:
@@ -128,7 +131,11 @@ class Saver:
         if self._under_way is not None:
             self._under_way.settle()
         copied = self._memory.snapshot(
-            state, self._settings.part_bytes, rank=self._ranks and self._ranks.rank, own=own
+            state,
+            self._settings.part_bytes,
+            rank=self._ranks and self._ranks.rank,
+            mine=mine,
+            own=own,
         )
         held = timedelta(seconds=time.monotonic() - began)
         future = self._finisher.submit(

@@ -1,6 +1,6 @@
 """A state, copied into the bytes of the files that it is saved as, while the trainer waits."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from mmap import mmap
@@ -64,6 +64,7 @@ class Memory:
         part_bytes: int,
         *,
         rank: int | None = None,
+        mine: Callable[[str], bool] | None = None,
         own: Mapping[str, Any] | None = None,
     ) -> Snapshot:
         """Copy a state; what was copied here before is overwritten.
@@ -73,12 +74,15 @@ class Memory:
             part_bytes: A file is closed before it would be larger.
             rank: Of several that save together: then distributed tensors are saved by their
                 shards, and all else by the first of them.
+            mine: Of what is not distributed, the tensors that this rank saves, by their paths.
             own: What this rank alone has, such as its generators.
 
         Raises:
             ConfigurationError: Something in the state cannot be saved; its path is named.
         """
-        held = {name: _held(name, tensor, rank) for name, tensor in taken_apart(state).items()}
+        held = {
+            name: _held(name, tensor, rank, mine) for name, tensor in taken_apart(state).items()
+        }
         for name, tensor in taken_apart(own).items() if own else ():
             held[own_name(rank or 0, name)] = piece_of(name, tensor)
         pieces = {name: piece for name, piece in held.items() if piece.mine}
@@ -103,11 +107,16 @@ class Memory:
         self._buffers.clear()
 
 
-def _held(name: str, tensor: torch.Tensor, rank: int | None) -> Piece:
+def _held(
+    name: str, tensor: torch.Tensor, rank: int | None, mine: Callable[[str], bool] | None
+) -> Piece:
     """What this process holds of a tensor, and whether it saves it."""
     piece = piece_of(name, tensor)
     if not is_distributed(tensor):
-        return replace(piece, mine=not rank)
+        its = not rank if mine is None or is_skeleton(name) else mine(name)
+        if its and tensor.is_meta:
+            raise ConfigurationError(f"{name} is without content, which a checkpoint cannot hold.")
+        return replace(piece, mine=its)
     if rank is None:
         raise ConfigurationError(
             f"{name} is distributed over several ranks: let each of them save with a "

@@ -128,16 +128,17 @@ class _Apart:
     def _named(self, tensor: torch.Tensor, path: str) -> str:
         spread = is_distributed(tensor)
         plain = (spread or type(tensor) in _PLAIN) and tensor.layout is torch.strided
-        if not plain or tensor.is_quantized or tensor.is_meta:
+        if not plain or tensor.is_quantized:
             raise ConfigurationError(
                 f"{path} is a {type(tensor).__name__} that is sharded by other means than DTensor, "
-                "sparse, quantized or without content, which a checkpoint does not hold: give the "
-                "plain tensors that it is made of, or DTensors."
+                "sparse or quantized, which a checkpoint does not hold: give the plain tensors "
+                "that it is made of, or DTensors."
             )
         tensor = tensor.detach()
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-        # A DTensor has no address, and an empty shard none that says anything.
-        if not spread and tensor.numel() and place in self._names:
+        # A DTensor has no address, and of what is empty or elsewhere it says nothing.
+        here = not spread and not tensor.is_meta and tensor.numel()
+        if here and place in self._names:
             return self._names[place]
         name = f"#{path}" if path.startswith(_OWN) else path
         while name in self._tensors or name == SKELETON:

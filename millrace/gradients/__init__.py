@@ -1,7 +1,13 @@
 """Gradients of many workers: compressed, checked, and merged through a bucket."""
 
 from millrace.gradients.aggregating import Step, aggregate
-from millrace.gradients.aggregator import AggregatorSettings, Beginning, aggregate_run
+from millrace.gradients.aggregator import (
+    AggregatorSettings,
+    Beginning,
+    FollowSettings,
+    WeightsOf,
+    aggregate_run,
+)
 from millrace.gradients.chain import ChainError, begin, catch_up, links
 from millrace.gradients.compress import Decoder, Encoder, Feedback, decode, encode
 from millrace.gradients.gathering import (
@@ -40,6 +46,7 @@ __all__ = [
     "Encoder",
     "Expected",
     "Feedback",
+    "FollowSettings",
     "GatherSettings",
     "Gathered",
     "GradientHeader",
@@ -64,6 +71,7 @@ __all__ = [
     "Transform",
     "Turn",
     "Weights",
+    "WeightsOf",
     "Window",
     "Worker",
     "aggregate",

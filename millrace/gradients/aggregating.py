@@ -1,23 +1,20 @@
 """One window of a run, from what was gathered to its link."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from millrace import errors
-from millrace.gradients.chain import (
-    Update,
-    append,
-    check_state,
-    digest_of,
-    names_and_shapes,
-    update_bytes,
-)
+from millrace.gradients.chain import append, digest_of, names_and_shapes
 from millrace.gradients.gathering import Gathered, Window
-from millrace.gradients.merging import BY_PLACE, MergeSettings, apart, merge, weights_of
+from millrace.gradients.merging import BY_PLACE, MergeSettings, Weights, apart, weights_of
+from millrace.gradients.payload import Payload
+from millrace.gradients.spread import Spread, here
 from millrace.gradients.state import State
 from millrace.keys import ChainKeys
-from millrace.models.chain import LeftOut, Link, Outer, Start, Taken
+from millrace.models.chain import LeftOut, Link, Outer, Start, Taken, Update
 from millrace.models.gradient import Refusal
-from millrace.progress import Progress, silent
+from millrace.progress import Event, Progress, silent
 from millrace.storage import Store
 
 
@@ -43,7 +40,7 @@ def aggregate(
     window: Window,
     gathered: Gathered,
     step: Step,
-    state: State,
+    model: State | Spread,
     *,
     threads: int = 1,
     progress: Progress = silent,
@@ -58,9 +55,10 @@ def aggregate(
         window: Which.
         gathered: What came.
         step: What follows from the run.
-        state: The weights before it; changed in place.
-        threads: How many work side by side.
-        progress: Told ``update.stored``, before the link is committed.
+        model: The weights before it, changed in place. What was gathered is where they are.
+        threads: How many work side by side, if the weights are here.
+        progress: Told ``update.stored`` of each, with ``window`` and ``bytes``, before the link is
+            committed.
 
     Raises:
         ConflictError: Another aggregator has merged this window otherwise.
@@ -68,61 +66,71 @@ def aggregate(
 
     After any error the weights are of no use any more: catch up from the chain.
     """
-    check_state(step.before, state)
+    if isinstance(model, State):
+        tensors = {uid: payload.tensors for uid, payload in gathered.taken.items()}
+        model = here(model, tensors, threads=threads)
+    model.check(step.before)
+    keys = ChainKeys(window.keys.run, window.keys.version)
     out = {
         uid: LeftOut(reason=one.reason, sentence=one.sentence) for uid, one in gathered.out.items()
     }
     payloads = dict(gathered.taken)
     if step.merge.rule in BY_PLACE:
-        for uid in apart(payloads):
+        for uid in apart(model.places(sorted(payloads))):
             sentence = "It has other places than most, and the rule needs the same of all."
             out[uid] = LeftOut(reason=Refusal.PLACES, sentence=sentence)
             del payloads[uid]
-    taken: dict[str, Taken] = {}
-    update: Update = {}
+    weights: Weights | None = None
+    updates: tuple[Update, ...] = ()
     try:
         if payloads:
-            weights = weights_of(payloads, step.merge, threads=threads)
-            merged = dict(merge(payloads, step.merge, weights, threads=threads))
-            update = {name: merged[name] for name in sorted(merged)}
-            for uid, weight in zip(weights.workers, weights.weights, strict=True):
-                payload = payloads[uid]
-                taken[uid] = Taken(
-                    weight=float(weight),
-                    norm=payload.norm,
-                    sha256=payload.sha256,
-                    size=payload.size,
-                    tokens=payload.header.tokens,
-                )
+            products = partial(model.products, codec=window.codec)
+            weights = weights_of(payloads, step.merge, products=products)
     except errors.ConfigurationError as error:  # the window is over; the next may have more
         for uid in payloads:
             out[uid] = LeftOut(reason=Refusal.QUORUM, sentence=str(error))
-    for name, runs in update.items():
-        state.apply(name, runs, window.codec, step.outer)
+    if weights is not None:
+        updates = model.merge(store, keys, step.step, window.codec, step.merge, weights, step.outer)
+    for update in updates:
+        figures = {"window": window.number, "bytes": update.size}
+        progress(Event("update.stored", update.key, figures))
     names, shapes = names_and_shapes(window.shapes)
     link = Link(
         run=window.keys.run,
         window=window.number,
         step=step.step,
-        key="",
-        sha256="",
-        size=0,
+        updates=updates,
         codec=window.codec,
         names=names,
         shapes=shapes,
         outer=step.outer,
         rule=step.merge.rule,
-        taken=taken,
+        taken=_taken(payloads, weights),
         out=out,
         seconds=gathered.seconds,
         previous=digest_of(step.before),
-        state=state.digest(),
+        state=model.digest(),
     )
-    keys = ChainKeys(window.keys.run, window.keys.version)
-    commit = append(store, keys, link, update_bytes(update) if update else b"", progress)
+    commit = append(store, keys, link)
     if commit.record.state != link.state or commit.record.previous != link.previous:
         raise errors.ConflictError(
             f"Another aggregator has merged window {window.number} of {window.keys.run} otherwise: "
             "catch up from the chain."
         )
     return commit.record
+
+
+def _taken(payloads: Mapping[str, Payload], weights: Weights | None) -> dict[str, Taken]:
+    """Who is in, and what each counts."""
+    if weights is None:
+        return {}
+    return {
+        uid: Taken(
+            weight=float(weight),
+            norm=payloads[uid].norm,
+            sha256=payloads[uid].sha256,
+            size=payloads[uid].size,
+            tokens=payloads[uid].header.tokens,
+        )
+        for uid, weight in zip(weights.workers, weights.weights, strict=True)
+    }

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Self
@@ -12,13 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from millrace import errors
 from millrace.checkpoints.find import Check
 from millrace.checkpoints.retention import plan_retention, retain
-from millrace.checkpoints.saving import Saver, Saving
 from millrace.checkpoints.settings import Retention
 from millrace.gradients.chain import newest
 from millrace.gradients.gathering import Worker
 from millrace.gradients.running import RunSettings, follow
-from millrace.gradients.state import State
-from millrace.gradients.weights import begin_run, newest_state, save_state, state_of_checkpoint
+from millrace.gradients.spread import Placing, Spread, placed_here, placed_on_ray
+from millrace.gradients.weights import begin_run, newest_weights, weights_of_checkpoint
 from millrace.keys import ChainKeys, LeaseKeys
 from millrace.lease import Heartbeat, Held, Holder, Lease, StoreClock, acquire
 from millrace.models.chain import Link
@@ -28,14 +27,11 @@ from millrace.storage import Store, StoreSpec, open_store
 _LOOK = 1.0  # seconds between two looks at a lease that another has
 
 
-class Beginning(BaseModel):
-    """The checkpoint whose weights a run begins with."""
+class WeightsOf(BaseModel):
+    """A checkpoint's weights."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    store: StoreSpec | None = Field(
-        default=None, description="Where it is; left out, in the aggregator's bucket."
-    )
     job: str = Field(description="Whose it is.")
     step: int | None = Field(default=None, description="Which; left out, the newest.")
     tensors: str = Field(
@@ -45,26 +41,19 @@ class Beginning(BaseModel):
     )
 
 
-class AggregatorSettings(BaseModel):
-    """A run, where its gradients come from, and how long it is followed."""
+class Beginning(WeightsOf):
+    """The checkpoint whose weights a run begins with."""
+
+    store: StoreSpec | None = Field(
+        default=None, description="Where it is; left out, in the aggregator's bucket."
+    )
+
+
+class FollowSettings(BaseModel):
+    """How long a run is followed, and what is kept of it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    run: RunSettings = Field(description="What all who take part have alike.")
-    store: StoreSpec = Field(description="The aggregator's bucket: the chain is written there.")
-    gradients: StoreSpec | None = Field(
-        default=None,
-        description="The bucket that the workers share, to be read; left out, the aggregator's.",
-    )
-    workers: tuple[str, ...] = Field(min_length=1, description="Who is asked first in each window.")
-    reserves: tuple[str, ...] = Field(default=(), description="Who stands in, in this order.")
-    buckets: dict[str, StoreSpec] = Field(
-        default_factory=dict[str, StoreSpec], description="Of workers that have one of their own."
-    )
-    begin: Beginning | None = Field(
-        default=None,
-        description="If the run has not begun: with which weights. Left out, it must have.",
-    )
     windows: int | None = Field(
         default=None, ge=1, description="How many to merge; left out, until the run is over."
     )
@@ -86,6 +75,37 @@ class AggregatorSettings(BaseModel):
         description="After this long without a sign of life another aggregator takes over.",
     )
     threads: int = Field(default=2, ge=1, le=64, description="How many work side by side.")
+    ray: str | None = Field(
+        default=None,
+        description="The address of a Ray cluster, `auto` for the one that this machine is in: "
+        "weights and merging are spread over its nodes. Left out, this machine does it all.",
+    )
+
+
+class AggregatorSettings(FollowSettings):
+    """A run, where its gradients come from, and how long it is followed."""
+
+    run: RunSettings = Field(description="What all who take part have alike.")
+    store: StoreSpec = Field(description="The aggregator's bucket: the chain is written there.")
+    gradients: StoreSpec | None = Field(
+        default=None,
+        description="The bucket that the workers share, to be read; left out, the aggregator's.",
+    )
+    workers: tuple[str, ...] = Field(min_length=1, description="Who is asked first in each window.")
+    reserves: tuple[str, ...] = Field(default=(), description="Who stands in, in this order.")
+    buckets: dict[str, StoreSpec] = Field(
+        default_factory=dict[str, StoreSpec], description="Of workers that have one of their own."
+    )
+    begin: Beginning | None = Field(
+        default=None,
+        description="If the run has not begun: with which weights. Left out, it must have.",
+    )
+
+    @property
+    def last(self) -> int | None:
+        """The number of the last window, if that is known."""
+        ends = [end for end in (self.run.windows, self.until) if end is not None]
+        return min(ends, default=None)
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
@@ -110,7 +130,7 @@ def aggregate_run(settings: AggregatorSettings, *, progress: Progress = silent) 
 
     Args:
         settings: Which run, and how.
-        progress: Told what `follow` and, in other threads, `Saver` tell.
+        progress: Told what `follow` tells and, if the weights are here, in other threads, `Saver`.
 
     Yields:
         The link of each window that it has merged.
@@ -120,6 +140,7 @@ def aggregate_run(settings: AggregatorSettings, *, progress: Progress = silent) 
         NotFoundError: The run has not begun, and nothing says with which weights.
         ChainError: The chain is broken.
         ConflictError: Another aggregator has merged a window otherwise: call it again.
+        WorkerError: A node that had some of the weights is gone: call it again.
     """
     run, keys = settings.run, settings.run.chain
     shared = settings.gradients or settings.store
@@ -136,17 +157,17 @@ def aggregate_run(settings: AggregatorSettings, *, progress: Progress = silent) 
     with ExitStack() as stack:
         heart = stack.enter_context(Heartbeat(settings.lease))
         heart.keep(_leased(store, keys, settings.lease))
-        state, window = beginning(settings, store, progress=progress)
-        keeper = stack.enter_context(_Keeper(store, keys, state, settings, progress))
+        place = stack.enter_context(_placing(settings, progress))
+        model, window = beginning(settings, store, place, progress=progress)
+        keeper = stack.enter_context(_Keeper(store, keys, model, settings))
         merged = follow(
             store,
             run,
             workers,
-            state,
+            model,
             reserves=reserves,
             after=window,
-            until=min(filter(None, (run.windows, settings.until)), default=None),
-            threads=settings.threads,
+            until=settings.last,
             progress=progress,
         )
         alone = 0
@@ -156,6 +177,13 @@ def aggregate_run(settings: AggregatorSettings, *, progress: Progress = silent) 
             alone = 0 if link.taken else alone + 1
             if count == settings.windows or alone == settings.idle:
                 return
+
+
+def _placing(settings: AggregatorSettings, progress: Progress) -> AbstractContextManager[Placing]:
+    if settings.ray is None:
+        return nullcontext(placed_here(threads=settings.threads, progress=progress))
+    values = settings.run.merge.values
+    return placed_on_ray(settings.ray, values=values, threads=settings.threads)
 
 
 def _leased(store: Store, keys: ChainKeys, ttl: timedelta) -> Lease:
@@ -178,48 +206,49 @@ def _leased(store: Store, keys: ChainKeys, ttl: timedelta) -> Lease:
 
 
 def beginning(
-    settings: AggregatorSettings, store: Store, *, progress: Progress = silent
-) -> tuple[State, int]:
+    settings: AggregatorSettings,
+    store: Store,
+    place: Placing | None = None,
+    *,
+    progress: Progress = silent,
+) -> tuple[Spread, int]:
     """The newest weights of a run that a checkpoint has, and their window; it may begin now.
 
     Args:
         settings: Which run.
         store: The aggregator's bucket.
-        progress: As of `begin_run` and `newest_state`.
+        place: Makes room for the weights; by default here.
+        progress: As of `newest_weights`.
 
     Raises:
         NotFoundError: It has not begun, and nothing says with which weights.
         ChainError: No checkpoint of the chain is there and undamaged.
     """
+    place = place or placed_here()
     keys, begin = settings.run.chain, settings.begin
     if newest(store, keys) >= 0:
-        return newest_state(store, keys, progress=progress)
+        return newest_weights(store, keys, place, progress=progress)
     if begin is None:
         raise errors.NotFoundError(
             f"{store.url_of(keys.links)} has no link: the run has not begun. Say with which "
             "checkpoint it begins."
         )
     origin = open_store(begin.store, make_folder=False) if begin.store else store
-    state, step = state_of_checkpoint(origin, begin.job, step=begin.step, tensors=begin.tensors)
-    begin_run(store, keys, state, step=step, progress=progress)
-    return state, 0
+    model, step = weights_of_checkpoint(
+        origin, begin.job, place, step=begin.step, tensors=begin.tensors
+    )
+    begin_run(store, keys, model, step=step)
+    return model, 0
 
 
 class _Keeper:
     """Saves the weights now and then, and at the end, and removes old ones."""
 
     def __init__(
-        self,
-        store: Store,
-        keys: ChainKeys,
-        state: State,
-        settings: AggregatorSettings,
-        progress: Progress,
+        self, store: Store, keys: ChainKeys, model: Spread, settings: AggregatorSettings
     ) -> None:
-        self._store, self._job, self._state = store, keys.job, state
+        self._store, self._job, self._model = store, keys.job, model
         self._every, self._rules = settings.every, Retention(last=settings.keep)
-        self._saver = Saver(store, keys.job, progress=progress)
-        self._saving: Saving | None = None
         self._unsaved: Link | None = None
 
     def keep(self, link: Link) -> None:
@@ -237,22 +266,23 @@ class _Keeper:
         trace: TracebackType | None,
     ) -> None:
         if error is not None:  # which says more than what a save might come to
-            self._saver.__exit__(kind, error, trace)
+            with suppress(errors.MillraceError):
+                self._model.close()
             return
-        with self._saver:
+        try:
             if self._unsaved is not None:
                 self._save(self._unsaved)
             self._clear()
+        finally:
+            self._model.close()
 
     def _save(self, link: Link) -> None:
         self._clear()
-        self._saving = save_state(self._saver, self._state, step=link.step, window=link.window)
+        self._model.save(self._store, self._job, step=link.step, window=link.window)
         self._unsaved = None
 
     def _clear(self) -> None:
         """Remove what the last checkpoint, once it is there, makes needless."""
-        if self._saving is not None:
-            self._saving.result()
-            self._saving = None
+        if self._model.saved() is not None:
             plan = plan_retention(self._store, self._job, self._rules, check=Check.SIZES)
             retain(self._store, plan)

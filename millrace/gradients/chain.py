@@ -1,14 +1,14 @@
 """The chain of a run: one link a window, each naming the one before, none ever left out.
 
-A merged gradient is put under the digest of its bytes, and then the link is committed, once: of two
-aggregators one is the window's. Whoever comes late begins with the checkpoint that the chain
+Merged gradients are put under the digests of their bytes, and then the link is committed, once: of
+two aggregators one is the window's. Whoever comes late begins with the checkpoint that the chain
 begins with, or a later one of its weights, and applies link after link. What is missing or broken
 is an error that names its window, for whoever would go on without it would have other weights.
 """
 
 import io
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,13 +20,13 @@ from millrace.gradients.chunks import Chunks, chunks_of
 from millrace.gradients.merging import Merged
 from millrace.gradients.state import State
 from millrace.keys import ChainKeys
-from millrace.models.chain import Link, Start
+from millrace.models.chain import Link, Start, Update
 from millrace.models.gradient import Codec
 from millrace.progress import Event, Progress, silent
 from millrace.records import Commit, commit_once, fetch
 from millrace.storage import Store, create, list_objects, read
 
-Update = Mapping[str, tuple[Merged, ...]]
+MergedTensors = Mapping[str, tuple[Merged, ...]]
 
 
 class ChainError(errors.CorruptError):
@@ -40,7 +40,9 @@ def begin(store: Store, keys: ChainKeys, start: Start) -> Start:
         ConflictError: The run began with other weights.
     """
     commit = commit_once(store, keys.link(0), start)
-    if commit.record != start:
+    # The same weights may have been saved in other files.
+    same = commit.record.model_copy(update={"root": start.root}) if start.state else commit.record
+    if same != start:
         raise errors.ConflictError(
             f"{store.url_of(keys.link(0))} begins with step {commit.record.step} of "
             f"{commit.record.job}: give this run another name, or begin with that."
@@ -48,14 +50,14 @@ def begin(store: Store, keys: ChainKeys, start: Start) -> Start:
     return commit.record
 
 
-def update_bytes(update: Update) -> bytes:
-    """A merged gradient as an ``.npz`` file. Equal ones make equal bytes.
+def update_bytes(merged: MergedTensors) -> bytes:
+    """Merged gradients as an ``.npz`` file. Equal ones make equal bytes.
 
     Its arrays are named by the tensor's place and what they are: ``0.counts``, ``0.places``,
     ``0.values``, each of all runs of chunks one behind the other.
     """
     arrays: dict[str, Any] = {}
-    for number, runs in enumerate(update.values()):
+    for number, runs in enumerate(merged.values()):
         for part in ("counts", "places", "values"):
             pieces = [getattr(run, part) for run in runs]
             empty = np.empty(0, np.float32 if part == "values" else np.uint16)
@@ -65,9 +67,24 @@ def update_bytes(update: Update) -> bytes:
     return file.getvalue()
 
 
-def append(
-    store: Store, keys: ChainKeys, link: Link, update: bytes, progress: Progress = silent
-) -> Commit[Link]:
+def store_update(store: Store, keys: ChainKeys, step: int, body: bytes, tensors: int) -> Update:
+    """Put merged gradients where a link can name them, unless they are there.
+
+    Args:
+        store: The aggregator's bucket.
+        keys: Of the run.
+        step: That the weights are at after it.
+        body: Of `update_bytes`.
+        tensors: How many are in it.
+    """
+    digest = sha256(body)
+    key = keys.update(step, digest)
+    with suppress(errors.ExistsError):
+        create(store, key, body, sha256=digest)
+    return Update(key=key, sha256=digest, size=len(body), tensors=tensors)
+
+
+def append(store: Store, keys: ChainKeys, link: Link) -> Commit[Link]:
     """Commit what a window came to, unless somebody has.
 
     Killed at any moment, it can be called again: what was put there before is found.
@@ -75,19 +92,9 @@ def append(
     Args:
         store: The aggregator's bucket.
         keys: Of the run.
-        link: Without ``key``, ``sha256`` and ``size``, which follow from the update.
-        update: Of `update_bytes`; empty if nobody's gradient was taken.
-        progress: Told ``update.stored`` with ``window`` and ``bytes``.
+        link: Whose updates are there.
     """
-    digest = sha256(update) if update else ""
-    key = keys.update(link.step, digest) if update else ""
-    if update:
-        with suppress(errors.ExistsError):
-            create(store, key, update, sha256=digest)
-        figures = {"window": link.window, "bytes": len(update)}
-        progress(Event("update.stored", key, figures))
-    whole = link.model_copy(update={"key": key, "sha256": digest, "size": len(update)})
-    return commit_once(store, keys.link(link.window), whole)
+    return commit_once(store, keys.link(link.window), link)
 
 
 def digest_of(link: Start | Link) -> str:
@@ -158,13 +165,17 @@ def link_after(store: Store, keys: ChainKeys, window: int, before: Start | Link)
     return link
 
 
-def check_state(link: Start | Link, state: State) -> None:
+def check_state(link: Start | Link, digest: str) -> None:
     """Prove that weights are those that a link leads to.
+
+    Args:
+        link: Which.
+        digest: Of the weights, as of `State.digest`.
 
     Raises:
         ChainError: They are not.
     """
-    if link.state and state.digest() != link.state:
+    if link.state and digest != link.state:
         where = f"After window {link.window}" if isinstance(link, Link) else "At the beginning"
         raise ChainError(
             f"{where} of {link.run} the weights are not those it records: they were others before. "
@@ -172,29 +183,48 @@ def check_state(link: Start | Link, state: State) -> None:
         )
 
 
-def read_update(store: Store, link: Link) -> dict[str, tuple[Merged, ...]]:
-    """The merged gradient of a link, all of it checked.
+def merged_of(
+    store: Store, link: Link, names: Container[str] | None = None
+) -> Iterator[dict[str, tuple[Merged, ...]]]:
+    """The merged gradients of a link, one object at a time, all of it checked.
+
+    Args:
+        store: The aggregator's bucket.
+        link: Which.
+        names: Read only the objects that have some of these tensors; by default all.
 
     Raises:
-        ChainError: It is missing, or is not what was committed.
+        ChainError: One is missing, or is not what was committed.
     """
-    if not link.key:
-        return {}
+    tensors = list(zip(link.names, link.shapes, strict=True))
+    if link.updates and sum(update.tensors for update in link.updates) != len(tensors):
+        raise ChainError(f"Window {link.window} of {link.run}: its updates are not of its tensors.")
+    at = 0
+    for update in link.updates:
+        its = tensors[at : at + update.tensors]
+        at += update.tensors
+        if names is None or any(name in names for name, _ in its):
+            yield _read_update(store, link, update, its)
+
+
+def _read_update(
+    store: Store, link: Link, update: Update, tensors: Sequence[tuple[str, tuple[int, ...]]]
+) -> dict[str, tuple[Merged, ...]]:
     where = f"Window {link.window} of {link.run}"
     try:
-        body = read(store, link.key)
+        body = read(store, update.key)
     except errors.NotFoundError:
-        raise ChainError(f"{where}: {store.url_of(link.key)} is missing.") from None
-    if sha256(body) != link.sha256:
-        raise ChainError(f"{where}: {store.url_of(link.key)} is not what was committed.")
+        raise ChainError(f"{where}: {store.url_of(update.key)} is missing.") from None
+    if sha256(body) != update.sha256:
+        raise ChainError(f"{where}: {store.url_of(update.key)} is not what was committed.")
     try:
         with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
             return {
                 name: _runs(arrays, number, shape, link.codec)
-                for number, (name, shape) in enumerate(zip(link.names, link.shapes, strict=True))
+                for number, (name, shape) in enumerate(tensors)
             }
     except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
-        raise ChainError(f"{where}: {store.url_of(link.key)} is no update: {error}.") from error
+        raise ChainError(f"{where}: {store.url_of(update.key)} is no update: {error}.") from error
 
 
 def apply_link(store: Store, link: Link, state: State, progress: Progress = silent) -> None:
@@ -210,9 +240,10 @@ def apply_link(store: Store, link: Link, state: State, progress: Progress = sile
         ChainError: The update is missing or broken, or the weights are others than they should be
             after it: then they are of no use any more.
     """
-    for name, runs in read_update(store, link).items():
-        state.apply(name, runs, link.codec, link.outer)
-    check_state(link, state)
+    for merged in merged_of(store, link):
+        for name, runs in merged.items():
+            state.apply(name, runs, link.codec, link.outer)
+    check_state(link, state.digest())
     progress(Event("chain.applied", link.run, {"window": link.window, "step": link.step}))
 
 

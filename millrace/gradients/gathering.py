@@ -7,7 +7,7 @@ own gradient and nothing else: it is out, with a reason.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -163,12 +163,23 @@ class QuorumError(errors.UnavailableError):
         self.gathered = gathered
 
 
+Reading = Callable[[str, Store, Stat, Expected], Payload]
+"""Reads a worker's gradient, by the worker's name, and raises as `read_payload` does.
+
+A `WorkerError` ends the gathering."""
+
+
+def _read_here(_uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:
+    return read_payload(store, stat, expected)
+
+
 def gather(
     window: Window,
     workers: Sequence[Worker],
     settings: GatherSettings | None = None,
     *,
     reserves: Sequence[Worker] = (),
+    reading: Reading = _read_here,
     clock: StoreClock | None = None,
     progress: Progress = silent,
 ) -> Gathered:
@@ -181,6 +192,7 @@ def gather(
         workers: Who is asked first.
         settings: How.
         reserves: Who stands in, in this order.
+        reading: How a gradient is read; several at once, in threads.
         clock: Of the stores; by default this machine's.
         progress: Told ``gradient.taken`` and ``gradient.refused`` of each worker.
 
@@ -198,7 +210,7 @@ def gather(
         raise errors.ConfigurationError(
             f"{wanted} gradients are wanted of {len(everybody)} workers."
         )
-    gathering = _Gathering(window, workers, reserves, settings, wanted, progress)
+    gathering = _Gathering(window, workers, reserves, settings, wanted, reading, progress)
     return gathering.run(clock or StoreClock.own())
 
 
@@ -220,10 +232,11 @@ class _Gathering:
         reserves: Sequence[Worker],
         settings: GatherSettings,
         wanted: int,
+        reading: Reading,
         progress: Progress,
     ) -> None:
         self._window, self._settings, self._wanted = window, settings, wanted
-        self._progress = progress
+        self._read_one, self._progress = reading, progress
         self._order = [worker.uid for worker in (*workers, *reserves)]
         self._stores = {worker.uid: worker.store for worker in (*workers, *reserves)}
         self._first = {worker.uid for worker in workers}
@@ -323,9 +336,11 @@ class _Gathering:
         if stat.last_modified > window.closes:
             return _Read(None, Out(Refusal.LATE, f"{name} was written after the deadline."))
         try:
-            payload = read_payload(self._stores[uid], stat, window.expected(uid))
+            payload = self._read_one(uid, self._stores[uid], stat, window.expected(uid))
         except PayloadError as error:
             return _Read(None, Out(error.reason, str(error)))
+        except errors.WorkerError:  # it is ours, and no fault of whoever sent this
+            raise
         except errors.MillraceError as error:
             return _Read(None, Out(Refusal.UNAVAILABLE, unanswered(error)))
         return _Read(payload, None, stat.size, stat.last_modified)

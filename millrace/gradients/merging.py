@@ -4,12 +4,13 @@ A rule gives each worker a weight, and what is merged is their weighted sum. Tho
 worker by its distance to the others need nothing of the gradients but their inner products, which
 are added up chunk by chunk: twenty workers never make twenty dense copies. Workers are taken in the
 order of their names, and sums are of float64 in an order that neither the order of arrival nor the
-number of threads changes: the same set of gradients makes the same bytes.
+number of threads or machines changes: the same set of gradients makes the same bytes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from math import fsum, prod
 from typing import Any
 
@@ -21,7 +22,7 @@ from millrace import errors
 from millrace.digest import sha256_of
 from millrace.gradients import kernels
 from millrace.gradients.chunks import Chunks
-from millrace.gradients.payload import Payload
+from millrace.gradients.payload import Payload, Shapes
 from millrace.gradients.tensors import BLOCK, Sparse, side_by_side, values_of
 from millrace.models.gradient import Codec
 
@@ -70,6 +71,12 @@ class MergeSettings(BaseModel):
         "the median distance.",
     )
     steps: int = Field(default=20, ge=1, le=1000, description="Of `centered clip`: how often.")
+    values: int = Field(
+        default=1 << 28,
+        ge=1,
+        description="Of the weights, whose merged gradients are one object: a larger model's have "
+        "several.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +119,47 @@ class Weights:
     weights: Vector
 
 
+def objects_of(shapes: Shapes, values: int) -> list[tuple[str, ...]]:
+    """The tensors whose merged gradients are one object: neighbours by name, so many values.
+
+    Args:
+        shapes: Of the tensors, by their names.
+        values: That an object is for at most, if it is not for one tensor alone.
+    """
+    found: list[tuple[str, ...]] = []
+    now: list[str] = []
+    size = 0
+    for name in sorted(shapes):
+        each = prod(shapes[name])
+        if now and size + each > values:
+            found.append(tuple(now))
+            now, size = [], 0
+        now.append(name)
+        size += each
+    return [*found, tuple(now)] if now else found
+
+
+Gradients = Mapping[str, Mapping[str, tuple[Sparse, ...]]]
+"""Tensors of several workers, by the workers' names and theirs."""
+
+Products = Callable[[Sequence[str]], Iterable[Vector]]
+"""The inner products of workers' gradients: of each tensor, in the order of their names."""
+
+
 def weights_of(
-    payloads: Mapping[str, Payload], settings: MergeSettings, *, threads: int = 1
+    payloads: Mapping[str, Payload],
+    settings: MergeSettings,
+    *,
+    products: Products | None = None,
+    threads: int = 1,
 ) -> Weights:
     """What each worker counts by a rule.
 
     Args:
         payloads: By the workers' names; each was checked.
         settings: The rule.
+        products: Where the payloads' tensors are elsewhere: asked for what `products_of` returns
+            of each.
         threads: How many work side by side.
 
     Raises:
@@ -135,6 +175,15 @@ def weights_of(
     if settings.clip:
         above = norms > median
         scales[above] = median / norms[above]
+
+    def gram() -> Vector:
+        of_each = products or partial(_products, payloads, threads=threads)
+        total = np.zeros((len(workers), len(workers)))
+        for part in of_each(workers):
+            total += part
+        whole = total + np.tril(total, -1).T
+        return whole * scales[:, None] * scales[None, :]
+
     every = len(workers)
     match settings.rule:
         case Rule.TOKENS:
@@ -145,10 +194,14 @@ def weights_of(
                 )
             share = tokens / tokens.sum()
         case Rule.CENTERED_CLIP:
-            share = _centered_clip(_gram(payloads, workers, scales, threads), settings)
+            share = _centered_clip(gram(), settings)
         case Rule.MULTI_KRUM:
-            share = _multi_krum(_gram(payloads, workers, scales, threads), settings.faulty)
-        case Rule.SENDERS | Rule.SIGN | Rule.MEDIAN | Rule.TRIMMED:
+            _check_bound(settings, every, 2 * settings.faulty + 2)
+            share = _multi_krum(gram(), settings.faulty)
+        case Rule.TRIMMED:
+            _check_bound(settings, every, 2 * settings.faulty)
+            share = np.ones(every)
+        case Rule.SENDERS | Rule.SIGN | Rule.MEDIAN:
             share = np.ones(every)
         case Rule.MEAN:
             share = np.full(every, 1.0 / every)
@@ -179,27 +232,94 @@ def merge(
         ConfigurationError: The rule cannot merge these; the message says why.
     """
     weights = weights or weights_of(payloads, settings, threads=threads)
-    first = payloads[weights.workers[0]]
-    for name in first.tensors:
-        runs = zip(*(payloads[worker].tensors[name] for worker in weights.workers), strict=True)
-        yield (
-            name,
-            tuple(
-                _merged(name, run, first.header.codec, settings, weights.weights, threads)
-                for run in runs
-            ),
-        )
+    gradients, codec = _tensors_of(payloads)
+    for name in gradients[weights.workers[0]]:
+        yield name, merge_tensor(name, gradients, codec, settings, weights, threads=threads)
 
 
-def apart(payloads: Mapping[str, Payload]) -> list[str]:
-    """The workers that have not sent the places that most have; of equally many the first's."""
-    sent: dict[str, list[str]] = {}
-    for worker in sorted(payloads):
-        tensors = payloads[worker].tensors
-        places = (run.places.tobytes() for name in sorted(tensors) for run in tensors[name])
-        sent.setdefault(sha256_of(places)[0], []).append(worker)
+def merge_tensor(
+    name: str,
+    gradients: Gradients,
+    codec: Codec,
+    settings: MergeSettings,
+    weights: Weights,
+    *,
+    threads: int = 1,
+) -> tuple[Merged, ...]:
+    """Merge one tensor.
+
+    Args:
+        name: Which.
+        gradients: The workers'.
+        codec: How they are compressed.
+        settings: The rule.
+        weights: What each worker counts.
+        threads: How many work side by side.
+
+    Raises:
+        ConfigurationError: The rule cannot merge these; the message says why.
+    """
+    runs = zip(*(gradients[worker][name] for worker in weights.workers), strict=True)
+    return tuple(_merged(name, run, codec, settings, weights.weights, threads) for run in runs)
+
+
+def products_of(
+    name: str, gradients: Gradients, workers: Sequence[str], codec: Codec, *, threads: int = 1
+) -> Vector:
+    """The inner products of one tensor's gradients: (workers, workers), float64, lower triangle.
+
+    Args:
+        name: Of the tensor.
+        gradients: The workers'.
+        workers: Which, in their order.
+        codec: How they are compressed.
+        threads: How many work side by side.
+    """
+    every = len(workers)
+    total = np.zeros((every, every))
+    for run in zip(*(gradients[worker][name] for worker in workers), strict=True):
+        chunks = run[0].chunks
+
+        def block(rows: slice, run: Any = run, size: int = chunks.size) -> Vector:
+            places, values = _stacked(run, rows, codec)
+            part = np.zeros((every, every))
+            kernels.inner_products(places, values, size, part)
+            return part
+
+        for part in side_by_side(block, chunks.count, threads, BLOCK):
+            total += part
+    return total
+
+
+def places_of(name: str, gradients: Gradients, worker: str) -> str:
+    """The digest of the places that a worker has sent of a tensor."""
+    return sha256_of(run.places.tobytes() for run in gradients[worker][name])[0]
+
+
+def apart(places: Mapping[str, Sequence[str]]) -> list[str]:
+    """The workers that have not sent the places that most have; of equally many the first's.
+
+    Args:
+        places: Of each worker, what `places_of` says of each tensor.
+    """
+    sent: dict[tuple[str, ...], list[str]] = {}
+    for worker in sorted(places):
+        sent.setdefault(tuple(places[worker]), []).append(worker)
     most = max(sent.values(), key=len) if sent else []
-    return [worker for worker in sorted(payloads) if worker not in most]
+    return [worker for worker in sorted(places) if worker not in most]
+
+
+def _tensors_of(payloads: Mapping[str, Payload]) -> tuple[Gradients, Codec]:
+    first = next(iter(payloads.values()))
+    return {worker: payload.tensors for worker, payload in payloads.items()}, first.header.codec
+
+
+def _products(
+    payloads: Mapping[str, Payload], workers: Sequence[str], *, threads: int
+) -> Iterator[Vector]:
+    gradients, codec = _tensors_of(payloads)
+    for name in sorted(gradients[workers[0]]):
+        yield products_of(name, gradients, workers, codec, threads=threads)
 
 
 def _merged(
@@ -265,38 +385,18 @@ def _by_place(values: Vector, settings: MergeSettings) -> Vector:
     if settings.rule is Rule.MEDIAN:
         return np.median(values, axis=0)
     faulty, every = settings.faulty, len(values)
-    if every <= 2 * faulty:
-        raise errors.ConfigurationError(
-            f"The trimmed mean bears {faulty} liars among more than {2 * faulty} workers, and "
-            f"there are {every}: wait for more, or declare fewer."
-        )
     return np.sort(values, axis=0)[faulty : every - faulty].mean(axis=0)
 
 
+def _check_bound(settings: MergeSettings, every: int, most: int) -> None:
+    if every <= most:
+        raise errors.ConfigurationError(
+            f"{settings.rule} bears {settings.faulty} liars among more than {most} workers, and "
+            f"there are {every}: wait for more, declare fewer, or choose `centered clip`."
+        )
+
+
 # -- rules that judge workers by their distances
-
-
-def _gram(
-    payloads: Mapping[str, Payload], workers: tuple[str, ...], scales: Vector, threads: int
-) -> Vector:
-    """The inner products of all workers' gradients, scaled: (workers, workers)."""
-    first = payloads[workers[0]]
-    codec = first.header.codec
-    total = np.zeros((len(workers), len(workers)))
-    for name in first.tensors:
-        for run in zip(*(payloads[worker].tensors[name] for worker in workers), strict=True):
-            chunks = run[0].chunks
-
-            def block(rows: slice, run: Any = run, size: int = chunks.size) -> Vector:
-                places, values = _stacked(run, rows, codec)
-                part = np.zeros((len(workers), len(workers)))
-                kernels.inner_products(places, values, size, part)
-                return part
-
-            for part in side_by_side(block, chunks.count, threads, BLOCK):
-                total += part
-    whole = total + np.tril(total, -1).T
-    return whole * scales[:, None] * scales[None, :]
 
 
 def _centered_clip(gram: Vector, settings: MergeSettings) -> Vector:
@@ -325,11 +425,6 @@ def _centered_clip(gram: Vector, settings: MergeSettings) -> Vector:
 def _multi_krum(gram: Vector, faulty: int) -> Vector:
     """The same weight for those whose nearest are nearest: all but ``faulty``."""
     every = len(gram)
-    if every <= 2 * faulty + 2:
-        raise errors.ConfigurationError(
-            f"multi-krum bears {faulty} liars among more than {2 * faulty + 2} workers, and there "
-            f"are {every}: wait for more, declare fewer, or choose `centered clip`."
-        )
     squares = np.diag(gram)
     apart = squares[:, None] + squares[None, :] - 2 * gram
     np.fill_diagonal(apart, np.inf)

@@ -4,10 +4,13 @@ Each tensor of the model is a tensor of bytes in it (see `tensors`); the header'
 `GradientHeader`. Its size is known from a listing, and what it may be at most from the shapes and
 the codec, so that nothing too large is read. Nothing in it is believed: the run, the worker and the
 window are those of its key, and everything else is what the aggregator expects.
+
+Its digest is that of its header, which names the digest of its tensors' digests. So each of several
+machines can read some of the tensors, and what they found is held against the header together.
 """
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import orjson
@@ -19,7 +22,7 @@ from millrace.gradients import kernels
 from millrace.gradients.shared import Mask
 from millrace.gradients.tensors import CodeError, Sparse, largest, unpacked, values_of
 from millrace.models.gradient import Codec, GradientHeader, Refusal
-from millrace.storage import Stat, Store, read
+from millrace.storage import Stat, Store, read_range
 
 _LENGTH = struct.Struct("<Q")
 _KEY = "millrace"
@@ -41,6 +44,9 @@ class PayloadError(errors.CorruptError):
     def __init__(self, reason: Refusal, sentence: str) -> None:
         super().__init__(sentence)
         self.reason = reason
+
+    def __reduce__(self) -> "tuple[type[PayloadError], tuple[Refusal, str]]":
+        return PayloadError, (self.reason, str(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +90,9 @@ class Payload:
 
     Attributes:
         header: What it says of itself.
-        tensors: Its tensors, by their names.
+        tensors: Those of its tensors that are here, by their names.
         norm: The L2 norm of all of it.
-        sha256: Of the object.
+        sha256: Of its header, which names that of all else.
         size: Bytes of it.
     """
 
@@ -95,6 +101,41 @@ class Payload:
     norm: float
     sha256: str
     size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A gradient whose header is what it should be.
+
+    Attributes:
+        header: What it says of itself.
+        spans: Where each tensor begins and ends in the object: in the order of their names, one
+            behind the other.
+        sha256: Of its header.
+        size: Bytes of it.
+    """
+
+    header: GradientHeader
+    spans: Mapping[str, tuple[int, int]] = field(repr=False)
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """Some of the tensors of a gradient.
+
+    Attributes:
+        sparse: By their names.
+        digests: Of their bytes.
+        squares: The sums of their values' squares.
+        fault: What is wrong with one of them; empty if nothing is.
+    """
+
+    sparse: Mapping[str, tuple[Sparse, ...]] = field(repr=False)
+    digests: Mapping[str, str] = field(repr=False)
+    squares: Mapping[str, float] = field(repr=False)
+    fault: str = ""
 
 
 def fingerprint(shapes: Shapes) -> str:
@@ -128,7 +169,6 @@ def payload_bytes(
         samples: The digest of the samples that it was made of.
     """
     names = sorted(bodies)
-    whole = b"".join(bodies[name] for name in names)
     header = GradientHeader(
         run=run,
         uid=uid,
@@ -139,7 +179,7 @@ def payload_bytes(
         shapes=tuple(tuple(shapes[name]) for name in names),
         tokens=tokens,
         samples=samples,
-        body=sha256(whole),
+        body=_of_all(sha256(bodies[name]) for name in names),
     )
     described: dict[str, object] = {"__metadata__": {_KEY: canonical(header.model_dump()).decode()}}
     at = 0
@@ -149,7 +189,7 @@ def payload_bytes(
         at += size
     text = orjson.dumps(described)
     text += b" " * (-len(text) % 8)
-    return _LENGTH.pack(len(text)) + text + whole
+    return _LENGTH.pack(len(text)) + text + b"".join(bodies[name] for name in names)
 
 
 def read_payload(store: Store, stat: Stat, expected: Expected) -> Payload:
@@ -163,18 +203,54 @@ def read_payload(store: Store, stat: Stat, expected: Expected) -> Payload:
     Raises:
         PayloadError: It is not; why is said.
     """
+    opened = read_header(store, stat, expected)
+    tensors = read_tensors(store, stat, opened, sorted(expected.shapes), expected)
+    return put_together(opened, [tensors], expected)
+
+
+def read_header(store: Store, stat: Stat, expected: Expected) -> Opened:
+    """Read the header of a worker's gradient, and check it.
+
+    Args and raises: as `read_payload`.
+    """
     if stat.size > expected.size:
         raise PayloadError(
             Refusal.TOO_LARGE,
             f"{stat.size:,} bytes, where {expected.size:,} are the most there are.",
         )
+    head = _read(store, stat, 0, min(stat.size, _LENGTH.size + expected.header_size))
+    return open_payload(memoryview(head), stat.size, expected)
+
+
+def read_tensors(
+    store: Store, stat: Stat, opened: Opened, names: Sequence[str], expected: Expected
+) -> Tensors:
+    """Read some tensors of a worker's gradient, and check them.
+
+    Args:
+        store: The worker's bucket.
+        stat: The object, as it was listed.
+        opened: Its header.
+        names: Which: neighbours, in their order.
+        expected: What it must be.
+
+    Raises:
+        PayloadError: They cannot be read.
+    """
+    if not names:
+        return Tensors({}, {}, {})
+    begin, end = opened.spans[names[0]][0], opened.spans[names[-1]][1]
+    body = memoryview(_read(store, stat, begin, end))
+    return check_tensors(body, begin, opened, names, expected)
+
+
+def _read(store: Store, stat: Stat, begin: int, end: int) -> bytes:
     try:
-        body = read(store, stat.key, etag=stat.etag)
+        return read_range(store, stat.key, begin, end, etag=stat.etag)
     except (errors.ChangedError, errors.NotFoundError) as error:
         raise PayloadError(Refusal.CHANGED, "It was replaced while it was read.") from error
     except (errors.UnavailableError, errors.DeniedError) as error:
         raise PayloadError(Refusal.UNAVAILABLE, unanswered(error)) from error
-    return check_payload(body, expected)
 
 
 def unanswered(error: errors.MillraceError) -> str:
@@ -200,28 +276,95 @@ def check_payload(body: bytes, expected: Expected) -> Payload:
     Raises:
         PayloadError: It is not; why is said.
     """
-    header, pieces, data = _taken_apart(memoryview(body), expected.header_size)
+    view = memoryview(body)
+    opened = open_payload(view, len(body), expected)
+    tensors = check_tensors(view, 0, opened, sorted(expected.shapes), expected)
+    return put_together(opened, [tensors], expected)
+
+
+def open_payload(head: memoryview, size: int, expected: Expected) -> Opened:
+    """Check the header of a gradient.
+
+    Args:
+        head: The beginning of the object, with all of its header.
+        size: Bytes of the object.
+        expected: What it must be.
+
+    Raises:
+        PayloadError: It is not; why is said.
+    """
+    header, spans, begins = _header_of(head, size, expected.header_size)
     _compare(header, expected)
-    if sha256(data) != header.body:
-        raise PayloadError(Refusal.DIGEST, "Its bytes are not those that its header names.")
-    if set(pieces) != set(expected.shapes):
+    if set(spans) != set(expected.shapes):
         raise PayloadError(Refusal.TENSORS, "It has other tensors than the model.")
-    mask = Mask(expected.run, expected.window)
+    return Opened(header, spans, sha256(head[:begins]), size)
+
+
+def check_tensors(
+    body: memoryview, at: int, opened: Opened, names: Sequence[str], expected: Expected
+) -> Tensors:
+    """Check some tensors of a gradient.
+
+    Args:
+        body: Bytes of the object in which they are.
+        at: Where these begin in the object.
+        opened: Its header.
+        names: Which, in their order.
+        expected: What it must be.
+    """
+    codec, mask = expected.codec, Mask(expected.run, expected.window)
     tensors: dict[str, tuple[Sparse, ...]] = {}
-    square = 0.0
-    for name, shape in expected.shapes.items():
+    digests: dict[str, str] = {}
+    squares: dict[str, float] = {}
+    fault = ""
+    for name in names:
+        begin, end = opened.spans[name]
+        piece = body[begin - at : end - at]
+        digests[name] = sha256(piece)
         try:
-            runs = unpacked(pieces[name], shape, expected.codec, mask=mask)
+            runs = unpacked(piece, expected.shapes[name], codec, mask=mask)
         except CodeError as error:
-            raise PayloadError(Refusal.CODES, f"{name}: {error}") from error
+            fault = fault or f"{name}: {error}"
+            continue
         tensors[name] = runs
-        for run in runs:
-            square += kernels.sum_of_squares(values_of(run, expected.codec).reshape(-1))
-    norm = square**0.5
+        each = (kernels.sum_of_squares(values_of(run, codec).reshape(-1)) for run in runs)
+        squares[name] = float(sum(each))
+    return Tensors(tensors, digests, squares, fault)
+
+
+def put_together(opened: Opened, parts: Sequence[Tensors], expected: Expected) -> Payload:
+    """A gradient, all of whose tensors were checked.
+
+    Args:
+        opened: Its header.
+        parts: Its tensors, wherever they were checked, in the order of their names.
+        expected: What it must be.
+
+    Raises:
+        PayloadError: They are not what its header names, or one of them is none; why is said.
+    """
+    if _of_all(digest for part in parts for digest in part.digests.values()) != opened.header.body:
+        raise PayloadError(Refusal.DIGEST, "Its bytes are not those that its header names.")
+    for part in parts:
+        if part.fault:
+            raise PayloadError(Refusal.CODES, part.fault)
+    norm = sum(square for part in parts for square in part.squares.values()) ** 0.5
     most = NORM_MOST if expected.norm is None else min(expected.norm, NORM_MOST)
     if not norm <= most:
         raise PayloadError(Refusal.NORM, f"Its norm is {norm:.3g}, more than {most:.3g}.")
-    return Payload(header, tensors, norm, sha256(body), len(body))
+    tensors = {name: runs for part in parts for name, runs in part.sparse.items()}
+    return Payload(opened.header, tensors, norm, opened.sha256, opened.size)
+
+
+def identity_of(body: bytes) -> str:
+    """The digest that a gradient is known by: of its header, which names that of all else."""
+    (length,) = _LENGTH.unpack_from(body)
+    return sha256(memoryview(body)[: _LENGTH.size + length])
+
+
+def _of_all(digests: Iterable[str]) -> str:
+    """The digest of tensors' digests, in the order of their names."""
+    return sha256("".join(digests).encode())
 
 
 def _compare(header: GradientHeader, expected: Expected) -> None:
@@ -239,36 +382,40 @@ def _compare(header: GradientHeader, expected: Expected) -> None:
             raise PayloadError(reason, f"Its {reason} is not the one that is expected here.")
 
 
-def _taken_apart(
-    body: memoryview, most: int
-) -> tuple[GradientHeader, dict[str, memoryview], memoryview]:
-    """The header, the tensors, and all that comes behind the header."""
+def _header_of(
+    head: memoryview, size: int, most: int
+) -> tuple[GradientHeader, dict[str, tuple[int, int]], int]:
+    """What the header says, where the tensors stand in the object, and where they begin."""
     try:
-        said, pieces, data = _parsed(body, most)
+        said, spans, begins = _parsed(head, size, most)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         sentence = f"It is no safetensors file of ours: {errors.one_line(error)}."
         raise PayloadError(Refusal.FORMAT, sentence) from error
     try:
-        return GradientHeader.model_validate_json(said, strict=True), pieces, data
+        return GradientHeader.model_validate_json(said, strict=True), spans, begins
     except (ValidationError, TypeError) as error:
         raise PayloadError(Refusal.HEADER, "Its header does not say what it is.") from error
 
 
-def _parsed(body: memoryview, most: int) -> tuple[str, dict[str, memoryview], memoryview]:
-    (length,) = _LENGTH.unpack_from(body)
-    if length > min(len(body) - _LENGTH.size, most):
+def _parsed(head: memoryview, size: int, most: int) -> tuple[str, dict[str, tuple[int, int]], int]:
+    (length,) = _LENGTH.unpack_from(head)
+    begins = _LENGTH.size + length
+    if length > most or begins > min(size, len(head)):
         raise ValueError("its header is longer than it can be")  # and is not parsed
-    described = orjson.loads(body[_LENGTH.size : _LENGTH.size + length])
+    described = orjson.loads(head[_LENGTH.size : begins])
     said = described.pop("__metadata__")[_KEY]
-    data = body[_LENGTH.size + length :]
-    pieces: dict[str, memoryview] = {}
+    if list(described) != sorted(described):
+        raise ValueError("its tensors are not in the order of their names")
+    spans: dict[str, tuple[int, int]] = {}
     at = 0
     for name, entry in described.items():
         begin, end = entry["data_offsets"]
-        if (begin, entry["dtype"], entry["shape"]) != (at, "U8", [end - begin]) or end < begin:
+        if type(end) is not int or (begin, entry["dtype"]) != (at, "U8"):
             raise ValueError("its tensors are not bytes, one behind the other")
-        pieces[name] = data[begin:end]
+        if entry["shape"] != [end - at] or end < at:
+            raise ValueError("its tensors are not bytes, one behind the other")
+        spans[name] = (begins + at, begins + end)
         at = end
-    if at != len(data):
+    if begins + at != size:
         raise ValueError("it does not end where its tensors do")
-    return said, pieces, data
+    return said, spans, begins

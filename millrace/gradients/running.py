@@ -14,14 +14,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from millrace import errors
-from millrace.digest import sha256
 from millrace.gradients.aggregating import Step, aggregate
 from millrace.gradients.chain import apply_link, link_after, link_at, newest
 from millrace.gradients.compress import Feedback
 from millrace.gradients.gathering import GatherSettings, QuorumError, Window, Worker, gather
 from millrace.gradients.merging import MergeSettings
-from millrace.gradients.payload import Shapes, payload_bytes
+from millrace.gradients.payload import Shapes, identity_of, payload_bytes
 from millrace.gradients.shared import Mask
+from millrace.gradients.spread import Spread, here
 from millrace.gradients.state import State, state_of
 from millrace.gradients.weights import newest_state
 from millrace.keys import ChainKeys, GradientKeys
@@ -67,7 +67,7 @@ def follow(
     store: Store,
     settings: RunSettings,
     workers: Sequence[Worker],
-    state: State,
+    model: State | Spread,
     *,
     reserves: Sequence[Worker] = (),
     after: int = 0,
@@ -84,11 +84,11 @@ def follow(
         store: The aggregator's bucket, whose chain has begun.
         settings: Of the run.
         workers: Who is asked first in each window.
-        state: The weights after window ``after``; changed in place.
+        model: The weights after window ``after``; changed in place.
         reserves: Who stands in.
-        after: The window that ``state`` is of.
+        after: The window that ``model`` is of.
         until: The last window; by default it goes on for ever.
-        threads: How many work side by side.
+        threads: How many work side by side, if the weights are here.
         progress: As `gather` and `aggregate` tell, and ``chain.applied`` and ``window.merged``
             with ``window``, ``taken`` and ``out``.
 
@@ -98,8 +98,10 @@ def follow(
     Raises:
         ConflictError: Another aggregator has merged a window otherwise: catch up from the chain.
         ChainError: The chain is broken.
+        WorkerError: A node that had some of the weights is gone.
     """
-    shapes = {name: tensor.shape for name, tensor in state.weights.items()}
+    if isinstance(model, State):
+        model = here(model, threads=threads)
     clock = StoreClock.read(store, settings.chain.job, Holder.this_process())
     number, last = after, newest(store, settings.chain)
     before = link_at(store, settings.chain, number)
@@ -107,17 +109,26 @@ def follow(
         number += 1
         if number <= last:
             before = link_after(store, settings.chain, number, before)
-            apply_link(store, before, state, progress)
+            model.replay(store, before)
+            figures = {"window": number, "step": before.step}
+            progress(Event("chain.applied", settings.run, figures))
             continue
-        window = _window(store, settings, shapes, number, before.step)
+        window = _window(store, settings, model.shapes, number, before.step)
+        model.open(window)
         try:
             gathered = gather(
-                window, workers, settings.gather, reserves=reserves, clock=clock, progress=progress
+                window,
+                workers,
+                settings.gather,
+                reserves=reserves,
+                reading=model.read,
+                clock=clock,
+                progress=progress,
             )
         except QuorumError as error:
             gathered = error.gathered  # the window is over all the same, and its link says so
         step = Step(before, before.step + settings.steps, settings.outer, settings.merge)
-        before = aggregate(store, window, gathered, step, state, threads=threads, progress=progress)
+        before = aggregate(store, window, gathered, step, model, progress=progress)
         figures = {"window": number, "taken": len(before.taken), "out": len(before.out)}
         progress(Event("window.merged", settings.run, figures))
         yield before
@@ -242,7 +253,7 @@ class Participant:
         with self._feedback.all_or_nothing():
             body = self._body(model, number, tokens, samples)
             put(self._store, self._settings.gradients.gradient(self._uid, number), body)
-        self._submitted, self._sha256 = number, sha256(body)
+        self._submitted, self._sha256 = number, identity_of(body)
         figures = {"window": number, "bytes": len(body)}
         self._progress(Event("gradient.sent", self._uid, figures))
         return len(body)

@@ -65,22 +65,29 @@ class State:
 
     def digest(self) -> str:
         """SHA-256 of those of its tensors: equal states have equal ones."""
+        return digest_of_all(self.digests())
+
+    def digests(self) -> dict[str, str]:
+        """Of each tensor's shape and bytes, by its name below ``weights.`` or ``moments.``."""
         tensors = [
             (kind, name, held[name])
             for kind, held in (("weights", self.weights), ("moments", self.moments))
             for name in sorted(held)
         ]
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="digest") as pool:
-            digests = pool.map(_digest, [tensor for _, _, tensor in tensors])
-            content = {
-                f"{kind}.{name}": {"shape": list(tensor.shape), "sha256": digest}
-                for (kind, name, tensor), digest in zip(tensors, digests, strict=True)
-            }
-        return sha256(canonical(content))
+            digests = list(pool.map(_digest, [tensor for _, _, tensor in tensors]))
+        names = (f"{kind}.{name}" for kind, name, _ in tensors)
+        return dict(zip(names, digests, strict=True))
+
+
+def digest_of_all(digests: Mapping[str, str]) -> str:
+    """That of weights, from those of their tensors, as `State.digests` has them."""
+    return sha256(canonical(dict(digests)))
 
 
 def _digest(tensor: Array) -> str:
-    return sha256(np.ascontiguousarray(tensor, dtype="<f4").data)
+    content = sha256(np.ascontiguousarray(tensor, dtype="<f4").data)
+    return sha256(canonical({"shape": list(tensor.shape), "sha256": content}))
 
 
 def state_of(tensors: Mapping[str, Any], names: Sequence[str] | None = None) -> State:

@@ -5,31 +5,26 @@ checkpoint is the chain's if its weights have the digest of the window that it s
 comes late need not replay all, and need not trust whoever saved it.
 """
 
-from collections.abc import Mapping
-from typing import Any, cast
-
-import numpy as np
+from collections.abc import Iterable
 
 from millrace import errors
-from millrace.checkpoints.find import checkpoints, survey
-from millrace.checkpoints.loading import Loaded, load
+from millrace.checkpoints.find import checkpoint_of, checkpoints, survey
+from millrace.checkpoints.parts import dtype_of
 from millrace.checkpoints.retention import pin
-from millrace.checkpoints.saving import Saver, Saving
-from millrace.checkpoints.tree import is_skeleton, taken_apart
-from millrace.gradients.chain import ChainError, begin, check_state, link_at
-from millrace.gradients.state import State, state_of
+from millrace.checkpoints.tree import own_rank
+from millrace.gradients.chain import ChainError, begin, link_at
+from millrace.gradients.payload import Shapes
+from millrace.gradients.portion import KINDS, WINDOW
+from millrace.gradients.spread import Placing, Spread, here, placed_here
+from millrace.gradients.state import State
 from millrace.keys import ChainKeys
 from millrace.models.chain import Start
 from millrace.models.checkpoint import Checkpoint
 from millrace.progress import Event, Progress, silent
 from millrace.storage import Store
 
-_WINDOW = "window"
 
-
-def begin_run(
-    store: Store, keys: ChainKeys, state: State, *, step: int = 0, progress: Progress = silent
-) -> Start:
+def begin_run(store: Store, keys: ChainKeys, weights: State | Spread, *, step: int = 0) -> Start:
     """Save the weights that a run begins with, and commit its first link.
 
     Killed at any moment, or called by several with the same weights, it can be called again.
@@ -37,32 +32,52 @@ def begin_run(
     Args:
         store: The aggregator's bucket.
         keys: Of the run.
-        state: The weights.
+        weights: With no moments yet.
         step: Of the training that they come from.
-        progress: As of `Saver`.
 
     Raises:
         ConflictError: The run began with other weights, or at another step.
     """
-    with Saver(store, keys.job, progress=progress) as saver:
-        saved = save_state(saver, state, step=step, window=0).result()
+    model = here(weights) if isinstance(weights, State) else weights
+    digest = model.digest()
+    try:
+        root = save_weights(model, store, keys.job, step=step, window=0).root
+    except errors.ConflictError:  # the same weights may be there in other files
+        model.load_state(store, keys.job, step)
+        if model.digest() != digest:
+            raise
+        root = checkpoint_of(store, keys.job, step).root
+    finally:
+        if model is not weights:
+            model.close()
     pin(store, keys.job, step, "The chain begins with it.")
-    digest = state.digest()
-    start = Start(run=keys.run, job=keys.job, step=step, root=saved.root, state=digest)
-    return begin(store, keys, start)
+    return begin(store, keys, Start(run=keys.run, job=keys.job, step=step, root=root, state=digest))
 
 
-def save_state(saver: Saver, state: State, *, step: int, window: int) -> Saving:
-    """Save the weights after a window; returns as soon as they are copied.
+def save_weights(
+    weights: State | Spread, store: Store, job: str, *, step: int, window: int
+) -> Checkpoint:
+    """Save the weights after a window, and wait until they are there.
 
     Args:
-        saver: Of the job `ChainKeys.job`.
-        state: The weights.
+        weights: Which.
+        store: Where to.
+        job: Whose checkpoint it is.
         step: That they are at.
-        window: Which.
+        window: That they are after.
+
+    Raises:
+        ConflictError: The job has another checkpoint of this step.
     """
-    content = {"weights": dict(state.weights), "moments": dict(state.moments)}
-    return saver.save(content, step=step, position={_WINDOW: window})
+    model = here(weights) if isinstance(weights, State) else weights
+    try:
+        model.save(store, job, step=step, window=window)
+        saved = model.saved()
+    finally:
+        if model is not weights:
+            model.close()
+    assert saved is not None
+    return saved
 
 
 def newest_state(
@@ -73,7 +88,7 @@ def newest_state(
     Args:
         store: The aggregator's bucket.
         keys: Of the run.
-        progress: Told ``checkpoint.damaged`` of each that was passed over.
+        progress: As of `newest_weights`.
 
     Returns:
         The weights, and the window that they are after; `catch_up` goes on from there.
@@ -82,12 +97,31 @@ def newest_state(
         NotFoundError: The run has not begun.
         ChainError: No checkpoint of the chain is there and undamaged.
     """
+    model, window = newest_weights(store, keys, placed_here(), progress=progress)
+    return model.state(), window
+
+
+def newest_weights(
+    store: Store, keys: ChainKeys, place: Placing, *, progress: Progress = silent
+) -> tuple[Spread, int]:
+    """As `newest_state`, with the weights where there is room for them.
+
+    Args:
+        store: The aggregator's bucket.
+        keys: Of the run.
+        place: Makes room.
+        progress: Told ``checkpoint.damaged`` of each that was passed over.
+    """
     link_at(store, keys, 0)
+    model: Spread | None = None
     for step, found in survey(store, keys.job):
         try:
             if isinstance(found, errors.CorruptError):
                 raise found
-            return _verified(store, keys, found)
+            shapes = _shapes(found, f"{KINDS[0]}.")
+            if model is None or model.shapes != shapes:
+                model = place(shapes)
+            return model, _verified(store, keys, found, model)
         except (errors.CorruptError, errors.NotFoundError) as error:
             figures = {"step": step, "damage": str(error)}
             progress(Event("checkpoint.damaged", keys.job, figures))
@@ -112,50 +146,63 @@ def state_of_checkpoint(
         NotFoundError: There is no such checkpoint.
         ConfigurationError: It has no such tensors.
     """
-    loaded = _newest(store, job, tensors) if step is None else _some(store, job, step, tensors)
-    found = {
-        name.removeprefix(tensors): tensor
-        for name, tensor in taken_apart(loaded.state).items()
-        if not is_skeleton(name) and name.startswith(tensors) and tensor.is_floating_point()
-    }
-    if not found:
-        raise errors.ConfigurationError(
-            f"Step {loaded.checkpoint.step} of {job} has no weights whose names begin with "
-            f"{tensors!r}: one of its tensors is {next(iter(loaded.checkpoint.tensors))!r}."
-        )
-    return state_of(found), loaded.checkpoint.step
+    model, step = weights_of_checkpoint(store, job, placed_here(), step=step, tensors=tensors)
+    return model.state(), step
 
 
-def _newest(store: Store, job: str, tensors: str) -> Loaded:
-    """The newest one that is undamaged; damaged ones stay where they are: they are not ours."""
-    for found in checkpoints(store, job):
+def weights_of_checkpoint(
+    store: Store, job: str, place: Placing, *, step: int | None = None, tensors: str = ""
+) -> tuple[Spread, int]:
+    """As `state_of_checkpoint`, with the weights where there is room for them.
+
+    Args:
+        store: Where it is.
+        job: Whose.
+        place: Makes room.
+        step: Which; by default the newest.
+        tensors: What the names of the weights begin with there; it is cut off.
+    """
+    for found in _asked(store, job, step):
+        shapes = _shapes(found, tensors)
+        if not shapes:
+            raise errors.ConfigurationError(
+                f"Step {found.step} of {job} has no weights whose names begin with {tensors!r}: "
+                f"one of its tensors is {next(iter(found.tensors))!r}."
+            )
+        model = place(shapes)
         try:
-            return _some(store, job, found.step, tensors)
-        except errors.CorruptError:
+            model.load_weights(store, job, found.step, tensors)
+        except errors.CorruptError:  # it stays where it is: it is not ours
+            if step is not None:
+                raise
             continue
+        return model, found.step
     raise errors.NotFoundError(f"{store.url_of(job)} has no checkpoint that is undamaged.")
 
 
-def _some(store: Store, job: str, step: int, tensors: str) -> Loaded:
-    return load(store, job, step=step, only=lambda name: name.startswith(tensors))
+def _asked(store: Store, job: str, step: int | None) -> Iterable[Checkpoint]:
+    return checkpoints(store, job) if step is None else [checkpoint_of(store, job, step)]
 
 
-def _arrays(content: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    found = content.get(kind)
-    arrays = cast("dict[str, Any]", found) if isinstance(found, dict) else {"": None}
-    if any(getattr(array, "dtype", None) != np.float32 for array in arrays.values()):
-        raise errors.CorruptError(f"It has no {kind} as a run's are.")
-    return arrays
+def _shapes(found: Checkpoint, prefix: str) -> Shapes:
+    """The weights of a checkpoint, by their names without a prefix: what has it and is floating."""
+    return {
+        name.removeprefix(prefix): record.shape
+        for name, record in found.tensors.items()
+        if name.startswith(prefix)
+        and own_rank(name) is None
+        and dtype_of(record.dtype).is_floating_point
+    }
 
 
-def _verified(store: Store, keys: ChainKeys, found: Checkpoint) -> tuple[State, int]:
-    window = found.position.get(_WINDOW)
+def _verified(store: Store, keys: ChainKeys, found: Checkpoint, model: Spread) -> int:
+    """Load the weights of a checkpoint, and prove that they are the chain's; their window."""
+    window = found.position.get(WINDOW)
     if not isinstance(window, int):
         raise errors.CorruptError(f"Step {found.step} of {keys.job} names no window.")
     link = link_at(store, keys, window)
     if link.step != found.step:
         raise errors.CorruptError(f"Step {found.step} of {keys.job} is none of the chain's.")
-    content = load(store, keys.job, step=found.step).state
-    state = State(_arrays(content, "weights"), _arrays(content, "moments"))
-    check_state(link, state)
-    return state, window
+    model.load_state(store, keys.job, found.step)
+    model.check(link)
+    return window

@@ -1,5 +1,7 @@
 """What the aggregator of a run commits: a link a window, each naming the one before."""
 
+from collections import Counter
+from collections.abc import Iterable
 from enum import StrEnum
 
 from pydantic import Field
@@ -50,8 +52,8 @@ class Taken(Committed):
     Attributes:
         weight: What it counts there.
         norm: The L2 norm of what it sent.
-        sha256: Of the object.
-        size: Bytes of it.
+        sha256: Of its header, which names that of all else.
+        size: Bytes of the object.
         tokens: That it says it was made of.
     """
 
@@ -74,6 +76,28 @@ class LeftOut(Committed):
     sentence: str
 
 
+class Update(Committed):
+    """An object of merged gradients.
+
+    Attributes:
+        key: Of the object.
+        sha256: Of it.
+        size: Bytes of it.
+        tensors: How many it has; of a link's, in their order, each has those that come next.
+    """
+
+    key: str
+    sha256: str
+    size: int
+    tensors: int
+
+
+def reasons(out: Iterable[LeftOut]) -> str:
+    """How many are out for which reason: ``2 late, 1 norm``; empty if nobody is."""
+    counts = Counter(str(one.reason) for one in out)
+    return ", ".join(f"{number} {reason}" for reason, number in sorted(counts.items()))
+
+
 class Link(Committed):
     """What a window came to.
 
@@ -81,9 +105,7 @@ class Link(Committed):
         run: Which.
         window: Its number.
         step: That the weights are at after it.
-        key: Of the merged gradient; empty if there was none, and the weights stay as they are.
-        sha256: Of its object.
-        size: Bytes of it.
+        updates: The merged gradients; none if there were none, and the weights stay as they are.
         codec: What it is merged of.
         names: The tensors, in its order.
         shapes: Theirs.
@@ -99,9 +121,7 @@ class Link(Committed):
     run: str
     window: int
     step: int
-    key: str
-    sha256: str
-    size: int
+    updates: tuple[Update, ...]
     codec: Codec
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -112,3 +132,8 @@ class Link(Committed):
     seconds: float
     previous: str
     state: str
+
+    @property
+    def size(self) -> int:
+        """Bytes of the merged gradients."""
+        return sum(update.size for update in self.updates)

@@ -63,7 +63,7 @@ class GradientHeader(Committed):
         shapes: Of the tensors, in the order of their names.
         tokens: That it was made of: its weight, where the merge asks for one.
         samples: The digest of the samples that it was made of, as the run defines it.
-        body: SHA-256 of all that comes behind the file's header.
+        body: SHA-256 of those of its tensors' bytes, in hexadecimal, in the order of their names.
     """
 
     version: Literal[1] = 1

@@ -190,6 +190,15 @@ class Store:
     patient: ObjectStore
     throttle: Throttle = field(default_factory=Throttle, repr=False)
 
+    def __reduce__(self) -> "tuple[Callable[[StoreSpec], Store], tuple[StoreSpec]]":
+        """A store can be sent to another machine, with its credentials, and is opened there."""
+        if self.location.backend is Backend.MEMORY:
+            raise ConfigurationError(
+                f"{self.url} is in the memory of this process, where no other can reach it: choose "
+                "a bucket, or a folder that all share."
+            )
+        return _reopened, (self.spec,)
+
     @property
     def url(self) -> str:
         """The store's URL, without credentials."""
@@ -275,6 +284,10 @@ def open_store(
         case Backend.S3 | Backend.R2:
             raw, patient = (_s3(spec, location, retry) for retry in _retries(spec.patience))
     return Store(spec=spec, location=location, raw=raw, patient=patient)
+
+
+def _reopened(spec: StoreSpec) -> Store:
+    return open_store(spec, make_folder=False)
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> StoreSpec:

@@ -112,6 +112,34 @@ def test_what_all_have_is_saved_once_and_what_each_has_alone_by_each(store):
     assert load(store, "job", rank=9).own == {}
 
 
+def test_ranks_that_have_other_layers_save_them_all(store):
+    """As the stages of a pipeline do: what another rank has is without content here."""
+    stages = [torch.full((1500,), float(n)) for n in range(3)]
+
+    def save_stage(rank: int) -> None:
+        layers = {
+            str(n): layer if n == rank else torch.empty_like(layer, device="meta")
+            for n, layer in enumerate(stages)
+        }
+        mine = f"layers.{rank}"
+        with Saver(store, "job", SMALL, ranks=Ranks(rank, 3, "a")) as saver:
+            saver.save({"layers": layers, "lr": 0.1}, step=1, mine=mine.__eq__).result()
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(save_stage, range(3)))
+    found = load(store, "job")
+    assert found.state["lr"] == 0.1
+    assert [found.state["layers"][str(n)].tolist() for n in range(3)] == [
+        layer.tolist() for layer in stages
+    ]
+    assert not verify(store, found.checkpoint)
+    with (
+        Saver(store, "job", SMALL) as saver,
+        pytest.raises(errors.ConfigurationError, match=r"layers\.0 is without content"),
+    ):
+        saver.save({"layers": [torch.empty(2, device="meta")]}, step=2)
+
+
 def test_shares_of_two_attempts_are_never_one_checkpoint(folder):
     with pytest.raises(errors.UnavailableError, match="Not all 2 ranks"):
         save(folder, 0, "first", world=2)

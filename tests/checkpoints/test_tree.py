@@ -104,7 +104,6 @@ def test_what_was_not_loaded_is_left_out():
         (OrderedDict, "type"),
         ({1, 2}, "set"),
         (torch.eye(2).to_sparse(), "sparse"),
-        (torch.empty(2, device="meta"), "without content"),
         (np.array(["text"]), "numpy array"),
         (print, "builtin_function"),
     ],

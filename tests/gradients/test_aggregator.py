@@ -32,7 +32,7 @@ from millrace.gradients import (
     newest_state,
     state_of,
 )
-from millrace.gradients.weights import save_state
+from millrace.gradients.weights import save_weights
 from millrace.keys import CheckpointKeys, LeaseKeys
 from millrace.lease import Holder, Lease, StoreClock, acquire
 from millrace.progress import Event
@@ -187,9 +187,9 @@ def test_a_checkpoint_that_is_damaged_or_not_the_chains_is_passed_over(store, be
     made = run_windows(store, 4, begun)
     keys = begun.run.chain
     foreign = state_of(dict(model(9).named_parameters()))
+    save_weights(foreign, store, keys.job, step=made[2].step, window=3)  # with other weights
+    save_weights(foreign, store, keys.job, step=99, window=4)  # of no step that the chain has
     with Saver(store, keys.job) as saver:
-        save_state(saver, foreign, step=made[2].step, window=3).result()  # with other weights
-        save_state(saver, foreign, step=99, window=4).result()  # of no step that the chain has
         saver.save({"weights": {}}, step=100).result()  # of nothing
         saver.save({"weights": {}}, step=51, position={"window": 3}).result()  # without moments
     good = next(found for found in checkpoints(store, keys.job) if found.step == made[-1].step)

@@ -32,7 +32,7 @@ from millrace.gradients import (
     payload_bytes,
     state_of,
 )
-from millrace.gradients.chain import append, newest, read_update
+from millrace.gradients.chain import merged_of, newest, store_update
 from millrace.gradients.merging import Merged, dense_of
 from millrace.gradients.state import dense_change
 from millrace.gradients.tensors import chosen, values_of
@@ -175,7 +175,7 @@ def test_a_window_with_nobody_is_a_link_too(store):
     run.window(1)
     before = run.state.digest()
     link = run.window(2, workers=0)
-    assert (link.key, link.taken, link.state) == ("", {}, before)
+    assert (link.updates, link.taken, link.state) == ((), {}, before)
     assert set(link.out) == {"0", "1", "2"}
     run.window(3)
     late = weights()
@@ -210,7 +210,7 @@ def test_too_few_for_the_rule_is_a_window_that_changes_nothing(store):
     run = run_of(store)
     run.rule = MergeSettings(rule=Rule.MULTI_KRUM, faulty=1)
     link = run.window(1)
-    assert (link.key, link.taken, link.state) == ("", {}, weights().digest())
+    assert (link.updates, link.taken, link.state) == ((), {}, weights().digest())
     assert {out.reason for out in link.out.values()} == {Refusal.QUORUM}
     assert "multi-krum bears 1 liars among more than 4" in link.out["0"].sentence
 
@@ -238,9 +238,10 @@ def test_killed_between_the_update_and_its_link_it_goes_on(store):
     delete(store, [KEYS.link(1)])  # as if it had died right before
     again = Run(store, run.codec, run.outer, weights())
     link = again.window(1)
-    assert (link.state, link.sha256) == (run.before.state, fetch(store, KEYS.link(1), Link).sha256)
+    assert link.state == run.before.state
+    assert link.updates == fetch(store, KEYS.link(1), Link).updates
     updates = [stat.key for stat in list_objects(store, KEYS.prefix) if stat.key.endswith(".npz")]
-    assert updates == [link.key]
+    assert updates == [update.key for update in link.updates]
 
 
 # -- what is broken
@@ -279,12 +280,12 @@ def test_a_link_that_is_no_record_is_an_error(broken):
 
 
 def test_a_missing_update_is_an_error(broken):
-    delete(broken.store, [fetch(broken.store, KEYS.link(3), Link).key])
+    delete(broken.store, [fetch(broken.store, KEYS.link(3), Link).updates[0].key])
     refused(broken, r"Window 3 of runs/one: .*\.npz is missing")
 
 
 def test_a_changed_update_is_an_error(broken):
-    key = fetch(broken.store, KEYS.link(2), Link).key
+    key = fetch(broken.store, KEYS.link(2), Link).updates[0].key
     body = bytearray(read(broken.store, key))
     body[len(body) // 2] ^= 1
     put(broken.store, key, bytes(body))
@@ -295,10 +296,9 @@ def test_a_changed_update_is_an_error(broken):
 def test_an_update_that_is_none_is_an_error_though_its_digest_is_right(broken, body):
     link = broken.before
     assert isinstance(link, Link)
-    wrong = link.model_copy(update={"window": 4})
-    made = append(broken.store, KEYS, wrong, body).record
+    update = store_update(broken.store, KEYS, 4, body, len(link.names))
     with pytest.raises(ChainError, match="is no update"):
-        read_update(broken.store, made)
+        list(merged_of(broken.store, link.model_copy(update={"updates": (update,)})))
 
 
 def test_other_weights_than_the_aggregators_are_noticed(broken):

@@ -269,7 +269,7 @@ class _Run:
             if set(link.taken) != set(UIDS):
                 self.wrong.append(f"window {link.window} is without {link.out}")
         updates = {stat.key for stat in list_objects(store, keys.prefix) if ".npz" in stat.key}
-        if updates != {link.key for link in chain}:
+        if updates != {update.key for link in chain for update in link.updates}:
             self.wrong.append(f"{len(updates)} updates of {len(chain)} windows")
         state, window = newest_state(store, keys)
         catch_up(store, keys, state, after=window)

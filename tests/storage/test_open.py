@@ -1,8 +1,18 @@
+import pickle
+
 import pytest
 from pydantic import SecretStr
 
 from millrace import errors
-from millrace.storage import Backend, Credentials, StoreSpec, from_environment, open_store
+from millrace.storage import (
+    Backend,
+    Credentials,
+    StoreSpec,
+    from_environment,
+    open_store,
+    put,
+    read,
+)
 from millrace.storage.open import Location
 
 ACCOUNT = "0123456789abcdef0123456789abcdef"
@@ -58,6 +68,14 @@ def test_secrets_do_not_print_and_go_only_where_they_are_revealed():
     shown = f"{spec!r} {spec} {store!r} {store.raw!r} {spec.model_dump_json()}"
     assert "hush" not in shown
     assert StoreSpec.model_validate(spec.reveal()) == spec
+
+
+def test_a_store_can_be_sent_to_another_process_unless_it_is_in_the_memory_of_this(tmp_path):
+    store = open_store(tmp_path.as_uri())
+    put(store, "a", b"1")
+    assert read(pickle.loads(pickle.dumps(store)), "a") == b"1"
+    with pytest.raises(errors.ConfigurationError, match="in the memory of this process"):
+        pickle.dumps(open_store("memory://here"))
 
 
 def test_the_environment_names_a_folder(tmp_path):

@@ -1,0 +1,254 @@
+"""A run whose weights are in portions comes to the same bytes as one that is on one machine."""
+
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.checkpoints import checkpoints
+from millrace.gradients import (
+    AggregatorSettings,
+    Codec,
+    Encoder,
+    GatherSettings,
+    Link,
+    MergeSettings,
+    Outer,
+    OuterKind,
+    PayloadError,
+    Refusal,
+    Rule,
+    RunSettings,
+    State,
+    Support,
+    Transform,
+    Window,
+    Worker,
+    begin_run,
+    catch_up,
+    follow,
+    links,
+    newest_state,
+    payload_bytes,
+    state_of,
+)
+from millrace.gradients.merging import objects_of
+from millrace.gradients.payload import Shapes
+from millrace.gradients.portion import Portion
+from millrace.gradients.shared import Mask
+from millrace.gradients.spread import Spread, at_hand, shares_of
+from millrace.storage import Store, head, list_objects, open_store, put, read
+from tests.gradients.test_codec import drawn
+from tests.ray_cluster import RayCluster
+
+SHAPES = {"embed": (50, 30), "head": (30, 50), "layer.bias": (17,), "layer.weight": (70, 65)}
+UIDS = ("a", "b", "c", "d", "e", "f")
+VALUES = 2000  # of an object: the tensors make three
+WINDOWS = 2
+
+
+def settings_of(rule: Rule, outer: OuterKind, codec: Codec) -> RunSettings:
+    return RunSettings(
+        run="runs/one",
+        codec=codec,
+        outer=Outer(kind=outer, lr=0.5),
+        merge=MergeSettings(rule=rule, faulty=1, values=VALUES),
+        gather=GatherSettings(look=timedelta(milliseconds=10), quorum=0),
+        window=timedelta(hours=1),
+        steps=5,
+    )
+
+
+def weights() -> State:
+    return state_of({name: drawn(shape, 50) for name, shape in SHAPES.items()})
+
+
+def gradient(
+    run: RunSettings, uid: str, window: int, shapes: Shapes = SHAPES, cut: str = ""
+) -> bytes:
+    encoder, mask = Encoder(run.codec, 1), Mask(run.run, window)
+    bodies = {
+        name: encoder.encode(drawn(shape, 100 * window + ord(uid)), mask)
+        for name, shape in shapes.items()
+    }
+    if cut:
+        bodies[cut] = bodies[cut][:-3]
+    said: dict[str, Any] = {"run": run.run, "uid": uid, "window": window, "tokens": 9}
+    return payload_bytes(bodies, shapes, run.codec, base=(window - 1) * run.steps, **said)
+
+
+def send(store: Store, run: RunSettings, window: int) -> None:
+    for uid in UIDS:
+        put(store, run.gradients.gradient(uid, window), gradient(run, uid, window))
+
+
+def in_portions(state: State, names: list[list[str]]) -> Spread:
+    portions = []
+    for number, some in enumerate(names):
+        its = State({name: state.weights[name] for name in some})
+        portions.append(at_hand(Portion(some, its, rank=(number, len(names)))))
+    return Spread(SHAPES, portions)
+
+
+def run_windows(store: Store, run: RunSettings, names: list[list[str]]) -> list[Link]:
+    """Aggregate windows whose gradients come while they are open."""
+    begin_run(store, run.chain, weights())
+    model = in_portions(weights(), names)
+    made: list[Link] = []
+    send(store, run, 1)
+    workers = [Worker(uid, store) for uid in UIDS]
+    for link in follow(store, run, workers, model, until=WINDOWS):
+        made.append(link)
+        send(store, run, link.window + 1)
+    assert model.digest() == made[-1].state
+    return made
+
+
+def updates(store: Store, run: RunSettings) -> dict[str, bytes]:
+    prefix = run.chain.prefix
+    found = (stat.key for stat in list_objects(store, prefix) if stat.key.endswith(".npz"))
+    return {key: read(store, key) for key in found}
+
+
+@pytest.mark.parametrize(
+    ("rule", "outer", "codec"),
+    [
+        (Rule.MEAN, OuterKind.NESTEROV, Codec(k=256, transform=Transform.DCT)),
+        (Rule.SENDERS, OuterKind.SIGN, Codec(k=256)),
+        (Rule.CENTERED_CLIP, OuterKind.SGD, Codec(k=256)),
+        (Rule.MULTI_KRUM, OuterKind.SGD, Codec(k=256, bits=16)),
+        (Rule.TRIMMED, OuterKind.SGD, Codec(k=256, support=Support.SHARED)),
+    ],
+)
+def test_the_number_of_portions_does_not_change_a_byte(tmp_path, rule, outer, codec):
+    run = settings_of(rule, outer, codec)
+    whole = open_store((tmp_path / "whole").as_uri())
+    alone = run_windows(whole, run, [sorted(SHAPES)])
+    assert all(len(link.taken) == len(UIDS) for link in alone)
+    assert [len(link.updates) for link in alone] == [3, 3]
+    for nodes, count in ((2, 2), (8, 3)):
+        store = open_store((tmp_path / str(count)).as_uri())
+        shares = shares_of(SHAPES, objects_of(SHAPES, VALUES), nodes)
+        assert len(shares) == count
+        made = run_windows(store, run, shares)
+        assert [link.state for link in made] == [link.state for link in alone]
+        assert [link.taken for link in made] == [link.taken for link in alone]
+        assert updates(store, run) == updates(whole, run)
+        late = weights()
+        catch_up(store, run.chain, late)
+        assert late.digest() == made[-1].state
+
+
+def test_a_gradient_is_refused_for_the_same_reason_wherever_its_tensors_are_read(tmp_path):
+    run = settings_of(Rule.MEAN, OuterKind.SGD, Codec(k=256))
+    store, key = open_store(tmp_path.as_uri()), run.gradients.gradient("a", 1)
+    now, codec = datetime.now(UTC), run.codec
+    expected = Window(run.gradients, 1, 0, codec, SHAPES, opens=now, closes=now).expected("a")
+    models = [
+        in_portions(weights(), names)
+        for names in ([sorted(SHAPES)], [[name] for name in sorted(SHAPES)])
+    ]
+
+    def refused(body: bytes) -> tuple[Refusal, str]:
+        put(store, key, body)
+        said: list[tuple[Refusal, str]] = []
+        for model in models:
+            with pytest.raises(PayloadError) as caught:
+                model.read("a", store, head(store, key), expected)
+            said.append((caught.value.reason, str(caught.value)))
+        assert said[0] == said[1]
+        return said[0]
+
+    good = gradient(run, "a", 1)
+    begins = 8 + int.from_bytes(good[:8], "little")
+    for at in np.random.default_rng(3).integers(begins, len(good), 40).tolist():
+        body = bytearray(good)
+        body[at] ^= 1
+        assert refused(bytes(body))[0] is Refusal.DIGEST
+    shapes = SHAPES | {"layer.bias": (18,)}  # one tensor is another, and its digest is right
+    other = gradient(run, "a", 1, shapes)
+    assert refused(other)[0] is Refusal.MODEL
+    assert refused(gradient(run, "b", 1))[0] is Refusal.UID
+    bad = gradient(run, "a", 1, cut="layer.weight")
+    assert refused(bad) == (Refusal.CODES, "layer.weight: It ends too early.")
+
+    put(store, key, good)
+    found = [model.read("a", store, head(store, key), expected) for model in models]
+    assert found[0].norm == found[1].norm > 0
+    assert found[0].sha256 == found[1].sha256
+
+
+names_and_sizes = st.dictionaries(st.text("abc", min_size=1), st.integers(0, 9), min_size=1)
+
+
+@given(names_and_sizes, st.integers(1, 20), st.integers(1, 5))
+def test_each_tensor_is_in_one_object_of_one_share(sizes, values, count):
+    shapes = {name: (size,) for name, size in sizes.items()}
+    objects = objects_of(shapes, values)
+    assert [name for names in objects for name in names] == sorted(shapes)
+    assert all(len(names) == 1 or sum(sizes[n] for n in names) <= values for names in objects)
+    shares = shares_of(shapes, objects, count)
+    assert [name for names in shares for name in names] == sorted(shapes)
+    assert 1 <= len(shares) <= count
+    # What a share makes of its tensors alone are the same objects.
+    assert [o for s in shares for o in objects_of({n: shapes[n] for n in s}, values)] == objects
+
+
+# -- on the nodes of a cluster
+
+AGGREGATE = """
+import sys
+from millrace.gradients import AggregatorSettings, aggregate_run
+for link in aggregate_run(AggregatorSettings.model_validate_json(sys.argv[1])):
+    print(link.window, flush=True)
+"""
+
+
+def aggregator(cluster: RayCluster, settings: AggregatorSettings) -> subprocess.Popen[str]:
+    """In a process of its own: Ray lets one connect to one cluster only."""
+    return subprocess.Popen(
+        [sys.executable, "-c", AGGREGATE, settings.model_dump_json()],
+        env=os.environ | cluster.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_on_a_cluster_a_run_comes_to_the_same_and_goes_on_when_a_node_has_died(
+    ray_cluster: RayCluster, tmp_path: Path
+):
+    run = settings_of(Rule.CENTERED_CLIP, OuterKind.NESTEROV, Codec(k=256))
+    alone = run_windows(open_store((tmp_path / "alone").as_uri()), run, [sorted(SHAPES)])
+
+    store = open_store((tmp_path / "cluster").as_uri())
+    settings = AggregatorSettings(
+        run=run, store=store.spec, workers=UIDS, ray=ray_cluster.address, windows=WINDOWS, every=1
+    )
+    begin_run(store, run.chain, weights())
+    send(store, run, 1)
+    with aggregator(ray_cluster, settings) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "1\n"
+        ray_cluster.kill_actor("Portion")
+        send(store, run, 2)
+        _, said = first.communicate(timeout=120)
+    assert first.returncode == 1
+    assert "WorkerError: A node that has some weights is gone" in said
+    assert [link.state for link in links(store, run.chain)] == [alone[0].state]
+
+    with aggregator(ray_cluster, settings.model_copy(update={"windows": 1})) as second:
+        _, said = second.communicate(timeout=120)
+    assert second.returncode == 0, said
+    assert [link.state for link in links(store, run.chain)] == [link.state for link in alone]
+    state, window = newest_state(store, run.chain)
+    assert (window, state.digest()) == (2, alone[1].state)
+    made = next(checkpoints(store, run.chain.job))
+    assert len(made.parts) >= 3  # of two nodes, and what holds them together
