@@ -20,6 +20,7 @@ from millrace.gradients.gathering import (
     gather,
 )
 from millrace.gradients.merging import Merged, MergeSettings, Rule, Weights, merge, weights_of
+from millrace.gradients.participant import Participant, Turn, weights_of_model
 from millrace.gradients.payload import (
     Expected,
     Payload,
@@ -28,7 +29,7 @@ from millrace.gradients.payload import (
     payload_bytes,
     read_payload,
 )
-from millrace.gradients.running import Participant, RunSettings, Turn, follow, weights_of_model
+from millrace.gradients.running import RunSettings, follow
 from millrace.gradients.shared import Mask
 from millrace.gradients.state import State, state_of
 from millrace.gradients.tensors import CodeError

@@ -191,7 +191,7 @@ def merged_of(
     Args:
         store: The aggregator's bucket.
         link: Which.
-        names: Read only the objects that have some of these tensors; by default all.
+        names: Of these tensors only, and only the objects that have some are read; by default all.
 
     Raises:
         ChainError: One is missing, or is not what was committed.
@@ -201,15 +201,20 @@ def merged_of(
         raise ChainError(f"Window {link.window} of {link.run}: its updates are not of its tensors.")
     at = 0
     for update in link.updates:
-        its = tensors[at : at + update.tensors]
+        its = {
+            name: (number, shape)
+            for number, (name, shape) in enumerate(tensors[at : at + update.tensors])
+            if names is None or name in names
+        }
         at += update.tensors
-        if names is None or any(name in names for name, _ in its):
+        if its:
             yield _read_update(store, link, update, its)
 
 
 def _read_update(
-    store: Store, link: Link, update: Update, tensors: Sequence[tuple[str, tuple[int, ...]]]
+    store: Store, link: Link, update: Update, tensors: Mapping[str, tuple[int, tuple[int, ...]]]
 ) -> dict[str, tuple[Merged, ...]]:
+    """Some tensors of an object, by their names: of each its place there, and its shape."""
     where = f"Window {link.window} of {link.run}"
     try:
         body = read(store, update.key)
@@ -221,7 +226,7 @@ def _read_update(
         with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
             return {
                 name: _runs(arrays, number, shape, link.codec)
-                for number, (name, shape) in enumerate(tensors)
+                for name, (number, shape) in tensors.items()
             }
     except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
         raise ChainError(f"{where}: {store.url_of(update.key)} is no update: {error}.") from error

@@ -5,10 +5,12 @@ checkpoint is the chain's if its weights have the digest of the window that it s
 comes late need not replay all, and need not trust whoever saved it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeVar
 
 from millrace import errors
-from millrace.checkpoints.find import checkpoint_of, checkpoints, survey
+from millrace.checkpoints.find import checkpoint_of, checkpoints, steps
 from millrace.checkpoints.parts import dtype_of
 from millrace.checkpoints.retention import pin
 from millrace.checkpoints.tree import own_rank
@@ -17,11 +19,14 @@ from millrace.gradients.payload import Shapes
 from millrace.gradients.portion import KINDS, WINDOW
 from millrace.gradients.spread import Placing, Spread, here, placed_here
 from millrace.gradients.state import State
+from millrace.gradients.together import Together
 from millrace.keys import ChainKeys
-from millrace.models.chain import Start
+from millrace.models.chain import Link, Start
 from millrace.models.checkpoint import Checkpoint
 from millrace.progress import Event, Progress, silent
 from millrace.storage import Store
+
+S = TypeVar("S", bound=Spread)
 
 
 def begin_run(store: Store, keys: ChainKeys, weights: State | Spread, *, step: int = 0) -> Start:
@@ -102,29 +107,48 @@ def newest_state(
 
 
 def newest_weights(
-    store: Store, keys: ChainKeys, place: Placing, *, progress: Progress = silent
-) -> tuple[Spread, int]:
+    store: Store,
+    keys: ChainKeys,
+    place: Callable[[Shapes], S],
+    *,
+    ranks: Together | None = None,
+    progress: Progress = silent,
+) -> tuple[S, int]:
     """As `newest_state`, with the weights where there is room for them.
 
     Args:
         store: The aggregator's bucket.
         keys: Of the run.
         place: Makes room.
+        ranks: Where several ranks have some of the weights each: all of them call it.
         progress: Told ``checkpoint.damaged`` of each that was passed over.
     """
-    link_at(store, keys, 0)
-    model: Spread | None = None
-    for step, found in survey(store, keys.job):
+    ranks = ranks or Together()
+
+    def passed(step: int, error: errors.MillraceError) -> None:
+        figures = {"step": step, "damage": str(error)}
+        progress(Event("checkpoint.damaged", keys.job, figures))
+
+    ranks.each(lambda: link_at(store, keys, 0))
+    model: S | None = None
+    for step in reversed(ranks.first(lambda: steps(store, keys.job))):
         try:
-            if isinstance(found, errors.CorruptError):
-                raise found
+            found = ranks.each(partial(checkpoint_of, store, keys.job, step))
+        except errors.NotFoundError:
+            continue  # on its way, or what is left of one
+        except errors.CorruptError as error:
+            passed(step, error)
+            continue
+        try:
+            link = ranks.each(partial(_link_of, store, keys, found))
             shapes = _shapes(found, f"{KINDS[0]}.")
             if model is None or model.shapes != shapes:
                 model = place(shapes)
-            return model, _verified(store, keys, found, model)
+            model.load_state(store, keys.job, step)
+            model.check(link)
+            return model, link.window if isinstance(link, Link) else 0
         except (errors.CorruptError, errors.NotFoundError) as error:
-            figures = {"step": step, "damage": str(error)}
-            progress(Event("checkpoint.damaged", keys.job, figures))
+            passed(step, error)
     raise ChainError(
         f"No checkpoint that the chain of {keys.run} names is there and undamaged, below "
         f"{store.url_of(keys.job)}: bring back that of its first link."
@@ -195,14 +219,12 @@ def _shapes(found: Checkpoint, prefix: str) -> Shapes:
     }
 
 
-def _verified(store: Store, keys: ChainKeys, found: Checkpoint, model: Spread) -> int:
-    """Load the weights of a checkpoint, and prove that they are the chain's; their window."""
+def _link_of(store: Store, keys: ChainKeys, found: Checkpoint) -> Start | Link:
+    """The link that a checkpoint says its weights are those of."""
     window = found.position.get(WINDOW)
     if not isinstance(window, int):
         raise errors.CorruptError(f"Step {found.step} of {keys.job} names no window.")
     link = link_at(store, keys, window)
     if link.step != found.step:
         raise errors.CorruptError(f"Step {found.step} of {keys.job} is none of the chain's.")
-    model.load_state(store, keys.job, found.step)
-    model.check(link)
-    return window
+    return link

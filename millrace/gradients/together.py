@@ -1,0 +1,135 @@
+"""What the ranks of one worker do together: a model that FSDP has sharded is one worker's.
+
+Whatever a rank does that may fail is done so that all hear of it, as a rank that goes on alone
+waits in the next collective for ever. Ranks tell each other bytes and JSON, in tensors.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import orjson
+import torch
+import torch.distributed
+
+from millrace import errors
+from millrace.checkpoints.pieces import piece_of
+
+T = TypeVar("T")
+distributed: Any = torch.distributed
+
+
+class Together:
+    """The ranks of a worker; by default there is one.
+
+    Every rank makes it, and calls the same methods in the same order.
+
+    Args:
+        group: Of the ranks.
+    """
+
+    def __init__(self, group: torch.distributed.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.rank, self.world = 0, 1
+        if group is not None:
+            self.rank, self.world = distributed.get_rank(group), distributed.get_world_size(group)
+            gpu = "nccl" in distributed.get_backend(group)
+            self._device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
+
+    def each(self, call: Callable[[], T]) -> T:
+        """Do something on every rank; what it came to on this one.
+
+        Raises:
+            MillraceError: What went wrong here, or on another rank.
+        """
+        return self._said(call, lambda _: None)[0]
+
+    def all(self, call: Callable[[], T]) -> list[T]:
+        """Do something on every rank; what it came to on each, as JSON has it."""
+        mine, others = self._said(call, lambda value: value)
+        return [orjson.loads(said)["value"] for said in others] if others else [mine]
+
+    def first(self, call: Callable[[], T]) -> T:
+        """Do something on the first rank alone; what it came to, as JSON has it, on all."""
+        if self.world == 1:
+            return call()
+        none: Callable[[], Any] = lambda: None  # noqa: E731
+        return self.all(call if self.rank == 0 else none)[0]
+
+    def brought(self, mine: bytes) -> list[bytes]:
+        """The bytes of all ranks, on the first; on the others nothing."""
+        if self._group is None:
+            return [mine]
+        sizes = self._sizes(mine)
+        sent = self._padded(mine, max(sizes))
+        room = [torch.empty_like(sent) for _ in sizes] if self.rank == 0 else None
+        distributed.gather(sent, room, group=self._group, group_dst=0)
+        return [_bytes(one, size) for one, size in zip(room or [], sizes, strict=False)]
+
+    def spread(self, whole: torch.Tensor | None, into: torch.Tensor, owner: int) -> None:
+        """Give every rank's tensor, or its shard of one, the values that its owner has.
+
+        Args:
+            whole: All of it, float32; None but on the owner.
+            into: What is overwritten.
+            owner: The rank.
+        """
+        if self._group is not None:
+            shape, device = tuple(into.shape), self._device
+            sent = torch.empty(shape, device=device) if whole is None else whole.to(device)
+            distributed.broadcast(sent, group=self._group, group_src=owner)
+            whole = sent
+        assert whole is not None
+        piece = piece_of("", into)
+        ends = zip(piece.start, piece.local.shape, strict=True)
+        piece.local.copy_(whole[tuple(slice(start, start + size) for start, size in ends)])
+
+    # -- what is told
+
+    def _said(self, call: Callable[[], T], of: Callable[[T], Any]) -> tuple[T, list[bytes]]:
+        """What it came to here, and what all say of it: JSON, or what went wrong."""
+        if self._group is None:
+            return call(), []
+        try:
+            mine = call()
+            said = orjson.dumps({"value": of(mine)})
+        except errors.MillraceError as error:
+            self._told(orjson.dumps({"error": _kind(error), "sentence": str(error)}))
+            raise
+        except BaseException as error:
+            sentence = f"Rank {self.rank} of this worker: {errors.one_line(error)}"
+            self._told(orjson.dumps({"error": "WorkerError", "sentence": sentence}))
+            raise
+        found = self._told(said)
+        for one in map(orjson.loads, found):
+            if "error" in one:
+                raise getattr(errors, one["error"])(one["sentence"])
+        return mine, found
+
+    def _told(self, mine: bytes) -> list[bytes]:
+        """The bytes of all ranks."""
+        sizes = self._sizes(mine)
+        sent = self._padded(mine, max(sizes))
+        room = [torch.empty_like(sent) for _ in sizes]
+        distributed.all_gather(room, sent, group=self._group)
+        return [_bytes(one, size) for one, size in zip(room, sizes, strict=True)]
+
+    def _sizes(self, mine: bytes) -> list[int]:
+        size = torch.tensor([len(mine)], dtype=torch.int64, device=self._device)
+        room = [torch.empty_like(size) for _ in range(self.world)]
+        distributed.all_gather(room, size, group=self._group)
+        return [int(one.item()) for one in room]
+
+    def _padded(self, mine: bytes, size: int) -> torch.Tensor:
+        sent = torch.zeros(max(1, size), dtype=torch.uint8)
+        if mine:
+            sent[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        return sent.to(self._device)
+
+
+def _bytes(tensor: torch.Tensor, size: int) -> bytes:
+    return tensor[:size].cpu().numpy().tobytes()
+
+
+def _kind(error: errors.MillraceError) -> str:
+    """Its nearest class that has a name for everybody."""
+    return next(one.__name__ for one in type(error).__mro__ if one.__module__ == errors.__name__)

@@ -1,0 +1,104 @@
+"""A rank of a worker as a process: ``python -m tests.gradients.rank FOLDER SCENARIO RANK WORLD``.
+
+Its model is sharded with FSDP2 on gloo. It takes part in a run in the folder's bucket.
+"""
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from millrace import errors
+from millrace.gradients import Codec, GatherSettings, Participant, RunSettings, weights_of_model
+from millrace.gradients.state import State
+from millrace.storage import open_store
+
+SETTINGS = RunSettings(
+    run="runs/one",
+    codec=Codec(k=256, bits=4),
+    gather=GatherSettings(look=timedelta(milliseconds=20)),
+    window=timedelta(minutes=1),
+    windows=2,
+)
+
+
+def model_of() -> torch.nn.Module:
+    """A model whose dimensions no number of ranks divides."""
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(13, 37), torch.nn.GELU(), torch.nn.Linear(37, 1))
+
+
+def train(model: torch.nn.Module, window: int) -> None:
+    """What stands for training: the same on whatever number of ranks."""
+    dice = torch.Generator().manual_seed(window)
+    with torch.no_grad():
+        for weight in model.parameters():
+            change = 0.01 * torch.randn(weight.shape, generator=dice)
+            if isinstance(weight, dist.tensor.DTensor):
+                change = dist.tensor.distribute_tensor(
+                    change, weight.device_mesh, weight.placements
+                )
+            weight.add_(change)
+
+
+def take_part(
+    folder: Path, model: torch.nn.Module, group: dist.ProcessGroup | None = None
+) -> State:
+    """Two windows, the second by a participant that was started again; the weights after them."""
+    store = open_store(folder.as_uri())
+    left: dict[str, Any] | None = None
+    for _ in range(2):
+        participant = Participant.join(SETTINGS, "a", store, store, group=group)
+        if left is not None:
+            participant.load_state_dict(left)
+        turn = next(participant.windows())
+        participant.load(model)
+        train(model, turn.number)
+        participant.submit(model, tokens=5)
+        participant.apply(model)
+        left = participant.state_dict()
+    return weights_of_model(model)
+
+
+def spoil(folder: Path, model: torch.nn.Module, rank: int, group: dist.ProcessGroup) -> None:
+    """One rank's shard is not finite: all hear of it, nothing is sent, and they can go on."""
+    store = open_store(folder.as_uri())
+    participant = Participant.join(SETTINGS, "a", store, store, group=group)
+    participant.load(model)
+    if rank == 1:
+        weight = next(iter(model.parameters()))
+        with torch.no_grad():
+            cast("dist.tensor.DTensor", weight).to_local().fill_(float("nan"))
+    try:
+        participant.submit(model)
+    except errors.ConfigurationError as error:
+        print(error)
+    participant.load(model)
+    participant.submit(model)
+
+
+def main() -> None:
+    folder, scenario, rank, world = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/{scenario}.group", rank=rank, world_size=world
+    )
+    model = model_of()
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    group = mesh.get_group()
+    if scenario == "spoil":
+        spoil(folder, model, rank, group)
+    else:
+        print(take_part(folder, model, group).digest())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""A worker whose model is sharded over ranks sends and gets what one rank would."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from millrace.gradients import (
+    AggregatorSettings,
+    Link,
+    aggregate_run,
+    begin_run,
+    weights_of_model,
+)
+from millrace.storage import exists, open_store, read
+from tests.gradients.rank import SETTINGS, model_of, take_part
+from tests.servers.process import REPOSITORY
+
+
+def begun(folder: Path) -> AggregatorSettings:
+    store = open_store(folder.as_uri())
+    begin_run(store, SETTINGS.chain, weights_of_model(model_of()))
+    return AggregatorSettings(run=SETTINGS, store=store.spec, workers=("a",))
+
+
+def ranks(folder: Path, scenario: str, world: int) -> list[str]:
+    """Run ranks as processes: what each said."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gradients.rank", folder, scenario, str(n), str(world)],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for n in range(world)
+    ]
+    try:
+        said = [rank.communicate(timeout=120)[0] for rank in started]
+    finally:
+        for rank in started:
+            rank.kill()
+    assert [rank.returncode for rank in started] == [0] * world, said
+    return said
+
+
+def gradients(folder: Path) -> list[bytes]:
+    store = open_store(folder.as_uri())
+    return [read(store, SETTINGS.gradients.gradient("a", window)) for window in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Link]]:
+    folder = tmp_path_factory.mktemp("alone")
+    settings = begun(folder)
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(take_part, folder, model_of())
+        made = list(aggregate_run(settings))
+        assert working.result().digest() == made[-1].state
+    return folder, made
+
+
+def test_ranks_send_and_get_what_one_would(tmp_path, alone):
+    folder, expected = alone
+    settings = begun(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(ranks, tmp_path, "whole", 5)  # of which one has no tensor
+        made = list(aggregate_run(settings))
+        said = working.result()
+    assert [link.state for link in made] == [link.state for link in expected]
+    assert gradients(tmp_path) == gradients(folder)
+    assert {text.splitlines()[-1] for text in said} == {expected[-1].state}
+
+
+def test_what_goes_wrong_on_one_rank_all_hear_and_nothing_is_sent(tmp_path):
+    begun(tmp_path)
+    said = ranks(tmp_path, "spoil", 2)
+    assert all("values that are not finite: leave this step out" in text for text in said)
+    assert exists(open_store(tmp_path.as_uri()), SETTINGS.gradients.gradient("a", 1))
