@@ -284,6 +284,7 @@ class GradientKeys:
         return f"{self.run}/{uid}/"
 
     def gradient(self, uid: str, window: int) -> str:
+        """A worker's gradient of a window; one of torch's own files ends in ``.pt``."""
         return f"{self.worker(uid)}gradient-{window:09d}-{uid}-v{self.version}.safetensors"
 
     def parse(self, key: str) -> tuple[str, int] | None:
@@ -292,7 +293,7 @@ class GradientKeys:
             re.escape(self.run)
             + r"/(?P<uid>[^/]+)/gradient-(?P<window>\d{9,})-(?P=uid)-v"
             + re.escape(self.version)
-            + r"\.safetensors"
+            + r"\.(safetensors|pt)"
         )
         match = re.fullmatch(pattern, key)
         return (match["uid"], int(match["window"])) if match else None

@@ -21,6 +21,7 @@ from millrace.gradients.payload import (
     Payload,
     PayloadError,
     Shapes,
+    is_torch_file,
     read_payload,
     unanswered,
 )
@@ -320,7 +321,9 @@ class _Gathering:
         try:
             for stat in list_objects(store, prefix):
                 uid, number = keys.parse(stat.key) or ("", -1)
-                if number == self._window.number and uid in asked:
+                if number != self._window.number or uid not in asked:
+                    continue
+                if uid not in found or is_torch_file(found[uid].key):  # of two, the other counts
                     found[uid] = stat
         except errors.MillraceError as error:  # its next listing may be better
             for uid in uids:

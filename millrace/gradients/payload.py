@@ -11,7 +11,7 @@ machines can read some of the tensors, and what they found is held against the h
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import orjson
 from pydantic import ValidationError
@@ -21,6 +21,7 @@ from millrace.digest import canonical, sha256
 from millrace.gradients import kernels
 from millrace.gradients.shared import Mask
 from millrace.gradients.tensors import CodeError, Sparse, largest, unpacked, values_of
+from millrace.gradients.torchfile import FormatError, texts_and_tensors
 from millrace.models.gradient import Codec, GradientHeader, Refusal
 from millrace.storage import Stat, Store, read_range
 
@@ -181,8 +182,13 @@ def payload_bytes(
         samples=samples,
         body=_of_all(sha256(bodies[name]) for name in names),
     )
-    described: dict[str, object] = {"__metadata__": {_KEY: canonical(header.model_dump()).decode()}}
-    at = 0
+    return _safetensors(canonical(header.model_dump()).decode(), bodies)
+
+
+def _safetensors(said: str, bodies: Mapping[str, bytes]) -> bytes:
+    """A file of tensors of bytes, in the order of their names."""
+    described: dict[str, object] = {"__metadata__": {_KEY: said}}
+    names, at = sorted(bodies), 0
     for name in names:
         size = len(bodies[name])
         described[name] = {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]}
@@ -218,6 +224,9 @@ def read_header(store: Store, stat: Stat, expected: Expected) -> Opened:
             Refusal.TOO_LARGE,
             f"{stat.size:,} bytes, where {expected.size:,} are the most there are.",
         )
+    if is_torch_file(stat.key):
+        body = _from_torch(store, stat, expected)
+        return replace(open_payload(memoryview(body), len(body), expected), size=stat.size)
     head = _read(store, stat, 0, min(stat.size, _LENGTH.size + expected.header_size))
     return open_payload(memoryview(head), stat.size, expected)
 
@@ -239,9 +248,32 @@ def read_tensors(
     """
     if not names:
         return Tensors({}, {}, {})
+    if is_torch_file(stat.key):  # which is read wholly or not at all
+        body = memoryview(_from_torch(store, stat, expected))
+        return check_tensors(body, 0, opened, names, expected)
     begin, end = opened.spans[names[0]][0], opened.spans[names[-1]][1]
     body = memoryview(_read(store, stat, begin, end))
     return check_tensors(body, begin, opened, names, expected)
+
+
+def is_torch_file(key: str) -> bool:
+    """Whether an object is one that ``torch.save`` wrote."""
+    return key.endswith(".pt")
+
+
+def _from_torch(store: Store, stat: Stat, expected: Expected) -> bytes:
+    """What ``torch.save`` wrote, as the safetensors file that it could have been."""
+    body = _read(store, stat, 0, stat.size)
+    try:
+        texts, tensors = texts_and_tensors(
+            body, most=len(expected.shapes), head=expected.header_size
+        )
+    except FormatError as error:
+        sentence = f"It is no file of torch's with a gradient: {error}."
+        raise PayloadError(Refusal.FORMAT, sentence) from error
+    if set(texts) != {_KEY}:
+        raise PayloadError(Refusal.HEADER, f"It does not say what it is, as text under {_KEY!r}.")
+    return _safetensors(texts[_KEY], tensors)
 
 
 def _read(store: Store, stat: Stat, begin: int, end: int) -> bytes:

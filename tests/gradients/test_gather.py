@@ -12,7 +12,7 @@ from millrace.gradients import GatherSettings, QuorumError, Refusal, Window, Wor
 from millrace.keys import GradientKeys
 from millrace.progress import Event
 from millrace.storage import Store, open_store, put
-from tests.gradients.test_payload import CODEC, SHAPES, bodies, made
+from tests.gradients.test_payload import CODEC, SHAPES, as_torch, bodies, made
 from tests.servers.faults import Fault
 from tests.stores import spec_of
 
@@ -76,6 +76,15 @@ def test_workers_have_buckets_of_their_own(tmp_path):
         send(store, str(uid))
         everybody.append(Worker(str(uid), store))
     assert set(gather(OPEN, everybody, QUICK).taken) == {"0", "1", "2"}
+
+
+def test_a_file_of_torchs_is_read_unless_the_worker_has_sent_the_other(store):
+    for uid in (0, 1):
+        key = KEYS.gradient(str(uid), 3).replace(".safetensors", ".pt")
+        put(store, key, as_torch(body_of(str(uid), tokens=1)))
+    send(store, "1")
+    found = gather(OPEN, workers(store, 0, 1), QUICK)
+    assert {uid: one.header.tokens for uid, one in found.taken.items()} == {"0": 1, "1": 0}
 
 
 BAD = {

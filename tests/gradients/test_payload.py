@@ -3,13 +3,18 @@
 import io
 import math
 import pickle
+import re
+import struct
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import orjson
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,6 +25,7 @@ from millrace.gradients import (
     Encoder,
     Expected,
     GradientHeader,
+    Payload,
     PayloadError,
     Refusal,
     check_payload,
@@ -29,6 +35,7 @@ from millrace.gradients import (
 )
 from millrace.gradients.payload import fingerprint
 from millrace.gradients.tensors import largest
+from millrace.gradients.torchfile import FormatError, texts_and_tensors
 from millrace.keys import GradientKeys
 from millrace.storage import Stat, Store, StoreSpec, delete, head, open_store, put
 from tests.gradients.test_codec import drawn
@@ -246,3 +253,134 @@ def test_changed_codes_under_a_right_digest_are_refused_or_right(name, data):
         assert math.isfinite(found.norm)
         for run in found.tensors[name]:
             assert run.places.max() < run.chunks.size
+
+
+# -- what torch.save wrote
+
+
+def as_torch(body: bytes, **more: object) -> bytes:
+    """The same gradient as a file of torch's."""
+    opened = safetensors.torch.load(body)
+    (length,) = struct.unpack_from("<Q", body)
+    said = orjson.loads(body[8 : 8 + length])["__metadata__"]["millrace"]
+    return torch_file({"millrace": said, **opened, **more})
+
+
+def torch_file(content: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def texts_of(body: bytes, head: int = 4096) -> list[str]:
+    return list(texts_and_tensors(body, most=len(SHAPES), head=head)[0].values())
+
+
+def from_torch(store: Store, body: bytes) -> Payload:
+    key = KEYS.gradient("7", 3).replace(".safetensors", ".pt")
+    assert KEYS.parse(key) == ("7", 3)
+    put(store, key, body)
+    return read_payload(store, head(store, key), EXPECTED)
+
+
+def torch_refusal(store: Store, body: bytes) -> tuple[Refusal, str]:
+    with pytest.raises(PayloadError) as caught:
+        from_torch(store, body)
+    return caught.value.reason, str(caught.value)
+
+
+def test_a_gradient_may_be_a_file_of_torchs(store):
+    whole, found = check_payload(made(), EXPECTED), from_torch(store, as_torch(made()))
+    assert (found.header, found.norm, found.sha256) == (whole.header, whole.norm, whole.sha256)
+    assert found.size > whole.size
+    for name, runs in whole.tensors.items():
+        for one, other in zip(runs, found.tensors[name], strict=True):
+            assert one.codes.tobytes() == other.codes.tobytes()
+
+
+def test_it_has_the_same_checks(store):
+    assert torch_refusal(store, as_torch(made(window=2)))[0] is Refusal.WINDOW
+    assert torch_refusal(store, as_torch(made(uid="8")))[0] is Refusal.UID
+    more = {"another": torch.zeros(3, dtype=torch.uint8)}
+    assert torch_refusal(store, as_torch(made(), **more))[0] is Refusal.FORMAT
+    (said,) = texts_of(as_torch(made()))
+    renamed = {f"{name}s": torch.tensor([*body]).byte() for name, body in bodies().items()}
+    assert torch_refusal(store, torch_file({"millrace": said, **renamed}))[0] is Refusal.TENSORS
+    other = torch.zeros(len(bodies()["scale"]), dtype=torch.uint8)
+    assert torch_refusal(store, as_torch(made(), scale=other))[0] is Refusal.DIGEST
+    assert torch_refusal(store, torch_file({"said": "x"}))[0] is Refusal.HEADER
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return open, ("/tmp/millrace-was-here", "w")
+
+
+one_byte = torch.zeros(1, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ({"millrace": Evil()}, "makes something else than tensors"),
+        ({"millrace": bytearray(9)}, "makes something else than tensors"),
+        ({"millrace": "x", "a": torch.zeros(3)}, "a storage is not of bytes"),
+        ({"millrace": "x", "a": torch.zeros(2, 2, dtype=torch.uint8)}, "not a row of bytes"),
+        ({"millrace": "x", "a": one_byte.expand(1 << 40)}, "not a row of bytes"),
+        ({"millrace": "x", "a": one_byte, "b": one_byte}, "of one storage"),
+        ({"millrace": ["x"]}, "does something that no tensor needs"),
+        ({1: "x"}, "a name is no text"),
+        (["x"], "does something that no tensor needs"),
+        ("x", "it is no dict"),
+    ],
+    ids=[*"abcdefghij"],
+)
+def test_what_else_torch_can_save_is_refused_and_not_executed(store, content, why):
+    reason, sentence = torch_refusal(store, torch_file(content))
+    assert reason is Refusal.FORMAT
+    assert re.search(why, sentence), sentence
+    assert not Path("/tmp/millrace-was-here").exists()
+
+
+def rezipped(body: bytes, change: Callable[[str, bytes], bytes], method: int = 0) -> bytes:
+    file = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(body)) as origin,
+        zipfile.ZipFile(file, "w", compression=method) as made,
+    ):
+        for name in origin.namelist():
+            made.writestr(name, change(name, origin.read(name)))
+    return file.getvalue()
+
+
+def test_a_file_that_would_grow_or_lies_of_its_length_is_refused(store):
+    body = as_torch(made())
+    packed = rezipped(body, lambda _, content: content, zipfile.ZIP_DEFLATED)
+    assert "is compressed" in torch_refusal(store, packed)[1]
+    short = rezipped(body, lambda name, content: content[:-1] if "/data/" in name else content)
+    assert "shorter than it says" in torch_refusal(store, short)[1]
+    long = rezipped(body, lambda name, content: content + b"x" if "/data/" in name else content)
+    assert "longer than it can be" in torch_refusal(store, long)[1]
+    with pytest.raises(FormatError, match="longer than it can be"):
+        texts_of(body, 500)
+    crowd = body + b"PK\x01\x02" * 100
+    assert "more files in it" in torch_refusal(store, crowd)[1]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_changed_bytes_of_it_are_refused_or_right(data):
+    store = open_store("memory://torch")
+    body = bytearray(as_torch(made()))
+    for _ in range(data.draw(st.integers(1, 5))):
+        place = data.draw(st.integers(0, 1200) | st.integers(0, len(body) - 1))
+        body[place] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        del body[data.draw(st.integers(0, len(body))) :]
+    good()
+    with suppress(PayloadError):
+        assert (
+            from_torch(store, bytes(body)).header.body
+            == check_payload(made(), EXPECTED).header.body
+        )
+    good()

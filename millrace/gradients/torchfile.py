@@ -1,0 +1,220 @@
+"""What ``torch.save`` wrote: text and tensors of bytes in a dict, read as data.
+
+Nothing of the file is executed, and torch's own loader is not asked: also the one for weights only
+believes a file how long its storages are. The pickle is followed opcode by opcode, and only those
+that such a dict needs are known.
+"""
+
+import io
+import pickletools
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from millrace.errors import one_line
+
+_ENTRY = b"PK\x01\x02"  # each file in the archive has one; a few may stand in the tensors
+_BY_CHANCE = 64
+_REBUILD, _BYTES, _ORDERED = (
+    "torch._utils _rebuild_tensor_v2",
+    "torch ByteStorage",
+    "collections OrderedDict",
+)
+
+
+class FormatError(Exception):
+    """A file that is none of torch's, or holds something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Name:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    key: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    storage: _Storage
+    begin: int
+    size: int
+
+
+def texts_and_tensors(
+    body: bytes, *, most: int, head: int
+) -> tuple[dict[str, str], dict[str, bytes]]:
+    """The texts and the tensors of a dict that ``torch.save`` wrote.
+
+    Args:
+        body: The file.
+        most: How many tensors it has at most.
+        head: Bytes of its pickle at most.
+
+    Raises:
+        FormatError: It is no such file.
+    """
+    if body.count(_ENTRY) > 2 * most + _BY_CHANCE:
+        raise FormatError("it has more files in it than tensors")
+    try:
+        with zipfile.ZipFile(io.BytesIO(body)) as archive:
+            return _read(archive, most, head)
+    except (
+        ArithmeticError,
+        AttributeError,
+        EOFError,
+        LookupError,
+        OSError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        zipfile.BadZipFile,
+    ) as error:  # whatever it can do to those who read zip files and pickles
+        raise FormatError(one_line(error)) from error
+
+
+def _read(
+    archive: zipfile.ZipFile, most: int, head: int
+) -> tuple[dict[str, str], dict[str, bytes]]:
+    root = archive.namelist()[0].partition("/")[0]
+    found = _followed(_stored(archive, f"{root}/data.pkl", head))
+    texts = {name: value for name, value in found.items() if isinstance(value, str)}
+    pieces = {name: value for name, value in found.items() if isinstance(value, _Piece)}
+    if len(texts) + len(pieces) != len(found) or len(pieces) > most:
+        raise ValueError("it holds something else than texts and tensors of bytes")
+    if len({piece.storage.key for piece in pieces.values()}) != len(pieces):
+        raise ValueError("two tensors are of one storage")
+    tensors: dict[str, bytes] = {}
+    for name, piece in pieces.items():
+        size = piece.storage.size
+        content = _stored(archive, f"{root}/data/{piece.storage.key}", size)
+        if len(content) != size:
+            raise ValueError("a storage is shorter than it says")
+        tensors[name] = content[piece.begin : piece.begin + piece.size]
+    return texts, tensors
+
+
+def _stored(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
+    info = archive.getinfo(name)
+    if info.file_size > most:
+        raise ValueError("a file in it is longer than it can be")
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+        raise ValueError("a file in it is compressed")
+    return archive.read(info)
+
+
+def _followed(pickle: bytes) -> dict[str, Any]:
+    """The dict that a pickle makes."""
+    machine = _Machine()
+    for opcode, arg, _ in pickletools.genops(pickle):
+        if opcode.name == "STOP":
+            break
+        if opcode.name not in _DONE:
+            raise ValueError(f"it does something that no tensor needs ({opcode.name})")
+        _DONE[opcode.name](machine, arg)
+    (found,) = machine.stack
+    if not isinstance(found, dict):
+        raise TypeError("it is no dict")
+    return cast("dict[str, Any]", found)
+
+
+class _Machine:
+    """As much of what follows a pickle as such a dict needs."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def mark(self) -> None:
+        self._marks.append(len(self.stack))
+
+    def keep(self, place: int) -> None:
+        self._memo[place] = self.stack[-1]
+
+    def fetch(self, place: int) -> None:
+        self.stack.append(self._memo[place])
+
+    def tuple_of(self, count: int | None) -> None:
+        """Of the last ones, or of those since the mark."""
+        at = self._marks.pop() if count is None else len(self.stack) - count
+        self.stack[at:] = [tuple(self.stack[at:])]
+
+    def storage(self) -> None:
+        self.stack.append(_storage(self.stack.pop()))
+
+    def reduce(self) -> None:
+        args = self.stack.pop()
+        self.stack.append(_made(self.stack.pop(), args))
+
+    def set_items(self, count: int | None) -> None:
+        """The last two, or those since the mark, in the dict before them."""
+        at = self._marks.pop() if count is None else len(self.stack) - count
+        into, pairs = self.stack[at - 1], self.stack[at:]
+        for name, value in zip(pairs[::2], pairs[1::2], strict=True):
+            if not isinstance(name, str):  # which anything else could take for ever to hash
+                raise TypeError("a name is no text")
+            into[name] = value
+        del self.stack[at:]
+
+
+_Do = Callable[[_Machine, Any], None]
+
+_DONE: dict[str, _Do] = {
+    "PROTO": lambda machine, _: None,
+    "MARK": lambda machine, _: machine.mark(),
+    "GLOBAL": lambda machine, name: machine.push(_Name(name)),
+    "BINPERSID": lambda machine, _: machine.storage(),
+    "REDUCE": lambda machine, _: machine.reduce(),
+    "EMPTY_DICT": lambda machine, _: machine.push({}),
+    "EMPTY_TUPLE": lambda machine, _: machine.push(()),
+    "NEWFALSE": lambda machine, _: machine.push(value=False),
+    "NEWTRUE": lambda machine, _: machine.push(value=True),
+    "NONE": lambda machine, _: machine.push(None),
+    "TUPLE": lambda machine, _: machine.tuple_of(None),
+    "TUPLE1": lambda machine, _: machine.tuple_of(1),
+    "TUPLE2": lambda machine, _: machine.tuple_of(2),
+    "TUPLE3": lambda machine, _: machine.tuple_of(3),
+    "SETITEM": lambda machine, _: machine.set_items(2),
+    "SETITEMS": lambda machine, _: machine.set_items(None),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.keep),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.fetch),
+    **dict.fromkeys(
+        ("BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"), _Machine.push
+    ),
+}
+"""What is done at each opcode; at any other the file is refused."""
+
+
+def _storage(said: Any) -> _Storage:
+    kind, of, key, _, size = said
+    if (
+        (kind, of) != ("storage", _Name(_BYTES))
+        or not isinstance(key, str)
+        or type(size) is not int
+    ):
+        raise ValueError("a storage is not of bytes")
+    return _Storage(key, size)
+
+
+def _made(what: Any, args: Any) -> Any:
+    if what == _Name(_ORDERED) and args == ():
+        return None  # hooks, of which there are none
+    if what != _Name(_REBUILD):
+        raise ValueError("it makes something else than tensors")
+    storage, begin, size, stride, *_ = args
+    if not isinstance(storage, _Storage) or len(size) != 1 or len(stride) != 1:
+        raise ValueError("a tensor is not a row of bytes")
+    (length,), (step,) = size, stride
+    if any(type(one) is not int for one in (begin, length, step)) or step != 1:
+        raise ValueError("a tensor is not a row of bytes")
+    if not 0 <= begin <= begin + length <= storage.size:
+        raise ValueError("a tensor is not within its storage")
+    return _Piece(storage, begin, length)
