@@ -217,16 +217,26 @@ class Options:
     Attributes:
         quick: Less data, one run of each.
         file: Where the JSON rows go.
+        device: Where tensors are.
     """
 
     quick: bool
     file: Path | None
+    device: str = "cpu"
 
 
-def options(name: str, description: str) -> Options:
-    """Read the command line of a benchmark."""
+def options(name: str, description: str, *, device: bool = False) -> Options:
+    """Read the command line of a benchmark.
+
+    Args:
+        name: Of the benchmark.
+        description: In a line.
+        device: It can put its tensors elsewhere than on the processor.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.add_argument("--quick", action="store_true", help="less data, one run of each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    if device:
+        parser.add_argument("--device", default="cpu", help="where tensors are, such as cuda")
     parsed = parser.parse_args()
-    return Options(quick=parsed.quick, file=parsed.json)
+    return Options(parsed.quick, parsed.json, parsed.device if device else "cpu")

@@ -1,7 +1,8 @@
 """Gradients compressed, decompressed and merged: Millrace, the same in torch, and memory's rate.
 
-Run it with ``python -m benchmarks.gradients [--quick] [--json FILE]``. 64 of 4096 values are sent,
-at two bits each.
+Run it with ``python -m benchmarks.gradients [--quick] [--device cuda] [--json FILE]``. 64 of 4096
+values are sent, at two bits each. With ``--device`` the tensors that are encoded, and those that
+are decoded into, are there; the bytes are always in the processor's memory.
 
 - ``gauss``, ``student`` (of three degrees of freedom), ``laplace`` and ``real``: ``ratio_fp32``,
   how many times smaller than float32 the object in the store is, by its listing; ``rel_l2``, the
@@ -71,10 +72,12 @@ class Bench:
 
     Attributes:
         quick: Less data, one run of each.
+        device: Where tensors are that are encoded, or decoded into.
         results: What was measured.
     """
 
     quick: bool
+    device: str = "cpu"
     results: Results = field(default_factory=lambda: Results("gradients"))
 
     @property
@@ -96,12 +99,12 @@ class Bench:
     def speeds(self) -> None:
         """How quick."""
         side = 1024 if self.quick else 4096
-        tensor = next(drawn(side))[1]["w"]
+        tensor = next(drawn(side))[1]["w"].to(self.device)
         for transform in Transform:
-            dct = torch_codec.basis() if transform is Transform.DCT else None
+            dct = torch_codec.basis().to(self.device) if transform is Transform.DCT else None
             codec = Codec(transform=transform)
             encoder, decoder = Encoder(codec), Decoder(codec)
-            ready = torch.empty(side, side)
+            ready = torch.empty(side, side, device=self.device)
             body = encoder.encode(tensor)
             sent = torch_codec.encode(tensor, dct)
             suffix = "" if transform is Transform.NONE else ", dct"
@@ -181,6 +184,8 @@ def seconds(call: Callable[[], object]) -> float:
     """How long a call takes."""
     began = time.perf_counter()
     call()
+    if torch.cuda.is_available():  # whose work goes on behind the call
+        torch.cuda.synchronize()
     return time.perf_counter() - began
 
 
@@ -292,8 +297,8 @@ def report(results: Results) -> None:
 def main() -> int:
     """Measure, print the table, and write the rows if asked."""
     assert __doc__ is not None
-    asked = options("gradients", __doc__.splitlines()[0])
-    bench = Bench(quick=asked.quick)
+    asked = options("gradients", __doc__.splitlines()[0], device=True)
+    bench = Bench(asked.quick, asked.device)
     bench.sizes()
     bench.speeds()
     bench.merges()

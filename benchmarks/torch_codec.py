@@ -57,7 +57,7 @@ def decode(sent: Sent, dct: torch.Tensor | None) -> torch.Tensor:
     rows, columns = sent.shape
     places = places_of(sent)
     values = sent.table[sent.codes.long()]
-    chunks = torch.zeros(rows * columns // CHUNK, CHUNK)
+    chunks = torch.zeros(rows * columns // CHUNK, CHUNK, device=values.device)
     chunks.scatter_(1, places, values)
     if dct is None:
         return chunks.view(rows, columns)
@@ -90,8 +90,9 @@ def _quantised(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = 6 * centred.norm() / (centred.numel() - 1) ** 0.5 / BINS
     codes = (centred / scale + BINS // 2).round().clamp(0, BINS - 1).to(torch.uint8)
     flat = codes.flatten().long()
-    sums = torch.zeros(BINS).scatter_add_(0, flat, centred.flatten())
-    counts = torch.zeros(BINS).scatter_add_(0, flat, torch.ones(flat.numel()))
+    empty = torch.zeros(BINS, device=values.device)
+    sums = empty.scatter_add(0, flat, centred.flatten())
+    counts = empty.scatter_add(0, flat, torch.ones(flat.numel(), device=values.device))
     return codes, sums / counts.clamp(min=1) + shift
 
 

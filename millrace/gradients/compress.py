@@ -10,6 +10,7 @@ import torch
 
 from millrace import errors
 from millrace.gradients import kernels
+from millrace.gradients.device import chosen_there, dense_there
 from millrace.gradients.shared import Mask
 from millrace.gradients.tensors import Sparse, chosen, dense, packed, unpacked, values_of
 from millrace.gradients.transform import backward, forward
@@ -24,18 +25,19 @@ class _Scratch:
     def __init__(self) -> None:
         self._memory = torch.empty(0)
 
-    def of(self, size: int) -> torch.Tensor:
+    def of(self, size: int, device: torch.device) -> torch.Tensor:
         """So many float32, with anything in them."""
-        if self._memory.numel() < size:
-            self._memory = torch.empty(size)
+        if self._memory.numel() < size or self._memory.device != device:
+            self._memory = torch.empty(size, device=device)
         return self._memory[:size]
 
 
 class Encoder:
     """Compresses tensors. Memory: one copy of the largest, kept from one to the next.
 
-    Equal tensors make equal bytes. With `Transform.DCT` that holds on one kind of processor, as the
-    coefficients of two may differ in their last places.
+    Equal tensors make equal bytes, on a GPU as on the processor. With `Transform.DCT` that holds on
+    one kind of each, as the coefficients of two may differ in their last places: by less than 1e-6
+    of the largest of their tile, so that another value is sent only where two are as near as that.
 
     Args:
         codec: How.
@@ -57,7 +59,7 @@ class Encoder:
         Raises:
             ConfigurationError: It is of another type, or not finite, or the mask is missing.
         """
-        return packed(self.chosen(_float32(tensor), mask)[1], self.codec)
+        return packed(self.chosen(_float32(tensor, tensor.device), mask)[1], self.codec)
 
     def chosen(
         self, tensor: torch.Tensor, mask: Mask | None = None
@@ -65,7 +67,7 @@ class Encoder:
         """A tensor's values in the order of its chunks, and those of them that are sent.
 
         Args:
-            tensor: float32, contiguous, on the processor.
+            tensor: float32, contiguous; on any device, where the values are too.
             mask: As of `encode`.
 
         Returns:
@@ -75,10 +77,12 @@ class Encoder:
             ConfigurationError: It is not finite, or the mask is missing.
         """
         plain = self.codec.transform is Transform.NONE
-        scratch = None if plain else self._scratch.of(tensor.numel())
+        scratch = None if plain else self._scratch.of(tensor.numel(), tensor.device)
         values = forward(tensor, self.codec.transform, scratch)
-        runs = chosen(values.numpy(), tuple(tensor.shape), self.codec, self.threads, mask)
-        return values, runs
+        shape = tuple(tensor.shape)
+        if tensor.is_cpu:
+            return values, chosen(values.numpy(), shape, self.codec, self.threads, mask)
+        return values, chosen_there(values, shape, self.codec, self.threads, mask)
 
 
 def encode(tensor: torch.Tensor, codec: Codec) -> bytes:
@@ -111,7 +115,8 @@ class Decoder:
         Args:
             body: Of an `Encoder`, or of whom one does not trust: all of it is checked.
             shape: Of the tensor.
-            out: A tensor of the shape, float32, on the processor, to be filled.
+            out: A tensor of the shape, float32, contiguous, on any device, to be filled; by default
+                a new one on the processor.
             mask: Of the window, if all workers send the same places.
 
         Raises:
@@ -120,12 +125,13 @@ class Decoder:
         runs = unpacked(body, shape, self.codec, self.threads, mask)
         if out is None:
             out = torch.empty(shape)
-        if self.codec.transform is Transform.NONE:
-            dense(runs, self.codec, out.view(-1).numpy(), self.threads)
-            return out
-        values = self._scratch.of(out.numel())
-        dense(runs, self.codec, values.numpy(), self.threads)
-        return backward(values, shape, self.codec.transform, out)
+        plain = self.codec.transform is Transform.NONE
+        values = out.view(-1) if plain else self._scratch.of(out.numel(), out.device)
+        if out.is_cpu:
+            dense(runs, self.codec, values.numpy(), self.threads)
+        else:
+            dense_there(runs, self.codec, values)
+        return out if plain else backward(values, shape, self.codec.transform, out)
 
 
 def decode(body: bytes | memoryview, shape: tuple[int, ...], codec: Codec) -> torch.Tensor:
@@ -231,12 +237,12 @@ def _take_away(values: np.ndarray[Any, Any], run: Sparse, codec: Codec) -> None:
     kernels.subtract(table.reshape(chunks.count, chunks.size), run.places, values_of(run, codec))
 
 
-def _float32(tensor: torch.Tensor) -> torch.Tensor:
+def _float32(tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
     if tensor.dtype not in _FLOATS:
         raise errors.ConfigurationError(
             f"A gradient is {tensor.dtype}: give float32, bfloat16 or float16."
         )
-    return tensor.detach().to(device="cpu", dtype=torch.float32).contiguous()
+    return tensor.detach().to(device=device, dtype=torch.float32).contiguous()
 
 
 def _processors() -> int:

@@ -84,7 +84,7 @@ def chosen(
         ConfigurationError: A value is not finite, or the mask is missing.
     """
     return tuple(
-        _chosen(values, run, codec, threads, _shared(run, codec, mask))
+        _chosen(values, run, codec, threads, shared_places(run, codec, mask))
         for run in chunks_of(shape, codec)
     )
 
@@ -142,7 +142,7 @@ def unpacked(
     rest = np.frombuffer(body, np.uint8)
     found: list[Sparse] = []
     for run in chunks_of(shape, codec):
-        sparse, rest = _unpacked(rest, run, codec, threads, _shared(run, codec, mask))
+        sparse, rest = _unpacked(rest, run, codec, threads, shared_places(run, codec, mask))
         found.append(sparse)
     if rest.size:
         raise CodeError(f"{rest.size:,} bytes are left over.")
@@ -160,7 +160,7 @@ def largest(shape: tuple[int, ...], codec: Codec) -> int:
     )
 
 
-def _shared(run: Chunks, codec: Codec, mask: Mask | None) -> Places | None:
+def shared_places(run: Chunks, codec: Codec, mask: Mask | None) -> Places | None:
     """The places that all workers send of each chunk; None if each sends its own."""
     if codec.support is Support.LARGEST:
         return None
@@ -181,10 +181,6 @@ def _chosen(
     table = values[run.first : run.first + run.values].view(np.int32).reshape(run.count, run.size)
     places = np.empty((run.count, run.k), np.uint16)
     picked = np.empty((run.count, run.k), np.int32)
-    high = np.empty(run.count, np.uint16)
-    half = codec.bits == 16
-    ratio = np.empty(0 if half else run.count, np.uint8)
-    codes = np.empty((run.count, run.k), np.uint16 if half else np.uint8)
 
     def part(rows: slice) -> None:
         if shared is None:
@@ -198,6 +194,33 @@ def _chosen(
             raise errors.ConfigurationError(
                 "A gradient has values that are not finite: leave this step out."
             )
+
+    side_by_side(part, run.count, threads)
+    return quantised(run, places, picked, codec, threads)
+
+
+def quantised(
+    run: Chunks,
+    places: npt.NDArray[np.uint16],
+    picked: npt.NDArray[np.int32],
+    codec: Codec,
+    threads: int,
+) -> Sparse:
+    """Values that were chosen, as codes.
+
+    Args:
+        run: The chunks.
+        places: (count, k): where they stand, ascending in each chunk.
+        picked: (count, k): the bits of float32, all finite.
+        codec: How.
+        threads: How many work side by side.
+    """
+    high = np.empty(run.count, np.uint16)
+    half = codec.bits == 16
+    ratio = np.empty(0 if half else run.count, np.uint8)
+    codes = np.empty((run.count, run.k), np.uint16 if half else np.uint8)
+
+    def part(rows: slice) -> None:
         if half:
             _halved(picked[rows].view(np.float32), high[rows], codes[rows])
         else:
