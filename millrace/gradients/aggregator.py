@@ -265,6 +265,8 @@ class _Keeper:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if isinstance(error, errors.WorkerError):
+            return  # a save would wait for the node that is gone
         if error is not None:  # which says more than what a save might come to
             with suppress(errors.MillraceError):
                 self._model.close()

@@ -245,7 +245,7 @@ def apply_link(store: Store, link: Link, state: State, progress: Progress = sile
         ChainError: The update is missing or broken, or the weights are others than they should be
             after it: then they are of no use any more.
     """
-    for merged in merged_of(store, link):
+    for merged in list(merged_of(store, link)):  # all or nothing
         for name, runs in merged.items():
             state.apply(name, runs, link.codec, link.outer)
     check_state(link, state.digest())

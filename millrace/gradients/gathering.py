@@ -167,7 +167,7 @@ class QuorumError(errors.UnavailableError):
 Reading = Callable[[str, Store, Stat, Expected], Payload]
 """Reads a worker's gradient, by the worker's name, and raises as `read_payload` does.
 
-A `WorkerError` ends the gathering."""
+A `WorkerError` or a `ConfigurationError` ends the gathering."""
 
 
 def _read_here(_uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:
@@ -342,10 +342,12 @@ class _Gathering:
             payload = self._read_one(uid, self._stores[uid], stat, window.expected(uid))
         except PayloadError as error:
             return _Read(None, Out(error.reason, str(error)))
-        except errors.WorkerError:  # it is ours, and no fault of whoever sent this
-            raise
+        except (errors.WorkerError, errors.ConfigurationError):
+            raise  # it is ours, and no fault of whoever sent this
         except errors.MillraceError as error:
             return _Read(None, Out(Refusal.UNAVAILABLE, unanswered(error)))
+        except Exception:  # noqa: BLE001 - whatever its bytes have done, it costs its own worker
+            return _Read(None, Out(Refusal.FORMAT, f"{name} cannot be read."))
         return _Read(payload, None, stat.size, stat.last_modified)
 
     # -- what has come

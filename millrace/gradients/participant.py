@@ -227,23 +227,22 @@ class Participant:
         """This rank's tensors of the gradient, packed."""
         mask = Mask(self._settings.run, number)
         bodies: dict[str, Any] = {}
-        failed: list[errors.MillraceError] = []
+        failed: list[Exception] = []
         for name, weight in self._ranks.each(lambda: self._weights(model)).items():
             whole = _whole(weight)  # of all ranks: also of one that has failed
             if name in self._model.held.weights and not failed:
                 try:
                     body = self._feedback.compress(name, self._change(name, whole), mask)
-                except errors.MillraceError as error:
-                    failed.append(error)
-                else:
                     bodies[name] = np.frombuffer(body, np.uint8)
+                except Exception as error:  # noqa: BLE001 - raised when all have done theirs
+                    failed.append(error)
 
-        def end() -> None:
+        def end() -> bytes:
             if failed:
                 raise failed[0]
+            return pack(bodies)
 
-        self._ranks.each(end)
-        return pack(bodies)
+        return self._ranks.each(end)
 
     def _change(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         whole = torch.from_numpy(self._model.held.weights[name])  # pyright: ignore[reportUnknownMemberType]

@@ -22,6 +22,7 @@ from millrace.checkpoints.tree import is_skeleton, taken_apart
 from millrace.gradients.chain import merged_of, store_update, update_bytes
 from millrace.gradients.merging import (
     Gradients,
+    Merged,
     MergeSettings,
     Weights,
     merge_tensor,
@@ -73,6 +74,7 @@ class Portion:
         self._progress = progress
         self._window = -1
         self._received = dict(gradients or {})
+        self._fetched: list[dict[str, tuple[Merged, ...]]] = []
         self._lock = threading.Lock()
         self._saver: Saver | None = None
         self._saving: Saving | None = None
@@ -117,13 +119,18 @@ class Portion:
         """As `State.digests`."""
         return self._state.digests()
 
-    def replay(self, store: Store, link: Link) -> None:
-        """Apply what a link has of these tensors.
+    def fetch(self, store: Store, link: Link) -> None:
+        """Read what a link has of these tensors, to be applied when all portions have read theirs.
 
         Raises:
             ChainError: It is missing or broken.
         """
-        for merged in merged_of(store, link, self._names):
+        self._fetched = list(merged_of(store, link, self._names))
+
+    def apply(self, link: Link) -> None:
+        """Apply what was fetched."""
+        fetched, self._fetched = self._fetched, []
+        for merged in fetched:
             for name, runs in merged.items():
                 self._state.apply(name, runs, link.codec, link.outer)
 
@@ -150,6 +157,11 @@ class Portion:
             if not found.fault and want.window == self._window:  # else it came too late
                 self._received[uid] = found.sparse
         return replace(found, sparse={})
+
+    def forget(self, uid: str) -> None:
+        """Let go of a worker's gradient."""
+        with self._lock:
+            self._received.pop(uid, None)
 
     def places(self, workers: Sequence[str]) -> dict[str, list[str]]:
         """Of each worker, the digests of the places that it has sent of each tensor."""

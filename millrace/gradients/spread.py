@@ -6,16 +6,23 @@ credentials travel to the nodes over Ray: a cluster that asks for its token is t
 
 import secrets
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
-from functools import partial
 from math import prod
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from millrace import cluster, errors
 from millrace.gradients.chain import check_state
 from millrace.gradients.gathering import Window
 from millrace.gradients.merging import Gradients, MergeSettings, Vector, Weights, objects_of
-from millrace.gradients.payload import Expected, Payload, Shapes, put_together, read_header
+from millrace.gradients.payload import (
+    Expected,
+    Payload,
+    PayloadError,
+    Shapes,
+    put_together,
+    read_header,
+)
 from millrace.gradients.portion import Portion
 from millrace.gradients.state import State, digest_of_all
 from millrace.keys import ChainKeys
@@ -26,6 +33,7 @@ from millrace.progress import Progress, silent
 from millrace.storage import Stat, Store
 
 _AT_ONCE = 64  # gradients that a node reads, at most
+_READING, _CALLS = "reading", 4
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,8 +44,11 @@ class Ask(Protocol):
 
     def __call__(
         self, method: Callable[Concatenate[Portion, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> Callable[[], T]:
-        """Ask for something; the answer is waited for when what is returned is called."""
+    ) -> Future[T]:
+        """Ask for something.
+
+        A `WorkerError` says that the portion is gone; other errors are as if raised here.
+        """
         ...
 
 
@@ -57,8 +68,18 @@ class Spread:
     def _all(
         self, method: Callable[Concatenate[Portion, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> list[T]:
+        """What all answer, when all have: none is still at work when an error is raised.
+
+        A portion that is gone is not waited for, nor are those that may wait for it.
+        """
         asked = [ask(method, *args, **kwargs) for ask in self._portions]
-        return [answer() for answer in asked]
+        late = set(asked)
+        while late:
+            done, late = wait(late, return_when=FIRST_COMPLETED)
+            for one in done:
+                if isinstance(one.exception(), errors.WorkerError):
+                    one.result()
+        return [one.result() for one in asked]
 
     # -- the weights
 
@@ -90,7 +111,8 @@ class Spread:
         Raises:
             ChainError: It is missing or broken, or they are not.
         """
-        self._all(Portion.replay, store, link)
+        self._all(Portion.fetch, store, link)
+        self._all(Portion.apply, link)
         self.check(link)
 
     # -- a window
@@ -106,8 +128,12 @@ class Spread:
             PayloadError: It is not what it must be; why is said.
         """
         opened = read_header(store, stat, expected)
-        parts = self._all(Portion.receive, uid, store, stat, opened, expected)
-        return put_together(opened, parts, expected)
+        try:
+            parts = self._all(Portion.receive, uid, store, stat, opened, expected)
+            return put_together(opened, parts, expected)
+        except PayloadError:
+            self._all(Portion.forget, uid)
+            raise
 
     def places(self, workers: Sequence[str]) -> dict[str, list[str]]:
         """Of each worker, the digests of the places that it has sent of each tensor."""
@@ -212,16 +238,21 @@ def placed_on_ray(address: str, *, values: int, threads: int | None = None) -> G
     with cluster.connected(address) as ray:
         answering = cluster.answering(ray)
         nodes = [node for node in answering if node["Resources"].get("CPU")] or answering
+        if not nodes:
+            raise errors.ConfigurationError("No node of the Ray cluster answers: start some.")
+
+        # Reads that hang hold up nothing else.
+        holder = ray.remote(concurrency_groups={_READING: _AT_ONCE})(Portion)
 
         def place(shapes: Shapes) -> Spread:
             shares = shares_of(shapes, objects_of(shapes, values), len(nodes))
             portions: list[Ask] = []
             for number, (node, names) in enumerate(zip(nodes, shares, strict=False)):
-                options = {"max_concurrency": _AT_ONCE, **cluster.only_on(node)}
-                actor = ray.remote(Portion).options(**options)
+                options = {"max_concurrency": _CALLS, **cluster.only_on(node)}
+                actor = holder.options(**options)
                 rank = (number, len(shares))
                 actors.append(actor.remote(names, rank=rank, threads=threads))
-                portions.append(_There(ray, actors[-1]))
+                portions.append(_in_actor(ray, actors[-1]))
             return Spread(shapes, portions)
 
         try:
@@ -250,35 +281,51 @@ def shares_of(shapes: Shapes, objects: Sequence[tuple[str, ...]], count: int) ->
 
 
 def at_hand(portion: Portion) -> Ask:
-    """A portion on this machine, which does what it is asked when the answer is asked for."""
+    """A portion on this machine: whoever asks does the work."""
 
     def ask(
         method: Callable[Concatenate[Portion, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> Callable[[], T]:
-        return partial(method, portion, *args, **kwargs)
+    ) -> Future[T]:
+        answer: Future[T] = Future()
+        try:
+            answer.set_result(method(portion, *args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - raised when all have answered
+            answer.set_exception(error)
+        return answer
 
     return ask
 
 
-class _There:
-    """A portion in an actor."""
+def _in_actor(ray: Any, actor: Any) -> Ask:
+    """A portion in an actor of Ray's."""
 
-    def __init__(self, ray: Any, actor: Any) -> None:
-        self._ray, self._actor = ray, actor
+    def ask(
+        method: Callable[Concatenate[Portion, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T]:
+        remote = getattr(actor, method.__name__)
+        group = _READING if method.__name__ == Portion.receive.__name__ else None
+        asked = (remote.options(concurrency_group=group) if group else remote).remote(
+            *args, **kwargs
+        )
+        answer: Future[T] = Future()
 
-    def __call__(
-        self, method: Callable[Concatenate[Portion, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> Callable[[], T]:
-        asked = getattr(self._actor, method.__name__).remote(*args, **kwargs)
-        return partial(self._answer, asked)
+        def tell(done: Future[T]) -> None:
+            error = done.exception()
+            if error is None:
+                answer.set_result(done.result())
+            elif isinstance(error, ray.exceptions.RayTaskError):
+                answer.set_exception(cast("Any", error).cause)  # as if it had been raised here
+            else:
+                answer.set_exception(_gone(error))
 
-    def _answer(self, asked: Any) -> Any:
-        try:
-            return self._ray.get(asked)
-        except self._ray.exceptions.RayTaskError as error:
-            raise error.cause from None  # as if it had been raised here
-        except self._ray.exceptions.RayError as error:
-            raise errors.WorkerError(
-                f"A node that has some weights is gone ({errors.one_line(error)}): start the "
-                "aggregator again, it goes on from the chain."
-            ) from error
+        asked.future().add_done_callback(tell)
+        return answer
+
+    return ask
+
+
+def _gone(error: BaseException) -> errors.WorkerError:
+    return errors.WorkerError(
+        f"A node that has some weights is gone ({errors.one_line(error)}): start the aggregator "
+        "again, it goes on from the chain."
+    )

@@ -89,21 +89,20 @@ class Together:
         """What it came to here, and what all say of it: JSON, or what went wrong."""
         if self._group is None:
             return call(), []
+        made: list[T] = []
+        failed: BaseException | None = None
         try:
-            mine = call()
-            said = orjson.dumps({"value": of(mine)})
-        except errors.MillraceError as error:
-            self._told(orjson.dumps({"error": _kind(error), "sentence": str(error)}))
-            raise
-        except BaseException as error:
-            sentence = f"Rank {self.rank} of this worker: {errors.one_line(error)}"
-            self._told(orjson.dumps({"error": "WorkerError", "sentence": sentence}))
-            raise
+            made.append(call())
+            said = orjson.dumps({"value": of(made[0])})
+        except BaseException as error:  # noqa: BLE001 - raised when all have heard of it
+            failed, said = error, orjson.dumps(_described(self.rank, error))
         found = self._told(said)
-        for one in map(orjson.loads, found):
-            if "error" in one:
-                raise getattr(errors, one["error"])(one["sentence"])
-        return mine, found
+        for rank, one in enumerate(map(orjson.loads, found)):
+            if "error" in one:  # of several, all raise the first one's: and go on alike
+                if rank == self.rank and failed is not None:
+                    raise failed
+                raise getattr(errors, one["error"])(one["sentence"]) from failed
+        return made[0], found
 
     def _told(self, mine: bytes) -> list[bytes]:
         """The bytes of all ranks."""
@@ -130,6 +129,10 @@ def _bytes(tensor: torch.Tensor, size: int) -> bytes:
     return tensor[:size].cpu().numpy().tobytes()
 
 
-def _kind(error: errors.MillraceError) -> str:
-    """Its nearest class that has a name for everybody."""
-    return next(one.__name__ for one in type(error).__mro__ if one.__module__ == errors.__name__)
+def _described(rank: int, error: BaseException) -> dict[str, str]:
+    """What the other ranks are told of an error: its nearest class that all know, and why."""
+    if not isinstance(error, errors.MillraceError):
+        sentence = f"Rank {rank} of this worker: {errors.one_line(error)}"
+        return {"error": errors.WorkerError.__name__, "sentence": sentence}
+    kind = next(one for one in type(error).__mro__ if one.__module__ == errors.__name__)
+    return {"error": kind.__name__, "sentence": str(error)}

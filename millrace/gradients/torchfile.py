@@ -7,15 +7,17 @@ that such a dict needs are known.
 
 import io
 import pickletools
+import struct
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from millrace.errors import one_line
-
-_ENTRY = b"PK\x01\x02"  # each file in the archive has one; a few may stand in the tensors
-_BY_CHANCE = 64
+_END, _END_SIGNATURE = struct.Struct("<10xHI4xH"), b"PK\x05\x06"
+_LARGER = struct.Struct("<32xQQ8x")  # as of files of more than four gigabytes
+_LOCATOR_SIZE, _LOCATOR_SIGNATURE = 20, b"PK\x06\x07"
+_ENTRY_MOST = 1024  # bytes of an entry in it, its name and what torch pads it with
+_OTHERS = 16  # files that are no tensors
 _REBUILD, _BYTES, _ORDERED = (
     "torch._utils _rebuild_tensor_v2",
     "torch ByteStorage",
@@ -25,6 +27,10 @@ _REBUILD, _BYTES, _ORDERED = (
 
 class FormatError(Exception):
     """A file that is none of torch's, or holds something else."""
+
+
+class _WrongError(ValueError):
+    """The same, in words of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +64,12 @@ def texts_and_tensors(
     Raises:
         FormatError: It is no such file.
     """
-    if body.count(_ENTRY) > 2 * most + _BY_CHANCE:
-        raise FormatError("it has more files in it than tensors")
+    _check_directory(body, most)
     try:
         with zipfile.ZipFile(io.BytesIO(body)) as archive:
-            return _read(archive, most, head)
+            return _read(archive, most, head, len(body))
+    except _WrongError as error:
+        raise FormatError(str(error)) from error
     except (
         ArithmeticError,
         AttributeError,
@@ -73,27 +80,46 @@ def texts_and_tensors(
         TypeError,
         ValueError,
         zipfile.BadZipFile,
-    ) as error:  # whatever it can do to those who read zip files and pickles
-        raise FormatError(one_line(error)) from error
+    ) as error:  # whatever it can do to who reads zip files and pickles; their words are its
+        raise FormatError("it is no archive with a pickle in it, or a broken one") from error
+
+
+def _check_directory(body: bytes, most: int) -> None:
+    """Bound what reading the archive's directory takes.
+
+    It says at the end of the file how long it is, perhaps in a larger record before that too, and
+    Python's reader takes that one then.
+    """
+    end = len(body) - _END.size
+    if end < 0 or not body.startswith(_END_SIGNATURE, end):
+        raise FormatError("it is no archive, or a broken one")
+    entries, size, comment = _END.unpack_from(body, end)
+    larger = end - _LOCATOR_SIZE - _LARGER.size
+    if larger >= 0 and body.startswith(_LOCATOR_SIGNATURE, end - _LOCATOR_SIZE):
+        entries, size = _LARGER.unpack_from(body, larger)
+    if comment or entries > most + _OTHERS or size > entries * _ENTRY_MOST:
+        raise FormatError("it has more files in it than tensors")
 
 
 def _read(
-    archive: zipfile.ZipFile, most: int, head: int
+    archive: zipfile.ZipFile, most: int, head: int, whole: int
 ) -> tuple[dict[str, str], dict[str, bytes]]:
     root = archive.namelist()[0].partition("/")[0]
     found = _followed(_stored(archive, f"{root}/data.pkl", head))
     texts = {name: value for name, value in found.items() if isinstance(value, str)}
     pieces = {name: value for name, value in found.items() if isinstance(value, _Piece)}
     if len(texts) + len(pieces) != len(found) or len(pieces) > most:
-        raise ValueError("it holds something else than texts and tensors of bytes")
+        raise _WrongError("it holds something else than texts and tensors of bytes")
     if len({piece.storage.key for piece in pieces.values()}) != len(pieces):
-        raise ValueError("two tensors are of one storage")
+        raise _WrongError("two tensors are of one storage")
+    if sum(piece.storage.size for piece in pieces.values()) > whole:  # as files that overlap
+        raise _WrongError("its storages are longer than it is")
     tensors: dict[str, bytes] = {}
     for name, piece in pieces.items():
         size = piece.storage.size
         content = _stored(archive, f"{root}/data/{piece.storage.key}", size)
         if len(content) != size:
-            raise ValueError("a storage is shorter than it says")
+            raise _WrongError("a storage is shorter than it says")
         tensors[name] = content[piece.begin : piece.begin + piece.size]
     return texts, tensors
 
@@ -101,9 +127,9 @@ def _read(
 def _stored(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
     info = archive.getinfo(name)
     if info.file_size > most:
-        raise ValueError("a file in it is longer than it can be")
+        raise _WrongError("a file in it is longer than it can be")
     if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-        raise ValueError("a file in it is compressed")
+        raise _WrongError("a file in it is compressed")
     return archive.read(info)
 
 
@@ -114,11 +140,11 @@ def _followed(pickle: bytes) -> dict[str, Any]:
         if opcode.name == "STOP":
             break
         if opcode.name not in _DONE:
-            raise ValueError(f"it does something that no tensor needs ({opcode.name})")
+            raise _WrongError(f"it does something that no tensor needs ({opcode.name})")
         _DONE[opcode.name](machine, arg)
     (found,) = machine.stack
     if not isinstance(found, dict):
-        raise TypeError("it is no dict")
+        raise _WrongError("it is no dict")
     return cast("dict[str, Any]", found)
 
 
@@ -131,6 +157,8 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def push(self, value: Any) -> None:
+        if isinstance(value, str):
+            value.encode()  # a pickle can hold what no other format can
         self.stack.append(value)
 
     def mark(self) -> None:
@@ -160,7 +188,7 @@ class _Machine:
         into, pairs = self.stack[at - 1], self.stack[at:]
         for name, value in zip(pairs[::2], pairs[1::2], strict=True):
             if not isinstance(name, str):  # which anything else could take for ever to hash
-                raise TypeError("a name is no text")
+                raise _WrongError("a name is no text")
             into[name] = value
         del self.stack[at:]
 
@@ -200,7 +228,7 @@ def _storage(said: Any) -> _Storage:
         or not isinstance(key, str)
         or type(size) is not int
     ):
-        raise ValueError("a storage is not of bytes")
+        raise _WrongError("a storage is not of bytes")
     return _Storage(key, size)
 
 
@@ -208,13 +236,13 @@ def _made(what: Any, args: Any) -> Any:
     if what == _Name(_ORDERED) and args == ():
         return None  # hooks, of which there are none
     if what != _Name(_REBUILD):
-        raise ValueError("it makes something else than tensors")
+        raise _WrongError("it makes something else than tensors")
     storage, begin, size, stride, *_ = args
     if not isinstance(storage, _Storage) or len(size) != 1 or len(stride) != 1:
-        raise ValueError("a tensor is not a row of bytes")
+        raise _WrongError("a tensor is not a row of bytes")
     (length,), (step,) = size, stride
     if any(type(one) is not int for one in (begin, length, step)) or step != 1:
-        raise ValueError("a tensor is not a row of bytes")
+        raise _WrongError("a tensor is not a row of bytes")
     if not 0 <= begin <= begin + length <= storage.size:
-        raise ValueError("a tensor is not within its storage")
+        raise _WrongError("a tensor is not within its storage")
     return _Piece(storage, begin, length)

@@ -186,6 +186,7 @@ def weights_of_checkpoint(
         step: Which; by default the newest.
         tensors: What the names of the weights begin with there; it is cut off.
     """
+    model: Spread | None = None
     for found in _asked(store, job, step):
         shapes = _shapes(found, tensors)
         if not shapes:
@@ -193,7 +194,8 @@ def weights_of_checkpoint(
                 f"Step {found.step} of {job} has no weights whose names begin with {tensors!r}: "
                 f"one of its tensors is {next(iter(found.tensors))!r}."
             )
-        model = place(shapes)
+        if model is None or model.shapes != shapes:
+            model = place(shapes)
         try:
             model.load_weights(store, job, found.step, tensors)
         except errors.CorruptError:  # it stays where it is: it is not ours

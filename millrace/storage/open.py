@@ -191,13 +191,14 @@ class Store:
     throttle: Throttle = field(default_factory=Throttle, repr=False)
 
     def __reduce__(self) -> "tuple[Callable[[StoreSpec], Store], tuple[StoreSpec]]":
-        """A store can be sent to another machine, with its credentials, and is opened there."""
+        """A store can be sent to another machine, with the credentials of its spec."""
         if self.location.backend is Backend.MEMORY:
             raise ConfigurationError(
                 f"{self.url} is in the memory of this process, where no other can reach it: choose "
                 "a bucket, or a folder that all share."
             )
-        return _reopened, (self.spec,)
+        # What the environment of this process said of the place goes along, its credentials do not.
+        return _reopened, (self.spec.model_copy(update={"url": self.url}),)
 
     @property
     def url(self) -> str:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from millrace import errors
 from millrace.gradients import Codec, GatherSettings, Participant, RunSettings, weights_of_model
 from millrace.gradients.state import State
+from millrace.gradients.together import Together
 from millrace.storage import open_store
 
 SETTINGS = RunSettings(
@@ -65,6 +66,35 @@ def take_part(
     return weights_of_model(model)
 
 
+def differ(group: dist.ProcessGroup, rank: int) -> None:
+    """Each fails in another way: all hear the first one's reason, and go on together."""
+    ranks = Together(group)
+
+    def fail() -> None:
+        if rank == 0:
+            raise errors.NotFoundError("It is not there.")
+        raise MemoryError("no more")
+
+    try:
+        ranks.each(fail)
+    except errors.NotFoundError as error:
+        print(error)
+
+    def fail_here() -> None:
+        if rank == 1:
+            raise MemoryError("no more")
+
+    try:
+        ranks.each(fail_here)
+    except (errors.WorkerError, MemoryError) as error:
+        print(error)
+    print(ranks.all(lambda: rank), ranks.first(lambda: rank + 7))
+
+
+def fails(*_: object) -> torch.Tensor:
+    raise MemoryError("no more")
+
+
 def spoil(folder: Path, model: torch.nn.Module, rank: int, group: dist.ProcessGroup) -> None:
     """One rank's shard is not finite: all hear of it, nothing is sent, and they can go on."""
     store = open_store(folder.as_uri())
@@ -79,6 +109,13 @@ def spoil(folder: Path, model: torch.nn.Module, rank: int, group: dist.ProcessGr
     except errors.ConfigurationError as error:
         print(error)
     participant.load(model)
+    change = Participant._change
+    Participant._change = fails if rank == 0 else change  # pyright: ignore[reportPrivateUsage]
+    try:
+        participant.submit(model)
+    except (errors.WorkerError, MemoryError) as error:
+        print(error)
+    Participant._change = change
     participant.submit(model)
 
 
@@ -93,7 +130,9 @@ def main() -> None:
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh)
     group = mesh.get_group()
-    if scenario == "spoil":
+    if scenario == "differ":
+        differ(group, rank)
+    elif scenario == "spoil":
         spoil(folder, model, rank, group)
     else:
         print(take_part(folder, model, group).digest())

@@ -279,6 +279,23 @@ def test_a_link_that_is_no_record_is_an_error(broken):
     refused(broken, "Window 2 of runs/one: .* is not a record")
 
 
+def test_a_link_is_applied_wholly_or_not_at_all(store):
+    run = run_of(store)
+    run.rule = MergeSettings(rule=Rule.MEAN, values=2000)
+    link = run.window(1)
+    assert len(link.updates) > 1
+    key = link.updates[-1].key
+    body = read(store, key)
+    delete(store, [key])
+    late = weights()
+    with pytest.raises(ChainError, match=r"\.npz is missing"):
+        catch_up(store, KEYS, late)
+    assert late.digest() == weights().digest()
+    put(store, key, body)
+    catch_up(store, KEYS, late)
+    assert late.digest() == link.state
+
+
 def test_a_missing_update_is_an_error(broken):
     delete(broken.store, [fetch(broken.store, KEYS.link(3), Link).updates[0].key])
     refused(broken, r"Window 3 of runs/one: .*\.npz is missing")

@@ -363,8 +363,72 @@ def test_a_file_that_would_grow_or_lies_of_its_length_is_refused(store):
     assert "longer than it can be" in torch_refusal(store, long)[1]
     with pytest.raises(FormatError, match="longer than it can be"):
         texts_of(body, 500)
-    crowd = body + b"PK\x01\x02" * 100
-    assert "more files in it" in torch_refusal(store, crowd)[1]
+    crowd = as_torch(made(), **{f"{n}": torch.full((1,), n).byte() for n in range(30)})
+    with pytest.raises(FormatError, match="more files in it"):
+        texts_of(crowd, 1 << 20)
+
+
+def text(value: str) -> bytes:
+    encoded = value.encode(errors="surrogatepass")
+    return b"X" + struct.pack("<I", len(encoded)) + encoded
+
+
+def storage(key: str, size: int) -> bytes:
+    said = text("storage") + b"ctorch\nByteStorage\n" + text(key) + text("cpu")
+    return b"(" + said + b"J" + struct.pack("<i", size) + b"tQ"
+
+
+def tensor(key: str, size: int, stride: bytes = b"K\x01\x85") -> bytes:
+    args = storage(key, size) + b"K\x00J" + struct.pack("<i", size) + b"\x85" + stride
+    ordered = b"ccollections\nOrderedDict\n)R"
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + args + b"\x89" + ordered + b"tR"
+
+
+def archive(items: dict[str, bytes], records: dict[str, bytes] | None = None) -> bytes:
+    """A file as torch's are, of a pickle that it would not write."""
+    inside = b"".join(text(name) + value for name, value in items.items())
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as made:
+        made.writestr("archive/data.pkl", b"\x80\x02}(" + inside + b"u.")
+        for name, content in (records or {}).items():
+            made.writestr(f"archive/data/{name}", content)
+    return file.getvalue()
+
+
+def test_archives_and_pickles_that_torch_would_not_write_are_refused(store):
+    right = archive({"a": tensor("0", 3), "millrace": text("x")}, {"0": b"abc"})
+    assert texts_and_tensors(right, most=1, head=999) == ({"millrace": "x"}, {"a": b"abc"})
+
+    def refused(body: bytes, why: str) -> None:
+        with pytest.raises(FormatError, match=why) as caught:
+            texts_and_tensors(body, most=4, head=1 << 20)
+        assert len(str(caught.value)) < 100  # it is kept in the chain
+
+    refused(archive({"millrace": text("\ud800")}), "or a broken one")
+    refused(archive({"\udfff": tensor("0", 1)}, {"0": b"x"}), "or a broken one")
+    refused(archive({"a": tensor("k" * 100_000, 1)}), "or a broken one")
+    refused(archive({"a": tensor("0", 1 << 30)}, {"0": b"x"}), "longer than it is")
+    refused(archive({"a": tensor("0", -1)}, {"0": b"x"}), "not within its storage")
+    refused(archive({"a": tensor("0", 1, stride=b"K\x00\x85")}, {"0": b"x"}), "not a row of bytes")
+    refused(archive({"a": b"K\x01"}), "something else than texts and tensors")
+    refused(
+        archive({"a": b"cos\nsystem\n" + text("true") + b"\x85R"}), "something else than tensors"
+    )
+    refused(archive({"a": b"I" + b"9" * 5000 + b"\n"}), "broken|that no tensor needs")
+    refused(archive({"a": b"h\x07"}), "or a broken one")
+    refused(archive({"a": b"t"}), "or a broken one")
+    refused(archive({}, {str(n): b"x" for n in range(60)}), "more files in it")
+    refused(right + b"x", "or a broken one")
+    refused(right[:-30] + right[-22:], "or a broken one")
+    refused(b"", "or a broken one")
+
+
+def test_files_that_overlap_do_not_make_more_of_it(store):
+    """Each tensor's file holds those of all behind it: the sum would be many times the whole."""
+    items = {str(n): tensor(str(n), 4000) for n in range(4)}
+    body = archive(items, {"0": bytes(4000)})
+    with pytest.raises(FormatError, match="longer than it is"):
+        texts_and_tensors(body, most=4, head=4096)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])

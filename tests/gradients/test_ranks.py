@@ -74,8 +74,16 @@ def test_ranks_send_and_get_what_one_would(tmp_path, alone):
     assert {text.splitlines()[-1] for text in said} == {expected[-1].state}
 
 
+def test_ranks_that_fail_in_two_ways_hear_of_the_first_and_stay_together(tmp_path):
+    first, second = (text.splitlines() for text in ranks(tmp_path, "differ", 2))
+    assert first == ["It is not there.", "Rank 1 of this worker: no more", "[0, 1] 7"]
+    assert second == ["It is not there.", "no more", "[0, 1] 7"]
+
+
 def test_what_goes_wrong_on_one_rank_all_hear_and_nothing_is_sent(tmp_path):
     begun(tmp_path)
     said = ranks(tmp_path, "spoil", 2)
     assert all("values that are not finite: leave this step out" in text for text in said)
+    assert "no more" in said[0]
+    assert "Rank 0 of this worker: no more" in said[1]
     assert exists(open_store(tmp_path.as_uri()), SETTINGS.gradients.gradient("a", 1))

@@ -46,6 +46,7 @@ from millrace.gradients.shared import Mask
 from millrace.gradients.spread import Spread, at_hand, shares_of
 from millrace.storage import Store, head, list_objects, open_store, put, read
 from tests.gradients.test_codec import drawn
+from tests.gradients.test_payload import as_torch
 from tests.ray_cluster import RayCluster
 
 SHAPES = {"embed": (50, 30), "head": (30, 50), "layer.bias": (17,), "layer.weight": (70, 65)}
@@ -85,8 +86,13 @@ def gradient(
 
 
 def send(store: Store, run: RunSettings, window: int) -> None:
+    """One of them a file of torch's, and one, which counts nowhere, that is none's."""
     for uid in UIDS:
-        put(store, run.gradients.gradient(uid, window), gradient(run, uid, window))
+        body, key = gradient(run, uid, window), run.gradients.gradient(uid, window)
+        if uid == "b":
+            body, key = as_torch(body), key.replace(".safetensors", ".pt")
+        put(store, key, body)
+    put(store, run.gradients.gradient("bad", window), gradient(run, "a", window))
 
 
 def in_portions(state: State, names: list[list[str]]) -> Spread:
@@ -103,7 +109,7 @@ def run_windows(store: Store, run: RunSettings, names: list[list[str]]) -> list[
     model = in_portions(weights(), names)
     made: list[Link] = []
     send(store, run, 1)
-    workers = [Worker(uid, store) for uid in UIDS]
+    workers = [Worker(uid, store) for uid in ("bad", *UIDS)]
     for link in follow(store, run, workers, model, until=WINDOWS):
         made.append(link)
         send(store, run, link.window + 1)
@@ -131,7 +137,8 @@ def test_the_number_of_portions_does_not_change_a_byte(tmp_path, rule, outer, co
     run = settings_of(rule, outer, codec)
     whole = open_store((tmp_path / "whole").as_uri())
     alone = run_windows(whole, run, [sorted(SHAPES)])
-    assert all(len(link.taken) == len(UIDS) for link in alone)
+    assert all(set(link.taken) == set(UIDS) for link in alone)
+    assert {link.out["bad"].reason for link in alone} == {Refusal.UID}
     assert [len(link.updates) for link in alone] == [3, 3]
     for nodes, count in ((2, 2), (8, 3)):
         store = open_store((tmp_path / str(count)).as_uri())
@@ -140,6 +147,7 @@ def test_the_number_of_portions_does_not_change_a_byte(tmp_path, rule, outer, co
         made = run_windows(store, run, shares)
         assert [link.state for link in made] == [link.state for link in alone]
         assert [link.taken for link in made] == [link.taken for link in alone]
+        assert [link.out for link in made] == [link.out for link in alone]
         assert updates(store, run) == updates(whole, run)
         late = weights()
         catch_up(store, run.chain, late)
@@ -230,7 +238,12 @@ def test_on_a_cluster_a_run_comes_to_the_same_and_goes_on_when_a_node_has_died(
 
     store = open_store((tmp_path / "cluster").as_uri())
     settings = AggregatorSettings(
-        run=run, store=store.spec, workers=UIDS, ray=ray_cluster.address, windows=WINDOWS, every=1
+        run=run,
+        store=store.spec,
+        workers=("bad", *UIDS),
+        ray=ray_cluster.address,
+        windows=WINDOWS,
+        every=1,
     )
     begin_run(store, run.chain, weights())
     send(store, run, 1)
@@ -247,8 +260,10 @@ def test_on_a_cluster_a_run_comes_to_the_same_and_goes_on_when_a_node_has_died(
     with aggregator(ray_cluster, settings.model_copy(update={"windows": 1})) as second:
         _, said = second.communicate(timeout=120)
     assert second.returncode == 0, said
-    assert [link.state for link in links(store, run.chain)] == [link.state for link in alone]
+    made = list(links(store, run.chain))
+    assert [link.state for link in made] == [link.state for link in alone]
+    assert [link.out for link in made] == [link.out for link in alone]
     state, window = newest_state(store, run.chain)
     assert (window, state.digest()) == (2, alone[1].state)
-    made = next(checkpoints(store, run.chain.job))
-    assert len(made.parts) >= 3  # of two nodes, and what holds them together
+    saved = next(checkpoints(store, run.chain.job))
+    assert len(saved.parts) >= 3  # of two nodes, and what holds them together

@@ -1,6 +1,7 @@
 """``python -m tests.soak``: the whole of the kill and fault matrices, and their counts."""
 
 import argparse
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,7 +38,8 @@ def main() -> int:
     parser.add_argument("--races", type=int, default=300)
     parser.add_argument("--windows", type=int, default=90, help="runs of gradients")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=["kills", "faults", "races", "windows", "swarm"])
+    parser.add_argument("--fuzz", type=int, default=100_000, help="gradients that are made up")
+    parser.add_argument("--only", choices=["kills", "faults", "races", "windows", "fuzz", "swarm"])
     options = parser.parse_args()
     began = time.monotonic()
     good: list[bool] = []
@@ -50,6 +52,10 @@ def main() -> int:
         summary.append(said)
     if options.only in {None, "windows"}:
         right, said = _windows(options)
+        good.append(right)
+        summary.append(said)
+    if options.only in {None, "fuzz"}:
+        right, said = _fuzz(options)
         good.append(right)
         summary.append(said)
     if options.only in {None, "swarm"}:
@@ -81,6 +87,16 @@ def _windows(options: argparse.Namespace) -> tuple[bool, str]:
         often = min(fired.values()) >= AT_LEAST and min(found.blows[at] for at in windows.ALL) > 0
         often = often and found.stops > 0 and found.together > 0
         return often and not found.wrong, windows.summary(found)[-1]
+
+
+def _fuzz(options: argparse.Namespace) -> tuple[bool, str]:
+    """Bytes that no worker of ours would send; in a process of its own, as it may end with it."""
+    command = [sys.executable, "-m", "tests.soak.fuzz", str(options.fuzz), str(options.seed)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        print(done.stdout.decode(errors="replace"))
+    ended = "all refused or right" if not done.returncode else "wrong 1"
+    return not done.returncode, f"gradients made up {options.fuzz}, {ended}"
 
 
 @contextmanager

@@ -70,10 +70,16 @@ def test_secrets_do_not_print_and_go_only_where_they_are_revealed():
     assert StoreSpec.model_validate(spec.reveal()) == spec
 
 
-def test_a_store_can_be_sent_to_another_process_unless_it_is_in_the_memory_of_this(tmp_path):
+def test_a_store_can_be_sent_to_another_process_unless_it_is_in_the_memory_of_this(
+    tmp_path, monkeypatch
+):
     store = open_store(tmp_path.as_uri())
     put(store, "a", b"1")
     assert read(pickle.loads(pickle.dumps(store)), "a") == b"1"
+    monkeypatch.setenv("R2_ACCOUNT_ID", ACCOUNT)
+    known = pickle.dumps(open_store("r2://bucket/below"))
+    monkeypatch.delenv("R2_ACCOUNT_ID")
+    assert pickle.loads(known).url == f"r2://{ACCOUNT}/bucket/below"
     with pytest.raises(errors.ConfigurationError, match="in the memory of this process"):
         pickle.dumps(open_store("memory://here"))
 
