@@ -10,10 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from millrace import errors
 from millrace.gradients.chunks import chunks_of
 from millrace.gradients.shared import Mask
-from millrace.gradients.tensors import Sparse, quantised, shared_places, values_of
+from millrace.gradients.tensors import Sparse, not_finite, quantised, shared_places, values_of
 from millrace.models.gradient import Codec
 
 _AT_ONCE = 1 << 24  # values: choosing takes eight bytes more of each
@@ -40,9 +39,7 @@ def chosen_there(
         ConfigurationError: A value is not finite, or the mask is missing.
     """
     if not torch.isfinite(values).all():
-        raise errors.ConfigurationError(
-            "A gradient has values that are not finite: leave this step out."
-        )
+        raise not_finite()
     found: list[Sparse] = []
     for run in chunks_of(shape, codec):
         table = values[run.first : run.first + run.values].view(torch.int32)

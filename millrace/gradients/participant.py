@@ -239,7 +239,7 @@ class Participant:
 
         def end() -> bytes:
             if failed:
-                raise failed[0]
+                raise failed.pop()  # kept by nothing that its traceback keeps
             return pack(bodies)
 
         return self._ranks.each(end)

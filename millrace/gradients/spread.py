@@ -314,7 +314,7 @@ def _in_actor(ray: Any, actor: Any) -> Ask:
             if error is None:
                 answer.set_result(done.result())
             elif isinstance(error, ray.exceptions.RayTaskError):
-                answer.set_exception(cast("Any", error).cause)  # as if it had been raised here
+                answer.set_exception(cast("Any", error).cause or error)  # as if raised here
             else:
                 answer.set_exception(_gone(error))
 

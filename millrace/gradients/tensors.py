@@ -191,12 +191,17 @@ def _chosen(
         # What is not finite is the largest; elsewhere it may hide.
         seen = picked[rows] if shared is None else table[rows]
         if not np.isfinite(seen.view(np.float32)).all():
-            raise errors.ConfigurationError(
-                "A gradient has values that are not finite: leave this step out."
-            )
+            raise not_finite()
 
     side_by_side(part, run.count, threads)
     return quantised(run, places, picked, codec, threads)
+
+
+def not_finite() -> errors.ConfigurationError:
+    """What is said of a gradient that cannot be compressed."""
+    return errors.ConfigurationError(
+        "A gradient has values that are not finite: leave this step out."
+    )
 
 
 def quantised(

@@ -97,11 +97,14 @@ class Together:
         except BaseException as error:  # noqa: BLE001 - raised when all have heard of it
             failed, said = error, orjson.dumps(_described(self.rank, error))
         found = self._told(said)
-        for rank, one in enumerate(map(orjson.loads, found)):
-            if "error" in one:  # of several, all raise the first one's: and go on alike
-                if rank == self.rank and failed is not None:
-                    raise failed
-                raise getattr(errors, one["error"])(one["sentence"]) from failed
+        try:
+            for rank, one in enumerate(map(orjson.loads, found)):
+                if "error" in one:  # of several, all raise the first one's: and go on alike
+                    if rank == self.rank and failed is not None:
+                        raise failed
+                    raise getattr(errors, one["error"])(one["sentence"]) from failed
+        finally:
+            failed = None  # whose traceback holds this frame, and so the group, at the very end
         return made[0], found
 
     def _told(self, mine: bytes) -> list[bytes]:

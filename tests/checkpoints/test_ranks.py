@@ -1,11 +1,9 @@
 """Several ranks save one checkpoint together, and others load it."""
 
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -31,31 +29,14 @@ from millrace.checkpoints.tree import taken_apart
 from millrace.keys import CheckpointKeys
 from millrace.models.checkpoint import Chunk
 from millrace.storage import Store, list_objects, open_store
-from tests.servers.process import REPOSITORY
+from tests.ranks import run_ranks
 
 KEYS = CheckpointKeys("job")
 SMALL = SaveSettings(part_bytes=4096, ranks_within=timedelta(seconds=20))
 SHORT = SMALL.model_copy(update={"ranks_within": timedelta(milliseconds=1)})
 
 
-def run(folder: Path, scenario: str, world: int) -> list[tuple[int, str]]:
-    """Run ranks as processes: how each ended, and what it said."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.checkpoints.rank", folder, scenario, str(n), str(world)],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for n in range(world)
-    ]
-    try:
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+run = partial(run_ranks, "tests.checkpoints.rank")
 
 
 def test_a_model_sharded_by_fsdp_is_saved_and_loaded_by_another_number_of_ranks(tmp_path):

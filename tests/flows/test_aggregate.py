@@ -125,7 +125,8 @@ def test_a_run_is_aggregated_by_credentials_that_reach_no_more_than_they_must(
     assert "**3 windows** merged, up to window 3 at step 55. 9 gradients of" in report
     assert "| 2 | 50 | 3 | 1 unavailable |" in report
     assert "| `gone` | 0 |  | 3 unavailable | Its bucket is not there. |" in report
-    assert "The bucket of gone cannot be read" in deployed.logs(running.run)
+    warned = "The bucket of gone cannot be read"
+    until(lambda: warned in deployed.logs(running.run), "the warning to be in the logs")
     assert "![participation and norms of the windows](data:image/svg+xml;base64," in report
     assert not [stat for stat in list_objects(chain, "") if "clock" in stat.key]
 

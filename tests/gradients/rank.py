@@ -125,17 +125,17 @@ def main() -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/{scenario}.group", rank=rank, world_size=world
     )
-    model = model_of()
-    mesh = init_device_mesh("cpu", (world,))
-    for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=mesh)
-    group = mesh.get_group()
     if scenario == "differ":
-        differ(group, rank)
-    elif scenario == "spoil":
-        spoil(folder, model, rank, group)
+        differ(dist.group.WORLD, rank)
     else:
-        print(take_part(folder, model, group).digest())
+        model = model_of()
+        mesh = init_device_mesh("cpu", (world,))
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh)
+        if scenario == "spoil":
+            spoil(folder, model, rank, mesh.get_group())
+        else:
+            print(take_part(folder, model, mesh.get_group()).digest())
     dist.destroy_process_group()
 
 

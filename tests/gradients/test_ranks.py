@@ -1,7 +1,5 @@
 """A worker whose model is sharded over ranks sends and gets what one rank would."""
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from millrace.gradients import (
 )
 from millrace.storage import exists, open_store, read
 from tests.gradients.rank import SETTINGS, model_of, take_part
-from tests.servers.process import REPOSITORY
+from tests.ranks import run_ranks
 
 
 def begun(folder: Path) -> AggregatorSettings:
@@ -27,23 +25,9 @@ def begun(folder: Path) -> AggregatorSettings:
 
 def ranks(folder: Path, scenario: str, world: int) -> list[str]:
     """Run ranks as processes: what each said."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.gradients.rank", folder, scenario, str(n), str(world)],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for n in range(world)
-    ]
-    try:
-        said = [rank.communicate(timeout=120)[0] for rank in started]
-    finally:
-        for rank in started:
-            rank.kill()
-    assert [rank.returncode for rank in started] == [0] * world, said
-    return said
+    ended = run_ranks("tests.gradients.rank", folder, scenario, world)
+    assert [code for code, _ in ended] == [0] * world, ended
+    return [said for _, said in ended]
 
 
 def gradients(folder: Path) -> list[bytes]:

@@ -5,7 +5,7 @@ import re
 from xml.etree import ElementTree as ET
 
 from millrace.gradients import Codec, Link, Outer, Refusal
-from millrace.models.chain import LeftOut, Taken
+from millrace.models.chain import LeftOut, Taken, Update
 from tasks.merging import describe
 from tasks.plot import windows_plot
 
@@ -16,7 +16,8 @@ def link(window: int, norms: dict[str, float], out: dict[str, LeftOut] | None = 
         for uid, norm in norms.items()
     }
     return Link(
-        run="runs/one", window=window, step=10 * window, key="k", sha256="", size=2500,
+        run="runs/one", window=window, step=10 * window,
+        updates=(Update(key="k", sha256="", size=2500, tensors=0),),
         codec=Codec(), names=(), shapes=(), outer=Outer(), rule="centered clip", taken=taken,
         out=out or {}, seconds=1.5, previous="", state="",
     )  # fmt: skip

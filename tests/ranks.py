@@ -1,0 +1,27 @@
+"""Ranks of a process group, as processes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.servers.process import REPOSITORY
+
+
+def run_ranks(module: str, folder: Path, scenario: str, world: int) -> list[tuple[int, str]]:
+    """Run ``python -m MODULE FOLDER SCENARIO RANK WORLD`` for each: how it ended, what it said."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, folder, scenario, str(rank), str(world)],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
