@@ -314,6 +314,31 @@ def probe(url: str, job: str, *, size: str, within: float | None) -> int:
     return found.verdict.exit_code
 
 
+@main.command("audit")
+@click.argument("settings", type=click.Path(path_type=Path), default="audit.yaml")
+@click.option("--json", "file", type=click.Path(path_type=Path), help="Write the findings here.")
+@_said
+def audit_access(settings: Path, *, file: Path | None) -> int:
+    """Prove that each credential can do what it must, and nothing else.
+
+    Exit code 0: proven. Else the gravest: 20 somebody can do what he must not, 21 a store does not
+    do what it says, 22 credentials are refused wholly, 23 in part, 24 no such bucket, 25 it does
+    not answer, 26 it asks to come later, 27 unproven for another reason.
+    """
+    from millrace.housekeeping import AuditSettings, Verdict, audit
+    from millrace.settings import load
+
+    found = audit(load(settings, AuditSettings))
+    for one in found.findings:
+        mark = "" if one.verdict is Verdict.RIGHT else f"  {one.verdict}: {one.sentence}"
+        click.echo(f"{one.role}, to {one.right}: {one.operation}: {one.seen}{mark}")
+    for note in found.notes:
+        click.echo(note)
+    if file is not None:
+        file.write_text(found.model_dump_json(indent=2))
+    return found.exit_code
+
+
 @main.command("cool-down")
 @click.argument("settings", type=click.Path(path_type=Path), default="cool-down.yaml")
 @click.option("--member", required=True, help="This member's name: no other has it.")

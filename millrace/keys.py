@@ -385,6 +385,11 @@ def clock_probe(scope: str, holder: str) -> str:
     return f"{scope}/lease/clock/{holder}"
 
 
+def audit_probe(scope: str, nonce: str, name: str) -> str:
+    """An object that an audit writes and removes."""
+    return f"{scope}/_audit-{nonce}-{name}" if scope else f"_audit-{nonce}-{name}"
+
+
 def write_probe(scope: str, nonce: str) -> str:
     """An object that is written and removed only to find out whether that is allowed."""
     return f"{scope}/_probe-{nonce}" if scope else f"_probe-{nonce}"

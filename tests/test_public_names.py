@@ -14,6 +14,7 @@ def test_the_names_of_the_package():
 
 def test_the_names_of_storage():
     assert millrace.storage.__all__ == [
+        "Answer",
         "Backend",
         "Credentials",
         "DeleteFailure",
@@ -23,11 +24,13 @@ def test_the_names_of_storage():
         "Store",
         "StoreSpec",
         "abort_stale_uploads",
+        "answer_of",
         "boto3_client",
         "check",
         "copy",
         "create",
         "delete",
+        "delete_one",
         "difference",
         "exists",
         "filesystem",
@@ -45,6 +48,7 @@ def test_the_names_of_storage():
         "scoped",
         "signed_url",
         "stream",
+        "with_boto3",
     ]
 
 

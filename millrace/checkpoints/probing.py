@@ -17,13 +17,12 @@ from enum import StrEnum
 
 from millrace import errors
 from millrace.keys import CheckpointKeys, write_probe
-from millrace.storage import Backend, Store, create, delete, list_objects, put, read
+from millrace.storage import Backend, Store, answer_of, create, delete, list_objects, put, read
 
 SAMPLE = 4 << 20
 """Bytes by which the rate is measured."""
 PATIENCE = timedelta(seconds=20)
 """How long each request of a probe is tried, by default."""
-_THROTTLED = {429, 503}
 
 
 class Verdict(StrEnum):
@@ -219,14 +218,8 @@ def understood(denied: Verdict) -> Generator[None]:
     """Tell apart why a store does not do what it is asked."""
     try:
         yield
-    except errors.DeniedError as error:
-        raise FailedError(denied, str(error)) from error
-    except errors.NotFoundError as error:
-        reason = f"{error} Create it, or correct the URL."
-        raise FailedError(Verdict.NOT_FOUND, reason) from error
-    except errors.UnavailableError as error:
-        slow = error.status in _THROTTLED
-        verdict = Verdict.THROTTLED if slow else Verdict.UNREACHABLE
-        raise FailedError(verdict, str(error)) from error
     except errors.MillraceError as error:
-        raise FailedError(Verdict.UNKNOWN, str(error)) from error
+        said = Verdict(answer_of(error).value)
+        advice = " Create it, or correct the URL." if said is Verdict.NOT_FOUND else ""
+        verdict = denied if said is Verdict.DENIED else said
+        raise FailedError(verdict, f"{error}{advice}") from error

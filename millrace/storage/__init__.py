@@ -1,6 +1,6 @@
 """Bytes at a URL: obstore with our defaults. One verb a function, one group of verbs a file."""
 
-from millrace.storage.check import check
+from millrace.storage.check import Answer, answer_of, check
 from millrace.storage.clients import boto3_client, filesystem
 from millrace.storage.list import list_folders, list_objects
 from millrace.storage.open import (
@@ -22,6 +22,7 @@ from millrace.storage.read import (
     read_range,
     stream,
 )
+from millrace.storage.retry import with_boto3
 from millrace.storage.scoped import Right, scoped, signed_url
 from millrace.storage.signed import kept_sha256
 from millrace.storage.write import (
@@ -30,11 +31,13 @@ from millrace.storage.write import (
     copy,
     create,
     delete,
+    delete_one,
     open_writer,
     put,
 )
 
 __all__ = [
+    "Answer",
     "Backend",
     "Credentials",
     "DeleteFailure",
@@ -44,11 +47,13 @@ __all__ = [
     "Store",
     "StoreSpec",
     "abort_stale_uploads",
+    "answer_of",
     "boto3_client",
     "check",
     "copy",
     "create",
     "delete",
+    "delete_one",
     "difference",
     "exists",
     "filesystem",
@@ -66,4 +71,5 @@ __all__ = [
     "scoped",
     "signed_url",
     "stream",
+    "with_boto3",
 ]

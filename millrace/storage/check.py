@@ -1,6 +1,7 @@
 """Find out what credentials may do before anything depends on it."""
 
 import secrets
+from enum import StrEnum
 
 from millrace import errors
 from millrace.keys import write_probe
@@ -9,6 +10,33 @@ from millrace.storage.open import Store
 from millrace.storage.read import head
 from millrace.storage.scoped import Right
 from millrace.storage.write import create, delete
+
+_THROTTLED = {429, 503}
+
+
+class Answer(StrEnum):
+    """What a store says to somebody who asks it for something. Only the first is a yes."""
+
+    ALLOWED = "allowed"
+    DENIED = "denied"  # the credentials are unknown there, or may not
+    NOT_FOUND = "not found"  # no such bucket, or object
+    THROTTLED = "throttled"  # it asks to come later
+    UNREACHABLE = "unreachable"  # it does not answer, or is broken
+    WRONG = "wrong"  # it does not do what it says
+    UNKNOWN = "unknown"  # something else, which is no yes
+
+
+def answer_of(error: errors.MillraceError) -> Answer:
+    """What a store has said, from what a verb raised."""
+    match error:
+        case errors.DeniedError():
+            return Answer.DENIED
+        case errors.NotFoundError():
+            return Answer.NOT_FOUND
+        case errors.UnavailableError(status=status):
+            return Answer.THROTTLED if status in _THROTTLED else Answer.UNREACHABLE
+        case _:
+            return Answer.UNKNOWN
 
 
 def check(store: Store, right: Right, scope: str = "") -> None:

@@ -12,11 +12,12 @@ import re
 import time
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from obstore.exceptions import (
     AlreadyExistsError,
     BaseError,
+    GenericError,
     NotModifiedError,
     PermissionDeniedError,
     PreconditionError,
@@ -26,6 +27,9 @@ from obstore.exceptions import (
 from millrace import errors
 from millrace.storage.clients import boto3_client, full_key
 from millrace.storage.open import Store
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
 
 T = TypeVar("T")
 
@@ -102,6 +106,33 @@ def trying(store: Store, key: str, call: Callable[[], T]) -> T:
             return call()
         except (BaseError, OSError, ValueError) as error:
             tries.wait_after(error)
+
+
+def with_boto3(store: Store, key: str, call: "Callable[[S3Client], T]") -> T:
+    """Ask boto3 for something; tried again, and what goes wrong is said, as by the other verbs.
+
+    Args:
+        store: Of S3's kind.
+        key: That it is about.
+        call: What is asked.
+
+    Raises:
+        MillraceError: As of the other verbs.
+    """
+    from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
+
+    client = boto3_client(store, tries=1)
+
+    def request() -> T:
+        try:
+            return call(client)
+        except ClientError as error:
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
+            raise GenericError(f"Server returned non-2xx status code: {status}") from error
+        except BotoCoreError as error:
+            raise GenericError(str(error)) from error
+
+    return trying(store, key, request)
 
 
 def translated(error: BaseException, store: Store, key: str) -> errors.MillraceError:

@@ -14,7 +14,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 from millrace import errors
 from millrace.storage.clients import boto3_client, full_key
 from millrace.storage.open import Backend, Store
-from millrace.storage.retry import translated, trying
+from millrace.storage.retry import translated, trying, with_boto3
 from millrace.storage.signed import can_sign, create_signed
 
 Bytes = bytes | bytearray | memoryview
@@ -173,28 +173,25 @@ def _delete_singly(store: Store, keys: list[str]) -> list[DeleteFailure]:
     failures: list[DeleteFailure] = []
     for key in keys:
         try:
-            trying(store, key, lambda key=key: _delete_one(store, key))
-        except errors.NotFoundError:
-            continue
+            delete_one(store, key)
         except errors.MillraceError as error:
             failures.append(DeleteFailure(key, errors.one_line(error)))
     return failures
 
 
-def _delete_one(store: Store, key: str) -> None:
-    if not store.speaks_s3:
-        obstore.delete(store.raw, key)
-        return
-    from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
+def delete_one(store: Store, key: str) -> None:
+    """Delete an object by a request for it alone. One that is gone is a success.
 
-    # obstore sends even one key as a batch, which session policies of some servers refuse.
-    try:
-        boto3_client(store).delete_object(Bucket=store.location.bucket, Key=full_key(store, key))
-    except ClientError as error:
-        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
-        raise GenericError(f"Server returned non-2xx status code: {status}") from error
-    except BotoCoreError as error:
-        raise GenericError(str(error)) from error
+    Raises:
+        DeniedError: The credentials may not.
+    """
+    with contextlib.suppress(errors.NotFoundError):
+        if not store.speaks_s3:
+            trying(store, key, lambda: obstore.delete(store.raw, key))
+            return
+        # obstore sends even one key as a batch, which session policies of some servers refuse.
+        bucket, whole = store.location.bucket, full_key(store, key)
+        with_boto3(store, key, lambda client: client.delete_object(Bucket=bucket, Key=whole))
 
 
 def abort_stale_uploads(store: Store, moment: datetime, *, prefix: str = "") -> list[str]:

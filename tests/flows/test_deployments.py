@@ -105,7 +105,7 @@ def test_wrong_values_are_refused_before_there_is_a_run(deployed: PrefectServer)
     assert "holdout" in said.stdout + said.stderr or "0.9" in said.stdout + said.stderr
 
 
-@pytest.mark.parametrize("name", ["verify-datasets", "verify-checkpoints"])
+@pytest.mark.parametrize("name", ["verify-datasets", "verify-checkpoints", "audit-access"])
 def test_a_cron_deployment_gets_its_scheduled_run(deployed: PrefectServer, name: str) -> None:
     with deployed.client() as client:
         deployment = client.read_deployment_by_name(f"{name}/{name}")
