@@ -62,10 +62,12 @@ def clean(place, rgw) -> Callable[[], None]:
     return check
 
 
-def test_keys_that_do_what_they_must_are_proven_and_nothing_stays(place, rgw, clean):
-    below = place.model_copy(update={"url": place.url.removesuffix("/below/here")})
+@pytest.mark.parametrize("kind", ["rgw", "r2"])
+def test_keys_that_do_what_they_must_are_proven_and_nothing_stays(kind, rgw, request, clean):
+    spec = spec_of(kind, request)
+    below = spec.model_copy(update={"url": spec.url.removesuffix("/below/here")})
     role = Role(store=below, read=credentials(rgw.read_only), write=credentials(rgw.full))
-    found = run({"gradients": role})
+    found = audit(AuditSettings(roles={"gradients": role}))
     assert found.proven, [one for one in found.findings if one.verdict is not Verdict.RIGHT]
     assert found.exit_code == 0
     assert set(seen(found, "gradients", Right.WRITE)) == WRITING
