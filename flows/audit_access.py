@@ -5,7 +5,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from blocks import Bucket
 from millrace.errors import ConfigurationError, DeniedError
-from millrace.housekeeping import Audit, AuditSettings, Role, Verdict
+from millrace.housekeeping import Audit, AuditSettings, Role
 from millrace.storage import Right, StoreSpec
 from tasks.auditing import audit_buckets, report_audit
 
@@ -54,13 +54,13 @@ def audit_access(buckets: list[Audited]) -> Audit:
         roles[f"{one.bucket.role} {alike + 1}" if alike else f"{one.bucket.role}"] = one.role()
     found = audit_buckets(AuditSettings(roles=roles))
     report_audit(found)
-    wrong = [one for one in found.findings if one.verdict is not Verdict.RIGHT]
-    if wrong:
+    if found.wrong:
         first = "; ".join(
-            f"{one.role}, to {one.right}: {one.operation} is {one.verdict}" for one in wrong[:3]
+            f"{one.role}, to {one.right}: {one.operation} is {one.verdict}"
+            for one in found.wrong[:3]
         )
         raise DeniedError(
-            f"{len(wrong)} of {len(found.findings)} are not as they should be ({first}): the "
+            f"{len(found.wrong)} of {len(found.findings)} are not as they should be ({first}): the "
             "report says what to correct."
         )
     return found

@@ -12,12 +12,11 @@ from tasks.words import count
 def audit_buckets(settings: AuditSettings) -> Audit:
     """Try every operation with every credential."""
     found = audit(settings)
-    for one in found.findings:
-        if one.verdict is not Verdict.RIGHT:
-            get_run_logger().warning(
-                "%s, to %s: %s is %s: %s",
-                one.role, one.right, one.operation, one.verdict, one.sentence,
-            )  # fmt: skip
+    for one in found.wrong:
+        get_run_logger().warning(
+            "%s, to %s: %s is %s: %s",
+            one.role, one.right, one.operation, one.verdict, one.sentence,
+        )  # fmt: skip
     return found
 
 
@@ -31,7 +30,7 @@ def report_audit(found: Audit) -> None:
 
 def describe(found: Audit) -> str:
     """The report, as Markdown."""
-    wrong = [one for one in found.findings if one.verdict is not Verdict.RIGHT]
+    wrong = found.wrong
     tried = count(len(found.findings), "operation")
     verdict = f"**{len(wrong)} not as they should be**" if wrong else "all as they should be"
     seen = {(one.role, one.right, one.operation): one for one in found.findings}

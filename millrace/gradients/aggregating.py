@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from millrace import errors
-from millrace.gradients.chain import append, digest_of, names_and_shapes
+from millrace.gradients.chain import digest_of, names_and_shapes
 from millrace.gradients.gathering import Gathered, Window
 from millrace.gradients.merging import BY_PLACE, MergeSettings, Weights, apart, weights_of
 from millrace.gradients.payload import Payload
@@ -15,6 +15,7 @@ from millrace.keys import ChainKeys
 from millrace.models.chain import LeftOut, Link, Outer, Start, Taken, Update
 from millrace.models.gradient import Refusal
 from millrace.progress import Event, Progress, silent
+from millrace.records import commit_once
 from millrace.storage import Store
 
 
@@ -111,7 +112,7 @@ def aggregate(
         previous=digest_of(step.before),
         state=model.digest(),
     )
-    commit = append(store, keys, link)
+    commit = commit_once(store, keys.link(window.number), link)
     if commit.record.state != link.state or commit.record.previous != link.previous:
         raise errors.ConflictError(
             f"Another aggregator has merged window {window.number} of {window.keys.run} otherwise: "

@@ -23,7 +23,7 @@ from millrace.keys import ChainKeys
 from millrace.models.chain import Link, Start, Update
 from millrace.models.gradient import Codec
 from millrace.progress import Event, Progress, silent
-from millrace.records import Commit, commit_once, fetch
+from millrace.records import commit_once, fetch
 from millrace.storage import Store, create, list_objects, read
 
 MergedTensors = Mapping[str, tuple[Merged, ...]]
@@ -82,19 +82,6 @@ def store_update(store: Store, keys: ChainKeys, step: int, body: bytes, tensors:
     with suppress(errors.ExistsError):
         create(store, key, body, sha256=digest)
     return Update(key=key, sha256=digest, size=len(body), tensors=tensors)
-
-
-def append(store: Store, keys: ChainKeys, link: Link) -> Commit[Link]:
-    """Commit what a window came to, unless somebody has.
-
-    Killed at any moment, it can be called again: what was put there before is found.
-
-    Args:
-        store: The aggregator's bucket.
-        keys: Of the run.
-        link: Whose updates are there.
-    """
-    return commit_once(store, keys.link(link.window), link)
 
 
 def digest_of(link: Start | Link) -> str:

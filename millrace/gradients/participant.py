@@ -69,8 +69,8 @@ class Ranked(Spread):
         super().__init__(shapes, ())
         names = shares_of(shapes, [(name,) for name in sorted(shapes)], ranks.world)
         self.owners = {name: rank for rank, some in enumerate(names) for name in some}
-        self.mine = [name for name, owner in self.owners.items() if owner == ranks.rank]
-        self._portion = Portion(self.mine, state and _some(state, self.mine), threads=threads)
+        mine = [name for name, owner in self.owners.items() if owner == ranks.rank]
+        self._portion = Portion(mine, state and _some(state, mine), threads=threads)
         self._ranks = ranks
 
     def _all(

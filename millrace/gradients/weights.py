@@ -5,7 +5,8 @@ checkpoint is the chain's if its weights have the digest of the window that it s
 comes late need not replay all, and need not trust whoever saved it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -43,18 +44,15 @@ def begin_run(store: Store, keys: ChainKeys, weights: State | Spread, *, step: i
     Raises:
         ConflictError: The run began with other weights, or at another step.
     """
-    model = here(weights) if isinstance(weights, State) else weights
-    digest = model.digest()
-    try:
-        root = save_weights(model, store, keys.job, step=step, window=0).root
-    except errors.ConflictError:  # the same weights may be there in other files
-        model.load_state(store, keys.job, step)
-        if model.digest() != digest:
-            raise
-        root = checkpoint_of(store, keys.job, step).root
-    finally:
-        if model is not weights:
-            model.close()
+    with _spread(weights) as model:
+        digest = model.digest()
+        try:
+            root = save_weights(model, store, keys.job, step=step, window=0).root
+        except errors.ConflictError:  # the same weights may be there in other files
+            model.load_state(store, keys.job, step)
+            if model.digest() != digest:
+                raise
+            root = checkpoint_of(store, keys.job, step).root
     pin(store, keys.job, step, "The chain begins with it.")
     return begin(store, keys, Start(run=keys.run, job=keys.job, step=step, root=root, state=digest))
 
@@ -74,15 +72,24 @@ def save_weights(
     Raises:
         ConflictError: The job has another checkpoint of this step.
     """
-    model = here(weights) if isinstance(weights, State) else weights
-    try:
+    with _spread(weights) as model:
         model.save(store, job, step=step, window=window)
         saved = model.saved()
-    finally:
-        if model is not weights:
-            model.close()
     assert saved is not None
     return saved
+
+
+@contextmanager
+def _spread(weights: State | Spread) -> Generator[Spread]:
+    """Weights wherever they are; what is made of them for the block is closed at its end."""
+    if isinstance(weights, Spread):
+        yield weights
+        return
+    model = here(weights)
+    try:
+        yield model
+    finally:
+        model.close()
 
 
 def newest_state(

@@ -146,9 +146,14 @@ class Audit(BaseModel):
     notes: tuple[str, ...]
 
     @property
+    def wrong(self) -> tuple[Finding, ...]:
+        """What is not as it should be, or is not known."""
+        return tuple(one for one in self.findings if one.verdict is not Verdict.RIGHT)
+
+    @property
     def proven(self) -> bool:
         """Whether every credential can do what it must, and nothing else."""
-        return bool(self.findings) and all(one.verdict is Verdict.RIGHT for one in self.findings)
+        return bool(self.findings) and not self.wrong
 
     @property
     def exit_code(self) -> int:
@@ -160,7 +165,7 @@ class Audit(BaseModel):
         """
         if self.proven:
             return 0
-        wrong = [one for one in self.findings if one.verdict is not Verdict.RIGHT]
+        wrong = self.wrong
         seen = {one.seen for one in wrong}
         graver = (
             any(one.verdict is Verdict.EXCESS for one in wrong),
@@ -259,7 +264,7 @@ class _Trial:
 
     def _tried(
         self, store: Store, planter: Store | None, keys: Mapping[str, str], *, planted: bool
-    ) -> dict[Operation, Callable[[], None]]:
+    ) -> dict[Operation, Callable[[], object]]:
         role = self.settings.roles[self.name]
 
         def on_planted(call: Callable[[], object]) -> Callable[[], None]:
@@ -284,8 +289,8 @@ class _Trial:
             if exists(planter or store, keys["planted"]):
                 raise _SaidError(Answer.WRONG, "It says that an object is deleted, and it is not.")
 
-        found: dict[Operation, Callable[[], None]] = {
-            Operation.LIST: lambda: _drop(next(list_objects(store, _folder(role.scope)), None)),
+        found: dict[Operation, Callable[[], object]] = {
+            Operation.LIST: lambda: next(list_objects(store, _folder(role.scope)), None),
             Operation.GET: on_planted(get),
             Operation.HEAD: on_planted(lambda: head(store, keys["planted"])),
             Operation.PUT: lambda: put(store, keys["put"], _BODY),
@@ -326,7 +331,7 @@ class _Trial:
             key = audit_probe("", secrets.token_hex(8), "outside")
             for attempt in (
                 lambda store=store, key=key: put(store, key, _BODY),
-                lambda store=store: _drop(next(list_objects(store, ""), None)),
+                lambda store=store: next(list_objects(store, ""), None),
             ):
                 try:
                     attempt()
@@ -381,7 +386,7 @@ class _SaidError(Exception):
         self.answer = answer
 
 
-def _seen(attempt: Callable[[], None]) -> tuple[Answer, str]:
+def _seen(attempt: Callable[[], object]) -> tuple[Answer, str]:
     try:
         attempt()
     except _SaidError as said:
@@ -450,7 +455,3 @@ def _bucket(store: Store) -> tuple[Backend, str | None, str, str]:
 
 def _folder(scope: str) -> str:
     return f"{scope}/" if scope else ""
-
-
-def _drop(_: object) -> None:
-    """What was found does not matter: that it was found does."""
