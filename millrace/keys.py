@@ -4,7 +4,10 @@ Numbers are zero-padded, so that a listing is in order.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
 
 from millrace.errors import ConfigurationError
 
@@ -17,6 +20,16 @@ _NO_WORKERS = frozenset({*_NO_JOBS, _GATHERS, "epochs"})
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 _SPLIT = re.compile(r"[a-z]+-\d{5,}")
 _SHARD = re.compile(r"(?P<split>[a-z]+-\d{5,})-(?P<n>\d{6,})")
+CLEANING = "_clean"
+"""What plans of cleaning stand under: no dataset, job or run can be called so."""
+
+
+def common_prefix(keys: Iterable[str]) -> str:
+    """What all of these begin with, be it a whole folder's name or not."""
+    some = list(keys)
+    first, last = min(some, default=""), max(some, default="")
+    size = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), None)
+    return first[: min(len(first), len(last)) if size is None else size]
 
 
 def checked_name(name: str, *, what: str) -> str:
@@ -287,6 +300,10 @@ class GradientKeys:
         """A worker's gradient of a window; one of torch's own files ends in ``.pt``."""
         return f"{self.worker(uid)}gradient-{window:09d}-{uid}-v{self.version}.safetensors"
 
+    def start_window(self, uid: str, window: int) -> str:
+        """With which window a worker began."""
+        return f"{self.worker(uid)}start_window-{window:09d}-{uid}-v{self.version}.json"
+
     def parse(self, key: str) -> tuple[str, int] | None:
         """The worker and the window of a gradient's key, or None if it is no gradient's."""
         pattern = (
@@ -404,3 +421,124 @@ def parse_lease(scope: str, key: str) -> LeaseKeys | None:
     """The lease that a key belongs to, or None if it is no lease's."""
     keys = LeaseKeys(scope, key.removeprefix(leases(scope)).rpartition("/")[0])
     return keys if keys.parse(key) else None
+
+
+def cleaning_plan(name: str) -> str:
+    """What is to be deleted, an object a line."""
+    return f"{CLEANING}/{name}/plan.jsonl"
+
+
+def cleaning_outcome(name: str) -> str:
+    """What became of a plan."""
+    return f"{CLEANING}/{name}/outcome.json"
+
+
+class Kind(StrEnum):
+    """What an object of ours is."""
+
+    GRADIENT = "gradient"
+    START_WINDOW = "start window"
+    UPDATE = "merged gradient"
+    LINK = "link"
+    CHECKPOINT = "checkpoint"
+    DATASET = "dataset"
+    PASSING = "passing"  # a probe, or a plan of cleaning: of no use once it was used
+    RECORD = "record"  # a lease, the end of an epoch: small, and says what has happened
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What a key says that its object is.
+
+    Attributes:
+        kind: What.
+        scope: The run, the job or the dataset that it belongs to; empty where it is none's.
+        version: Of what the run's workers run, where the name has one.
+        number: The window or the step, where it has one.
+    """
+
+    kind: Kind
+    scope: str
+    version: str = ""
+    number: int = -1
+
+    @property
+    def leases(self) -> str:
+        """The scope of the leases that are held while somebody works on it."""
+        if self.version:
+            return ChainKeys(self.scope, self.version).job
+        return self.scope
+
+
+_PARTS = _NAME.pattern
+_OF_WORKER = re.compile(
+    rf"(?P<scope>{_PARTS})/(?P<uid>[^/]+)/(?P<what>gradient|start_window)-(?P<number>\d{{9,}})"
+    r"-(?P=uid)-v(?P<version>[A-Za-z0-9][A-Za-z0-9._-]*)\.(?P<ending>safetensors|pt|json)"
+)
+_OF_CHAIN = re.compile(
+    rf"(?P<scope>{_PARTS})/{_GATHERS}/(?P<version>{_PARTS})/"
+    r"(?:(?P<step>\d{9,})-[0-9a-f]{64}\.npz|chain/(?P<window>\d{9,})\.json)"
+)
+_OF_JOB = re.compile(rf"(?P<scope>{_PARTS})/{CHECKPOINTS}/step_(?P<number>\d{{9,}})/.+")
+_OF_DATASET = re.compile(
+    rf"(?P<scope>{_PARTS})/(?:(?:plan|manifest|index)\.json|(?:splits|commits)/[^/]+\.jsonl?"
+    r"|quarantine/[a-z]+-\d{5,}-\d{6,}\.jsonl|shards/[a-z]+-\d{5,}-\d{6,}\.[a-z]+)"
+)
+_PASSING = re.compile(
+    rf"(?:(?P<scope>{_PARTS})/)?(?:_(?:audit|probe)-[0-9a-f]+[^/]*|lease/clock/[^/]+)"
+    rf"|{CLEANING}/[^/]+/[^/]+"
+)
+
+
+_RECORD = re.compile(
+    rf"(?P<scope>{_PARTS})/(?:lease/.+\.(?:json|beat|end)|epochs/\d{{6,}}\.json|cooldowns/\d{{6,}}/.+)"
+)
+
+
+_KINDS = (
+    (Kind.CHECKPOINT, _OF_JOB),
+    (Kind.DATASET, _OF_DATASET),
+    (Kind.PASSING, _PASSING),
+    (Kind.RECORD, _RECORD),
+)
+
+
+def named(key: str) -> Named | None:
+    """What any object of ours is by its key; None of another.
+
+    A checkpoint's and a dataset's objects are told apart by their own keys.
+    """
+    leaf = key.rpartition("/")[2]
+    if leaf.startswith(("gradient-", "start_window-")):
+        return _of_worker(key)
+    if match := _OF_CHAIN.fullmatch(key):
+        kind, number = (
+            (Kind.UPDATE, match["step"]) if match["step"] else (Kind.LINK, match["window"])
+        )
+        return Named(kind, match["scope"], match["version"], int(number))
+    for kind, pattern in _KINDS:
+        match = pattern.fullmatch(key)
+        if match is None or (kind is Kind.DATASET and not _can_be_dataset(match["scope"])):
+            continue
+        number = int(match["number"]) if kind is Kind.CHECKPOINT else -1
+        return Named(kind, match["scope"] or "", number=number)
+    return None
+
+
+def _of_worker(key: str) -> Named | None:
+    match = _OF_WORKER.fullmatch(key)
+    if match is None or match["uid"] in _NO_WORKERS:
+        return None
+    kind = Kind.GRADIENT if match["what"] == "gradient" else Kind.START_WINDOW
+    if (match["ending"] == "json") is (kind is Kind.GRADIENT):
+        return None
+    return Named(kind, match["scope"], match["version"], int(match["number"]))
+
+
+@lru_cache(maxsize=1024)
+def _can_be_dataset(name: str) -> bool:
+    try:
+        DatasetKeys(name)
+    except ConfigurationError:
+        return False
+    return True

@@ -222,13 +222,13 @@ class Census:
     Args:
         store: Where they stand.
         scope: What they stand under.
-        group: What their names begin with.
+        group: The folder that their names begin with; empty for all.
         clock: The store's.
     """
 
     def __init__(self, store: Store, scope: str, group: str, clock: StoreClock) -> None:
         self._store, self._scope, self._clock = store, scope, clock
-        self._prefix = f"{leases(scope)}{group}/"
+        self._prefix = f"{leases(scope)}{group}/" if group else leases(scope)
         self._records: dict[str, Epoch] = {}
 
     def held(self) -> dict[str, Held]:

@@ -4,15 +4,16 @@ Stronger than any rule: the newest checkpoint that is verified, all that are new
 epoch or a pin names, and every file that a kept one refers to. If none is verified, none goes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 from millrace.checkpoints.find import Check, checkpoint_of, survey, verify
 from millrace.checkpoints.settings import Retention
 from millrace.keys import CheckpointKeys
 from millrace.models.checkpoint import Checkpoint, Epoch, Pin
 from millrace.records import commit_once, committed
-from millrace.storage import DeleteFailure, Store, delete, list_objects
+from millrace.storage import DeleteFailure, Stat, Store, delete, list_objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +21,24 @@ class Removal:
     """An object that is to go.
 
     Attributes:
-        key: Which.
-        size: Bytes.
+        stat: Which, as it was listed.
         why: Why it may.
+        orphan: It belongs to no checkpoint, also not to one that goes.
     """
 
-    key: str
-    size: int
+    stat: Stat
     why: str
+    orphan: bool = False
+
+    @property
+    def key(self) -> str:
+        """Which."""
+        return self.stat.key
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.stat.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +98,13 @@ def unpin(store: Store, job: str, step: int) -> None:
 
 
 def plan_retention(
-    store: Store, job: str, rules: Retention | None = None, *, check: Check = Check.DIGESTS
+    store: Store,
+    job: str,
+    rules: Retention | None = None,
+    *,
+    check: Check = Check.DIGESTS,
+    also: Mapping[int, str] | None = None,
+    now: datetime | None = None,
 ) -> RetentionPlan:
     """Find what the rules keep and what they do not. Changes nothing.
 
@@ -96,6 +113,8 @@ def plan_retention(
         job: Which.
         rules: By default `Retention()`.
         check: How thoroughly the newest is verified, without which nothing older goes.
+        also: Further steps that stay, and why.
+        now: By the store's clock; by default when the newest of its objects was written.
     """
     rules = rules or Retention()
     keys = CheckpointKeys(job)
@@ -103,6 +122,7 @@ def plan_retention(
     complete, unreadable = _records(store, job)
     kept = dict.fromkeys(unreadable, "it cannot be read, so nobody knows what it is")
     kept |= _kept(store, keys, complete, rules, check)
+    kept |= {step: why for step, why in (also or {}).items() if step in complete.keys() - kept}
     removed = tuple(sorted(step for step in complete if step not in kept))
     if unreadable:
         return RetentionPlan(job, rules, kept | dict.fromkeys(removed, _UNKNOWN), (), ())
@@ -110,20 +130,20 @@ def plan_retention(
     needed = _files(keys, (complete[step] for step in kept))
     unneeded = named - needed
     metadata = {keys.metadata(step): step for step in removed}
-    horizon = max((stat.last_modified for stat in stats), default=None)
+    horizon = now or max((stat.last_modified for stat in stats), default=None)
     first: list[Removal] = []
     then: list[Removal] = []
     for stat in stats:
         if stat.key in metadata:
-            first.append(Removal(stat.key, stat.size, f"no rule keeps step {metadata[stat.key]}"))
+            first.append(Removal(stat, f"no rule keeps step {metadata[stat.key]}"))
         elif stat.key in unneeded:
-            then.append(Removal(stat.key, stat.size, "only removed checkpoints name it"))
+            then.append(Removal(stat, "only removed checkpoints name it"))
         elif horizon is None or stat.last_modified >= horizon - rules.grace:
             continue
         elif keys.is_share(stat.key):
-            then.append(Removal(stat.key, stat.size, "no rank waits for it any more"))
+            then.append(Removal(stat, "no rank waits for it any more", orphan=True))
         elif keys.parse_part(stat.key) and stat.key not in named:
-            then.append(Removal(stat.key, stat.size, "no checkpoint names it"))
+            then.append(Removal(stat, "no checkpoint names it", orphan=True))
     # A checkpoint's metadata first: without it no one takes what is left for a checkpoint.
     return RetentionPlan(job, rules, kept, removed, (*first, *then))
 

@@ -9,5 +9,45 @@ from millrace.housekeeping.access import (
     Verdict,
     audit,
 )
+from millrace.housekeeping.executing import Cleaned, execute
+from millrace.housekeeping.planning import describe, make_plan
+from millrace.housekeeping.plans import CleaningPlan, read_plan
+from millrace.housekeeping.rules import (
+    CleanSettings,
+    CleanupBucket,
+    CleanVersions,
+    DeleteGather,
+    Rule,
+    S3Manager,
+    What,
+)
+from millrace.housekeeping.uploads import Aborted, abort_uploads
+from millrace.housekeeping.wiping import name_to_type, plan_wiping, wipe
 
-__all__ = ["Audit", "AuditSettings", "Finding", "Operation", "Role", "Verdict", "audit"]
+__all__ = [
+    "Aborted",
+    "Audit",
+    "AuditSettings",
+    "CleanSettings",
+    "CleanVersions",
+    "Cleaned",
+    "CleaningPlan",
+    "CleanupBucket",
+    "DeleteGather",
+    "Finding",
+    "Operation",
+    "Role",
+    "Rule",
+    "S3Manager",
+    "Verdict",
+    "What",
+    "abort_uploads",
+    "audit",
+    "describe",
+    "execute",
+    "make_plan",
+    "name_to_type",
+    "plan_wiping",
+    "read_plan",
+    "wipe",
+]

@@ -7,9 +7,9 @@ from datetime import timedelta
 from millrace import errors
 from millrace.keys import DatasetKeys, LeaseKeys, leases
 from millrace.lease import Heartbeat, Held, Holder, StoreClock, acquire
-from millrace.models.dataset import FileGroup, Plan
+from millrace.models.dataset import Plan
+from millrace.models.ledger import named_by
 from millrace.records import fetch
-from millrace.shards.split import ledger
 from millrace.storage import (
     DeleteFailure,
     Stat,
@@ -108,12 +108,7 @@ def _unended(store: Store, keys: DatasetKeys, plan: Plan) -> list[str]:
 
 
 def _unnamed(store: Store, keys: DatasetKeys, plan: Plan) -> Iterator[Stat]:
-    named: set[str] = set()
-    for entry in ledger(store, keys):
-        named.update(key for key in (entry.key, entry.quarantine) if key)
-    for split in plan.splits:
-        if isinstance(split.piece, FileGroup):
-            named.add(split.piece.listing)
+    named = named_by(store, keys, plan)
     prefixes = [keys.shards, keys.quarantined, keys.listings]
     if exists(store, keys.manifest):
         prefixes.append(leases(keys.dataset))

@@ -8,9 +8,10 @@ from millrace import errors
 from millrace.digest import canonical, sha256
 from millrace.keys import DatasetKeys
 from millrace.models.dataset import Manifest, ManifestShard, Plan, ShardCommit, Split, SplitEnd
+from millrace.models.ledger import ledger
 from millrace.progress import Event, Progress
 from millrace.records import commit_same, fetch
-from millrace.shards.split import check_whole, ledger
+from millrace.shards.split import check_whole
 from millrace.storage import Store, put
 
 

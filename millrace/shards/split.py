@@ -6,7 +6,6 @@ are hashed and uploaded; their commits are made in order, so the ledger has no g
 """
 
 import queue
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -20,8 +19,9 @@ from millrace.formats.base import BadSampleError, Encoder
 from millrace.formats.webdataset import EXTENSION, TarEncoder
 from millrace.keys import DatasetKeys, ShardName
 from millrace.models.dataset import Layout, ShardCommit, Split, SplitEnd
+from millrace.models.ledger import ledger
 from millrace.progress import Event, Progress
-from millrace.records import commit_same, committed, fetch
+from millrace.records import commit_same, fetch
 from millrace.sources import BadRow, Row, Source
 from millrace.storage import Store, create, exists, list_objects, stream
 
@@ -259,15 +259,6 @@ def _last_commit(store: Store, keys: DatasetKeys, split: str) -> ShardCommit | N
         if (name := keys.parse_commit(stat.key)) is not None
     ]
     return fetch(store, keys.commit(max(names, key=lambda n: n.n)), ShardCommit) if names else None
-
-
-def ledger(store: Store, keys: DatasetKeys, split: str = "") -> Iterator[ShardCommit]:
-    """The commits of a split, or of the whole dataset, in the listing's order."""
-    prefix = keys.commits_of(split) if split else keys.commits
-    found = committed(
-        store, prefix, ShardCommit, wanted=lambda stat: keys.parse_commit(stat.key) is not None
-    )
-    return (record for _, record in found)
 
 
 def check_whole(entries: list[ShardCommit], split: str) -> None:

@@ -8,8 +8,8 @@ from millrace import errors
 from millrace.keys import DatasetKeys, LeaseKeys
 from millrace.lease import Held, Holder, StoreClock, held_by
 from millrace.models.dataset import Plan, ShardCommit, SplitEnd
+from millrace.models.ledger import ledger
 from millrace.records import committed, fetch
-from millrace.shards.split import ledger
 from millrace.storage import Store, exists, list_folders
 
 _DEEPEST = 4

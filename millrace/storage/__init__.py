@@ -27,13 +27,17 @@ from millrace.storage.scoped import Right, scoped, signed_url
 from millrace.storage.signed import kept_sha256
 from millrace.storage.write import (
     DeleteFailure,
+    Upload,
     abort_stale_uploads,
+    abort_upload,
     copy,
     create,
     delete,
     delete_one,
+    list_uploads,
     open_writer,
     put,
+    uploaded,
 )
 
 __all__ = [
@@ -46,7 +50,9 @@ __all__ = [
     "Stat",
     "Store",
     "StoreSpec",
+    "Upload",
     "abort_stale_uploads",
+    "abort_upload",
     "answer_of",
     "boto3_client",
     "check",
@@ -62,6 +68,7 @@ __all__ = [
     "kept_sha256",
     "list_folders",
     "list_objects",
+    "list_uploads",
     "open_store",
     "open_writer",
     "put",
@@ -71,5 +78,6 @@ __all__ = [
     "scoped",
     "signed_url",
     "stream",
+    "uploaded",
     "with_boto3",
 ]

@@ -1,21 +1,25 @@
 """Write objects: whole, only if absent, as a stream; copy and delete them."""
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 
 from millrace import errors
-from millrace.storage.clients import boto3_client, full_key
+from millrace.storage.clients import full_key
 from millrace.storage.open import Backend, Store
 from millrace.storage.retry import translated, trying, with_boto3
 from millrace.storage.signed import can_sign, create_signed
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+    from mypy_boto3_s3.type_defs import ListMultipartUploadsOutputTypeDef
 
 Bytes = bytes | bytearray | memoryview
 
@@ -129,7 +133,8 @@ def open_writer(
         # Never closed, so never published; its parts would be billed until somebody aborts them.
         del writer
         with contextlib.suppress(errors.MillraceError, BaseError):
-            _abort(store, key, lambda its_key, when: its_key == key and when > begun)
+            own = store.hurried(timedelta(seconds=10))
+            _abort(own, key, lambda upload: upload.key == key and upload.begun > begun)
         if isinstance(error, BaseError | OSError):
             raise translated(error, store, key) from error
         raise
@@ -194,11 +199,99 @@ def delete_one(store: Store, key: str) -> None:
         with_boto3(store, key, lambda client: client.delete_object(Bucket=bucket, Key=whole))
 
 
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """An upload that was begun and not finished: it is billed, and no listing shows it.
+
+    Attributes:
+        key: What it was to become.
+        id: The store's name for it.
+        begun: When, by the store's clock.
+    """
+
+    key: str
+    id: str
+    begun: datetime
+
+
+def list_uploads(store: Store, prefix: str = "") -> Iterator[Upload]:
+    """The unfinished uploads of keys that start with a prefix, a page of 1,000 in memory.
+
+    On a folder these are the hidden halves of a killed process.
+
+    Raises:
+        DeniedError: The credentials may not list them.
+        UnavailableError: The store failed for longer than its time budget.
+    """
+    if store.location.backend is Backend.FILE:
+        yield from _halves(Path(store.location.bucket), prefix)
+        return
+    if not store.speaks_s3:
+        return  # memory keeps none, and GCS drops its own after a week
+    bucket, root = store.location.bucket, full_key(store, "")
+    key_marker = id_marker = ""
+
+    def page_of(client: "S3Client") -> "ListMultipartUploadsOutputTypeDef":
+        return client.list_multipart_uploads(
+            Bucket=bucket,
+            Prefix=root + prefix,
+            KeyMarker=key_marker,
+            UploadIdMarker=id_marker,
+        )
+
+    while True:
+        page = with_boto3(store, prefix, page_of)
+        for upload in page.get("Uploads", []):
+            key, begun = upload.get("Key", ""), upload.get("Initiated", datetime.now(UTC))
+            yield Upload(key.removeprefix(root), upload.get("UploadId", ""), begun)
+        if not page.get("IsTruncated"):
+            return
+        key_marker = page.get("NextKeyMarker", "")
+        id_marker = page.get("NextUploadIdMarker", "")
+
+
+def uploaded(store: Store, upload: Upload) -> int:
+    """Bytes that an unfinished upload takes up: what is billed. One request a 1,000 parts."""
+    if store.location.backend is Backend.FILE:
+        return Path(upload.id).stat().st_size if Path(upload.id).exists() else 0
+    bucket, whole = store.location.bucket, full_key(store, upload.key)
+
+    def size(client: "S3Client") -> int:
+        pages = client.get_paginator("list_parts").paginate(
+            Bucket=bucket, Key=whole, UploadId=upload.id
+        )
+        return sum(part.get("Size", 0) for page in pages for part in page.get("Parts", []))
+
+    with contextlib.suppress(errors.NotFoundError):
+        return with_boto3(store, upload.key, size)
+    return 0
+
+
+def abort_upload(store: Store, upload: Upload) -> None:
+    """Abort an unfinished upload. One that is gone is a success.
+
+    Raises:
+        DeniedError: The credentials may not.
+    """
+    if store.location.backend is Backend.FILE:
+        Path(upload.id).unlink(missing_ok=True)
+        return
+    bucket, whole = store.location.bucket, full_key(store, upload.key)
+    with contextlib.suppress(errors.NotFoundError):
+        with_boto3(
+            store,
+            upload.key,
+            lambda client: client.abort_multipart_upload(
+                Bucket=bucket, Key=whole, UploadId=upload.id
+            ),
+        )
+
+
 def abort_stale_uploads(store: Store, moment: datetime, *, prefix: str = "") -> list[str]:
-    """Abort uploads that were begun and never finished: they are billed, and no listing shows them.
+    """Abort uploads that were begun and never finished.
 
     Args:
-        store: Where to look. On a folder these are the hidden halves of a killed process.
+        store: Where to look.
         moment: Those begun before it.
         prefix: Only keys that start with this.
 
@@ -208,48 +301,20 @@ def abort_stale_uploads(store: Store, moment: datetime, *, prefix: str = "") -> 
     Raises:
         DeniedError: The credentials may not.
     """
-    return _abort(store, prefix, lambda _, begun: begun < moment)
+    return _abort(store, prefix, lambda upload: upload.begun < moment)
 
 
-def _abort(store: Store, prefix: str, chosen: Callable[[str, datetime], bool]) -> list[str]:
-    """Abort the unfinished uploads below a prefix whose key and time are chosen."""
-    if store.location.backend is Backend.FILE:
-        return _remove_halves(Path(store.location.bucket), prefix, chosen)
-    if not store.speaks_s3:
-        return []  # memory keeps none, and GCS drops its own after a week
-    from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
-
-    client, bucket = boto3_client(store), store.location.bucket
-    aborted: list[str] = []
-    pages = client.get_paginator("list_multipart_uploads").paginate(
-        Bucket=bucket, Prefix=full_key(store, prefix)
-    )
-    try:
-        for page in pages:
-            for upload in page.get("Uploads", []):
-                whole = upload.get("Key", "")
-                key = whole.removeprefix(full_key(store, ""))
-                if chosen(key, upload.get("Initiated", datetime.now(UTC))):
-                    client.abort_multipart_upload(
-                        Bucket=bucket, Key=whole, UploadId=upload.get("UploadId", "")
-                    )
-                    aborted.append(key)
-    except (BotoCoreError, ClientError) as error:
-        raise errors.DeniedError(
-            f"{store.url_of(prefix)}: unfinished uploads could not be aborted "
-            f"({errors.one_line(error)})."
-        ) from error
-    return aborted
+def _abort(store: Store, prefix: str, chosen: Callable[[Upload], bool]) -> list[str]:
+    """Abort the unfinished uploads below a prefix that are chosen."""
+    stale = [upload for upload in list_uploads(store, prefix) if chosen(upload)]
+    for upload in stale:
+        abort_upload(store, upload)
+    return [upload.key for upload in stale]
 
 
-def _remove_halves(folder: Path, prefix: str, chosen: Callable[[str, datetime], bool]) -> list[str]:
-    removed: list[str] = []
+def _halves(folder: Path, prefix: str) -> Iterator[Upload]:
     for half in folder.rglob("*#*"):
         name, _, number = half.name.rpartition("#")
         key = half.with_name(name).relative_to(folder).as_posix()
-        if not (number.isdigit() and key.startswith(prefix) and half.is_file()):
-            continue
-        if chosen(key, datetime.fromtimestamp(half.stat().st_mtime, UTC)):
-            half.unlink(missing_ok=True)
-            removed.append(key)
-    return removed
+        if number.isdigit() and key.startswith(prefix) and half.is_file():
+            yield Upload(key, str(half), datetime.fromtimestamp(half.stat().st_mtime, UTC))

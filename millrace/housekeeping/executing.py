@@ -1,0 +1,316 @@
+"""Execute a plan of cleaning: the very plan that was shown, and of it only what is still so.
+
+Each batch is listed again just before it is deleted. What was written since the plan, or is
+protected by now, stays, and is said. Between that listing and the delete no store that we know can
+promise more. Killed at any time, the same plan can be executed again: what is gone is gone.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import groupby, islice
+
+import orjson
+
+from millrace import errors
+from millrace.checkpoints import Check
+from millrace.housekeeping.planning import Judge
+from millrace.housekeeping.plans import Entry, Tally, open_plan
+from millrace.housekeeping.protection import Guard, clock_of
+from millrace.housekeeping.rules import CleanSettings
+from millrace.keys import Kind, cleaning_outcome, common_prefix, named
+from millrace.progress import Event, Progress, silent
+from millrace.storage import (
+    Backend,
+    DeleteFailure,
+    Stat,
+    Store,
+    delete,
+    head,
+    list_objects,
+    open_store,
+    put,
+)
+
+_BATCH = 1000
+_AT_ONCE = 8
+_WHOLE = {Kind.CHECKPOINT, Kind.DATASET}
+_ENOUGH = 1000  # failures after which nothing more is tried
+_CHANGED = "it was written since the plan was made"
+_BEFORE = "what has to go before it is still there"
+
+
+@dataclass(frozen=True, slots=True)
+class Cleaned:
+    """What became of a plan.
+
+    Attributes:
+        plan: Its name.
+        keys: Objects that were deleted, by the place of the rule that took them.
+        size: Their bytes, likewise.
+        gone: Objects of the plan that were not there any more.
+        skipped: Objects that stay, by why.
+        failures: Those that could not be deleted.
+        given_up: Whether so many could not that the rest was not tried.
+        seconds: How long it took.
+    """
+
+    plan: str
+    keys: dict[int, int]
+    size: dict[int, int]
+    gone: int
+    skipped: dict[str, int]
+    failures: tuple[DeleteFailure, ...]
+    given_up: bool
+    seconds: float
+
+    @property
+    def deleted(self) -> int:
+        """How many objects were deleted."""
+        return sum(self.keys.values())
+
+    @property
+    def freed(self) -> int:
+        """Bytes that were deleted."""
+        return sum(self.size.values())
+
+
+@dataclass(slots=True)
+class _Sum:
+    """What has become of a plan so far."""
+
+    tally: Tally = field(default_factory=Tally)
+    gone: int = 0
+    failures: list[DeleteFailure] = field(default_factory=list[DeleteFailure])
+
+    @property
+    def given_up(self) -> bool:
+        return len(self.failures) >= _ENOUGH
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What has become of a batch."""
+
+    deleted: list[Entry]
+    gone: int
+    changed: int
+    failures: list[DeleteFailure]
+
+    @property
+    def whole(self) -> bool:
+        return not (self.changed or self.failures)
+
+
+def execute(settings: CleanSettings, plan: str, *, progress: Progress = silent) -> Cleaned:
+    """Delete what a plan says, but for what is another by now, or protected.
+
+    Args:
+        settings: Where, and what is beside it. The rules are the plan's.
+        plan: The plan's name.
+        progress: Told ``cleaning.deleted`` with ``objects`` and ``bytes`` so far, each batch.
+
+    Raises:
+        NotFoundError: There is no such plan.
+        CorruptError: It is damaged: what stood before the damage is deleted.
+        DeniedError, UnavailableError: A lease cannot be read, or a listing.
+    """
+    store = open_store(settings.store, make_folder=False)
+    with open_plan(store, plan) as (header, entries):
+        if not header.rules:
+            raise errors.ConfigurationError(
+                f"{plan} is a plan of wiping all of {store.url}: that asks for its name."
+            )
+        beside = [open_store(spec, make_folder=False) for spec in settings.beside]
+        clock = clock_of(store)
+        pinned = (*header.pinned, *settings.pinned)
+        guard = Guard([store, *beside], pinned, Check.SIZES, clock)
+        judge = Judge(store, header.rules, guard, header.made, Check.SIZES)
+        return delete_entries(store, plan, entries, _Still(judge, beside), progress)
+
+
+def delete_entries(
+    store: Store,
+    plan: str,
+    entries: Iterator[Entry],
+    still: Callable[[Entry], str],
+    progress: Progress = silent,
+) -> Cleaned:
+    """Delete what is listed as it was planned, and write down what became of it.
+
+    Args:
+        store: Where.
+        plan: The plan's name.
+        entries: What is to go.
+        still: Why one stays by now; empty if it goes. Called in the thread of the caller.
+        progress: As of `execute`.
+    """
+    began = time.monotonic()
+    total = _Sum()
+    broken: set[tuple[Kind, str]] = set()
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="cleaning") as pool:
+        pending: deque[Future[_Done]] = deque()
+
+        def settle(most: int) -> bool:
+            whole = True
+            while len(pending) > most:
+                whole &= _add(total, pending.popleft().result())
+                figures = {
+                    "objects": sum(total.tally.keys.values()),
+                    "bytes": sum(total.tally.size.values()),
+                }
+                progress(Event("cleaning.deleted", store.url, figures))
+            return whole
+
+        for unit, group in groupby(entries, key=_unit):
+            whole = True
+            for batch in _batches(group):
+                going: list[Entry] = []
+                for entry in batch:
+                    why = _BEFORE if unit and unit[:2] in broken else still(entry)
+                    if why:
+                        total.tally.kept[why] += 1
+                    else:
+                        going.append(entry)
+                whole &= len(going) == len(batch)
+                if going:
+                    pending.append(pool.submit(_delete, store, going))
+                whole &= settle(_AT_ONCE - 1)
+                if total.given_up:
+                    break
+            if unit:
+                whole &= settle(0)
+                if not whole:
+                    broken.add(unit[:2])
+            if total.given_up:
+                break
+        settle(0)
+    cleaned = Cleaned(
+        plan=plan,
+        keys=dict(total.tally.keys),
+        size=dict(total.tally.size),
+        gone=total.gone,
+        skipped=dict(total.tally.kept),
+        failures=tuple(total.failures),
+        given_up=total.given_up,
+        seconds=time.monotonic() - began,
+    )
+    _write_down(store, cleaned)
+    return cleaned
+
+
+def _write_down(store: Store, cleaned: Cleaned) -> None:
+    body = {
+        "keys": {f"{place}": count for place, count in cleaned.keys.items()},
+        "size": {f"{place}": count for place, count in cleaned.size.items()},
+        "gone": cleaned.gone,
+        "skipped": cleaned.skipped,
+        "failures": [{"key": one.key, "reason": one.reason} for one in cleaned.failures],
+        "given_up": cleaned.given_up,
+        "seconds": round(cleaned.seconds, 3),
+    }
+    put(store, cleaning_outcome(cleaned.plan), orjson.dumps(body, option=orjson.OPT_INDENT_2))
+
+
+class _Still:
+    """Says why an object of a plan stays by now."""
+
+    def __init__(self, judge: Judge, beside: list[Store]) -> None:
+        self._judge, self._beside = judge, beside
+        self._looked = False
+        self._going: dict[tuple[str, int], set[str]] = {}
+
+    def __call__(self, entry: Entry) -> str:
+        key = entry.stat.key
+        what = named(key)
+        guard = self._judge.guard
+        if what is None or what.kind not in _WHOLE:
+            return guard.why(key, what)
+        if what.kind is Kind.DATASET:
+            pinned = guard.pins_below(f"{what.scope}/")
+            return "it is pinned" if pinned else guard.live(what.scope)
+        going = self._going.get((what.scope, entry.phase))
+        if going is None:
+            # Looked at anew before each phase: a checkpoint may have come that names its files.
+            going = self._unneeded(what.scope) if entry.phase else self._metadata(what.scope)
+            self._going = {(what.scope, entry.phase): going}
+        return "" if key in going else "somebody needs it by now"
+
+    def _metadata(self, job: str) -> set[str]:
+        if not self._looked:
+            self._judge.look_around(self._beside)
+            self._looked = True
+        return {one.key for one, _ in self._judge.removals(job, Tally())}
+
+    def _unneeded(self, job: str) -> set[str]:
+        return {stat.key for stat in self._judge.unneeded(job)}
+
+
+def _unit(entry: Entry) -> tuple[Kind, str, int] | None:
+    """Of what goes whole an object is a part, and when it goes."""
+    what = named(entry.stat.key)
+    if what is None or what.kind not in _WHOLE:
+        return None
+    return what.kind, what.scope, entry.phase
+
+
+def _batches(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+    remaining = iter(entries)
+    while batch := list(islice(remaining, _BATCH)):
+        yield batch
+
+
+def _delete(store: Store, entries: list[Entry]) -> _Done:
+    there = _listed(store, sorted(entry.stat.key for entry in entries))
+    found = [(entry, there.get(entry.stat.key)) for entry in entries]
+    same = [entry for entry, stat in found if stat is not None and _is_same(entry.stat, stat)]
+    gone = sum(stat is None for _, stat in found)
+    failures = delete(store, [entry.stat.key for entry in same])
+    failed = {failure.key for failure in failures}
+    deleted = [entry for entry in same if entry.stat.key not in failed]
+    return _Done(deleted, gone, len(entries) - gone - len(same), failures)
+
+
+def _listed(store: Store, keys: list[str]) -> dict[str, Stat]:
+    """Objects as they are now, by their keys, which are sorted."""
+    if store.location.backend is Backend.FILE:  # whose listing has no order
+        return dict(_heads(store, keys))
+    wanted, last = set(keys), keys[-1]
+    found: dict[str, Stat] = {}
+    prefix = common_prefix((keys[0], last))
+    for stat in list_objects(store, prefix, after=keys[0][:-1]):
+        if stat.key in wanted:
+            found[stat.key] = stat
+        if stat.key >= last:
+            break
+    return found
+
+
+def _heads(store: Store, keys: list[str]) -> Iterator[tuple[str, Stat]]:
+    for key in keys:
+        try:
+            yield key, head(store, key)
+        except errors.NotFoundError:
+            continue
+
+
+def _is_same(planned: Stat, now: Stat) -> bool:
+    return (planned.etag, planned.size, planned.last_modified) == (
+        now.etag,
+        now.size,
+        now.last_modified,
+    )
+
+
+def _add(total: _Sum, done: _Done) -> bool:
+    """Add a batch up; whether all of it is gone."""
+    for entry in done.deleted:
+        total.tally.keys[entry.rule] += 1
+        total.tally.size[entry.rule] += entry.stat.size
+    total.gone += done.gone
+    if done.changed:
+        total.tally.kept[_CHANGED] += done.changed
+    total.failures += done.failures
+    return done.whole

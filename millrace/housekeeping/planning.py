@@ -1,0 +1,315 @@
+"""Make a plan of cleaning: what the rules take, but for what something stronger protects."""
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from millrace import errors
+from millrace.checkpoints import Check, Retention, plan_retention
+from millrace.checkpoints.retention import Removal
+from millrace.housekeeping.plans import CleaningPlan, Entry, PlanHeader, Tally, write_plan
+from millrace.housekeeping.protection import Guard, Survey, clock_of, steps_of
+from millrace.housekeeping.rules import OBJECTS, CleanSettings, Rule, What, in_versions, taking
+from millrace.keys import (
+    CheckpointKeys,
+    DatasetKeys,
+    Kind,
+    Named,
+    common_prefix,
+    leases,
+    named,
+)
+from millrace.models.dataset import Manifest, Plan
+from millrace.models.ledger import named_by
+from millrace.progress import Event, Progress, silent
+from millrace.records import fetch
+from millrace.storage import Stat, Store, list_objects, open_store
+
+_TOLD_EVERY = 10_000
+
+
+def make_plan(settings: CleanSettings, *, progress: Progress = silent) -> CleaningPlan:
+    """Find what the rules take, and write it down. Deletes nothing.
+
+    Args:
+        settings: Where, and by which rules.
+        progress: Told ``cleaning.seen`` with ``objects``, every 10,000.
+
+    Returns:
+        The plan, which is in the store.
+
+    Raises:
+        DeniedError, UnavailableError: Something could not be looked at: there is no plan then.
+    """
+    store = open_store(settings.store, make_folder=False)
+    beside = [open_store(spec, make_folder=False) for spec in settings.beside]
+    clock = clock_of(store)
+    now = clock.now()
+    guard = Guard([store, *beside], settings.pinned, settings.check, clock)
+    judge = Judge(store, settings.whole, guard, now, settings.check)
+    judge.look_around(beside)
+    tally = Tally()
+    header = PlanHeader(
+        store=store.url, made=now, rules=settings.whole, pinned=settings.pinned,
+        check=settings.check,
+    )  # fmt: skip
+    return write_plan(store, new_name(now), header, judge.entries(tally, progress), tally)
+
+
+def new_name(now: datetime) -> str:
+    """A name for a plan: those of one store sort by when they were made."""
+    return f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
+
+
+@dataclass(slots=True)
+class Judge:
+    """Says what the rules take of a store.
+
+    Attributes:
+        store: Which.
+        rules: By their places.
+        guard: What is stronger.
+        now: By the store's clock.
+        check: How checkpoints are verified.
+        survey: What has to be known of all objects first.
+    """
+
+    store: Store
+    rules: tuple[Rule, ...]
+    guard: Guard
+    now: datetime
+    check: Check
+    survey: Survey = field(default_factory=Survey)
+
+    def look_around(self, beside: list[Store]) -> None:
+        """Find out what has to be known of all objects, where a rule asks for it."""
+        keep = max((rule.keep_last for rule in self.rules), default=0)
+        about = {what for rule in self.rules for what in rule.what}
+        if keep or What.CHECKPOINTS in about:
+            self.survey.look(self.store, keep)
+        if What.CHECKPOINTS in about:
+            for store in beside:
+                self.survey.look_beside(store)
+
+    def entries(self, tally: Tally, progress: Progress = silent) -> Iterator[Entry]:
+        """What goes, in the order in which it does. What is kept is counted."""
+        whole: set[tuple[Kind, str]] = set()
+        prefix = common_prefix(rule.prefix for rule in self.rules)
+        for count, stat in enumerate(list_objects(self.store, prefix), start=1):
+            if count % _TOLD_EVERY == 0:
+                progress(Event("cleaning.seen", self.store.url, {"objects": count}))
+            what = named(stat.key)
+            if what is not None and what.kind in {Kind.CHECKPOINT, Kind.DATASET}:
+                if (what.kind, what.scope) not in whole:
+                    whole.add((what.kind, what.scope))
+                    of = self._of_job if what.kind is Kind.CHECKPOINT else self._of_dataset
+                    yield from of(what.scope, tally)
+                continue
+            place = self._taking(stat, what)
+            if place is None:
+                continue
+            if why := self.guard.why(stat.key, what):
+                tally.kept[why] += 1
+            else:
+                yield Entry(stat, place)
+
+    def removals(self, job: str, tally: Tally) -> list[tuple[Removal, int]]:
+        """What goes of a job's checkpoints, in order, and the place of the rule that takes it."""
+        keys = CheckpointKeys(job)
+        steps = steps_of(list_objects(self.store, keys.prefix), job)
+        taken: dict[int, int] = {}
+        needed: dict[int, str] = {}
+        for rank, (step, stat) in enumerate(steps.items()):
+            place = self._taking_step(job, rank, step, stat)
+            if place is None:
+                needed[step] = "no rule takes it"
+            elif why := self._needed(keys, step):
+                needed[step] = why
+                tally.kept[f"{job}: {why}"] += 1
+            else:
+                taken[step] = place
+        if not taken and not any(What.PARTS in rule.what for rule in self.rules):
+            return []
+        if live := self.guard.live(job):
+            if taken:
+                tally.kept[live] += len(taken)
+            return []
+        plan = plan_retention(
+            self.store, job,
+            Retention(last=1, grace=timedelta(0)),
+            check=self.check if taken else Check.SIZES,
+            also=needed, now=self.now,
+        )  # fmt: skip
+        for step in taken.keys() & plan.kept.keys():
+            tally.kept[f"{job}: {plan.kept[step]}"] += 1
+        metadata = {keys.metadata(step): taken[step] for step in plan.removed}
+        shared = min(metadata.values(), default=None)  # a file may be of several steps
+        found = (
+            (
+                one,
+                self._taking_one(What.PARTS, one.stat, job)
+                if one.orphan
+                else metadata.get(one.key, shared),
+            )
+            for one in plan.removals
+            if not self.guard.pins(one.key)
+        )
+        return [(one, place) for one, place in found if place is not None]
+
+    def unneeded(self, job: str) -> list[Stat]:
+        """The files of a job that no checkpoint names, unless somebody works on it."""
+        if self.guard.live(job):
+            return []
+        steps = steps_of(list_objects(self.store, CheckpointKeys(job).prefix), job)
+        plan = plan_retention(
+            self.store, job, Retention(last=1, grace=timedelta(0)),
+            check=Check.SIZES, also=dict.fromkeys(steps, "it is there"), now=self.now,
+        )  # fmt: skip
+        return [one.stat for one in plan.removals if one.orphan and not self.guard.pins(one.key)]
+
+    def _taking_one(self, what: What, stat: Stat, name: str) -> int | None:
+        """The place of the first rule that takes an object of a job's or a dataset's."""
+        return taking(
+            self.rules, what, lambda rule: self._fits(rule, stat) and rule.name in {"", name}
+        )
+
+    def _taking(self, stat: Stat, what: Named | None) -> int | None:
+        """The place of the first rule that takes an object that goes by itself."""
+        kind = What.OTHER if what is None else OBJECTS.get(what.kind)
+        if kind is None:
+            return None
+
+        def fits(rule: Rule) -> bool:
+            if not self._fits(rule, stat):
+                return False
+            if what is None or rule.name not in {"", what.scope}:
+                return what is None and not rule.name
+            if rule.version and not in_versions(what.version, rule.version):
+                return False
+            if rule.keep_every and what.number % rule.keep_every == 0:
+                return False
+            return not (rule.keep_last and self.survey.is_last(what, rule.keep_last))
+
+        return taking(self.rules, kind, fits)
+
+    def _fits(self, rule: Rule, stat: Stat) -> bool:
+        return (
+            stat.key.startswith(rule.prefix)
+            and stat.key.endswith(rule.suffix)
+            and stat.last_modified < self.now - rule.older_than
+        )
+
+    def _taking_step(self, job: str, rank: int, step: int, stat: Stat) -> int | None:
+        return taking(
+            self.rules,
+            What.CHECKPOINTS,
+            lambda rule: (
+                self._fits(rule, stat)
+                and rule.name in {"", job}
+                and rank >= rule.keep_last
+                and not (rule.keep_every and step % rule.keep_every == 0)
+            ),
+        )
+
+    def _needed(self, keys: CheckpointKeys, step: int) -> str:
+        """Why a step stays, though a rule would take it; more is known to `plan_retention`."""
+        if self.guard.pins_below(keys.folder(step)):
+            return "it is pinned"
+        return self.survey.unknown or self.survey.starts.get(keys.job, {}).get(step, "")
+
+    def _of_job(self, job: str, tally: Tally) -> Iterator[Entry]:
+        keys = CheckpointKeys(job)
+        for one, place in self.removals(job, tally):
+            what = named(one.key)
+            first = what is not None and one.key == keys.metadata(what.number)
+            yield Entry(one.stat, place, 0 if first else 1)
+
+    def _of_dataset(self, dataset: str, tally: Tally) -> Iterator[Entry]:
+        keys = DatasetKeys(dataset)
+        folder = f"{dataset}/"
+        whole = taking(
+            self.rules,
+            What.SHARDS,
+            lambda rule: (
+                rule.name in {"", dataset}
+                and folder.startswith(rule.prefix)
+                and self._old(keys, rule)
+            ),
+        )
+        orphans = any(What.ORPHANS in rule.what for rule in self.rules)
+        if whole is None and not orphans:
+            return
+        try:
+            plan = fetch(self.store, keys.plan, Plan)
+        except (errors.NotFoundError, errors.CorruptError):
+            return  # nobody knows what it is: it only looks like a dataset
+        if plan.dataset != dataset:
+            return
+        if whole is not None:
+            if why := self.guard.live(dataset):
+                tally.kept[why] += 1
+            elif self.guard.pins_below(folder):
+                tally.kept["it is pinned"] += 1
+            else:
+                yield from self._all_of(keys, whole)
+                return
+        if orphans:
+            yield from self._orphans(keys, plan, tally)
+
+    def _old(self, keys: DatasetKeys, rule: Rule) -> bool:
+        """Whether even the youngest object of a dataset is old enough."""
+        horizon = self.now - rule.older_than
+        return all(stat.last_modified < horizon for _, stat in self._objects(keys))
+
+    def _all_of(self, keys: DatasetKeys, place: int) -> Iterator[Entry]:
+        for phase, stat in self._objects(keys):
+            yield Entry(stat, place, phase)
+
+    def _objects(self, keys: DatasetKeys) -> Iterator[tuple[int, Stat]]:
+        """All of a dataset, and when it goes: at no time does what is left name what is gone."""
+        for phase, prefixes in enumerate(
+            (
+                (keys.manifest, keys.index),  # then nobody takes it for complete
+                (keys.commits,),  # then a run that goes on makes each shard again
+                (keys.shards, keys.quarantined, keys.listings, leases(keys.dataset)),
+                (keys.plan,),
+            )
+        ):
+            for prefix in prefixes:
+                for stat in list_objects(self.store, prefix):
+                    if prefix.endswith("/") or stat.key == prefix:
+                        yield phase, stat
+
+    def _orphans(self, keys: DatasetKeys, plan: Plan, tally: Tally) -> Iterator[Entry]:
+        """What the ledger of a sealed dataset does not name. One that is not sealed may go on."""
+        try:
+            fetch(self.store, keys.manifest, Manifest)
+        except (errors.NotFoundError, errors.CorruptError):
+            return
+        names = named_by(self.store, keys, plan)
+        for prefix in (keys.shards, keys.quarantined, keys.listings):
+            for stat in list_objects(self.store, prefix):
+                place = self._taking_one(What.ORPHANS, stat, keys.dataset)
+                if stat.key in names or place is None:
+                    continue
+                if why := self.guard.why(stat.key, named(stat.key)):
+                    tally.kept[why] += 1
+                else:
+                    yield Entry(stat, place)
+
+
+def describe(rule: Rule) -> str:
+    """A rule in a few words: ``gradients, older than 2 days, of version !=0.2.11``."""
+    words = [" and ".join(rule.what), f"older than {rule.older_than}"]
+    for text, value in (
+        ("of version {}", rule.version),
+        ("of {}", rule.name),
+        ("beginning with {}", rule.prefix),
+        ("ending with {}", rule.suffix),
+        ("but for the last {}", rule.keep_last),
+        ("but for every {}th", rule.keep_every),
+    ):
+        if value:
+            words.append(text.format(value))
+    return ", ".join(words)

@@ -1,0 +1,234 @@
+"""A plan of cleaning: an object in the store, with a line for each object that is to go.
+
+It is JSON lines: what it was made of, then the objects, then the totals. It is written and read a
+piece at a time, so that a million keys need no memory, and it is there only when it is whole.
+"""
+
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from millrace import errors
+from millrace.checkpoints import Check
+from millrace.housekeeping.rules import Rule
+from millrace.keys import CLEANING, cleaning_plan
+from millrace.storage import Stat, Store, open_writer, stream
+
+_PART = 8 << 20
+_LINES = 1000
+
+
+class PlanHeader(BaseModel):
+    """What a plan was made of.
+
+    Attributes:
+        version: Of the format.
+        store: The URL of the store that it is of.
+        made: When, by the store's clock.
+        rules: By which; empty where all goes.
+        pinned: What stays, whatever the rules say.
+        check: How checkpoints were verified.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[1] = 1
+    store: str
+    made: datetime
+    rules: tuple[Rule, ...]
+    pinned: tuple[str, ...]
+    check: Check
+
+
+class PlanTotals(BaseModel):
+    """What a plan comes to.
+
+    Attributes:
+        keys: Objects that go, by the place of the rule that took them.
+        size: Their bytes, likewise.
+        kept: Objects that a rule would take and something stronger protects, by why.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    keys: dict[int, int]
+    size: dict[int, int]
+    kept: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An object that is to go.
+
+    Attributes:
+        stat: Which, as it was when the plan was made.
+        rule: The place of the rule that took it.
+        phase: Of what goes whole, when: all of one phase are gone before the next begins.
+    """
+
+    stat: Stat
+    rule: int
+    phase: int = 0
+
+    def line(self) -> bytes:
+        """As it stands in a plan."""
+        stat = self.stat
+        data: dict[str, Any] = {
+            "key": stat.key,
+            "size": stat.size,
+            "etag": stat.etag,
+            "modified": stat.last_modified.astimezone(UTC),
+            "rule": self.rule,
+        }
+        if self.phase:
+            data["phase"] = self.phase
+        return orjson.dumps(data, option=orjson.OPT_APPEND_NEWLINE)
+
+
+@dataclass(frozen=True, slots=True)
+class CleaningPlan:
+    """A plan that is whole.
+
+    Attributes:
+        name: By which it is executed.
+        header: What it was made of.
+        totals: What it comes to.
+    """
+
+    name: str
+    header: PlanHeader
+    totals: PlanTotals
+
+    @property
+    def key(self) -> str:
+        """Of its object."""
+        return cleaning_plan(self.name)
+
+    @property
+    def keys(self) -> int:
+        """How many objects go."""
+        return sum(self.totals.keys.values())
+
+    @property
+    def size(self) -> int:
+        """Their bytes."""
+        return sum(self.totals.size.values())
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a plan comes to, while it is made."""
+
+    keys: Counter[int] = field(default_factory=Counter[int])
+    size: Counter[int] = field(default_factory=Counter[int])
+    kept: Counter[str] = field(default_factory=Counter[str])
+
+    def totals(self) -> PlanTotals:
+        """The same, when nothing comes any more."""
+        return PlanTotals(keys=dict(self.keys), size=dict(self.size), kept=dict(self.kept))
+
+
+def write_plan(
+    store: Store, name: str, header: PlanHeader, entries: Iterable[Entry], tally: Tally
+) -> CleaningPlan:
+    """Write a plan while it is made. Memory is three parts of 8 MiB.
+
+    Args:
+        store: Whose objects they are, and where it is written to.
+        name: The plan's.
+        header: What it is made of.
+        entries: What goes. Whatever they raise leaves no plan.
+        tally: Of what is kept the entries are counting themselves.
+    """
+    with open_writer(store, cleaning_plan(name), part=_PART, concurrency=2) as writer:
+        writer.write(header.model_dump_json().encode() + b"\n")
+        lines: list[bytes] = []
+        for entry in entries:
+            tally.keys[entry.rule] += 1
+            tally.size[entry.rule] += entry.stat.size
+            lines.append(entry.line())
+            if len(lines) == _LINES:
+                writer.write(b"".join(lines))
+                lines.clear()
+        totals = tally.totals()
+        lines.append(totals.model_dump_json().encode() + b"\n")
+        writer.write(b"".join(lines))
+    return CleaningPlan(name, header, totals)
+
+
+@contextmanager
+def open_plan(store: Store, name: str) -> Generator[tuple[PlanHeader, Iterator[Entry]]]:
+    """Read a plan: what it was made of at once, then one entry after the other.
+
+    Raises:
+        NotFoundError: There is none of this name.
+        CorruptError: It is none.
+        ConfigurationError: It is another store's.
+    """
+    where = store.url_of(cleaning_plan(name))
+    blocks = stream(store, cleaning_plan(name))
+    lines = _lines(blocks)
+    try:
+        try:
+            header = PlanHeader.model_validate_json(next(lines, b""))
+        except ValidationError as error:
+            raise errors.CorruptError(f"{where} is no plan of cleaning: make a new one.") from error
+        if header.store != store.url:
+            raise errors.ConfigurationError(
+                f"{where} is a plan for {header.store}: it was copied here. Make a new one."
+            )
+        yield header, _entries(where, lines)
+    finally:
+        lines.close()
+
+
+def read_plan(store: Store, name: str) -> CleaningPlan:
+    """A plan's totals. All of it is read.
+
+    Raises:
+        NotFoundError, CorruptError, ConfigurationError: As of `open_plan`.
+    """
+    with open_plan(store, name) as (header, entries):
+        tally = Tally()
+        for entry in entries:
+            tally.keys[entry.rule] += 1
+            tally.size[entry.rule] += entry.stat.size
+    return CleaningPlan(name, header, tally.totals())
+
+
+def newest_plans(store: Store) -> str:
+    """Where the plans of a store are."""
+    return store.url_of(f"{CLEANING}/")
+
+
+def _entries(where: str, lines: Iterator[bytes]) -> Iterator[Entry]:
+    for line in lines:
+        try:
+            data: dict[str, Any] = orjson.loads(line)
+            if "keys" in data:
+                return  # the totals, which are last
+            stat = Stat(
+                data["key"],
+                data["size"],
+                data["etag"],
+                datetime.fromisoformat(data["modified"]),
+            )
+            yield Entry(stat, data["rule"], data.get("phase", 0))
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise errors.CorruptError(f"{where} is damaged: make a new plan.") from error
+    raise errors.CorruptError(f"{where} has no end: make a new plan.")
+
+
+def _lines(blocks: Iterator[bytes]) -> Generator[bytes]:
+    rest = b""
+    for block in blocks:
+        *whole, rest = (rest + block).split(b"\n")
+        yield from whole
+    if rest:
+        yield rest

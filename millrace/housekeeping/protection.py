@@ -1,0 +1,214 @@
+"""What no rule may take: what a live run works with, and what the newest weights are made of."""
+
+import heapq
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from millrace import errors
+from millrace.checkpoints.find import Check, survey, verify
+from millrace.keys import CLEANING, ChainKeys, CheckpointKeys, Kind, Named, named
+from millrace.lease import Census, Holder, StoreClock
+from millrace.models.chain import Link, Start
+from millrace.models.checkpoint import Checkpoint
+from millrace.records import fetch
+from millrace.storage import Stat, Store, list_objects
+
+_HELD_FOR = 5.0  # seconds that what leases say is relied on
+_POSITION = "window"  # of a checkpoint of an aggregator's: the window that its weights are after
+
+
+def clock_of(store: Store) -> StoreClock:
+    """The store's clock; this machine's where we may not write."""
+    try:
+        return StoreClock.read(store, CLEANING, Holder.this_process())
+    except errors.DeniedError:
+        return StoreClock.own()
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The newest checkpoint of a chain that is verified: what comes after it is needed.
+
+    Attributes:
+        step: That its weights are at.
+        window: That they are after.
+    """
+
+    step: int
+    window: int
+
+
+class Guard:
+    """Says of an object why it stays, whatever the rules say.
+
+    Args:
+        stores: Where the objects are, and what is beside it.
+        pinned: Keys, and prefixes that end in ``/``.
+        check: How a checkpoint is verified.
+        clock: Of the first store.
+    """
+
+    def __init__(
+        self, stores: Sequence[Store], pinned: Sequence[str], check: Check, clock: StoreClock
+    ) -> None:
+        self._store = stores[0]
+        self._stores = [(stores[0], clock), *((store, clock_of(store)) for store in stores[1:])]
+        self._keys = frozenset(key for key in pinned if not key.endswith("/"))
+        self._folders = tuple(key for key in pinned if key.endswith("/"))
+        self._check = check
+        self._census: dict[tuple[int, str], Census] = {}
+        self._live: dict[str, tuple[float, str]] = {}
+        self._heads: dict[tuple[str, str], Head | str] = {}
+
+    def why(self, key: str, what: Named | None) -> str:
+        """Why an object stays; empty if nothing protects it.
+
+        Raises:
+            UnavailableError, DeniedError: A lease cannot be read: then nobody may say that it is
+                free.
+        """
+        if self.pins(key):
+            return "it is pinned"
+        if what is None:
+            return self.live(key.rpartition("/")[0])
+        live = self.live(what.leases)
+        if live or what.kind not in {Kind.UPDATE, Kind.LINK}:
+            return live
+        return self._needed(what)
+
+    def pins(self, key: str) -> bool:
+        """Whether a key is pinned."""
+        return key in self._keys or key.startswith(self._folders)
+
+    def pins_below(self, folder: str) -> bool:
+        """Whether anything in a folder (which ends in ``/``) is pinned, or all of it is."""
+        return self.pins(folder) or any(
+            key.startswith(folder) for key in (*self._keys, *self._folders)
+        )
+
+    def live(self, scope: str) -> str:
+        """Who works on a run, a job or a dataset, in a sentence; empty if nobody does."""
+        parts = [part for part in scope.split("/") if part]
+        for depth in range(1, len(parts) + 1):
+            if said := self._live_at("/".join(parts[:depth])):
+                return said
+        return ""
+
+    def _live_at(self, scope: str) -> str:
+        now = time.monotonic()
+        looked, said = self._live.get(scope, (-_HELD_FOR, ""))
+        if now - looked >= _HELD_FOR:
+            said = next(self._holders(scope), "")
+            self._live[scope] = now, said
+        return said
+
+    def _holders(self, scope: str) -> Iterator[str]:
+        for number, (store, clock) in enumerate(self._stores):
+            census = self._census.setdefault((number, scope), Census(store, scope, "", clock))
+            for held in census.held().values():
+                yield f"{scope} is worked on by {held.holder.host} (process {held.holder.pid})"
+
+    def _needed(self, what: Named) -> str:
+        """Why something of a chain is needed."""
+        if what.kind is Kind.LINK and what.number == 0:
+            return f"{what.scope} begins with it"
+        chain = (what.scope, what.version)
+        if chain not in self._heads:
+            self._heads[chain] = _head(self._store, ChainKeys(*chain), self._check)
+        head = self._heads[chain]
+        if isinstance(head, str):
+            return head
+        if what.kind is Kind.UPDATE and what.number > head.step:
+            return f"{what.scope} goes on from step {head.step}, its newest checkpoint"
+        if what.kind is Kind.LINK and what.number >= head.window:
+            return f"{what.scope} goes on from window {head.window}, its newest checkpoint"
+        return ""
+
+
+def _head(store: Store, keys: ChainKeys, check: Check) -> Head | str:
+    """Where a chain can be gone on from; a sentence if that is not known."""
+    for step, found in survey(store, keys.job):
+        if not isinstance(found, Checkpoint):
+            continue
+        window = found.position.get(_POSITION)
+        if not isinstance(window, int):
+            continue
+        try:
+            link = fetch(store, keys.link(window), Link if window else Start)
+        except (errors.NotFoundError, errors.CorruptError):
+            continue
+        if link.step == step and not verify(store, found, check=check):
+            return Head(step, window)
+    return f"no checkpoint of {keys.job} is verified: what was merged is all that there is"
+
+
+@dataclass(slots=True)
+class Survey:
+    """What has to be known of all objects before the first can be judged.
+
+    Attributes:
+        starts: The steps of each job that a chain begins with, and why they stay.
+        unknown: Why no checkpoint may go at all, if some chain cannot be read.
+    """
+
+    starts: dict[str, dict[int, str]] = field(default_factory=dict[str, dict[int, str]])
+    unknown: str = ""
+    _newest: dict[tuple[Kind, str, str], list[int]] = field(
+        default_factory=dict[tuple[Kind, str, str], list[int]]
+    )
+
+    def is_last(self, what: Named, count: int) -> bool:
+        """Whether it is of the newest so many windows or steps of its run."""
+        newest = self._newest.get((what.kind, what.scope, what.version), [])
+        return what.number in newest[:count]
+
+    def look(self, store: Store, keep: int) -> None:
+        """Go through all objects of the store that is cleaned.
+
+        Args:
+            store: Which.
+            keep: The most that a rule keeps of the newest.
+        """
+        heaps: dict[tuple[Kind, str, str], tuple[list[int], set[int]]] = {}
+        for stat in list_objects(store):
+            what = named(stat.key)
+            if what is None or what.number < 0 or what.kind is Kind.CHECKPOINT:
+                continue
+            if what.kind is Kind.LINK and what.number == 0:
+                self._begins(store, what)
+            heap, there = heaps.setdefault((what.kind, what.scope, what.version), ([], set()))
+            if not keep or what.number in there or (len(heap) == keep and what.number < heap[0]):
+                continue
+            there.add(what.number)
+            heapq.heappush(heap, what.number)
+            if len(heap) > keep:
+                there.remove(heapq.heappop(heap))
+        self._newest = {key: sorted(heap, reverse=True) for key, (heap, _) in heaps.items()}
+
+    def look_beside(self, store: Store) -> None:
+        """Go through a place beside it, for what chains there begin with."""
+        for stat in list_objects(store):
+            what = named(stat.key)
+            if what is not None and what.kind is Kind.LINK and what.number == 0:
+                self._begins(store, what)
+
+    def _begins(self, store: Store, what: Named) -> None:
+        key = ChainKeys(what.scope, what.version).link(0)
+        try:
+            start = fetch(store, key, Start)
+        except errors.CorruptError:
+            self.unknown = f"{store.url_of(key)} cannot be read, and names a checkpoint"
+            return
+        self.starts.setdefault(start.job, {})[start.step] = f"{start.run} begins with it"
+
+
+def steps_of(stats: Iterable[Stat], job: str) -> dict[int, Stat]:
+    """The metadata of each step that is complete, newest first."""
+    keys = CheckpointKeys(job)
+    steps: dict[int, Stat] = {}
+    for stat in stats:
+        what = named(stat.key)
+        if what is not None and stat.key == keys.metadata(what.number):
+            steps[what.number] = stat
+    return dict(sorted(steps.items(), reverse=True))

@@ -1,0 +1,275 @@
+"""Rules: what may be deleted. Data, from a settings file, a block's form, or a preset."""
+
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from enum import StrEnum
+from functools import lru_cache
+from typing import Annotated, Any, Literal, Self
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from millrace.checkpoints import Check
+from millrace.keys import Kind
+from millrace.storage import StoreSpec
+
+_AGE = re.compile(r"(\d+(?:\.\d+)?) ?(m|h|d|w)")
+_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+_CLAUSE = re.compile(r"(===|==|!=|<=|>=|~=|<|>)\s*(\S+)")
+
+
+def _age(value: Any) -> Any:
+    match = _AGE.fullmatch(value.strip()) if isinstance(value, str) else None
+    return timedelta(**{_UNITS[match[2]]: float(match[1])}) if match else value
+
+
+Age = Annotated[timedelta, BeforeValidator(_age), Field(ge=timedelta(0))]
+"""A time such as ``48h``, ``2d``, ``90m`` or ``3w``, or one of ISO 8601: ``P2D``."""
+
+
+class What(StrEnum):
+    """What a rule is about."""
+
+    GRADIENTS = "gradients"
+    START_WINDOWS = "start windows"
+    GATHERS = "gathers"  # what an aggregator has merged: links, and the updates that they name
+    CHECKPOINTS = "checkpoints"  # whole: the metadata first, then what no other one names
+    PARTS = "parts"  # files in checkpoints' folders that no checkpoint names
+    SHARDS = "shards"  # a dataset, whole: its manifest first
+    ORPHANS = "orphans"  # of a sealed dataset: what its ledger does not name
+    PASSING = "passing"  # probes that were left behind, and old plans of cleaning
+    OTHER = "other"  # what Millrace did not write
+
+
+OBJECTS = {
+    Kind.GRADIENT: What.GRADIENTS,
+    Kind.START_WINDOW: What.START_WINDOWS,
+    Kind.UPDATE: What.GATHERS,
+    Kind.LINK: What.GATHERS,
+    Kind.PASSING: What.PASSING,
+}
+"""What goes by itself, each object as a rule says."""
+_VERSIONED = {What.GRADIENTS, What.START_WINDOWS, What.GATHERS}
+_WHOLE = {What.CHECKPOINTS, What.SHARDS}
+
+
+class Rule(BaseModel):
+    """What goes: what all of these are true of, unless something stronger protects it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    what: tuple[What, ...] = Field(
+        min_length=1,
+        description="`gradients`, `start windows`, `gathers` (what an aggregator has merged), "
+        "`checkpoints`, `parts` (files that no checkpoint names), `shards` (whole datasets), "
+        "`orphans` (what a sealed dataset's ledger does not name), `passing` (probes and old "
+        "plans), `other` (what is not Millrace's).",
+    )
+    older_than: Age = Field(
+        default=timedelta(hours=48),
+        description="By the store's clock: `48h`, `2d`, `90m`; `0h` takes all. A checkpoint is as "
+        "old as its metadata, a dataset as its youngest object.",
+    )
+    name: str = Field(default="", description="Only of this run, job or dataset.")
+    prefix: str = Field(default="", description="Only keys that begin with this.")
+    suffix: str = Field(default="", description="Only keys that end with this.")
+    version: str = Field(
+        default="",
+        description="Only of this version, such as `0.2.1`, or of a range, such as "
+        "`>=0.2,<0.3` or `!=0.2.11`: compared as versions.",
+    )
+    keep_last: int = Field(
+        default=0, ge=0, description="But for the newest so many windows or steps of each run."
+    )
+    keep_every: int | None = Field(
+        default=None, ge=1, description="But for windows or steps that are multiples of this."
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        what = set(self.what)
+        if self.version and what - _VERSIONED:
+            raise ValueError(f"{_names(what - _VERSIONED)} have no version: leave it out")
+        numbered = {*_VERSIONED, What.CHECKPOINTS}
+        if (self.keep_last or self.keep_every) and what - numbered:
+            raise ValueError(
+                f"{_names(what - numbered)} have neither windows nor steps: leave keep_last and "
+                "keep_every out"
+            )
+        if self.suffix and what & _WHOLE:
+            raise ValueError(f"{_names(what & _WHOLE)} go whole: leave the suffix out")
+        if What.OTHER in what and not self.prefix:
+            raise ValueError("what is not Millrace's goes by its name only: give a prefix")
+        if self.version:
+            in_versions("0", self.version)
+        return self
+
+
+def _names(what: set[What]) -> str:
+    return " and ".join(sorted(what))
+
+
+@lru_cache(maxsize=4096)
+def in_versions(version: str, wanted: str) -> bool:
+    """Whether a version is the one, or in the range, that is wanted.
+
+    Versions are compared as PEP 440 does. One that is none by it equals only its own text, and is
+    in no range.
+
+    Raises:
+        ValueError: What is wanted is neither a version nor a range.
+    """
+    if not _CLAUSE.match(wanted):
+        return _same(version, wanted)
+    return all(_holds(version, clause.strip()) for clause in wanted.split(","))
+
+
+def _holds(version: str, clause: str) -> bool:
+    match = _CLAUSE.fullmatch(clause)
+    if match is None:
+        raise ValueError(f"{clause!r} is no version or range: write 0.2.1, or >=0.2,<0.3")
+    sign, other = match.groups()
+    if sign in {"==", "===", "!="} and not other.endswith("*"):
+        return _same(version, other) is (sign != "!=")
+    try:
+        return SpecifierSet(clause).contains(Version(version), prereleases=True)
+    except InvalidSpecifier:
+        raise ValueError(
+            f"{clause!r} is no range of versions: write 0.2.1, or >=0.2,<0.3"
+        ) from None
+    except InvalidVersion:
+        return False
+
+
+def _same(one: str, other: str) -> bool:
+    try:
+        return one == other or Version(one) == Version(other)
+    except InvalidVersion:
+        return False
+
+
+class CleanupBucket(BaseModel):
+    """Temporary files: gradients, start windows, old checkpoints, what nobody names, probes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    preset: Literal["cleanup_bucket"] = "cleanup_bucket"
+    older_than: Age = Field(default=timedelta(hours=48), description="By the store's clock.")
+    keep_last: int = Field(default=3, ge=1, description="Checkpoints of each job that stay.")
+
+    def rules(self) -> tuple[Rule, ...]:
+        """The same as rules."""
+        passing = (What.GRADIENTS, What.START_WINDOWS, What.PARTS, What.ORPHANS, What.PASSING)
+        return (
+            Rule(what=passing, older_than=self.older_than),
+            Rule(what=(What.CHECKPOINTS,), older_than=self.older_than, keep_last=self.keep_last),
+        )
+
+
+class DeleteGather(BaseModel):
+    """What the aggregators of one version have merged, up to the newest checkpoint."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    preset: Literal["delete_gather"] = "delete_gather"
+    version: str = Field(min_length=1, description="Which, or a range.")
+    name: str = Field(default="", description="Only of this run.")
+    older_than: Age = Field(default=timedelta(0), description="By the store's clock.")
+
+    def rules(self) -> tuple[Rule, ...]:
+        """The same as rules."""
+        return (
+            Rule(
+                what=(What.GATHERS,),
+                version=self.version,
+                name=self.name,
+                older_than=self.older_than,
+            ),
+        )
+
+
+class CleanVersions(BaseModel):
+    """What belongs to another version than the current one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    preset: Literal["clean_versions"] = "clean_versions"
+    current: str = Field(min_length=1, description="The version whose objects stay.")
+    name: str = Field(default="", description="Only of this run.")
+    older_than: Age = Field(default=timedelta(0), description="By the store's clock.")
+
+    def rules(self) -> tuple[Rule, ...]:
+        """The same as rules."""
+        return (
+            Rule(
+                what=tuple(sorted(_VERSIONED)),
+                version=f"!={self.current}",
+                name=self.name,
+                older_than=self.older_than,
+            ),
+        )
+
+
+class S3Manager(BaseModel):
+    """What is older than so many hours, and begins and ends so."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    preset: Literal["s3_manager"] = "s3_manager"
+    delete_old: float = Field(default=48, ge=0, description="Hours; 0 takes all.")
+    prefix: str = Field(default="", description="Only keys that begin with this.")
+    suffix: str = Field(default="", description="Only keys that end with this.")
+
+    def rules(self) -> tuple[Rule, ...]:
+        """The same as rules."""
+        what = set(What) - {What.OTHER} - (_WHOLE if self.suffix else set())
+        return (
+            Rule(
+                what=tuple(sorted(what)),
+                older_than=timedelta(hours=self.delete_old),
+                prefix=self.prefix,
+                suffix=self.suffix,
+            ),
+        )
+
+
+Preset = CleanupBucket | DeleteGather | CleanVersions | S3Manager
+
+
+class CleanSettings(BaseModel):
+    """What is cleaned, by which rules."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    store: StoreSpec = Field(description="Where, with credentials to write.")
+    beside: tuple[StoreSpec, ...] = Field(
+        default=(),
+        description="Other places of the same runs, such as the aggregator's bucket of these "
+        "gradients: leases there protect what is here.",
+    )
+    rules: tuple[Rule | Preset, ...] = Field(
+        min_length=1, description="The first that fits an object takes it."
+    )
+    pinned: tuple[str, ...] = Field(
+        default=(), description="Keys, and prefixes that end in '/', that never go."
+    )
+    check: Check = Field(
+        default=Check.DIGESTS,
+        description="How the checkpoint is verified without which none before it goes.",
+    )
+
+    @property
+    def whole(self) -> tuple[Rule, ...]:
+        """All rules, those of presets among them."""
+        each = (rule.rules() if not isinstance(rule, Rule) else (rule,) for rule in self.rules)
+        return tuple(rule for some in each for rule in some)
+
+
+def taking(rules: tuple[Rule, ...], what: What, fits: Callable[[Rule], bool]) -> int | None:
+    """The place of the first rule that is about something, and fits."""
+    for place, rule in enumerate(rules):
+        if what in rule.what and fits(rule):
+            return place
+    return None

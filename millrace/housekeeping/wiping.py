@@ -1,0 +1,107 @@
+"""Wipe a store: all that is below its URL, after a person has typed its name."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import PurePosixPath
+
+from millrace import errors
+from millrace.checkpoints import Check
+from millrace.housekeeping.executing import Cleaned, delete_entries
+from millrace.housekeeping.planning import new_name
+from millrace.housekeeping.plans import (
+    CleaningPlan,
+    Entry,
+    PlanHeader,
+    Tally,
+    open_plan,
+    write_plan,
+)
+from millrace.housekeeping.protection import Guard, clock_of
+from millrace.housekeeping.uploads import abort_uploads
+from millrace.keys import CLEANING, Kind, named
+from millrace.progress import Event, Progress, silent
+from millrace.storage import Backend, Location, Store, StoreSpec, delete, list_objects, open_store
+
+
+def name_to_type(location: Location) -> str:
+    """What a person types to have a store wiped: the bucket, and the prefix if there is one."""
+    if location.backend is Backend.FILE:
+        return PurePosixPath(location.bucket).name
+    return f"{location.bucket}/{location.prefix}" if location.prefix else location.bucket
+
+
+def plan_wiping(spec: StoreSpec, *, progress: Progress = silent) -> CleaningPlan:
+    """Write down all that a store holds. Deletes nothing.
+
+    Args:
+        spec: Which, with credentials to write.
+        progress: Told ``cleaning.seen`` with ``objects``, now and then.
+
+    Raises:
+        HeldError: Somebody works with what is there: end that first.
+    """
+    store = open_store(spec, make_folder=False)
+    clock = clock_of(store)
+    guard = Guard([store], (), Check.SIZES, clock)
+    now = clock.now()
+    header = PlanHeader(store=store.url, made=now, rules=(), pinned=(), check=Check.SIZES)
+    tally = Tally()
+    return write_plan(store, new_name(now), header, _all(store, guard, progress), tally)
+
+
+def wipe(spec: StoreSpec, plan: str, *, confirm: str, progress: Progress = silent) -> Cleaned:
+    """Delete all that was written down, the plan last, and abort what is being uploaded.
+
+    Args:
+        spec: Which, with credentials to write.
+        plan: Of `plan_wiping`.
+        confirm: As a person has typed it: `name_to_type`.
+        progress: As of `millrace.housekeeping.execute`.
+
+    Raises:
+        ConfigurationError: It is another name: nothing has happened.
+        HeldError: Somebody works with what is there: nothing has happened.
+    """
+    store = open_store(spec, make_folder=False)
+    check_name(store.location, confirm)
+    with open_plan(store, plan) as (header, entries):
+        if header.rules:
+            raise errors.ConfigurationError(
+                f"{plan} is a plan by rules, not one of wiping: execute it as that."
+            )
+        guard = Guard([store], (), Check.SIZES, clock_of(store))
+        for _ in _all(store, guard, silent):
+            pass  # only whether somebody works there by now
+        cleaned = delete_entries(store, plan, entries, lambda _: "", progress)
+    if not cleaned.failures:
+        delete(store, [stat.key for stat in list_objects(store, f"{CLEANING}/")])
+    abort_uploads(spec, older_than=timedelta(0), dry_run=False)
+    return cleaned
+
+
+def check_name(location: Location, typed: str) -> None:
+    """Refuse another name than the store's.
+
+    Raises:
+        ConfigurationError: It is another.
+    """
+    wanted = name_to_type(location)
+    if typed != wanted:
+        raise errors.ConfigurationError(
+            f"{typed!r} is not the name of {location}: nothing was deleted. To wipe it, type "
+            f"{wanted}"
+        )
+
+
+def _all(store: Store, guard: Guard, progress: Progress) -> Iterator[Entry]:
+    seen: set[str] = set()
+    for count, stat in enumerate(list_objects(store), start=1):
+        what = named(stat.key)
+        if what is not None and what.kind is Kind.RECORD and what.scope not in seen:
+            seen.add(what.scope)
+            if why := guard.live(what.scope):
+                raise errors.HeldError(f"{why}: end it before {store.url} is wiped.")
+        if count % 10_000 == 0:
+            progress(Event("cleaning.seen", store.url, {"objects": count}))
+        if not stat.key.startswith(f"{CLEANING}/"):
+            yield Entry(stat, 0)

@@ -1,0 +1,27 @@
+"""The ledger of a dataset, and what it names."""
+
+from collections.abc import Iterator
+
+from millrace.keys import DatasetKeys
+from millrace.models.dataset import FileGroup, Plan, ShardCommit
+from millrace.records import committed
+from millrace.storage import Store
+
+
+def ledger(store: Store, keys: DatasetKeys, split: str = "") -> Iterator[ShardCommit]:
+    """The commits of a split, or of the whole dataset, in the listing's order."""
+    prefix = keys.commits_of(split) if split else keys.commits
+    found = committed(
+        store, prefix, ShardCommit, wanted=lambda stat: keys.parse_commit(stat.key) is not None
+    )
+    return (record for _, record in found)
+
+
+def named_by(store: Store, keys: DatasetKeys, plan: Plan) -> set[str]:
+    """The keys of all shards, quarantines and listings that a dataset's records name."""
+    names: set[str] = set()
+    for entry in ledger(store, keys):
+        names.update(key for key in (entry.key, entry.quarantine) if key)
+    pieces = (split.piece for split in plan.splits)
+    names.update(piece.listing for piece in pieces if isinstance(piece, FileGroup))
+    return names

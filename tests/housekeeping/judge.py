@@ -1,0 +1,357 @@
+"""What rules take of a bucket, judged without a line of Millrace.
+
+The names, and what is stronger than a rule, are written down here a second time, from the
+documentation; the bucket is listed by whoever asks, and records are read by json.
+"""
+
+import hashlib
+import itertools
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+WORKERS = {"shards", "commits", "splits", "quarantine", "lease", "checkpoints", "gathers", "epochs"}
+DATASET = {"shards", "commits", "splits", "quarantine", "lease"}
+
+
+@dataclass(frozen=True)
+class Thing:
+    """An object: its key, its age, how to read it."""
+
+    key: str
+    size: int
+    modified: datetime
+    read: Callable[[], bytes]
+
+    def record(self) -> dict[str, Any]:
+        try:
+            return json.loads(self.read())["record"]
+        except ValueError:
+            return {}
+
+
+@dataclass(frozen=True)
+class What:
+    kind: str
+    scope: str
+    version: str = ""
+    number: int = -1
+
+
+def good(name: str) -> bool:
+    parts = name.split("/")
+    return all(part and part[0].isalnum() and re.sub(r"[\w.-]", "", part) == "" for part in parts)
+
+
+def digits(text: str, least: int) -> int | None:
+    return int(text) if len(text) >= least and text.isascii() and text.isdigit() else None
+
+
+def what_is(key: str) -> What | None:
+    """By its name, taken apart at its slashes from the right."""
+    *folders, leaf = key.split("/")
+    for begins, kind, endings in (
+        ("gradient-", "gradients", (".safetensors", ".pt")),
+        ("start_window-", "start windows", (".json",)),
+    ):
+        if leaf.startswith(begins) and len(folders) >= 2:
+            *run, uid = folders
+            ending = next((end for end in endings if leaf.endswith(end)), None)
+            number, _, rest = leaf.removeprefix(begins).partition("-")
+            if ending is None or digits(number, 9) is None or not good("/".join(run)):
+                return None
+            version = rest.removesuffix(ending).removeprefix(f"{uid}-v")
+            if uid in WORKERS or rest != f"{uid}-v{version}{ending}" or not good(version):
+                return None
+            return What(kind, "/".join(run), version, int(number))
+    for place in range(len(folders) - 1, 0, -1):
+        before, word, after = "/".join(folders[:place]), folders[place], key.split("/")[place + 1 :]
+        if word == "checkpoints" and good(before) and after[0].startswith("step_"):
+            step = digits(after[0].removeprefix("step_"), 9)
+            if step is not None and len(after) > 1:
+                return What("checkpoints", before, "", step)
+        if word == "gathers" and good(before) and len(after) >= 2:
+            if after[-2] == "chain" and len(after) >= 3:
+                number = digits(after[-1].removesuffix(".json"), 9)
+                if number is not None and after[-1].endswith(".json"):
+                    return What("link", before, "/".join(after[:-2]), number)
+            number, _, digest = after[-1].removesuffix(".npz").partition("-")
+            if after[-1].endswith(".npz") and re.fullmatch(r"[0-9a-f]{64}", digest):
+                return What("update", before, "/".join(after[:-1]), int(number))
+    if leaf.startswith(("_probe-", "_audit-")) or folders[:1] == ["_clean"]:
+        return What("passing", "/".join(folders) if folders[:1] != ["_clean"] else "")
+    if folders[-2:] == ["lease", "clock"]:
+        return What("passing", "/".join(folders[:-2]))
+    if "lease" in folders or "epochs" in folders[1:]:
+        return What("record", "/".join(itertools.takewhile(lambda f: f != "lease", folders)))
+    name = "/".join(folders)
+    if leaf in {"plan.json", "manifest.json", "index.json"} and name and good(name):
+        return None if DATASET & set(folders) else What("dataset", name)
+    if len(folders) >= 2 and folders[-1] in DATASET and not DATASET & set(folders[:-1]):
+        return What("dataset", "/".join(folders[:-1]))
+    return None
+
+
+def numbers(version: str) -> tuple[int, ...] | None:
+    parts = version.split(".")
+    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else None
+
+
+def in_range(version: str, wanted: str) -> bool:
+    """Of versions that are numbers and dots, and of such that are not."""
+    mine = numbers(version)
+    for clause in wanted.split(","):
+        sign = re.match(r"[<>=!]*", clause)
+        assert sign is not None
+        other = clause.removeprefix(sign[0])
+        theirs = numbers(other)
+        width = max(len(mine or ()), len(theirs or ()))
+        pad = lambda v: (*v, *([0] * (width - len(v))))  # noqa: E731
+        if sign[0] in {"", "==", "!="}:
+            same = version == other or (
+                mine is not None and theirs is not None and pad(mine) == pad(theirs)
+            )
+            holds = same is (sign[0] != "!=")
+        elif mine is None or theirs is None:
+            holds = False
+        else:
+            one, two = pad(mine), pad(theirs)
+            holds = {"<": one < two, ">": one > two, "<=": one <= two, ">=": one >= two}[sign[0]]
+        if not holds:
+            return False
+    return True
+
+
+class Judge:
+    """Says what rules take.
+
+    Args:
+        things: All objects.
+        rules: As JSON has them, with `older_than` in hours.
+        now: By the store's clock.
+        pinned: Keys and folders.
+        beside: Objects of places beside it.
+    """
+
+    def __init__(
+        self,
+        things: Iterable[Thing],
+        rules: list[dict[str, Any]],
+        now: datetime,
+        *,
+        pinned: Iterable[str] = (),
+        beside: Iterable[Thing] = (),
+    ) -> None:
+        self.things = {thing.key: thing for thing in things}
+        self.what = {key: what_is(key) for key in self.things}
+        self.rules, self.now, self.pinned = rules, now, list(pinned)
+        self.everywhere = [*self.things.values(), *beside]
+        self.held = set(self._held())
+
+    def taken(self) -> dict[str, int]:
+        """Each key that goes, and the place of the rule that takes it."""
+        found: dict[str, int] = {}
+        for key, what in self.what.items():
+            what = what or What("other", key.rpartition("/")[0])
+            if what.kind in {"checkpoints", "dataset", "record"}:
+                continue
+            place = self._first(self._about(what), key, what)
+            if place is not None and not self._stays(key, what):
+                found[key] = place
+        scopes = {(what.kind, what.scope) for what in self.what.values() if what}
+        for kind, scope in scopes:
+            if kind == "checkpoints":
+                found |= self._of_job(scope)
+            if kind == "dataset":
+                found |= self._of_dataset(scope)
+        return found
+
+    def _held(self) -> Iterable[str]:
+        groups: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        for thing in self.everywhere:
+            match = re.fullmatch(r"(.+)/(\d{6})\.(json|beat|end)", thing.key)
+            if match and "/lease/" in thing.key:
+                groups[match[1]][int(match[2])].add(match[3])
+        for prefix, epochs in groups.items():
+            newest = epochs[max(epochs)]
+            if "json" in newest and "end" not in newest:  # all of the tests' last for an hour
+                yield prefix.partition("/lease/")[0]
+
+    def _live(self, scope: str) -> bool:
+        return any(scope == held or scope.startswith(f"{held}/") for held in self.held)
+
+    @staticmethod
+    def _about(what: What) -> str:
+        return "gathers" if what.kind in {"link", "update"} else what.kind
+
+    def _old(self, rule: dict[str, Any], key: str) -> bool:
+        return self.things[key].modified < self.now - timedelta(hours=rule.get("older_than", 48))
+
+    def _fits(self, rule: dict[str, Any], key: str, scope: str) -> bool:
+        return (
+            self._old(rule, key)
+            and key.startswith(rule.get("prefix", ""))
+            and key.endswith(rule.get("suffix", ""))
+            and rule.get("name", "") in {"", scope}
+        )
+
+    def _first(self, about: str, key: str, what: What) -> int | None:
+        for place, rule in enumerate(self.rules):
+            name = "" if about == "other" else what.scope
+            if about not in rule["what"] or not self._fits(rule, key, name):
+                continue
+            if rule.get("version") and not in_range(what.version, rule["version"]):
+                continue
+            if rule.get("keep_every") and what.number % rule["keep_every"] == 0:
+                continue
+            alike = {
+                other.number
+                for other in self.what.values()
+                if other
+                and (other.kind, other.scope, other.version)
+                == (what.kind, what.scope, what.version)
+            }
+            last = sorted(alike)[-rule["keep_last"] :] if rule.get("keep_last") else []
+            if what.number not in last:
+                return place
+        return None
+
+    def _pins(self, key: str) -> bool:
+        return any(key.startswith(pin) if pin.endswith("/") else key == pin for pin in self.pinned)
+
+    def _pins_in(self, folder: str) -> bool:
+        return any(
+            pin.startswith(folder) or (pin.endswith("/") and folder.startswith(pin))
+            for pin in self.pinned
+        )
+
+    def _stays(self, key: str, what: What) -> bool:
+        scope = f"{what.scope}/gathers/{what.version}" if what.version else what.scope
+        if self._pins(key) or self._live(scope):
+            return True
+        if what.kind not in {"link", "update"}:
+            return False
+        if what.kind == "link" and what.number == 0:
+            return True
+        head = self._head(what.scope, what.version)
+        if head is None:
+            return True
+        step, window = head
+        return what.number > step if what.kind == "update" else what.number >= window
+
+    def _head(self, run: str, version: str) -> tuple[int, int] | None:
+        job = f"{run}/gathers/{version}"
+        for step, record in sorted(self._checkpoints(job).items(), reverse=True):
+            window = record["position"].get("window")
+            link = self.things.get(f"{job}/chain/{window:09d}.json") if window is not None else None
+            if link and link.record()["step"] == step and self._whole(job, record):
+                return step, window
+        return None
+
+    def _checkpoints(self, job: str) -> dict[int, dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
+        for key, what in self.what.items():
+            if what and what.kind == "checkpoints" and what.scope == job:
+                if key == f"{job}/checkpoints/step_{what.number:09d}/metadata.json":
+                    found[what.number] = self.things[key].record()
+        return found
+
+    def _files(self, job: str, record: dict[str, Any]) -> set[str]:
+        return {
+            f"{job}/checkpoints/step_{part['step']:09d}/parts/{part['sha256']}.safetensors"
+            for part in record["parts"]
+        }
+
+    def _whole(self, job: str, record: dict[str, Any]) -> bool:
+        return all(
+            key in self.things
+            and hashlib.sha256(self.things[key].read()).hexdigest() in key
+            for key in self._files(job, record)
+        )
+
+    def _of_job(self, job: str) -> dict[str, int]:
+        if self._live(job):
+            return {}
+        found = self._checkpoints(job)
+        stays = {
+            thing.record()["step"]
+            for thing in self.everywhere
+            if re.fullmatch(re.escape(job) + r"/epochs/\d+\.json", thing.key)
+            or (thing.key.endswith("/chain/000000000.json") and thing.record()["job"] == job)
+        }
+        for step in sorted(found, reverse=True):
+            stays.add(step)
+            if self._whole(job, found[step]):
+                break
+        going: dict[int, int] = {}
+        for rank, step in enumerate(sorted(found, reverse=True)):
+            folder = f"{job}/checkpoints/step_{step:09d}/"
+            if step in stays or f"{folder}pin.json" in self.things or self._pins_in(folder):
+                continue
+            for place, rule in enumerate(self.rules):
+                every = rule.get("keep_every")
+                if (
+                    "checkpoints" in rule["what"]
+                    and self._fits(rule, f"{folder}metadata.json", job)
+                    and rank >= rule.get("keep_last", 0)
+                    and not (every and step % every == 0)
+                ):
+                    going[step] = place
+                    break
+        kept = set().union(*(self._files(job, found[s]) for s in found if s not in going))
+        named = set().union(*(self._files(job, found[s]) for s in found))
+        taken = {f"{job}/checkpoints/step_{s:09d}/metadata.json": p for s, p in going.items()}
+        for key, what in self.what.items():
+            if not (what and what.kind == "checkpoints" and what.scope == job) or self._pins(key):
+                continue
+            if key in named - kept:
+                taken[key] = min(going.values())
+            elif "/parts/" in key and key not in named:
+                for place, rule in enumerate(self.rules):
+                    if "parts" in rule["what"] and self._fits(rule, key, job):
+                        taken[key] = place
+                        break
+        return taken
+
+    def _of_dataset(self, name: str) -> dict[str, int]:
+        own = [key for key, what in self.what.items() if what == What("dataset", name)]
+        own += [key for key in self.things if key.startswith(f"{name}/lease/")]
+        plan = self.things.get(f"{name}/plan.json")
+        if plan is None or self._live(name) or plan.record().get("dataset") != name:
+            return {}
+        for place, rule in enumerate(self.rules):
+            if (
+                "shards" in rule["what"]
+                and rule.get("name", "") in {"", name}
+                and f"{name}/".startswith(rule.get("prefix", ""))
+                and all(self._old(rule, key) for key in own)
+            ):
+                if not self._pins_in(f"{name}/"):
+                    return dict.fromkeys(own, place)
+                break
+        if f"{name}/manifest.json" not in self.things:
+            return {}
+        named = {
+            self.things[key].record()["key"]
+            for key in own
+            if re.search(r"/commits/\w+-\d+-\d+\.json$", key)
+        }
+        taken: dict[str, int] = {}
+        for key in own:
+            if key.split("/")[-2] not in {"shards", "quarantine", "splits"} or key in named:
+                continue
+            for place, rule in enumerate(self.rules):
+                if "orphans" in rule["what"] and self._fits(rule, key, name):
+                    if not self._pins(key):
+                        taken[key] = place
+                    break
+        return taken
+
+
+def now() -> datetime:
+    """By this machine's clock, which is that of a folder."""
+    return datetime.now(UTC)

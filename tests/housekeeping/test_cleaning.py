@@ -1,0 +1,208 @@
+"""Cleaning: what a plan takes, judged by an oracle; what is deleted; what stays, whatever is said."""
+
+import json
+import random
+import secrets
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from millrace.housekeeping import (
+    CleanSettings,
+    CleanupBucket,
+    CleanVersions,
+    DeleteGather,
+    Rule,
+    S3Manager,
+    What,
+    execute,
+    make_plan,
+)
+from millrace.housekeeping.plans import open_plan
+from millrace.keys import ChainKeys, GradientKeys
+from millrace.storage import StoreSpec, list_objects, open_store, put, read
+from tests.housekeeping.judge import Judge, Thing, now
+from tests.housekeeping.material import Place
+from tests.soak.cleaning import clean
+from tests.soak.cleaning import fill as fill_bucket
+from tests.stores import spec_of
+
+RUNS = ("run", "run/a", "exp-1")
+VERSIONS = ("0.2.1", "0.2.10", "0.3", "dev")
+NOW = timedelta(0)
+
+
+def files(folder: Path) -> list[Thing]:
+    """What is in a folder."""
+    found: list[Thing] = []
+    for path in folder.rglob("*"):
+        if path.is_file():
+            stat = path.stat()
+            written = datetime.fromtimestamp(stat.st_mtime, UTC)
+            key = path.relative_to(folder).as_posix()
+            found.append(Thing(key, stat.st_size, written, path.read_bytes))
+    return found
+
+
+def folder_place(folder: Path) -> Place:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Place(open_store(folder.as_uri()))
+
+
+def planned(config: CleanSettings) -> dict[str, int]:
+    """The keys of a new plan, and the places of the rules that took them."""
+    store = open_store(config.store)
+    plan = make_plan(config)
+    with open_plan(store, plan.name) as (_, entries):
+        return {entry.stat.key: entry.rule for entry in entries}
+
+
+def as_json(rule: Rule) -> dict[str, Any]:
+    """A rule as the oracle is told."""
+    hours = rule.older_than / timedelta(hours=1)
+    return {**rule.model_dump(mode="json", exclude={"older_than"}), "older_than": hours}
+
+
+def keys_of(place: Place) -> set[str]:
+    return {stat.key for stat in list_objects(place.store) if not stat.key.startswith("_clean/")}
+
+
+def fill(place: Place, dice: random.Random) -> None:
+    """Everything that there can be, of several ages."""
+
+    def hours() -> float:
+        return dice.choice([0, 3, 30, 60, 200])
+
+    for run in RUNS:
+        for version in dice.sample(VERSIONS, 2):
+            for uid in ("w1", "w2"):
+                for window in dice.sample(range(12), 3):
+                    place.gradient(run, uid, window, version, hours())
+                place.start_window(run, uid, 1, version, hours())
+        version = dice.choice(VERSIONS)
+        heads = {window: hours() for window in dice.sample(range(7), dice.randrange(3))}
+        place.chain(run, version, 6, heads, hours())
+        if dice.random() < 0.2:
+            place.lease(ChainKeys(run, version).job, "aggregator", ended=dice.random() < 0.5)
+    for job in ("job", "exp-1/job"):
+        same, homes = b"embedding", {}
+        for step in range(1, 1 + dice.randrange(6)):
+            missing = 0 if dice.random() < 0.2 else None
+            place.checkpoint(
+                job, step, [f"{job} {step}".encode(), same], homes=dict(homes), hours=hours(),
+                missing=missing,
+            )  # fmt: skip
+            homes.setdefault(same, step)
+            if dice.random() < 0.2:
+                place.pin(job, step)
+            if dice.random() < 0.2:
+                place.epoch(job, step, step)
+            stray = f"{job}/checkpoints/step_{step:09d}/parts/{secrets.token_hex(32)}.safetensors"
+            place.put(stray, hours=hours())
+        if dice.random() < 0.2:
+            place.lease(job, "members/m1", ended=dice.random() < 0.5)
+    for name in ("words", "exp-1/words"):
+        place.dataset(
+            name, dice.randrange(3), sealed=dice.random() < 0.6, orphans=dice.randrange(3),
+            hours=hours(),
+        )  # fmt: skip
+        if dice.random() < 0.3:
+            place.lease(name, "train-00000", ended=dice.random() < 0.5)
+    for key in (
+        "_probe-00ff", "run/_audit-00ff-put", "job/lease/clock/abcd", "w1/gradient-000000001-w1-v1.pt",
+        "gradient-000000001-w1-v0.2.1.safetensors", f"gathers/0.3/000000001-{'a' * 64}.npz",
+        "checkpoints/step_000000001/metadata.json", "shards/train-00000-000000.tar", "plan.json",
+        "mine/plan.json", "mine/notes.txt", "run/w1/gradient-000000001-w2-v0.2.1.pt",
+    ):  # fmt: skip
+        place.put(key, hours=hours())
+
+
+NUMBERED = [What.GRADIENTS, What.START_WINDOWS, What.GATHERS, What.CHECKPOINTS]
+VERSIONED = NUMBERED[:3]
+
+
+@st.composite
+def rules(draw: st.DrawFn) -> Rule:
+    what = draw(st.lists(st.sampled_from(list(What)), min_size=1, max_size=5, unique=True))
+    have: dict[str, Any] = {}
+    have["older_than"] = timedelta(hours=draw(st.sampled_from([0, 0, 1, 24, 48, 100])))
+    if not set(what) - set(VERSIONED):
+        have["version"] = draw(
+            st.sampled_from(["", "0.2.1", "!=0.2.1", ">=0.2,<0.3", "<0.2.5", "dev", "!=dev"])
+        )
+    if not set(what) - set(NUMBERED):
+        have["keep_last"] = draw(st.integers(0, 3))
+        have["keep_every"] = draw(st.sampled_from([None, 2, 3]))
+    if not {What.CHECKPOINTS, What.SHARDS} & set(what):
+        have["suffix"] = draw(st.sampled_from(["", "", ".safetensors", ".tar", "n"]))
+    prefixes = ["mine/", "w1"] if What.OTHER in what else ["", "", "", "run/", "run/w", "exp-1/", "job"]
+    have["prefix"] = draw(st.sampled_from(prefixes))
+    have["name"] = draw(st.sampled_from([""] * 9 + ["run", "run/a", "job", "words"]))
+    return Rule(what=tuple(what), **have)
+
+
+PINS = ["run/", "job/checkpoints/step_000000002/", "mine/notes.txt", "words/", "exp-1/job/"]
+
+
+@settings(
+    max_examples=200, deadline=None, derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)  # fmt: skip
+@given(
+    some=st.lists(rules(), min_size=1, max_size=4),
+    seed=st.integers(0, 1 << 20),
+    pinned=st.lists(st.sampled_from(PINS), max_size=2, unique=True),
+)
+def test_a_plan_is_what_an_oracle_says_and_the_run_deletes_just_that(tmp_path, some, seed, pinned):
+    folder = tmp_path / secrets.token_hex(6)
+    place = folder_place(folder)
+    fill(place, random.Random(seed))
+    things = files(folder)
+    expected = Judge(things, [as_json(rule) for rule in some], now(), pinned=pinned).taken()
+    config = CleanSettings(store=place.store.spec, rules=tuple(some), pinned=tuple(pinned))
+    plan = make_plan(config)
+    with open_plan(place.store, plan.name) as (_, entries):
+        found = {entry.stat.key: entry.rule for entry in entries}
+    assert found == expected
+    assert plan.keys == len(expected)
+    assert plan.size == sum(thing.size for thing in things if thing.key in expected)
+    done = execute(config, plan.name)
+    assert not done.failures
+    assert not done.skipped
+    assert done.deleted == len(expected)
+    assert done.freed == plan.size
+    assert keys_of(place) == {thing.key for thing in things} - expected.keys()
+
+
+def bucket_lister(rgw, bucket: str, prefix: str):
+    """All objects of a bucket's prefix, by boto3."""
+    client = rgw.client(rgw.full)
+
+    def read(key: str) -> bytes:
+        return client.get_object(Bucket=bucket, Key=prefix + key)["Body"].read()
+
+    def look() -> list[Thing]:
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+        return [
+            Thing(key, stat["Size"], stat["LastModified"], lambda key=key: read(key))
+            for page in pages
+            for stat in page.get("Contents", [])
+            for key in [stat["Key"].removeprefix(prefix)]
+        ]
+
+    return look
+
+
+def test_a_bucket_of_all_roles_is_cleaned_and_goes_on_after_a_kill(rgw, bucket, request):
+    spec = spec_of("rgw", request)
+    fill_bucket(lambda: open_store(spec), 4000, seed=1)
+    came = clean(spec, bucket_lister(rgw, bucket, "below/here/"), kills=1, seed=1)
+    assert came.objects > 3500
+    assert 1500 < came.planned < came.objects
+    assert came.killed == 1
+    assert came.wrong == 0, came

@@ -1,0 +1,157 @@
+"""Clean a bucket of all roles, killed in the middle: the oracle says what is to be left."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from millrace.housekeeping import CleanSettings, Rule, What, execute, make_plan
+from millrace.housekeeping.plans import open_plan
+from millrace.progress import Event
+from millrace.storage import StoreSpec, open_store
+from tests.housekeeping.judge import Judge, Thing
+from tests.housekeeping.material import Place
+
+VERSIONS = ("0.2.1", "0.2.10", "0.2.11")
+NOW = timedelta(0)
+RULES = (
+    Rule(what=(What.GRADIENTS,), version="<0.2.11", keep_last=2, older_than=NOW),
+    Rule(what=(What.GRADIENTS,), version="0.2.11", keep_every=4, keep_last=1, older_than=NOW),
+    Rule(what=(What.START_WINDOWS,), version="!=0.2.11", older_than=NOW),
+    Rule(what=(What.GATHERS,), keep_last=3, older_than=NOW),
+    Rule(what=(What.CHECKPOINTS,), keep_last=2, older_than=NOW),
+    Rule(what=(What.PARTS, What.ORPHANS, What.PASSING), older_than=NOW),
+    Rule(what=(What.SHARDS,), name="old", older_than=NOW),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Came:
+    """What cleaning came to.
+
+    Attributes:
+        objects: In the bucket before.
+        planned: Of them in the plan.
+        differing: Keys in which the plan and the oracle differ.
+        killed: Processes that were killed while they deleted.
+        lost: Keys that are gone and should not be.
+        left: Keys that are there and should not be.
+    """
+
+    objects: int
+    planned: int
+    differing: int
+    killed: int
+    lost: int
+    left: int
+
+    @property
+    def wrong(self) -> int:
+        return self.differing + self.lost + self.left
+
+
+def fill(store_of: Callable[[], Any], objects: int, seed: int) -> None:
+    """About so many objects: of three versions, of all roles, and some that only look like ours."""
+    dice = random.Random(seed)
+    unit = max(1, objects // 100)
+    with ThreadPoolExecutor(16) as pool:
+        place = Place(store_of(), pool)
+        for version in VERSIONS:
+            for run, share in (("run", 16), ("exp/run", 6)):
+                workers = [f"w{number}" for number in range(8)]
+                for window in range(unit * share // len(workers)):
+                    for uid in workers:
+                        place.gradient(run, uid, window, version)
+                for uid in workers:
+                    place.start_window(run, uid, 0, version)
+            windows = 3 * unit // 2
+            place.chain("run", version, windows, {windows // 2: 0, windows // 3: 0})
+        place.lease("exp/run/gathers/0.2.10", "aggregator")
+        place.lease("run/gathers/0.2.10", "aggregator", ended=True)
+        for job in ("job", "exp/job"):
+            for step in range(1, 2 + unit // 8):
+                place.checkpoint(job, step, [f"{job} {step}".encode()])
+                place.put(f"{job}/checkpoints/step_{step:09d}/parts/{step:064x}.safetensors")
+        place.pin("job", 1)
+        for name, share in (("words", 6), ("old", 5)):
+            place.dataset(name, unit * share // 2, orphans=unit // 10)
+        for number in range(unit):
+            key = dice.choice(
+                [
+                    f"w1/gradient-{number:09d}-w1-v0.2.1.safetensors",
+                    f"gathers/0.2.1/{number:09d}-{number:064x}.npz",
+                    f"shards/train-00000-{number:06d}.tar",
+                    f"mine/{number}.txt",
+                    f"_probe-{number:08x}",
+                ]
+            )
+            place.put(key)
+        place.settle()
+
+
+def clean(spec: StoreSpec, list_all: Callable[[], list[Thing]], *, kills: int, seed: int) -> Came:
+    """Plan, hold the plan against the oracle, execute it with kills, and look what is left.
+
+    Args:
+        spec: What is cleaned.
+        list_all: Lists it, without Millrace.
+        kills: How many processes are killed before one may end.
+        seed: Of when they are.
+    """
+    dice = random.Random(seed)
+    config = CleanSettings(store=spec, rules=RULES)
+    things = list_all()
+    rules = [{**rule.model_dump(mode="json"), "older_than": 0} for rule in RULES]
+    expected = Judge(things, rules, datetime.now(UTC) + timedelta(minutes=5)).taken()
+    plan = make_plan(config)
+    with open_plan(open_store(spec), plan.name) as (_, entries):
+        found = {entry.stat.key: entry.rule for entry in entries}
+    differing = {key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key)}
+    killed = 0
+    for _ in range(kills):
+        killed += _killed(config, plan.name, dice.randrange(1, 4))
+    execute(config, plan.name)
+    after = {thing.key for thing in list_all() if not thing.key.startswith("_clean/")}
+    wanted = {thing.key for thing in things} - expected.keys()
+    return Came(
+        len(things), len(found), len(differing), killed, len(wanted - after), len(after - wanted)
+    )
+
+
+def _killed(config: CleanSettings, plan: str, batches: int) -> bool:
+    """Have a process execute a plan, and kill it after so many batches; whether it was killed."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    told = json.dumps({"spec": config.store.reveal(), "plan": plan})
+    process = spawn.Process(target=_execute, args=(theirs, told))
+    process.start()
+    theirs.close()
+    said: Counter[str] = Counter()
+    try:
+        while said["cleaning.deleted"] < batches:
+            said[ours.recv()] += 1
+    except EOFError:  # it had no more to do
+        process.join()
+        return False
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    return process.exitcode == -signal.SIGKILL and said["done"] == 0
+
+
+def _execute(pipe: Any, told: str) -> None:
+    data = json.loads(told)
+    config = CleanSettings(store=StoreSpec.model_validate(data["spec"]), rules=RULES)
+
+    def tell(event: Event) -> None:
+        pipe.send(event.name)
+
+    execute(config, data["plan"], progress=tell)
+    pipe.send("done")
