@@ -6,7 +6,7 @@ Other packages add commands through the entry point group ``millrace.commands``.
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import wraps
 from importlib.metadata import entry_points
@@ -18,9 +18,10 @@ import click
 from millrace import errors
 
 if TYPE_CHECKING:
+    from millrace.housekeeping import Cleaned, Rule
     from millrace.models.dataset import Plan
     from millrace.shards import DatasetStatus, PipelineSettings, ShardReport
-    from millrace.storage import Store
+    from millrace.storage import Store, StoreSpec
     from millrace.swarm import PrewarmReport
 
 _EXAMPLE = """\
@@ -339,6 +340,126 @@ def audit_access(settings: Path, *, file: Path | None) -> int:
     return found.exit_code
 
 
+@main.group()
+def clean() -> None:
+    """Delete what nobody needs: planned first, and then that very plan is executed."""
+
+
+_clean_settings = click.argument("settings", type=click.Path(path_type=Path), default="clean.yaml")
+
+
+@clean.command("plan")
+@_clean_settings
+@click.option("--keys", is_flag=True, help="Print each object that goes, too.")
+@_said
+def clean_plan(settings: Path, *, keys: bool) -> int:
+    """Find what the rules take, and write it down in the store. Deletes nothing."""
+    from millrace.housekeeping import CleanSettings, make_plan
+    from millrace.housekeeping.plans import open_plan
+    from millrace.progress_bar import ObjectsBar
+    from millrace.settings import load
+    from millrace.storage import open_store
+
+    config = load(settings, CleanSettings)
+    with ObjectsBar() as progress:
+        made = make_plan(config, progress=progress)
+    if keys:
+        with open_plan(open_store(config.store), made.name) as (_, entries):
+            for entry in entries:
+                click.echo(f"{entry.stat.key}  {_size(entry.stat.size)}  rule {entry.rule + 1}")
+    _show_cleaning(made.header.rules, made.totals.keys, made.totals.size, made.totals.kept)
+    click.echo(
+        f"Plan {made.name}: {made.keys} objects, {_size(made.size)}. Execute it with: "
+        f"millrace clean run {settings} --plan {made.name}"
+    )
+    return 0
+
+
+@clean.command("run")
+@_clean_settings
+@click.option("--plan", "name", help="As `millrace clean plan` called it; otherwise a new one.")
+@_said
+def clean_run(settings: Path, *, name: str | None) -> int:
+    """Delete what a plan says, but for what was written since, or is protected by now.
+
+    Exit code 1 if something could not be deleted. Killed, it goes on with the same plan.
+    """
+    from millrace.housekeeping import CleanSettings, execute, make_plan, read_plan
+    from millrace.progress_bar import ObjectsBar
+    from millrace.settings import load
+    from millrace.storage import open_store
+
+    config = load(settings, CleanSettings)
+    with ObjectsBar() as progress:
+        plan = (
+            read_plan(open_store(config.store, make_folder=False), name)
+            if name
+            else make_plan(config, progress=progress)
+        )
+        click.echo(f"Plan {plan.name}: {plan.keys} objects, {_size(plan.size)}.")
+        progress.of(plan.keys)
+        done = execute(config, plan.name, progress=progress)
+    _show_cleaning(plan.header.rules, done.keys, done.size, done.skipped)
+    return _show_cleaned(done)
+
+
+@clean.command("wipe")
+@click.argument("place")
+@click.option("--confirm", metavar="NAME", help="The bucket's name; otherwise it is asked for.")
+@click.option("--dry-run", is_flag=True, help="Only say what is there.")
+@_said
+def clean_wipe(place: str, *, confirm: str | None, dry_run: bool) -> int:
+    """Delete all that is below a URL (or of a settings file's `store`), after its name was typed.
+
+    Exit code 2, and nothing has happened, if the name is another.
+    """
+    from millrace.housekeeping import name_to_type, plan_wiping, wipe
+    from millrace.housekeeping.wiping import check_name
+    from millrace.progress_bar import ObjectsBar
+    from millrace.storage import open_store
+
+    spec = _store_of(place)
+    store = open_store(spec, make_folder=False)
+    if confirm is not None:
+        check_name(store.location, confirm)
+    with ObjectsBar() as progress:
+        plan = plan_wiping(spec, progress=progress)
+    click.echo(f"{store.url} holds {plan.keys} objects, {_size(plan.size)}.")
+    if dry_run:
+        return 0
+    if confirm is None:
+        confirm = click.prompt(f"All of it goes. Type {name_to_type(store.location)} to go on")
+    with ObjectsBar() as progress:
+        progress.of(plan.keys)
+        done = wipe(spec, plan.name, confirm=confirm, progress=progress)
+    return _show_cleaned(done)
+
+
+@clean.command("uploads")
+@click.argument("place")
+@click.option("--older-than", default="24h", show_default=True, help="Such as 90m, 24h, 3d.")
+@click.option("--prefix", default="", help="Only of keys that begin with this.")
+@click.option("--abort", is_flag=True, help="Abort them; otherwise they are only shown.")
+@_said
+def clean_uploads(place: str, *, older_than: str, prefix: str, abort: bool) -> int:
+    """Abort uploads that were begun and never finished: no listing shows them, and they cost."""
+    from millrace.housekeeping import abort_uploads
+    from millrace.housekeeping.rules import age_of
+
+    spec = _store_of(place)
+    found = abort_uploads(spec, older_than=age_of(older_than), prefix=prefix, dry_run=not abort)
+    for key, size in found.keys:
+        click.echo(f"{key}  {_size(size)}")
+    for failure in found.failures:
+        click.echo(f"{failure.key}: {failure.reason}", err=True)
+    word = "Aborted" if abort else "Would abort (with --abort)"
+    click.echo(
+        f"{word} {len(found.keys) - len(found.failures)} uploads, {_size(found.size)}; "
+        f"{found.young} are younger than {older_than}."
+    )
+    return 1 if found.failures else 0
+
+
 @main.command("cool-down")
 @click.argument("settings", type=click.Path(path_type=Path), default="cool-down.yaml")
 @click.option("--member", required=True, help="This member's name: no other has it.")
@@ -478,6 +599,51 @@ def _place(settings_or_url: str, dataset: str | None) -> "tuple[Store, str]":
     if not dataset:
         raise errors.ConfigurationError("After a URL, name the dataset: URL DATASET.")
     return open_store(settings_or_url, make_folder=False), dataset
+
+
+def _store_of(place: str) -> "StoreSpec":
+    """The store of a URL, a folder, or a settings file."""
+    from millrace.housekeeping.rules import PlaceSettings
+    from millrace.settings import load
+    from millrace.storage import StoreSpec
+
+    if "://" in place or Path(place).is_dir():
+        return StoreSpec(url=place)
+    return load(Path(place), PlaceSettings).store
+
+
+def _show_cleaning(
+    rules: "Sequence[Rule]",
+    keys: Mapping[int, int],
+    size: Mapping[int, int],
+    kept: Mapping[str, int],
+) -> None:
+    from millrace.housekeeping import describe, saved_a_month
+
+    table = _table("rule", "objects", "bytes", "saves a month")
+    for place, rule in enumerate(rules):
+        its = size.get(place, 0)
+        table.add_row(
+            describe(rule), f"{keys.get(place, 0)}", _size(its), f"${saved_a_month(its):.2f}"
+        )
+    _print(table)
+    for why, count in sorted(kept.items()):
+        click.echo(f"{count} stay: {why}")
+
+
+def _show_cleaned(done: "Cleaned") -> int:
+    for failure in done.failures[:20]:
+        click.echo(f"{failure.key}: {failure.reason}", err=True)
+    if len(done.failures) > 20:
+        click.echo(f"and {len(done.failures) - 20} more", err=True)
+    if done.given_up:
+        click.echo("So many could not be deleted that the rest was not tried.", err=True)
+    gone = f"; {done.gone} were gone already" if done.gone else ""
+    click.echo(
+        f"Deleted {done.deleted} objects, {_size(done.freed)}, in {done.seconds:.1f} s{gone}; "
+        f"{len(done.failures)} could not be deleted."
+    )
+    return 1 if done.failures else 0
 
 
 def _show_prewarmed(report: "PrewarmReport") -> None:

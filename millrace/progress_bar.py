@@ -105,3 +105,25 @@ class BytesBar(_Bar):
                 self._bar.console.print(f"{event.subject} came out wrong, and is read again.")
             case _:
                 pass
+
+
+class ObjectsBar(_Bar):
+    """A bar of the objects that cleaning has seen, and then of those that it has deleted."""
+
+    def __init__(self) -> None:
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+        )
+        self._task = self._bar.add_task("objects seen", total=None)
+
+    def of(self, objects: int) -> None:
+        """From now on it counts what is deleted of so many."""
+        self._bar.update(self._task, description="deleted", completed=0, total=float(objects))
+
+    def __call__(self, event: Event) -> None:
+        if event.name in {"cleaning.seen", "cleaning.deleted"}:
+            self._bar.update(self._task, completed=float(event.figures["objects"]))

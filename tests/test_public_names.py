@@ -23,7 +23,9 @@ def test_the_names_of_storage():
         "Stat",
         "Store",
         "StoreSpec",
+        "Upload",
         "abort_stale_uploads",
+        "abort_upload",
         "answer_of",
         "boto3_client",
         "check",
@@ -39,6 +41,7 @@ def test_the_names_of_storage():
         "kept_sha256",
         "list_folders",
         "list_objects",
+        "list_uploads",
         "open_store",
         "open_writer",
         "put",
@@ -48,6 +51,7 @@ def test_the_names_of_storage():
         "scoped",
         "signed_url",
         "stream",
+        "uploaded",
         "with_boto3",
     ]
 

@@ -11,7 +11,7 @@ from millrace.housekeeping.access import (
 )
 from millrace.housekeeping.executing import Cleaned, execute
 from millrace.housekeeping.planning import describe, make_plan
-from millrace.housekeeping.plans import CleaningPlan, read_plan
+from millrace.housekeeping.plans import CleaningPlan, read_plan, saved_a_month
 from millrace.housekeeping.rules import (
     CleanSettings,
     CleanupBucket,
@@ -49,5 +49,6 @@ __all__ = [
     "name_to_type",
     "plan_wiping",
     "read_plan",
+    "saved_a_month",
     "wipe",
 ]

@@ -40,6 +40,7 @@ _WHOLE = {Kind.CHECKPOINT, Kind.DATASET}
 _ENOUGH = 1000  # failures after which nothing more is tried
 _CHANGED = "it was written since the plan was made"
 _BEFORE = "what has to go before it is still there"
+_Unit = tuple[Kind, str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,8 @@ def delete_entries(
     entries: Iterator[Entry],
     still: Callable[[Entry], str],
     progress: Progress = silent,
+    *,
+    phases: bool = True,
 ) -> Cleaned:
     """Delete what is listed as it was planned, and write down what became of it.
 
@@ -146,47 +149,17 @@ def delete_entries(
         entries: What is to go.
         still: Why one stays by now; empty if it goes. Called in the thread of the caller.
         progress: As of `execute`.
+        phases: Whether what goes whole goes in its phases; not where all goes.
     """
     began = time.monotonic()
-    total = _Sum()
-    broken: set[tuple[Kind, str]] = set()
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="cleaning") as pool:
-        pending: deque[Future[_Done]] = deque()
-
-        def settle(most: int) -> bool:
-            whole = True
-            while len(pending) > most:
-                whole &= _add(total, pending.popleft().result())
-                figures = {
-                    "objects": sum(total.tally.keys.values()),
-                    "bytes": sum(total.tally.size.values()),
-                }
-                progress(Event("cleaning.deleted", store.url, figures))
-            return whole
-
-        for unit, group in groupby(entries, key=_unit):
-            whole = True
-            for batch in _batches(group):
-                going: list[Entry] = []
-                for entry in batch:
-                    why = _BEFORE if unit and unit[:2] in broken else still(entry)
-                    if why:
-                        total.tally.kept[why] += 1
-                    else:
-                        going.append(entry)
-                whole &= len(going) == len(batch)
-                if going:
-                    pending.append(pool.submit(_delete, store, going))
-                whole &= settle(_AT_ONCE - 1)
-                if total.given_up:
-                    break
-            if unit:
-                whole &= settle(0)
-                if not whole:
-                    broken.add(unit[:2])
-            if total.given_up:
+        work = _Work(store, pool, still, progress)
+        for unit, group in groupby(entries, key=_unit if phases else lambda _: None):
+            work.group(unit, group)
+            if work.sum.given_up:
                 break
-        settle(0)
+        work.settle(0)
+    total = work.sum
     cleaned = Cleaned(
         plan=plan,
         keys=dict(total.tally.keys),
@@ -199,6 +172,51 @@ def delete_entries(
     )
     _write_down(store, cleaned)
     return cleaned
+
+
+@dataclass(slots=True)
+class _Work:
+    """Batches on their way, and what has become of those before."""
+
+    store: Store
+    pool: ThreadPoolExecutor
+    still: Callable[[Entry], str]
+    progress: Progress
+    sum: _Sum = field(default_factory=_Sum)
+    pending: deque[Future[_Done]] = field(default_factory=deque[Future[_Done]])
+    broken: set[tuple[Kind, str]] = field(default_factory=set[tuple[Kind, str]])
+
+    def group(self, unit: _Unit | None, entries: Iterable[Entry]) -> None:
+        """Delete what goes by itself, or one phase of what goes whole."""
+        if unit:
+            self.settle(0)  # what comes of others is not its own
+        whole = True
+        for batch in _batches(entries):
+            going = [entry for entry in batch if not self._stays(unit, entry)]
+            whole &= len(going) == len(batch)
+            if going:
+                self.pending.append(self.pool.submit(_delete, self.store, going))
+            whole &= self.settle(_AT_ONCE - 1)
+            if self.sum.given_up:
+                return
+        if unit and not (self.settle(0) and whole):
+            self.broken.add(unit[:2])
+
+    def settle(self, most: int) -> bool:
+        """Wait until so many batches are left; whether all of what came in is gone."""
+        whole = True
+        while len(self.pending) > most:
+            whole &= _add(self.sum, self.pending.popleft().result())
+            tally = self.sum.tally
+            figures = {"objects": sum(tally.keys.values()), "bytes": sum(tally.size.values())}
+            self.progress(Event("cleaning.deleted", self.store.url, figures))
+        return whole
+
+    def _stays(self, unit: _Unit | None, entry: Entry) -> bool:
+        why = _BEFORE if unit and unit[:2] in self.broken else self.still(entry)
+        if why:
+            self.sum.tally.kept[why] += 1
+        return bool(why)
 
 
 def _write_down(store: Store, cleaned: Cleaned) -> None:
@@ -248,7 +266,7 @@ class _Still:
         return {stat.key for stat in self._judge.unneeded(job)}
 
 
-def _unit(entry: Entry) -> tuple[Kind, str, int] | None:
+def _unit(entry: Entry) -> _Unit | None:
     """Of what goes whole an object is a part, and when it goes."""
     what = named(entry.stat.key)
     if what is None or what.kind not in _WHOLE:

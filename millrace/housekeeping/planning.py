@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from millrace import errors
 from millrace.checkpoints import Check, Retention, plan_retention
@@ -27,6 +27,7 @@ from millrace.records import fetch
 from millrace.storage import Stat, Store, list_objects, open_store
 
 _TOLD_EVERY = 10_000
+_ANY_AGE = datetime.max.replace(tzinfo=UTC)  # of files that no checkpoint names: the rules judge it
 
 
 def make_plan(settings: CleanSettings, *, progress: Progress = silent) -> CleaningPlan:
@@ -139,7 +140,7 @@ class Judge:
             self.store, job,
             Retention(last=1, grace=timedelta(0)),
             check=self.check if taken else Check.SIZES,
-            also=needed, now=self.now,
+            also=needed, now=_ANY_AGE,
         )  # fmt: skip
         for step in taken.keys() & plan.kept.keys():
             tally.kept[f"{job}: {plan.kept[step]}"] += 1
@@ -164,7 +165,7 @@ class Judge:
         steps = steps_of(list_objects(self.store, CheckpointKeys(job).prefix), job)
         plan = plan_retention(
             self.store, job, Retention(last=1, grace=timedelta(0)),
-            check=Check.SIZES, also=dict.fromkeys(steps, "it is there"), now=self.now,
+            check=Check.SIZES, also=dict.fromkeys(steps, "it is there"), now=_ANY_AGE,
         )  # fmt: skip
         return [one.stat for one in plan.removals if one.orphan and not self.guard.pins(one.key)]
 
@@ -197,8 +198,12 @@ class Judge:
         return (
             stat.key.startswith(rule.prefix)
             and stat.key.endswith(rule.suffix)
-            and stat.last_modified < self.now - rule.older_than
+            and self._is_old(rule, stat)
         )
+
+    def _is_old(self, rule: Rule, stat: Stat) -> bool:
+        # The clock is good to a second: what was written just now is as old as nothing.
+        return not rule.older_than or stat.last_modified < self.now - rule.older_than
 
     def _taking_step(self, job: str, rank: int, step: int, stat: Stat) -> int | None:
         return taking(
@@ -259,8 +264,7 @@ class Judge:
 
     def _old(self, keys: DatasetKeys, rule: Rule) -> bool:
         """Whether even the youngest object of a dataset is old enough."""
-        horizon = self.now - rule.older_than
-        return all(stat.last_modified < horizon for _, stat in self._objects(keys))
+        return all(self._is_old(rule, stat) for _, stat in self._objects(keys))
 
     def _all_of(self, keys: DatasetKeys, place: int) -> Iterator[Entry]:
         for phase, stat in self._objects(keys):

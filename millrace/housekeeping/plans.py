@@ -17,10 +17,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from millrace import errors
 from millrace.checkpoints import Check
 from millrace.housekeeping.rules import Rule
-from millrace.keys import CLEANING, cleaning_plan
+from millrace.keys import cleaning_plan
 from millrace.storage import Stat, Store, open_writer, stream
 
 _PART = 8 << 20
+_GB_MONTH = 0.015  # dollars, of R2's standard storage; what is deleted costs no request there
 _LINES = 1000
 
 
@@ -202,9 +203,9 @@ def read_plan(store: Store, name: str) -> CleaningPlan:
     return CleaningPlan(name, header, tally.totals())
 
 
-def newest_plans(store: Store) -> str:
-    """Where the plans of a store are."""
-    return store.url_of(f"{CLEANING}/")
+def saved_a_month(size: int) -> float:
+    """Dollars that so many bytes cost a month on Cloudflare R2 (0.015 a GB)."""
+    return size / 1e9 * _GB_MONTH
 
 
 def _entries(where: str, lines: Iterator[bytes]) -> Iterator[Entry]:

@@ -12,6 +12,7 @@ from packaging.version import InvalidVersion, Version
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from millrace.checkpoints import Check
+from millrace.errors import ConfigurationError
 from millrace.keys import Kind
 from millrace.storage import StoreSpec
 
@@ -21,8 +22,19 @@ _CLAUSE = re.compile(r"(===|==|!=|<=|>=|~=|<|>)\s*(\S+)")
 
 
 def _age(value: Any) -> Any:
-    match = _AGE.fullmatch(value.strip()) if isinstance(value, str) else None
-    return timedelta(**{_UNITS[match[2]]: float(match[1])}) if match else value
+    return age_of(value) if isinstance(value, str) and _AGE.fullmatch(value.strip()) else value
+
+
+def age_of(text: str) -> timedelta:
+    """A time that a person has typed: ``48h``, ``2d``, ``90m``, ``3w``.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    match = _AGE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigurationError(f"{text!r} is no time: write 90m, 48h, 2d or 3w.")
+    return timedelta(**{_UNITS[match[2]]: float(match[1])})
 
 
 Age = Annotated[timedelta, BeforeValidator(_age), Field(ge=timedelta(0))]
@@ -265,6 +277,14 @@ class CleanSettings(BaseModel):
         """All rules, those of presets among them."""
         each = (rule.rules() if not isinstance(rule, Rule) else (rule,) for rule in self.rules)
         return tuple(rule for some in each for rule in some)
+
+
+class PlaceSettings(BaseModel):
+    """The store that any settings file names; the rest of the file does not matter."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    store: StoreSpec = Field(description="Where, with credentials to write.")
 
 
 def taking(rules: tuple[Rule, ...], what: What, fits: Callable[[Rule], bool]) -> int | None:

@@ -72,7 +72,7 @@ def wipe(spec: StoreSpec, plan: str, *, confirm: str, progress: Progress = silen
         guard = Guard([store], (), Check.SIZES, clock_of(store))
         for _ in _all(store, guard, silent):
             pass  # only whether somebody works there by now
-        cleaned = delete_entries(store, plan, entries, lambda _: "", progress)
+        cleaned = delete_entries(store, plan, entries, lambda _: "", progress, phases=False)
     if not cleaned.failures:
         delete(store, [stat.key for stat in list_objects(store, f"{CLEANING}/")])
     abort_uploads(spec, older_than=timedelta(0), dry_run=False)

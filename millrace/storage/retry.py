@@ -108,24 +108,31 @@ def trying(store: Store, key: str, call: Callable[[], T]) -> T:
             tries.wait_after(error)
 
 
-def with_boto3(store: Store, key: str, call: "Callable[[S3Client], T]") -> T:
+def with_boto3(
+    store: Store,
+    key: str,
+    call: "Callable[[S3Client], T]",
+    *,
+    client: "S3Client | None" = None,
+) -> T:
     """Ask boto3 for something; tried again, and what goes wrong is said, as by the other verbs.
 
     Args:
         store: Of S3's kind.
         key: That it is about.
         call: What is asked.
+        client: Of the store, that tries once, where many are asked: to make one takes a while.
 
     Raises:
         MillraceError: As of the other verbs.
     """
     from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
 
-    client = boto3_client(store, tries=1)
+    asked = client or boto3_client(store, tries=1)
 
     def request() -> T:
         try:
-            return call(client)
+            return call(asked)
         except ClientError as error:
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
             raise GenericError(f"Server returned non-2xx status code: {status}") from error
@@ -165,6 +172,9 @@ def _final(error: BaseException, store: Store, key: str) -> errors.MillraceError
         case PermissionDeniedError() | UnauthenticatedError() | PermissionError():
             status = 403
         case OSError():
+            return errors.MillraceError(f"{where}: {errors.one_line(error)}.")
+        case _ if "DeleteObjects request failed for key" in str(error):
+            # The store has answered, of this key at least; whoever must know asks of each.
             return errors.MillraceError(f"{where}: {errors.one_line(error)}.")
         case _ if "Error parsing Path" in str(error):
             return errors.ConfigurationError(

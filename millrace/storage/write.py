@@ -12,7 +12,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 
 from millrace import errors
-from millrace.storage.clients import full_key
+from millrace.storage.clients import boto3_client, full_key
 from millrace.storage.open import Backend, Store
 from millrace.storage.retry import translated, trying, with_boto3
 from millrace.storage.signed import can_sign, create_signed
@@ -176,16 +176,22 @@ def delete(store: Store, keys: Iterable[str]) -> list[DeleteFailure]:
 
 def _delete_singly(store: Store, keys: list[str]) -> list[DeleteFailure]:
     failures: list[DeleteFailure] = []
+    client = boto3_client(store, tries=1) if store.speaks_s3 else None
     for key in keys:
         try:
-            delete_one(store, key)
+            delete_one(store, key, client=client)
         except errors.MillraceError as error:
             failures.append(DeleteFailure(key, errors.one_line(error)))
     return failures
 
 
-def delete_one(store: Store, key: str) -> None:
+def delete_one(store: Store, key: str, *, client: "S3Client | None" = None) -> None:
     """Delete an object by a request for it alone. One that is gone is a success.
+
+    Args:
+        store: Where it is.
+        key: Which.
+        client: As of `with_boto3`.
 
     Raises:
         DeniedError: The credentials may not.
@@ -196,7 +202,7 @@ def delete_one(store: Store, key: str) -> None:
             return
         # obstore sends even one key as a batch, which session policies of some servers refuse.
         bucket, whole = store.location.bucket, full_key(store, key)
-        with_boto3(store, key, lambda client: client.delete_object(Bucket=bucket, Key=whole))
+        with_boto3(store, key, lambda s3: s3.delete_object(Bucket=bucket, Key=whole), client=client)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ documentation; the bucket is listed by whoever asks, and records are read by jso
 """
 
 import hashlib
-import itertools
 import json
 import re
 from collections import defaultdict
@@ -52,53 +51,70 @@ def digits(text: str, least: int) -> int | None:
 
 
 def what_is(key: str) -> What | None:
-    """By its name, taken apart at its slashes from the right."""
-    *folders, leaf = key.split("/")
-    for begins, kind, endings in (
-        ("gradient-", "gradients", (".safetensors", ".pt")),
-        ("start_window-", "start windows", (".json",)),
-    ):
-        if leaf.startswith(begins) and len(folders) >= 2:
-            *run, uid = folders
-            ending = next((end for end in endings if leaf.endswith(end)), None)
-            number, _, rest = leaf.removeprefix(begins).partition("-")
-            if ending is None or digits(number, 9) is None or not good("/".join(run)):
-                return None
-            version = rest.removesuffix(ending).removeprefix(f"{uid}-v")
-            if uid in WORKERS or rest != f"{uid}-v{version}{ending}" or not good(version):
-                return None
-            return What(kind, "/".join(run), version, int(number))
-    for place in range(len(folders) - 1, 0, -1):
-        before, word, after = "/".join(folders[:place]), folders[place], key.split("/")[place + 1 :]
-        if word == "checkpoints" and good(before) and after[0].startswith("step_"):
-            step = digits(after[0].removeprefix("step_"), 9)
-            if step is not None and len(after) > 1:
-                return What("checkpoints", before, "", step)
-        if word == "gathers" and good(before) and len(after) >= 2:
-            if after[-2] == "chain" and len(after) >= 3:
-                number = digits(after[-1].removesuffix(".json"), 9)
-                if number is not None and after[-1].endswith(".json"):
-                    return What("link", before, "/".join(after[:-2]), number)
-            number, _, digest = after[-1].removesuffix(".npz").partition("-")
-            if after[-1].endswith(".npz") and re.fullmatch(r"[0-9a-f]{64}", digest):
-                return What("update", before, "/".join(after[:-1]), int(number))
-    if leaf.startswith(("_probe-", "_audit-")) or folders[:1] == ["_clean"]:
-        return What("passing", "/".join(folders) if folders[:1] != ["_clean"] else "")
-    if folders[-2:] == ["lease", "clock"]:
-        return What("passing", "/".join(folders[:-2]))
-    if "lease" in folders or "epochs" in folders[1:]:
-        return What("record", "/".join(itertools.takewhile(lambda f: f != "lease", folders)))
-    name = "/".join(folders)
-    if leaf in {"plan.json", "manifest.json", "index.json"} and name and good(name):
-        return None if DATASET & set(folders) else What("dataset", name)
-    if len(folders) >= 2 and folders[-1] in DATASET and not DATASET & set(folders[:-1]):
-        return What("dataset", "/".join(folders[:-1]))
+    """By its name, taken apart at its slashes."""
+    finders = (_of_worker, _of_gathers, _of_checkpoints, _passing, _record, _of_dataset)
+    return next((found for finder in finders if (found := finder(key))), None)
+
+
+def _of_worker(key: str) -> What | None:
+    match = re.fullmatch(r"(.+)/([^/]+)/(gradient|start_window)-(\d{9,})-(.+)\.(\w+)", key)
+    if match is None or not good(match[1]) or match[2] in WORKERS:
+        return None
+    run, uid, what, number, rest, ending = match.groups()
+    version = rest.removeprefix(f"{uid}-v")
+    endings = {"gradient": ("safetensors", "pt"), "start_window": ("json",)}[what]
+    if rest != f"{uid}-v{version}" or not good(version) or ending not in endings:
+        return None
+    kind = {"gradient": "gradients", "start_window": "start windows"}[what]
+    return What(kind, run, version, int(number))
+
+
+def _of_gathers(key: str) -> What | None:
+    match = re.fullmatch(
+        r"(.+)/gathers/(.+?)/(?:(chain)/(\d{9,})\.json|(\d{9,})-(\w{64})\.npz)", key
+    )
+    if match is None or not good(match[1]) or not good(match[2]):
+        return None
+    kind, number = ("link", match[4]) if match[3] else ("update", match[5])
+    return What(kind, match[1], match[2], int(number))
+
+
+def _of_checkpoints(key: str) -> What | None:
+    match = re.fullmatch(r"(.+?)/checkpoints/step_(\d{9,})/.+", key)
+    return What("checkpoints", match[1], "", int(match[2])) if match and good(match[1]) else None
+
+
+def _passing(key: str) -> What | None:
+    folder, _, leaf = key.rpartition("/")
+    if leaf.startswith(("_probe-", "_audit-")):
+        return What("passing", folder)
+    if folder.endswith("/lease/clock"):
+        return What("passing", folder.removesuffix("/lease/clock"))
+    return What("passing", "") if key.startswith("_clean/") else None
+
+
+def _record(key: str) -> What | None:
+    for word in ("/lease/", "/epochs/"):
+        if word in key:
+            return What("record", key.partition(word)[0])
     return None
+
+
+def _of_dataset(key: str) -> What | None:
+    *folders, leaf = key.split("/")
+    inner = leaf not in {"plan.json", "manifest.json", "index.json"}
+    if inner and (not folders or folders.pop() not in DATASET):
+        return None
+    if not folders or DATASET & set(folders) or not good("/".join(folders)):
+        return None
+    return What("dataset", "/".join(folders))
 
 
 def numbers(version: str) -> tuple[int, ...] | None:
     parts = version.split(".")
-    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else None
+    if not all(part.isdigit() for part in parts):
+        return None
+    return tuple(int(part) for part in [*parts, "0", "0", "0"][:4])
 
 
 def in_range(version: str, wanted: str) -> bool:
@@ -109,18 +125,18 @@ def in_range(version: str, wanted: str) -> bool:
         assert sign is not None
         other = clause.removeprefix(sign[0])
         theirs = numbers(other)
-        width = max(len(mine or ()), len(theirs or ()))
-        pad = lambda v: (*v, *([0] * (width - len(v))))  # noqa: E731
         if sign[0] in {"", "==", "!="}:
-            same = version == other or (
-                mine is not None and theirs is not None and pad(mine) == pad(theirs)
-            )
+            same = version == other or (mine is not None and theirs is not None and mine == theirs)
             holds = same is (sign[0] != "!=")
         elif mine is None or theirs is None:
             holds = False
         else:
-            one, two = pad(mine), pad(theirs)
-            holds = {"<": one < two, ">": one > two, "<=": one <= two, ">=": one >= two}[sign[0]]
+            holds = {
+                "<": mine < theirs,
+                ">": mine > theirs,
+                "<=": mine <= theirs,
+                ">=": mine >= theirs,
+            }[sign[0]]
         if not holds:
             return False
     return True
@@ -155,8 +171,8 @@ class Judge:
     def taken(self) -> dict[str, int]:
         """Each key that goes, and the place of the rule that takes it."""
         found: dict[str, int] = {}
-        for key, what in self.what.items():
-            what = what or What("other", key.rpartition("/")[0])
+        for key, is_what in self.what.items():
+            what = is_what or What("other", key.rpartition("/")[0])
             if what.kind in {"checkpoints", "dataset", "record"}:
                 continue
             place = self._first(self._about(what), key, what)
@@ -189,7 +205,8 @@ class Judge:
         return "gathers" if what.kind in {"link", "update"} else what.kind
 
     def _old(self, rule: dict[str, Any], key: str) -> bool:
-        return self.things[key].modified < self.now - timedelta(hours=rule.get("older_than", 48))
+        hours = rule.get("older_than", 48)
+        return hours == 0 or self.things[key].modified < self.now - timedelta(hours=hours)
 
     def _fits(self, rule: dict[str, Any], key: str, scope: str) -> bool:
         return (
@@ -254,10 +271,10 @@ class Judge:
 
     def _checkpoints(self, job: str) -> dict[int, dict[str, Any]]:
         found: dict[int, dict[str, Any]] = {}
-        for key, what in self.what.items():
-            if what and what.kind == "checkpoints" and what.scope == job:
-                if key == f"{job}/checkpoints/step_{what.number:09d}/metadata.json":
-                    found[what.number] = self.things[key].record()
+        for key in self.things:
+            match = re.fullmatch(re.escape(job) + r"/checkpoints/step_(\d{9})/metadata.json", key)
+            if match:
+                found[int(match[1])] = self.things[key].record()
         return found
 
     def _files(self, job: str, record: dict[str, Any]) -> set[str]:
@@ -268,8 +285,7 @@ class Judge:
 
     def _whole(self, job: str, record: dict[str, Any]) -> bool:
         return all(
-            key in self.things
-            and hashlib.sha256(self.things[key].read()).hexdigest() in key
+            key in self.things and hashlib.sha256(self.things[key].read()).hexdigest() in key
             for key in self._files(job, record)
         )
 
@@ -289,19 +305,9 @@ class Judge:
                 break
         going: dict[int, int] = {}
         for rank, step in enumerate(sorted(found, reverse=True)):
-            folder = f"{job}/checkpoints/step_{step:09d}/"
-            if step in stays or f"{folder}pin.json" in self.things or self._pins_in(folder):
-                continue
-            for place, rule in enumerate(self.rules):
-                every = rule.get("keep_every")
-                if (
-                    "checkpoints" in rule["what"]
-                    and self._fits(rule, f"{folder}metadata.json", job)
-                    and rank >= rule.get("keep_last", 0)
-                    and not (every and step % every == 0)
-                ):
-                    going[step] = place
-                    break
+            place = None if step in stays else self._taking_step(job, rank, step)
+            if place is not None:
+                going[step] = place
         kept = set().union(*(self._files(job, found[s]) for s in found if s not in going))
         named = set().union(*(self._files(job, found[s]) for s in found))
         taken = {f"{job}/checkpoints/step_{s:09d}/metadata.json": p for s, p in going.items()}
@@ -316,6 +322,21 @@ class Judge:
                         taken[key] = place
                         break
         return taken
+
+    def _taking_step(self, job: str, rank: int, step: int) -> int | None:
+        folder = f"{job}/checkpoints/step_{step:09d}/"
+        if f"{folder}pin.json" in self.things or self._pins_in(folder):
+            return None
+        for place, rule in enumerate(self.rules):
+            every = rule.get("keep_every")
+            if (
+                "checkpoints" in rule["what"]
+                and self._fits(rule, f"{folder}metadata.json", job)
+                and rank >= rule.get("keep_last", 0)
+                and not (every and step % every == 0)
+            ):
+                return place
+        return None
 
     def _of_dataset(self, name: str) -> dict[str, int]:
         own = [key for key, what in self.what.items() if what == What("dataset", name)]

@@ -15,7 +15,7 @@ from typing import Any
 from millrace.housekeeping import CleanSettings, Rule, What, execute, make_plan
 from millrace.housekeeping.plans import open_plan
 from millrace.progress import Event
-from millrace.storage import StoreSpec, open_store
+from millrace.storage import StoreSpec, list_objects, open_store
 from tests.housekeeping.judge import Judge, Thing
 from tests.housekeeping.material import Place
 
@@ -40,7 +40,7 @@ class Came:
         objects: In the bucket before.
         planned: Of them in the plan.
         differing: Keys in which the plan and the oracle differ.
-        killed: Processes that were killed while they deleted.
+        killed: Processes that were killed when they had deleted some of it and not all.
         lost: Keys that are gone and should not be.
         left: Keys that are there and should not be.
     """
@@ -113,16 +113,26 @@ def clean(spec: StoreSpec, list_all: Callable[[], list[Thing]], *, kills: int, s
     plan = make_plan(config)
     with open_plan(open_store(spec), plan.name) as (_, entries):
         found = {entry.stat.key: entry.rule for entry in entries}
-    differing = {key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key)}
+    every = found.keys() | expected.keys()
+    every = found.keys() | expected.keys()
+    differing = [key for key in every if found.get(key) != expected.get(key)]
     killed = 0
     for _ in range(kills):
-        killed += _killed(config, plan.name, dice.randrange(1, 4))
+        before = _left(spec, found)
+        dead = _killed(config, plan.name, dice.randrange(1, 4))
+        dead = _killed(config, plan.name, dice.randrange(1, 4))
+        killed += dead and 0 < _left(spec, found) < before
     execute(config, plan.name)
     after = {thing.key for thing in list_all() if not thing.key.startswith("_clean/")}
     wanted = {thing.key for thing in things} - expected.keys()
     return Came(
         len(things), len(found), len(differing), killed, len(wanted - after), len(after - wanted)
     )
+
+
+def _left(spec: StoreSpec, planned: dict[str, int]) -> int:
+    """How many of what was planned are there."""
+    return sum(stat.key in planned for stat in list_objects(open_store(spec)))
 
 
 def _killed(config: CleanSettings, plan: str, batches: int) -> bool:

@@ -1,0 +1,365 @@
+"""What is deleted, on real stores, and what stays, whatever was planned."""
+
+import json
+import re
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from millrace import errors
+from millrace.cli import main
+from millrace.housekeeping import (
+    CleanSettings,
+    CleanupBucket,
+    CleanVersions,
+    DeleteGather,
+    Rule,
+    S3Manager,
+    What,
+    execute,
+    make_plan,
+    plan_wiping,
+)
+from millrace.housekeeping.plans import open_plan
+from millrace.keys import ChainKeys, cleaning_outcome
+from millrace.storage import (
+    Right,
+    StoreSpec,
+    delete,
+    list_objects,
+    open_store,
+    put,
+    read,
+    scoped,
+)
+from tests.housekeeping.judge import what_is
+from tests.housekeeping.material import Place, sha256
+from tests.servers.process import free_ports
+from tests.stores import credentials, spec_of
+
+NOW = timedelta(0)
+ALL = Rule(what=tuple(set(What) - {What.OTHER, What.PASSING}), older_than=NOW)
+PRESETS = [
+    CleanupBucket(older_than=NOW, keep_last=1),
+    DeleteGather(version="0.2.1"),
+    DeleteGather(version=">=0"),
+    CleanVersions(current="0.2.11"),
+    S3Manager(delete_old=0),
+    S3Manager(delete_old=0, suffix=".safetensors"),
+    S3Manager(delete_old=0, prefix="run/"),
+]
+CHANGED = "it was written since the plan was made"
+BEFORE = "what has to go before it is still there"
+
+
+@pytest.fixture(params=["local", "memory", "rgw", "r2", "gcs"])
+def place(request: pytest.FixtureRequest) -> Place:
+    return Place(open_store(spec_of(request.param, request)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Place:
+    return Place(open_store((tmp_path / "bucket").as_uri()))
+
+
+def config_of(place: Place, *some: Any, **more: Any) -> CleanSettings:
+    return CleanSettings(store=place.store.spec, rules=some or (ALL,), **more)
+
+
+def keys_of(place: Place) -> set[str]:
+    return {stat.key for stat in list_objects(place.store) if not stat.key.startswith("_clean/")}
+
+
+def planned(config: CleanSettings) -> set[str]:
+    with open_plan(open_store(config.store), make_plan(config).name) as (_, entries):
+        return {entry.stat.key for entry in entries}
+
+
+def denied(rgw: Any, bucket: str, *keys: str) -> None:
+    """Nobody may delete these objects of a bucket."""
+    deny = {
+        "Effect": "Deny",
+        "Principal": "*",
+        "Action": ["s3:DeleteObject"],
+        "Resource": [f"arn:aws:s3:::{bucket}/below/here/{key}" for key in keys],
+    }
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [deny]})
+    rgw.client(rgw.full).put_bucket_policy(Bucket=bucket, Policy=policy)
+
+
+def test_what_was_written_since_the_plan_survives_on_every_store(place):
+    keys = [place.gradient("run", "w1", window, "1") for window in range(5)]
+    plan = make_plan(config_of(place))
+    assert plan.keys == 5
+    put(place.store, keys[1], b"others..")  # as many bytes
+    put(place.store, keys[2], b"more bytes than before")
+    assert not delete(place.store, [keys[3]])
+    since = place.gradient("run", "w1", 7, "1")
+    done = execute(config_of(place), plan.name)
+    assert (done.deleted, done.gone, done.skipped) == (2, 1, {CHANGED: 2})
+    assert keys_of(place) == {keys[1], keys[2], since}
+    outcome = json.loads(read(place.store, cleaning_outcome(plan.name)))
+    assert (outcome["keys"], outcome["gone"], outcome["skipped"]) == ({"0": 2}, 1, {CHANGED: 2})
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda one: one.preset)
+def test_a_live_run_survives_every_preset_and_so_does_what_only_looks_like_ours(folder, preset):
+    for scope, name in (
+        (ChainKeys("run", "0.2.1").job, "aggregator"),
+        ("job", "members/m1"),
+        ("words", "train-00000"),
+    ):
+        folder.lease(scope, name)
+    for window in range(4):
+        folder.gradient("run", "w1", window, "0.2.1", 100)
+    folder.start_window("run", "w1", 0, "0.2.1", 100)
+    folder.chain("run", "0.2.1", 6, {1: 100, 4: 100}, 100)
+    for step in (1, 2, 3):
+        folder.checkpoint("job", step, [b"%d" % step], hours=100)
+    folder.put(f"job/checkpoints/step_000000001/parts/{'a' * 64}.safetensors", hours=100)
+    folder.dataset("words", 2, sealed=False, orphans=1, hours=100)
+    for key in (
+        "w1/gradient-000000001-w1-v0.2.1.safetensors",
+        "gradient-000000001-w1-v0.2.1.safetensors",
+        "run/w1/gradient-000000001-w2-v0.2.1.safetensors",
+        "run/w1/gradient-1-w1-v0.2.1.safetensors",
+        f"gathers/0.2.1/000000001-{'a' * 64}.npz",
+        "gathers/0.2.1/chain/000000001.json",
+        "checkpoints/step_000000001/metadata.json",
+        f"checkpoints/step_000000001/parts/{'a' * 64}.safetensors",
+        "shards/train-00000-000000.tar",
+        "mine/shards/train-00000-000000.tar",
+        "manifest.json",
+        "plan.json",
+        "mine/plan.json",
+        "run/notes.txt",
+        "run/v0.2.1/model.safetensors",
+    ):
+        folder.put(key, hours=100)
+    before = keys_of(folder)
+    over = {folder.gradient("run", "w1", window, "0.2.10", 100) for window in range(4)}
+    plan = make_plan(config_of(folder, preset))
+    done = execute(config_of(folder, preset), plan.name)
+    assert not done.failures
+    assert keys_of(folder) - over == before
+    assert (keys_of(folder) == before) is not isinstance(preset, DeleteGather)
+
+
+def test_a_run_that_is_live_in_another_bucket_is_so_here(folder, tmp_path):
+    beside = Place(open_store((tmp_path / "aggregator").as_uri()))
+    mine = folder.gradient("run", "w1", 0, "1")
+    other = folder.gradient("run", "w1", 0, "2")
+    beside.lease(ChainKeys("run", "1").job, "aggregator")
+    assert planned(config_of(folder, beside=(beside.store.spec,))) == {other}
+    assert planned(config_of(folder)) == {other, mine}
+
+
+def test_a_lease_that_cannot_be_read_is_not_taken_for_none(folder):
+    folder.gradient("run", "w1", 0, "1")
+    (port,) = free_ports(1)
+    dead = StoreSpec(
+        url="s3://none",
+        endpoint=f"http://127.0.0.1:{port}",
+        credentials=credentials(type("Key", (), {"access_key_id": "a", "secret_access_key": "b"})),
+        patience=timedelta(seconds=0.5),
+    )
+    with pytest.raises(errors.UnavailableError):
+        make_plan(config_of(folder, beside=(dead,)))
+    folder.put("run/lease/somebody/000000.json", b"not a record")
+    with pytest.raises(errors.CorruptError):
+        make_plan(config_of(folder))
+
+
+def test_a_run_that_has_come_alive_since_the_plan_stays(place):
+    keys = {place.gradient("run", "w1", window, "1") for window in range(3)}
+    plan = make_plan(config_of(place))
+    assert plan.keys == 3
+    place.lease(ChainKeys("run", "1").job, "aggregator")
+    done = execute(config_of(place), plan.name)
+    assert done.deleted == 0
+    assert keys < keys_of(place)
+    assert list(done.skipped) == ["run/gathers/1 is worked on by elsewhere (process 1)"]
+
+
+def test_a_checkpoint_that_is_needed_since_the_plan_stays_whole(place):
+    for step in (1, 2, 3):
+        homes = {b"same": 1} if step > 1 else {}
+        place.checkpoint("job", step, [b"%d" % step, b"same"], homes=homes)
+    before = keys_of(place)
+    plan = make_plan(config_of(place))
+    assert plan.keys == 4  # the metadata and a file of each of two
+    place.epoch("job", 0, 2)
+    done = execute(config_of(place), plan.name)
+    assert done.skipped == {"somebody needs it by now": 1, BEFORE: 2}
+    assert before - keys_of(place) == {"job/checkpoints/step_000000001/metadata.json"}
+    done = execute(config_of(place), make_plan(config_of(place)).name)
+    assert done.deleted == 1  # the file that only the first had
+    kept = {key for key in before if "step_000000002" in key or "step_000000003" in key}
+    same = next(key for key in before if sha256(b"same") in key)
+    assert keys_of(place) == {*kept, same, "job/epochs/000000.json"}
+
+
+def test_a_new_checkpoint_that_names_an_old_file_keeps_it(place):
+    for step in (1, 2):
+        place.checkpoint("job", step, [b"%d" % step])
+    stray = place.put(f"job/checkpoints/step_000000001/parts/{sha256(b'new')}.safetensors", b"new")
+    rule = Rule(what=(What.PARTS,), older_than=NOW)
+    plan = make_plan(config_of(place, rule))
+    assert plan.keys == 1
+    whole = place.checkpoint("job", 3, [b"new"], homes={b"new": 1}, missing=0)
+    assert whole is None
+    done = execute(config_of(place, rule), plan.name)
+    assert (done.deleted, done.skipped) == (0, {"somebody needs it by now": 1})
+    assert stray in keys_of(place)
+
+
+def test_a_dataset_goes_whole_its_manifest_first_and_its_plan_last(place):
+    place.dataset("old", 3)
+    place.dataset("new", 2)
+    rule = Rule(what=(What.SHARDS,), name="old", older_than=NOW)
+    config = config_of(place, rule)
+    with open_plan(place.store, make_plan(config).name) as (_, entries):
+        order = [entry.stat.key.removeprefix("old/") for entry in entries]
+    assert order[0] == "manifest.json"
+    assert order[-1] == "plan.json"
+    assert [key.partition("/")[0] for key in order[1:-1]] == ["commits"] * 3 + ["shards"] * 3
+    left = {key for key in keys_of(place) if key.startswith("new/")}
+    assert execute(config, make_plan(config).name).deleted == 8
+    assert keys_of(place) == left
+
+
+def test_a_key_that_cannot_be_deleted_is_said_and_the_others_go(rgw, bucket, request):
+    place = Place(open_store(spec_of("rgw", request)))
+    keys = [place.gradient("run", "w1", window, "1") for window in range(5)]
+    place.checkpoint("job", 1, [b"1"])
+    place.checkpoint("job", 2, [b"2"])
+    metadata = "job/checkpoints/step_000000001/metadata.json"
+    denied(rgw, bucket, keys[2], metadata)
+    plan = make_plan(config_of(place))
+    done = execute(config_of(place), plan.name)
+    assert {failure.key for failure in done.failures} == {keys[2], metadata}
+    assert all("refuses" in failure.reason for failure in done.failures)
+    assert done.deleted == 4
+    assert done.skipped == {BEFORE: 1}  # the file of the checkpoint whose metadata is there
+    rgw.client(rgw.full).delete_bucket_policy(Bucket=bucket)
+    again = execute(config_of(place), plan.name)
+    assert (again.deleted, again.gone, again.failures) == (3, 4, ())
+
+
+def test_a_store_that_takes_no_deletes_of_many_is_cleaned_too(rgw, bucket):
+    key = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=credentials(rgw.full))
+    role = rgw.create_role(f"role-{secrets.token_hex(4)}")
+    ttl = timedelta(minutes=15)
+    # A session's policy makes RGW refuse DeleteObjects.
+    mine = scoped(open_store(key), "mine/", ttl, right=Right.WRITE, role_arn=role).spec
+    place = Place(open_store(mine.model_copy(update={"url": f"s3://{bucket}/mine"})))
+    for window in range(12):
+        place.gradient("run", "w1", window, "1")
+    done = execute(config_of(place), make_plan(config_of(place)).name)
+    assert (done.deleted, done.failures) == (12, ())
+    assert not keys_of(place)
+
+
+def test_what_cannot_be_deleted_at_all_is_not_tried_for_ever(rgw, bucket, request):
+    with ThreadPoolExecutor(16) as pool:
+        place = Place(open_store(spec_of("rgw", request)), pool)
+        for window in range(1500):
+            place.gradient("run", "w1", window, "1")
+        place.settle()
+    denied(rgw, bucket, "run/*")
+    plan = make_plan(config_of(place))
+    done = execute(config_of(place), plan.name)
+    assert done.given_up
+    assert done.deleted == 0
+    assert len(keys_of(place)) == 1500
+
+
+def test_gathers_since_the_newest_good_checkpoint_stay(folder):
+    folder.chain("run", "1", 6, {2: 0, 4: 0})
+    gone = planned(config_of(folder, DeleteGather(version="1")))
+    assert sorted(what_is(key).number for key in gone) == [1, 1, 2, 2, 3, 3, 4]
+    job = ChainKeys("run", "1").job
+    weights = next(key for key in keys_of(folder) if f"{job}/checkpoints/step_000000004/p" in key)
+    folder.put(weights, b"damaged")
+    gone = planned(config_of(folder, DeleteGather(version="1")))
+    assert sorted(what_is(key).number for key in gone) == [1, 1, 2]
+
+
+def test_the_execution_of_what_is_no_plan_deletes_nothing(folder, tmp_path):
+    keys = {folder.gradient("run", "w1", window, "1") for window in range(3)}
+    config = config_of(folder)
+    with pytest.raises(errors.NotFoundError):
+        execute(config, "none")
+    plan = make_plan(config)
+    other = Place(open_store((tmp_path / "other").as_uri()))
+    put(other.store, plan.key, read(folder.store, plan.key))
+    with pytest.raises(errors.ConfigurationError, match="was copied here"):
+        execute(config_of(other), plan.name)
+    whole = read(folder.store, plan.key)
+    for body in (b"", b"hello\n", b"{}"):
+        put(folder.store, plan.key, body)
+        with pytest.raises(errors.CorruptError, match="is no plan"):
+            execute(config, plan.name)
+    wiping = plan_wiping(folder.store.spec)
+    with pytest.raises(errors.ConfigurationError, match="asks for its name"):
+        execute(config, wiping.name)
+    assert keys == keys_of(folder)
+    put(folder.store, plan.key, b"".join(whole.splitlines(keepends=True)[:-2]))
+    with pytest.raises(errors.CorruptError, match="has no end"):
+        execute(config, plan.name)
+
+
+def test_probes_and_old_plans_go_and_a_young_one_stays(folder):
+    names = ("_probe-00ff", "run/_audit-00ff-put", "job/lease/clock/ab", "_clean/x/plan.jsonl")
+    old = {folder.put(key, hours=60) for key in names}
+    folder.put("_probe-00fe", hours=1)
+    assert planned(config_of(folder, Rule(what=(What.PASSING,)))) == old
+
+
+def test_the_command_shows_the_very_plan_that_it_executes(folder, tmp_path):
+    for window in range(5):
+        folder.gradient("run", "w1", window, "0.2.1", 100)
+    file = tmp_path / "clean.yaml"
+    file.write_text(
+        f"store: {{url: '{folder.store.url}'}}\n"
+        "rules:\n"
+        "  - {what: [gradients], older_than: 2d, keep_last: 1}\n"
+        "  - {preset: clean_versions, current: 0.2.1}\n"
+    )
+    told = CliRunner().invoke(main, ["clean", "plan", str(file), "--keys"])
+    assert told.exit_code == 0, told.output
+    assert "run/w1/gradient-000000000-w1-v0.2.1.safetensors  8 bytes  rule 1" in told.output
+    name = re.search(r"--plan (\S+)", told.output)
+    assert name is not None
+    assert len(keys_of(folder)) == 5
+    done = CliRunner().invoke(main, ["clean", "run", str(file), "--plan", name[1]])
+    assert done.exit_code == 0, done.output
+    assert "Deleted 4 objects, 32 bytes" in done.output
+    assert len(keys_of(folder)) == 1
+    again = CliRunner().invoke(main, ["clean", "run", str(file)])
+    assert "Deleted 0 objects" in again.output
+    wrong = CliRunner().invoke(main, ["clean", "run", str(file), "--plan", "none"])
+    assert wrong.exit_code == 1
+
+
+def test_the_command_says_what_could_not_be_deleted(rgw, bucket, request, tmp_path):
+    place = Place(open_store(spec_of("rgw", request)))
+    key = place.gradient("run", "w1", 0, "1")
+    denied(rgw, bucket, key)
+    file = tmp_path / "clean.yaml"
+    file.write_text(
+        f"store:\n  url: '{place.store.url}'\n  endpoint: {rgw.endpoint}\n  credentials:\n"
+        f"    access_key_id: {rgw.full.access_key_id}\n"
+        f"    secret_access_key: {rgw.full.secret_access_key}\n"
+        "rules:\n  - {what: [gradients], older_than: 0h}\n"
+    )
+    done = CliRunner().invoke(main, ["clean", "run", str(file)])
+    assert done.exit_code == 1
+    assert key in done.output
+    assert "1 could not be deleted" in done.output
+    assert rgw.full.secret_access_key not in done.output

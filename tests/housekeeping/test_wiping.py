@@ -1,0 +1,163 @@
+"""Wiping, and uploads that were never finished."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from millrace import errors
+from millrace.cli import main
+from millrace.housekeeping import abort_uploads, name_to_type, plan_wiping, wipe
+from millrace.keys import ChainKeys
+from millrace.storage import StoreSpec, list_objects, list_uploads, open_store, put
+from tests.housekeeping.material import Place
+from tests.stores import credentials, spec_of
+
+NOW = timedelta(0)
+
+
+@pytest.fixture(params=["local", "memory", "rgw", "r2", "gcs"])
+def place(request: pytest.FixtureRequest) -> Place:
+    return Place(open_store(spec_of(request.param, request)))
+
+
+def keys_of(place: Place) -> set[str]:
+    return {stat.key for stat in list_objects(place.store)}
+
+
+def fill(place: Place) -> set[str]:
+    place.gradient("run", "w1", 0, "1")
+    place.checkpoint("job", 1, [b"1"])
+    place.pin("job", 1)
+    place.dataset("words", 2)
+    place.lease("words", "train-00000", ended=True)
+    place.put("mine/notes.txt")
+    return keys_of(place)
+
+
+def test_all_goes_once_its_name_was_typed_and_nothing_before(place):
+    there = fill(place)
+    plan = plan_wiping(place.store.spec)
+    assert plan.keys == len(there)
+    for wrong in ("", "wrong", place.store.url, name_to_type(place.store.location).upper() + "x"):
+        with pytest.raises(errors.ConfigurationError, match="nothing was deleted"):
+            wipe(place.store.spec, plan.name, confirm=wrong)
+    assert there < keys_of(place)
+    done = wipe(place.store.spec, plan.name, confirm=name_to_type(place.store.location))
+    assert (done.deleted, done.failures) == (len(there), ())
+    assert not keys_of(place)
+
+
+def test_what_is_beside_the_prefix_stays(rgw, bucket, request):
+    spec = spec_of("rgw", request)
+    for key in ("below/here2/x", "below/her", "below/here/x"):
+        rgw.client(rgw.full).put_object(Bucket=bucket, Key=key, Body=b"x")
+    assert name_to_type(open_store(spec).location) == f"{bucket}/below/here"
+    wipe(spec, plan_wiping(spec).name, confirm=f"{bucket}/below/here")
+    left = rgw.client(rgw.full).list_objects_v2(Bucket=bucket)["Contents"]
+    assert {stat["Key"] for stat in left} == {"below/here2/x", "below/her"}
+
+
+def test_a_store_where_somebody_works_is_not_wiped(place):
+    fill(place)
+    plan = plan_wiping(place.store.spec)
+    there = keys_of(place)
+    place.lease(ChainKeys("run", "1").job, "aggregator")
+    with pytest.raises(errors.HeldError, match="run/gathers/1 is worked on by elsewhere"):
+        wipe(place.store.spec, plan.name, confirm=name_to_type(place.store.location))
+    with pytest.raises(errors.HeldError):
+        plan_wiping(place.store.spec)
+    assert there < keys_of(place)
+
+
+def test_what_was_written_since_a_wiping_was_planned_stays(place):
+    there = fill(place)
+    plan = plan_wiping(place.store.spec)
+    put(place.store, "new", b"new")
+    put(place.store, "mine/notes.txt", b"rewritten")
+    done = wipe(place.store.spec, plan.name, confirm=name_to_type(place.store.location))
+    assert done.deleted == len(there) - 1
+    assert keys_of(place) == {"new", "mine/notes.txt"}
+
+
+def test_the_command_asks_for_the_name(tmp_path: Path):
+    folder = tmp_path / "bucket"
+    place = Place(open_store(folder.as_uri()))
+    there = fill(place)
+    for confirm in (["--confirm", "wrong"], ["--confirm", ""]):
+        told = CliRunner().invoke(main, ["clean", "wipe", str(folder), *confirm])
+        assert told.exit_code == 2
+    assert keys_of(place) == there  # not even a plan was made
+    told = CliRunner().invoke(main, ["clean", "wipe", str(folder)], input="bucke\n")
+    assert told.exit_code == 2
+    assert "Type bucket to go on" in told.output
+    assert there <= keys_of(place)
+    shown = CliRunner().invoke(main, ["clean", "wipe", str(folder), "--dry-run"])
+    assert shown.exit_code == 0
+    assert "objects" in shown.output
+    assert there <= keys_of(place)
+    done = CliRunner().invoke(main, ["clean", "wipe", str(folder)], input="bucket\n")
+    assert done.exit_code == 0, done.output
+    assert not keys_of(place)
+
+
+def begin(rgw, bucket: str, key: str, parts: int) -> None:
+    client = rgw.client(rgw.full)
+    upload = client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
+    for number in range(parts):
+        client.upload_part(
+            Bucket=bucket, Key=key, UploadId=upload, PartNumber=number + 1, Body=b"x" * 1000
+        )
+
+
+def test_uploads_that_were_never_finished_are_found_and_aborted(rgw, bucket, request, tmp_path):
+    spec = spec_of("rgw", request)
+    begin(rgw, bucket, "below/here/a", 2)
+    begin(rgw, bucket, "below/here/b/c", 0)
+    begin(rgw, bucket, "below/elsewhere", 1)
+    young = abort_uploads(spec, older_than=timedelta(hours=1), dry_run=False)
+    assert (young.keys, young.young) == ((), 2)
+    found = abort_uploads(spec, older_than=timedelta(seconds=-60))
+    assert (dict(found.keys), found.size, found.aborted) == ({"a": 2000, "b/c": 0}, 2000, False)
+    assert len(list(list_uploads(open_store(spec)))) == 2
+    file = tmp_path / "place.yaml"
+    key = rgw.full
+    file.write_text(
+        f"store:\n  url: {spec.url}\n  endpoint: {spec.endpoint}\n  credentials:\n"
+        f"    access_key_id: {key.access_key_id}\n    secret_access_key: {key.secret_access_key}\n"
+    )
+    told = CliRunner().invoke(main, ["clean", "uploads", str(file)])
+    assert "Would abort (with --abort) 0 uploads, 0 bytes; 2 are younger than 24h." in told.output
+    gone = abort_uploads(spec, older_than=timedelta(seconds=-60), prefix="b", dry_run=False)
+    assert (dict(gone.keys), gone.failures) == ({"b/c": 0}, ())
+    assert [upload.key for upload in list_uploads(open_store(spec))] == ["a"]
+    reader = spec.model_copy(update={"credentials": credentials(rgw.read_only)})
+    refused = abort_uploads(reader, older_than=timedelta(seconds=-60), dry_run=False)
+    assert [failure.key for failure in refused.failures] == ["a"]
+    assert refused.size == 0
+    left = rgw.client(rgw.full).list_multipart_uploads(Bucket=bucket)["Uploads"]
+    assert {upload["Key"] for upload in left} == {"below/here/a", "below/elsewhere"}
+
+
+def test_more_uploads_than_a_page_are_all_found(rgw, bucket, request):
+    client = rgw.client(rgw.full)
+    for number in range(1005):
+        client.create_multipart_upload(Bucket=bucket, Key=f"below/here/{number // 2:04d}")
+    found = list(list_uploads(open_store(spec_of("rgw", request))))
+    assert len({upload.id for upload in found}) == len(found) == 1005
+
+
+def test_a_wrong_time_is_said(tmp_path: Path):
+    told = CliRunner().invoke(main, ["clean", "uploads", str(tmp_path), "--older-than", "soon"])
+    assert told.exit_code == 2
+    assert "write 90m, 48h, 2d or 3w" in told.output
+
+
+def test_the_halves_of_a_killed_process_are_uploads_of_a_folder(tmp_path: Path):
+    (tmp_path / "a#1").write_bytes(b"xyz")
+    found = abort_uploads(
+        StoreSpec(url=tmp_path.as_uri()), older_than=timedelta(seconds=-60), dry_run=False
+    )
+    assert found.keys == (("a", 3),)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
