@@ -367,9 +367,9 @@ def clean_plan(settings: Path, *, keys: bool) -> int:
         with open_plan(open_store(config.store), made.name) as (_, entries):
             for entry in entries:
                 click.echo(f"{entry.stat.key}  {_size(entry.stat.size)}  rule {entry.rule + 1}")
-    _show_cleaning(made.header.rules, made.totals.keys, made.totals.size, made.totals.kept)
+    _show_cleaning(made.header.rules, made.totals.objects, made.totals.size, made.totals.kept)
     click.echo(
-        f"Plan {made.name}: {made.keys} objects, {_size(made.size)}. Execute it with: "
+        f"Plan {made.name}: {made.objects} objects, {_size(made.size)}. Execute it with: "
         f"millrace clean run {settings} --plan {made.name}"
     )
     return 0
@@ -396,10 +396,10 @@ def clean_run(settings: Path, *, name: str | None) -> int:
             if name
             else make_plan(config, progress=progress)
         )
-        click.echo(f"Plan {plan.name}: {plan.keys} objects, {_size(plan.size)}.")
-        progress.of(plan.keys)
+        click.echo(f"Plan {plan.name}: {plan.objects} objects, {_size(plan.size)}.")
+        progress.of(plan.objects)
         done = execute(config, plan.name, progress=progress)
-    _show_cleaning(plan.header.rules, done.keys, done.size, done.skipped)
+    _show_cleaning(plan.header.rules, done.objects, done.size, done.skipped)
     return _show_cleaned(done)
 
 
@@ -424,13 +424,13 @@ def clean_wipe(place: str, *, confirm: str | None, dry_run: bool) -> int:
         check_name(store.location, confirm)
     with ObjectsBar() as progress:
         plan = plan_wiping(spec, progress=progress)
-    click.echo(f"{store.url} holds {plan.keys} objects, {_size(plan.size)}.")
+    click.echo(f"{store.url} holds {plan.objects} objects, {_size(plan.size)}.")
     if dry_run:
         return 0
     if confirm is None:
         confirm = click.prompt(f"All of it goes. Type {name_to_type(store.location)} to go on")
     with ObjectsBar() as progress:
-        progress.of(plan.keys)
+        progress.of(plan.objects)
         done = wipe(spec, plan.name, confirm=confirm, progress=progress)
     return _show_cleaned(done)
 
@@ -448,13 +448,13 @@ def clean_uploads(place: str, *, older_than: str, prefix: str, abort: bool) -> i
 
     spec = _store_of(place)
     found = abort_uploads(spec, older_than=age_of(older_than), prefix=prefix, dry_run=not abort)
-    for key, size in found.keys:
+    for key, size in found.uploads:
         click.echo(f"{key}  {_size(size)}")
     for failure in found.failures:
         click.echo(f"{failure.key}: {failure.reason}", err=True)
     word = "Aborted" if abort else "Would abort (with --abort)"
     click.echo(
-        f"{word} {len(found.keys) - len(found.failures)} uploads, {_size(found.size)}; "
+        f"{word} {len(found.uploads) - len(found.failures)} uploads, {_size(found.size)}; "
         f"{found.young} are younger than {older_than}."
     )
     return 1 if found.failures else 0

@@ -21,6 +21,20 @@ def spec_of(place: Bucket | str, right: Right) -> StoreSpec:
     return place.spec(right) if isinstance(place, Bucket) else StoreSpec(url=place)
 
 
+def known(place: Bucket | str) -> Bucket | str | None:
+    """What a schedule is given: a block, a URL, or a block's name, that may not be there yet.
+
+    Returns:
+        The block or the URL; None if there is no block of this name.
+    """
+    if isinstance(place, Bucket) or "://" in place or place.startswith(("/", "~", ".")):
+        return place
+    try:
+        return Bucket.load(place)  # pyright: ignore[reportReturnType] - sync here
+    except ValueError:
+        return None
+
+
 class Place(BaseModel):
     """A place to read from: a URL, or a block and a prefix in it."""
 

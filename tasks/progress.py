@@ -306,3 +306,41 @@ class WindowProgress(LiveProgress):
             f"{count(self._merged, 'window')} merged by this run, the last is {self._number}; to "
             f"the next {self._came} of {count(self._workers, 'worker')} came{refused}."
         )
+
+
+class CleaningProgress(LiveProgress):
+    """How many objects were seen, or of a plan deleted."""
+
+    _seen = _deleted = _size = 0
+
+    def __init__(self, key: str, of: int = 0) -> None:
+        """Begin to count.
+
+        Args:
+            key: The artifact's.
+            of: Objects of the plan that is executed; 0 while one is made.
+        """
+        super().__init__(key)
+        self._of = of
+
+    def _count(self, event: Event) -> None:
+        figures = event.figures
+        match event.name:
+            case "cleaning.seen":
+                self._seen = int(figures["objects"])
+            case "cleaning.deleted":
+                self._add(int(figures["bytes"]) - self._size)
+                self._deleted, self._size = int(figures["objects"]), int(figures["bytes"])
+            case _:
+                pass
+
+    def _complete(self) -> None:
+        self._of = self._deleted
+
+    def _share(self) -> float:
+        return self._deleted / self._of if self._of else 0.0
+
+    def _words(self, seconds: float) -> str:
+        if not self._of and not self._deleted:
+            return f"{count(self._seen, 'object')} seen."
+        return f"{count(self._deleted, 'object')} of {self._of:,} deleted, {size(self._size)}."

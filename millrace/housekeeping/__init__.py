@@ -1,5 +1,6 @@
 """Buckets that stay clean, and credentials that are proven."""
 
+from millrace.checkpoints import Check
 from millrace.housekeeping.access import (
     Audit,
     AuditSettings,
@@ -11,8 +12,9 @@ from millrace.housekeeping.access import (
 )
 from millrace.housekeeping.executing import Cleaned, execute
 from millrace.housekeeping.planning import describe, make_plan
-from millrace.housekeeping.plans import CleaningPlan, read_plan, saved_a_month
+from millrace.housekeeping.plans import CleaningPlan, first_keys, read_plan, saved_a_month
 from millrace.housekeeping.rules import (
+    Age,
     CleanSettings,
     CleanupBucket,
     CleanVersions,
@@ -26,8 +28,10 @@ from millrace.housekeeping.wiping import name_to_type, plan_wiping, wipe
 
 __all__ = [
     "Aborted",
+    "Age",
     "Audit",
     "AuditSettings",
+    "Check",
     "CleanSettings",
     "CleanVersions",
     "Cleaned",
@@ -45,6 +49,7 @@ __all__ = [
     "audit",
     "describe",
     "execute",
+    "first_keys",
     "make_plan",
     "name_to_type",
     "plan_wiping",

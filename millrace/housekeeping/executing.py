@@ -49,7 +49,7 @@ class Cleaned:
 
     Attributes:
         plan: Its name.
-        keys: Objects that were deleted, by the place of the rule that took them.
+        objects: That were deleted, by the place of the rule that took them.
         size: Their bytes, likewise.
         gone: Objects of the plan that were not there any more.
         skipped: Objects that stay, by why.
@@ -59,7 +59,7 @@ class Cleaned:
     """
 
     plan: str
-    keys: dict[int, int]
+    objects: dict[int, int]
     size: dict[int, int]
     gone: int
     skipped: dict[str, int]
@@ -70,7 +70,7 @@ class Cleaned:
     @property
     def deleted(self) -> int:
         """How many objects were deleted."""
-        return sum(self.keys.values())
+        return sum(self.objects.values())
 
     @property
     def freed(self) -> int:
@@ -162,7 +162,7 @@ def delete_entries(
     total = work.sum
     cleaned = Cleaned(
         plan=plan,
-        keys=dict(total.tally.keys),
+        objects=dict(total.tally.objects),
         size=dict(total.tally.size),
         gone=total.gone,
         skipped=dict(total.tally.kept),
@@ -208,7 +208,7 @@ class _Work:
         while len(self.pending) > most:
             whole &= _add(self.sum, self.pending.popleft().result())
             tally = self.sum.tally
-            figures = {"objects": sum(tally.keys.values()), "bytes": sum(tally.size.values())}
+            figures = {"objects": sum(tally.objects.values()), "bytes": sum(tally.size.values())}
             self.progress(Event("cleaning.deleted", self.store.url, figures))
         return whole
 
@@ -221,7 +221,7 @@ class _Work:
 
 def _write_down(store: Store, cleaned: Cleaned) -> None:
     body = {
-        "keys": {f"{place}": count for place, count in cleaned.keys.items()},
+        "objects": {f"{place}": count for place, count in cleaned.objects.items()},
         "size": {f"{place}": count for place, count in cleaned.size.items()},
         "gone": cleaned.gone,
         "skipped": cleaned.skipped,
@@ -325,7 +325,7 @@ def _is_same(planned: Stat, now: Stat) -> bool:
 def _add(total: _Sum, done: _Done) -> bool:
     """Add a batch up; whether all of it is gone."""
     for entry in done.deleted:
-        total.tally.keys[entry.rule] += 1
+        total.tally.objects[entry.rule] += 1
         total.tally.size[entry.rule] += entry.stat.size
     total.gone += done.gone
     if done.changed:

@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any, Literal
 
 import orjson
@@ -51,14 +52,14 @@ class PlanTotals(BaseModel):
     """What a plan comes to.
 
     Attributes:
-        keys: Objects that go, by the place of the rule that took them.
+        objects: That go, by the place of the rule that took them.
         size: Their bytes, likewise.
         kept: Objects that a rule would take and something stronger protects, by why.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    keys: dict[int, int]
+    objects: dict[int, int]
     size: dict[int, int]
     kept: dict[str, int]
 
@@ -112,9 +113,9 @@ class CleaningPlan:
         return cleaning_plan(self.name)
 
     @property
-    def keys(self) -> int:
+    def objects(self) -> int:
         """How many objects go."""
-        return sum(self.totals.keys.values())
+        return sum(self.totals.objects.values())
 
     @property
     def size(self) -> int:
@@ -126,13 +127,13 @@ class CleaningPlan:
 class Tally:
     """What a plan comes to, while it is made."""
 
-    keys: Counter[int] = field(default_factory=Counter[int])
+    objects: Counter[int] = field(default_factory=Counter[int])
     size: Counter[int] = field(default_factory=Counter[int])
     kept: Counter[str] = field(default_factory=Counter[str])
 
     def totals(self) -> PlanTotals:
         """The same, when nothing comes any more."""
-        return PlanTotals(keys=dict(self.keys), size=dict(self.size), kept=dict(self.kept))
+        return PlanTotals(objects=dict(self.objects), size=dict(self.size), kept=dict(self.kept))
 
 
 def write_plan(
@@ -151,7 +152,7 @@ def write_plan(
         writer.write(header.model_dump_json().encode() + b"\n")
         lines: list[bytes] = []
         for entry in entries:
-            tally.keys[entry.rule] += 1
+            tally.objects[entry.rule] += 1
             tally.size[entry.rule] += entry.stat.size
             lines.append(entry.line())
             if len(lines) == _LINES:
@@ -198,9 +199,19 @@ def read_plan(store: Store, name: str) -> CleaningPlan:
     with open_plan(store, name) as (header, entries):
         tally = Tally()
         for entry in entries:
-            tally.keys[entry.rule] += 1
+            tally.objects[entry.rule] += 1
             tally.size[entry.rule] += entry.stat.size
     return CleaningPlan(name, header, tally.totals())
+
+
+def first_keys(store: Store, name: str, most: int) -> list[tuple[str, int]]:
+    """The first objects of a plan, each with its bytes: for whoever looks at it.
+
+    Raises:
+        NotFoundError, CorruptError, ConfigurationError: As of `open_plan`.
+    """
+    with open_plan(store, name) as (_, entries):
+        return [(entry.stat.key, entry.stat.size) for entry in islice(entries, most)]
 
 
 def saved_a_month(size: int) -> float:
@@ -212,7 +223,7 @@ def _entries(where: str, lines: Iterator[bytes]) -> Iterator[Entry]:
     for line in lines:
         try:
             data: dict[str, Any] = orjson.loads(line)
-            if "keys" in data:
+            if "objects" in data:
                 return  # the totals, which are last
             stat = Stat(
                 data["key"],

@@ -163,21 +163,24 @@ def _same(one: str, other: str) -> bool:
 
 
 class CleanupBucket(BaseModel):
-    """Temporary files: gradients, start windows, old checkpoints, what nobody names, probes."""
+    """Temporary files: gradients, start windows, what nobody names, probes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     preset: Literal["cleanup_bucket"] = "cleanup_bucket"
     older_than: Age = Field(default=timedelta(hours=48), description="By the store's clock.")
-    keep_last: int = Field(default=3, ge=1, description="Checkpoints of each job that stay.")
+    checkpoints: int | None = Field(
+        default=None, ge=1, description="Of each job so many checkpoints stay; left out, all do."
+    )
 
     def rules(self) -> tuple[Rule, ...]:
         """The same as rules."""
         passing = (What.GRADIENTS, What.START_WINDOWS, What.PARTS, What.ORPHANS, What.PASSING)
-        return (
-            Rule(what=passing, older_than=self.older_than),
-            Rule(what=(What.CHECKPOINTS,), older_than=self.older_than, keep_last=self.keep_last),
-        )
+        first = Rule(what=passing, older_than=self.older_than)
+        if self.checkpoints is None:
+            return (first,)
+        old = Rule(what=(What.CHECKPOINTS,), older_than=self.older_than, keep_last=self.checkpoints)
+        return first, old
 
 
 class DeleteGather(BaseModel):

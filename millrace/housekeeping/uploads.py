@@ -20,13 +20,13 @@ class Aborted:
     """Unfinished uploads, and what became of them.
 
     Attributes:
-        keys: What they were to become, and the bytes that are billed for each.
+        uploads: What they were to become, and the bytes that are billed for each.
         young: Those that are not old enough.
         failures: Those that could not be aborted.
         aborted: Whether they were aborted, or only found.
     """
 
-    keys: tuple[tuple[str, int], ...]
+    uploads: tuple[tuple[str, int], ...]
     young: int
     failures: tuple[DeleteFailure, ...]
     aborted: bool
@@ -35,7 +35,7 @@ class Aborted:
     def size(self) -> int:
         """Bytes of all that are old enough, but for those that could not be aborted."""
         failed = {failure.key for failure in self.failures}
-        return sum(size for key, size in self.keys if key not in failed)
+        return sum(size for key, size in self.uploads if key not in failed)
 
 
 def abort_uploads(

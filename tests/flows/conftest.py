@@ -5,12 +5,13 @@ import json
 import tarfile
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import Page, expect, sync_playwright
 from prefect_aws import AwsCredentials
 from prefect_aws.client_parameters import AwsClientParameters
 
@@ -29,6 +30,22 @@ CUT = {"shard_bytes": 65536, "split_bytes": 200_000}
 RUN = {"workers": 2, "uploads": 2, "lease": "PT5S"}
 
 MakeBlock = Callable[..., dict[str, Any]]
+
+
+CHROMIUM = "/usr/bin/chromium"
+PATIENCE = 60_000  # milliseconds
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    """A window of Chromium."""
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1400, "height": 3000})
+        page.set_default_timeout(PATIENCE)
+        expect.set_options(timeout=PATIENCE)
+        yield page
+        browser.close()
 
 
 @pytest.fixture

@@ -1,40 +1,17 @@
 """The form that the Prefect UI draws of the flow, in a browser."""
 
-import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-import pytest
-from playwright.sync_api import Locator, Page, Response, expect, sync_playwright
+from playwright.sync_api import Page, expect
 from prefect.client.schemas.sorting import FlowRunSort
 
+from tests.flows.browser import field, told
 from tests.flows.conftest import jsonl, texts, texts_in
 from tests.oracle import Folder
 from tests.prefect_server import PrefectServer, Worker, until
-
-CHROMIUM = "/usr/bin/chromium"
-PATIENCE = 60_000  # milliseconds
-
-
-@pytest.fixture
-def page() -> Iterator[Page]:
-    """A window of Chromium."""
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1400, "height": 3000})
-        page.set_default_timeout(PATIENCE)
-        expect.set_options(timeout=PATIENCE)
-        yield page
-        browser.close()
-
-
-def field(page: Page, label: str) -> Locator:
-    """One parameter of the form: its label, its description and what one fills in."""
-    named = page.locator(".schema-form-property__label", has_text=re.compile(f"^{label}( |$)"))
-    return page.locator(".schema-form-property").filter(has=named).last
 
 
 def test_a_run_is_started_from_the_form(
@@ -79,11 +56,6 @@ def test_a_run_is_started_from_the_form(
     assert state.name == "Completed", state.message
     rows = jsonl(texts()).decode().splitlines()
     assert texts_in(Folder(out)) == Counter(rows)
-
-
-def told(answer: Response) -> str:
-    """A refusal, in words."""
-    return f"{answer.request.method} {answer.url}: {answer.status} {answer.text()}"
 
 
 def started(server: PrefectServer, destination: str) -> UUID | None:

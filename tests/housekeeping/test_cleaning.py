@@ -176,7 +176,7 @@ def test_a_plan_is_what_an_oracle_says_and_the_run_deletes_just_that(tmp_path, s
     with open_plan(place.store, plan.name) as (_, entries):
         found = {entry.stat.key: entry.rule for entry in entries}
     assert found == expected
-    assert plan.keys == len(expected)
+    assert plan.objects == len(expected)
     assert plan.size == sum(thing.size for thing in things if thing.key in expected)
     done = execute(config, plan.name)
     assert not done.failures

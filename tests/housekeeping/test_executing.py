@@ -45,7 +45,7 @@ from tests.stores import credentials, spec_of
 NOW = timedelta(0)
 ALL = Rule(what=tuple(set(What) - {What.OTHER, What.PASSING}), older_than=NOW)
 PRESETS = [
-    CleanupBucket(older_than=NOW, keep_last=1),
+    CleanupBucket(older_than=NOW, checkpoints=1),
     DeleteGather(version="0.2.1"),
     DeleteGather(version=">=0"),
     CleanVersions(current="0.2.11"),
@@ -95,7 +95,7 @@ def denied(rgw: Any, bucket: str, *keys: str) -> None:
 def test_what_was_written_since_the_plan_survives_on_every_store(place):
     keys = [place.gradient("run", "w1", window, "1") for window in range(5)]
     plan = make_plan(config_of(place))
-    assert plan.keys == 5
+    assert plan.objects == 5
     put(place.store, keys[1], b"others..")  # as many bytes
     put(place.store, keys[2], b"more bytes than before")
     assert not delete(place.store, [keys[3]])
@@ -104,7 +104,7 @@ def test_what_was_written_since_the_plan_survives_on_every_store(place):
     assert (done.deleted, done.gone, done.skipped) == (2, 1, {CHANGED: 2})
     assert keys_of(place) == {keys[1], keys[2], since}
     outcome = json.loads(read(place.store, cleaning_outcome(plan.name)))
-    assert (outcome["keys"], outcome["gone"], outcome["skipped"]) == ({"0": 2}, 1, {CHANGED: 2})
+    assert (outcome["objects"], outcome["gone"], outcome["skipped"]) == ({"0": 2}, 1, {CHANGED: 2})
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda one: one.preset)
@@ -178,7 +178,7 @@ def test_a_lease_that_cannot_be_read_is_not_taken_for_none(folder):
 def test_a_run_that_has_come_alive_since_the_plan_stays(place):
     keys = {place.gradient("run", "w1", window, "1") for window in range(3)}
     plan = make_plan(config_of(place))
-    assert plan.keys == 3
+    assert plan.objects == 3
     place.lease(ChainKeys("run", "1").job, "aggregator")
     done = execute(config_of(place), plan.name)
     assert done.deleted == 0
@@ -192,7 +192,7 @@ def test_a_checkpoint_that_is_needed_since_the_plan_stays_whole(place):
         place.checkpoint("job", step, [b"%d" % step, b"same"], homes=homes)
     before = keys_of(place)
     plan = make_plan(config_of(place))
-    assert plan.keys == 4  # the metadata and a file of each of two
+    assert plan.objects == 4  # the metadata and a file of each of two
     place.epoch("job", 0, 2)
     done = execute(config_of(place), plan.name)
     assert done.skipped == {"somebody needs it by now": 1, BEFORE: 2}
@@ -210,7 +210,7 @@ def test_a_new_checkpoint_that_names_an_old_file_keeps_it(place):
     stray = place.put(f"job/checkpoints/step_000000001/parts/{sha256(b'new')}.safetensors", b"new")
     rule = Rule(what=(What.PARTS,), older_than=NOW)
     plan = make_plan(config_of(place, rule))
-    assert plan.keys == 1
+    assert plan.objects == 1
     whole = place.checkpoint("job", 3, [b"new"], homes={b"new": 1}, missing=0)
     assert whole is None
     done = execute(config_of(place, rule), plan.name)

@@ -39,7 +39,7 @@ def fill(place: Place) -> set[str]:
 def test_all_goes_once_its_name_was_typed_and_nothing_before(place):
     there = fill(place)
     plan = plan_wiping(place.store.spec)
-    assert plan.keys == len(there)
+    assert plan.objects == len(there)
     for wrong in ("", "wrong", place.store.url, name_to_type(place.store.location).upper() + "x"):
         with pytest.raises(errors.ConfigurationError, match="nothing was deleted"):
             wipe(place.store.spec, plan.name, confirm=wrong)
@@ -117,9 +117,9 @@ def test_uploads_that_were_never_finished_are_found_and_aborted(rgw, bucket, req
     begin(rgw, bucket, "below/here/b/c", 0)
     begin(rgw, bucket, "below/elsewhere", 1)
     young = abort_uploads(spec, older_than=timedelta(hours=1), dry_run=False)
-    assert (young.keys, young.young) == ((), 2)
+    assert (young.uploads, young.young) == ((), 2)
     found = abort_uploads(spec, older_than=timedelta(seconds=-60))
-    assert (dict(found.keys), found.size, found.aborted) == ({"a": 2000, "b/c": 0}, 2000, False)
+    assert (dict(found.uploads), found.size, found.aborted) == ({"a": 2000, "b/c": 0}, 2000, False)
     assert len(list(list_uploads(open_store(spec)))) == 2
     file = tmp_path / "place.yaml"
     key = rgw.full
@@ -130,7 +130,7 @@ def test_uploads_that_were_never_finished_are_found_and_aborted(rgw, bucket, req
     told = CliRunner().invoke(main, ["clean", "uploads", str(file)])
     assert "Would abort (with --abort) 0 uploads, 0 bytes; 2 are younger than 24h." in told.output
     gone = abort_uploads(spec, older_than=timedelta(seconds=-60), prefix="b", dry_run=False)
-    assert (dict(gone.keys), gone.failures) == ({"b/c": 0}, ())
+    assert (dict(gone.uploads), gone.failures) == ({"b/c": 0}, ())
     assert [upload.key for upload in list_uploads(open_store(spec))] == ["a"]
     reader = spec.model_copy(update={"credentials": credentials(rgw.read_only)})
     refused = abort_uploads(reader, older_than=timedelta(seconds=-60), dry_run=False)
@@ -159,5 +159,5 @@ def test_the_halves_of_a_killed_process_are_uploads_of_a_folder(tmp_path: Path):
     found = abort_uploads(
         StoreSpec(url=tmp_path.as_uri()), older_than=timedelta(seconds=-60), dry_run=False
     )
-    assert found.keys == (("a", 3),)
+    assert found.uploads == (("a", 3),)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -1,0 +1,40 @@
+"""Abort uploads that were begun and never finished, by hand or every day."""
+
+from datetime import timedelta
+
+from prefect import flow, get_run_logger
+
+from blocks import Bucket
+from millrace.housekeeping import Aborted
+from millrace.storage import Right
+from tasks.cleaning import abort_stale, refuse_failures, report_uploads
+from tasks.places import known, spec_of
+
+
+@flow(name="abort-uploads")
+def abort_uploads(
+    buckets: list[Bucket | str],
+    older_than: timedelta = timedelta(days=1),
+    dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
+) -> dict[str, Aborted]:
+    """Abort unfinished uploads: no listing shows them, and they are billed.
+
+    Args:
+        buckets: Millrace Bucket blocks with write credentials, their names, or URLs of folders.
+        older_than: Those begun before this long, by the store's clock; longer than any upload
+            takes.
+        dry_run: Only show them.
+    """
+    found: dict[str, Aborted] = {}
+    for bucket in buckets:
+        place = known(bucket)
+        if place is None:
+            get_run_logger().warning("There is no Millrace Bucket block %s: passed over.", bucket)
+            continue
+        spec = spec_of(place, Right.WRITE)
+        found[spec.url] = abort_stale(spec, older_than, dry_run=dry_run)
+    if found:
+        report_uploads(found)
+    for url, one in found.items():
+        refuse_failures(url, one.failures)
+    return found

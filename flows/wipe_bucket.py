@@ -1,0 +1,56 @@
+"""Delete all that a bucket holds, after a person has typed its name."""
+
+from datetime import timedelta
+
+from prefect import flow
+from prefect.flow_runs import pause_flow_run
+from prefect.input import RunInput
+from pydantic import Field
+
+from blocks import Bucket
+from millrace.housekeeping import Cleaned, CleaningPlan, name_to_type
+from millrace.storage import Right, open_store
+from tasks.cleaning import count_all, refuse_failures, report_cleaning, report_plan, wipe_all
+from tasks.places import spec_of
+from tasks.words import count, size
+
+_PATIENCE = timedelta(hours=1)
+
+
+class Typed(RunInput):
+    """What a person types before a bucket is wiped."""
+
+    name: str = Field(title="Name", description="The bucket's name, as it is written above.")
+
+
+@flow(name="wipe-bucket")
+def wipe_bucket(
+    bucket: Bucket | str,
+    dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
+) -> Cleaned | CleaningPlan:
+    """Delete all that is below a bucket's URL, also what rules protect.
+
+    It pauses, and asks for the bucket's name. Refused while somebody works there.
+
+    Args:
+        bucket: A Millrace Bucket block with write credentials, or the URL of a folder.
+        dry_run: Only count what is there.
+    """
+    place = spec_of(bucket, Right.WRITE)
+    plan = count_all(place)
+    if dry_run:
+        report_plan(plan, [])
+        return plan
+    wanted = name_to_type(open_store(place, make_folder=False).location)
+    asked = Typed.with_initial_data(
+        description=f"**All {count(plan.objects, 'object')} of `{place.url}`, {size(plan.size)}, will "
+        f"be deleted, and nothing brings them back.** To go on, type `{wanted}`.",
+        name="",
+    )
+    typed = pause_flow_run(
+        wait_for_input=asked, timeout=int(_PATIENCE.total_seconds()), poll_interval=2
+    )
+    done = wipe_all(place, plan, typed.name)
+    report_cleaning(plan, done)
+    refuse_failures(place.url, done.failures)
+    return done

@@ -1,0 +1,269 @@
+"""Buckets cleaned: planned, executed, reported."""
+
+from collections.abc import Iterable, Mapping
+
+from prefect import get_run_logger, task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+
+from blocks import Bucket
+from millrace import housekeeping
+from millrace.errors import MillraceError
+from millrace.housekeeping import (
+    Aborted,
+    Cleaned,
+    CleaningPlan,
+    CleanSettings,
+    Rule,
+    abort_uploads,
+    describe,
+    execute,
+    first_keys,
+    make_plan,
+    plan_wiping,
+    read_plan,
+    saved_a_month,
+)
+from millrace.storage import DeleteFailure, Right, StoreSpec, open_store
+from tasks.places import known, spec_of
+from tasks.progress import CleaningProgress
+from tasks.retries import PAUSES, passing
+from tasks.words import artifact_key, count, duration, size
+
+_SHOWN = 50  # keys and errors in a report
+
+
+def clean_by(
+    bucket: Bucket | str,
+    rules: Iterable[Rule],
+    *,
+    beside: Iterable[Bucket | str] = (),
+    pinned: Iterable[str] = (),
+    dry_run: bool,
+    plan: str = "",
+    check: housekeeping.Check = housekeeping.Check.DIGESTS,
+) -> Cleaned | CleaningPlan | None:
+    """What every flow does that cleans by rules.
+
+    Args:
+        bucket: What is cleaned: a block, its name, or the URL of a folder.
+        rules: By which.
+        beside: Where else leases of the same runs stand.
+        pinned: What never goes.
+        dry_run: Only make the plan.
+        plan: One that was made before is executed, by its name.
+        check: How a checkpoint is verified.
+
+    Returns:
+        The plan of a dry run, else what became of it; None if there is no such block yet.
+
+    Raises:
+        MillraceError: Some objects could not be deleted: the report names them.
+    """
+    places = [known(place) for place in (bucket, *beside)]
+    missing = [name for name, place in zip((bucket, *beside), places, strict=True) if place is None]
+    if missing:
+        get_run_logger().warning(
+            "There is no Millrace Bucket block %s: nothing was looked at, and nothing deleted. "
+            "Make it with `millrace setup`.",
+            " nor ".join(str(name) for name in missing),
+        )
+        return None
+    store, *others = [
+        spec_of(place, Right.READ if number else Right.WRITE)
+        for number, place in enumerate(places)
+        if place is not None
+    ]
+    settings = CleanSettings(
+        store=store, beside=tuple(others), rules=tuple(rules), pinned=tuple(pinned), check=check
+    )
+    made = find_plan(store, plan) if plan else plan_cleaning(settings)
+    if dry_run:
+        report_plan(made, first_keys(open_store(store), made.name, _SHOWN))
+        return made
+    done = execute_plan(settings, made)
+    report_cleaning(made, done)
+    refuse_failures(store.url, done.failures)
+    return done
+
+
+def refuse_failures(where: str, failures: tuple[DeleteFailure, ...]) -> None:
+    """Have a run fail that could not delete all that it should.
+
+    Raises:
+        MillraceError: It could not.
+    """
+    if failures:
+        first = "; ".join(f"{one.key}: {one.reason}" for one in failures[:3])
+        raise MillraceError(
+            f"{count(len(failures), 'object')} of {where} could not be deleted ({first}). The "
+            "others are gone: correct what the report says, and run it again."
+        )
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def plan_cleaning(settings: CleanSettings) -> CleaningPlan:
+    """Find what the rules take. Deletes nothing."""
+    with CleaningProgress(artifact_key("progress", "cleaning", "plan")) as progress:
+        made = make_plan(settings, progress=progress)
+    _say(made)
+    return made
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def find_plan(place: StoreSpec, name: str) -> CleaningPlan:
+    """A plan that was made before."""
+    return read_plan(open_store(place, make_folder=False), name)
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def execute_plan(settings: CleanSettings, plan: CleaningPlan) -> Cleaned:
+    """Delete what a plan says. Killed or tried again, it goes on."""
+    with CleaningProgress(artifact_key("progress", "cleaning"), plan.objects) as progress:
+        return execute(settings, plan.name, progress=progress)
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def count_all(place: StoreSpec) -> CleaningPlan:
+    """Write down all that a store holds. Deletes nothing."""
+    with CleaningProgress(artifact_key("progress", "wiping", "plan")) as progress:
+        made = plan_wiping(place, progress=progress)
+    _say(made)
+    return made
+
+
+@task(cache_policy=NO_CACHE)
+def wipe_all(place: StoreSpec, plan: CleaningPlan, confirm: str) -> Cleaned:
+    """Delete all that was written down, if the name is right."""
+    with CleaningProgress(artifact_key("progress", "wiping"), plan.objects) as progress:
+        return housekeeping.wipe(place, plan.name, confirm=confirm, progress=progress)
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def abort_stale(place: StoreSpec, older_than: housekeeping.Age, *, dry_run: bool) -> Aborted:
+    """Find unfinished uploads, and abort them unless it is a dry run."""
+    return abort_uploads(place, older_than=older_than, dry_run=dry_run)
+
+
+@task(cache_policy=NO_CACHE)
+def report_plan(plan: CleaningPlan, keys: list[tuple[str, int]]) -> None:
+    """Leave the plan of a dry run as a report."""
+    text = describe_plan(plan, keys)
+    create_markdown_artifact(text, key="cleaning", description="What would be deleted")
+
+
+@task(cache_policy=NO_CACHE)
+def report_cleaning(plan: CleaningPlan, done: Cleaned) -> None:
+    """Leave a report that a person wants to read."""
+    text = describe_cleaning(plan, done)
+    create_markdown_artifact(text, key="cleaning", description="What was deleted")
+
+
+@task(cache_policy=NO_CACHE)
+def report_uploads(found: Mapping[str, Aborted]) -> None:
+    """Leave a report that a person wants to read."""
+    text = describe_uploads(found)
+    create_markdown_artifact(text, key="unfinished-uploads", description="Unfinished uploads")
+
+
+def describe_plan(plan: CleaningPlan, keys: list[tuple[str, int]]) -> str:
+    """A plan that nobody has executed, as Markdown."""
+    said = (
+        f"**Nothing was deleted.** Plan `{plan.name}` of `{plan.header.store}` would delete "
+        f"{count(plan.objects, 'object')}, {size(plan.size)}, which saves "
+        f"${saved_a_month(plan.size):,.2f} a month at R2's prices."
+    )
+    lines = [
+        said,
+        *_table(plan.header.rules, plan.totals.objects, plan.totals.size),
+        *_kept(plan.totals.kept),
+    ]
+    if keys:
+        lines += ["", "| object | bytes |", "|---|--:|"]
+        lines += [f"| `{key}` | {size(bytes_of)} |" for key, bytes_of in keys]
+        if plan.objects > len(keys):
+            lines.append(f"| and {plan.objects - len(keys):,} more, in `{plan.key}` | |")
+    lines += ["", f"Execute this very plan with `plan` = `{plan.name}` and `dry_run` off."]
+    return "\n".join(lines) + "\n"
+
+
+def describe_cleaning(plan: CleaningPlan, done: Cleaned) -> str:
+    """What became of a plan, as Markdown."""
+    errors = f"**{count(len(done.failures), 'error')}**" if done.failures else "no errors"
+    said = (
+        f"`{plan.header.store}`: {count(done.deleted, 'object')} deleted, {size(done.freed)}, in "
+        f"{duration(done.seconds)}, {errors}. That saves ${saved_a_month(done.freed):,.2f} a month "
+        f"at R2's prices. Plan `{done.plan}`."
+    )
+    lines = [
+        said,
+        *_table(plan.header.rules, done.objects, done.size),
+        *_kept({**plan.totals.kept, **done.skipped}),
+    ]
+    if done.gone:
+        lines += ["", f"{count(done.gone, 'object')} of the plan were gone already."]
+    if done.failures:
+        lines += ["", *_failures(done.failures)]
+    if done.given_up:
+        lines += ["", "So many could not be deleted that the rest was not tried."]
+    return "\n".join(lines) + "\n"
+
+
+def describe_uploads(found: Mapping[str, Aborted]) -> str:
+    """Unfinished uploads, as Markdown."""
+    aborted = any(one.aborted for one in found.values())
+    whole = sum(one.size for one in found.values())
+    done = sum(len(one.uploads) - len(one.failures) for one in found.values())
+    word = "aborted" if aborted else "found; **nothing was aborted**"
+    said = (
+        f"{count(done, 'unfinished upload')} {word}: {size(whole)}, which cost "
+        f"${saved_a_month(whole):,.2f} a month at R2's prices."
+    )
+    lines = [
+        said,
+        "",
+        "| place | uploads | bytes | younger | errors |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for place, one in found.items():
+        cells = (len(one.uploads), size(one.size), one.young, len(one.failures))
+        lines.append(f"| `{place}` | {' | '.join(str(cell) for cell in cells)} |")
+    failures = tuple(failure for one in found.values() for failure in one.failures)
+    if failures:
+        lines += ["", *_failures(failures)]
+    return "\n".join(lines) + "\n"
+
+
+def _say(plan: CleaningPlan) -> None:
+    get_run_logger().info(
+        "Plan %s of %s: %s, %s",
+        plan.name, plan.header.store, count(plan.objects, "object"), size(plan.size),
+    )  # fmt: skip
+
+
+def _table(rules: tuple[Rule, ...], keys: Mapping[int, int], sizes: Mapping[int, int]) -> list[str]:
+    if not rules:
+        return []
+    lines = ["", "| rule | objects | bytes | saves a month |", "|---|--:|--:|--:|"]
+    for place, rule in enumerate(rules):
+        its = sizes.get(place, 0)
+        lines.append(
+            f"| {describe(rule)} | {keys.get(place, 0):,} | {size(its)} | "
+            f"${saved_a_month(its):,.2f} |"
+        )
+    return lines
+
+
+def _kept(kept: Mapping[str, int]) -> list[str]:
+    if not kept:
+        return []
+    lines = ["", "| what stays, though a rule would take it | objects |", "|---|--:|"]
+    return [*lines, *(f"| {why} | {number:,} |" for why, number in sorted(kept.items())[:_SHOWN])]
+
+
+def _failures(failures: tuple[DeleteFailure, ...]) -> list[str]:
+    lines = ["| object | error |", "|---|---|"]
+    lines += [f"| `{one.key}` | {one.reason.replace('|', '&#124;')} |" for one in failures[:_SHOWN]]
+    if len(failures) > _SHOWN:
+        lines.append(f"| and {len(failures) - _SHOWN:,} more | |")
+    return lines
