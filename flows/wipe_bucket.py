@@ -8,10 +8,11 @@ from prefect.input import RunInput
 from pydantic import Field
 
 from blocks import Bucket
+from millrace.errors import ConfigurationError
 from millrace.housekeeping import Cleaned, CleaningPlan, name_to_type
 from millrace.storage import Right, open_store
 from tasks.cleaning import count_all, refuse_failures, report_cleaning, report_plan, wipe_all
-from tasks.places import spec_of
+from tasks.places import known, spec_of
 from tasks.words import count, size
 
 _PATIENCE = timedelta(hours=1)
@@ -33,19 +34,22 @@ def wipe_bucket(
     It pauses, and asks for the bucket's name. Refused while somebody works there.
 
     Args:
-        bucket: A Millrace Bucket block with write credentials, or the URL of a folder.
+        bucket: A Millrace Bucket block with write credentials, its name, or the URL of a folder.
         dry_run: Only count what is there.
     """
-    place = spec_of(bucket, Right.WRITE)
+    known_bucket = known(bucket)
+    if known_bucket is None:
+        raise ConfigurationError(f"There is no Millrace Bucket block {bucket}: correct its name.")
+    place = spec_of(known_bucket, Right.WRITE)
     plan = count_all(place)
     if dry_run:
         report_plan(plan, [])
         return plan
     wanted = name_to_type(open_store(place, make_folder=False).location)
+    whole = f"{count(plan.objects, 'object')} of `{place.url}`, {size(plan.size)}"
     asked = Typed.with_initial_data(
-        description=f"**All {count(plan.objects, 'object')} of `{place.url}`, {size(plan.size)}, will "
-        f"be deleted, and nothing brings them back.** To go on, type `{wanted}`.",
-        name="",
+        description=f"**All {whole}, will be deleted, and nothing brings them back.** To go on, "
+        f"type `{wanted}`.",
     )
     typed = pause_flow_run(
         wait_for_input=asked, timeout=int(_PATIENCE.total_seconds()), poll_interval=2

@@ -1,0 +1,148 @@
+"""Cleaning and wiping as a person does it, in a browser."""
+
+import json
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any
+from uuid import UUID
+
+import pytest
+from playwright.sync_api import Page, Request, Response, expect
+
+from blocks import Bucket, Role
+from millrace.storage import Store, StoreSpec, list_objects, open_store
+from tests.flows.browser import field, told
+from tests.flows.conftest import MakeBlock, aws_credentials
+from tests.housekeeping.material import Place
+from tests.prefect_server import PrefectServer, Worker, until
+from tests.servers.rgw import RGW
+from tests.stores import credentials
+
+
+@pytest.fixture
+def store(rgw: RGW, bucket: str) -> Store:
+    spec = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=credentials(rgw.full))
+    return open_store(spec)
+
+
+@pytest.fixture
+def given(rgw: RGW, bucket: str, block: MakeBlock) -> Iterator[str]:
+    """The name of a block, and a block `aggregator`: the deployment has it beside that.
+
+    Made before there is a page: where one is, Prefect's own calls wait for its event loop.
+    """
+    name = rgw.create_bucket(f"bucket-{secrets.token_hex(6)}")
+    pair = aws_credentials(rgw.full, rgw.endpoint)
+    pair.save("aggregator-read", overwrite=True)
+    Bucket(role=Role.AGGREGATOR, url=f"s3://{name}", read_credentials=pair).save(
+        "aggregator", overwrite=True
+    )
+    yield block(bucket, write=rgw.full)["$ref"]["block_document_slug"].partition("/")[2]
+    Bucket.delete("aggregator")
+
+
+def keys_of(store: Store) -> set[str]:
+    return {stat.key for stat in list_objects(store) if not stat.key.startswith("_clean/")}
+
+
+class Started:
+    """The runs that the browser, and nobody else, has created, and what it was answered."""
+
+    def __init__(self, page: Page) -> None:
+        self.posted: list[dict[str, Any]] = []
+        self.runs: list[UUID] = []
+        self.refused: list[str] = []
+        self.answered: list[str] = []
+        page.on("request", self._sent)
+        page.on("response", self._answered)
+
+    def _sent(self, request: Request) -> None:
+        if request.method == "POST" and request.url.endswith("/create_flow_run"):
+            self.posted.append(json.loads(request.post_data or "{}"))
+
+    def _answered(self, answer: Response) -> None:
+        if answer.status >= 400:
+            self.refused.append(told(answer))
+        elif answer.url.endswith("/resume"):
+            self.answered.append(answer.url)
+        elif answer.url.endswith("/create_flow_run"):
+            self.runs.append(UUID(answer.json()["id"]))
+
+
+def open_form(server: PrefectServer, page: Page, name: str) -> Started:
+    """The form of a deployment."""
+    started = Started(page)
+    page.goto(f"{server.url.removesuffix('/api')}/deployments")
+    page.get_by_placeholder("Search deployments").fill(name)
+    page.get_by_text(name, exact=True).first.click()
+    page.get_by_role("button", name="Run", exact=True).click()
+    page.get_by_text("Custom run").click()
+    return started
+
+
+def press(page: Page, button: str, seen: Callable[[], Any], refused: list[str]) -> None:
+    """Press a button; again if the server's SQLite was locked just then, as a person would."""
+    for _ in range(3):
+        refused.clear()
+        page.get_by_role("button", name=button, exact=True).last.click()
+
+        def came() -> bool | None:
+            page.wait_for_timeout(50)  # lets the browser's answers come in
+            return bool(seen() or refused) or None
+
+        until(came, f"what {button} does")
+        if seen():
+            return
+    raise AssertionError(refused)
+
+
+def test_a_dry_run_is_started_from_the_form_and_its_plan_is_seen(
+    deployed: PrefectServer, worker: Worker, store: Store, given: str, page: Page
+) -> None:
+    keys = {Place(store).gradient("run", "w1", window, "0.2.1") for window in range(3)}
+    started = open_form(deployed, page, "clean-bucket")
+    expect(field(page, "dry_run")).to_contain_text("Only show what would be deleted")
+    expect(field(page, "What")).to_contain_text("what an aggregator has merged")
+    field(page, "bucket").get_by_role("textbox").fill(given)
+    field(page, "Older Than").get_by_role("textbox").fill("0h")
+    press(page, "Submit", lambda: started.runs, started.refused)
+
+    assert [posted["parameters"]["dry_run"] for posted in started.posted] == [True]
+    (run,) = started.runs
+    state = deployed.wait(run, "Completed", "Failed").state
+    assert state is not None
+    assert state.name == "Completed", state.message
+    page.goto(f"{deployed.url.removesuffix('/api')}/runs/flow-run/{run}")
+    page.get_by_text("Artifacts", exact=True).click()
+    page.get_by_text("cleaning", exact=True).last.click()
+    expect(page.get_by_text("would delete 3 objects, 24 bytes")).to_be_visible()
+    for key in keys:
+        expect(page.get_by_text(key, exact=True)).to_be_visible()
+    assert keys_of(store) == keys
+
+
+def test_a_bucket_is_wiped_once_its_name_was_typed(
+    deployed: PrefectServer, worker: Worker, store: Store, bucket: str, given: str, page: Page
+) -> None:
+    Place(store).gradient("run", "w1", 1, "0.2.1")
+    started = open_form(deployed, page, "wipe-bucket")
+    field(page, "bucket").get_by_role("button", name="str", exact=True).click()
+    field(page, "bucket").get_by_role("textbox").fill(given)
+    field(page, "dry_run").locator("input[type=checkbox]").locator("..").click()
+    press(page, "Submit", lambda: started.runs, started.refused)
+
+    assert [posted["parameters"]["dry_run"] for posted in started.posted] == [False]
+    (run,) = started.runs
+    deployed.wait(run, "Paused")
+    page.goto(f"{deployed.url.removesuffix('/api')}/runs/flow-run/{run}")
+    page.get_by_role("button", name="Resume").click()
+    expect(
+        page.get_by_text(f"All 1 object of s3://{bucket}, 8 bytes, will be deleted")
+    ).to_be_visible()
+    assert keys_of(store)
+    field(page, "Name").get_by_role("textbox").fill(bucket)
+    before = len(started.answered)
+    press(page, "Submit", lambda: started.answered[before:], started.refused)
+
+    expect(page.get_by_text("Completed", exact=True).first).to_be_visible()
+    assert not list(list_objects(store))
