@@ -1,5 +1,6 @@
 """A stand-in of a bucket with very many gradients: it lists them, and takes what is put."""
 
+import re
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -61,15 +62,20 @@ class _Handler(BaseHTTPRequestHandler):
             left -= len(self.rfile.read(min(left, 1 << 16)))
         self._answer(b"", etag=True)
 
+    def do_DELETE(self) -> None:
+        self._answer(b"")
+
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
         if self.path.endswith(("uploads", "uploads=")):
             name = "InitiateMultipartUploadResult"
             said = f"<{name}><UploadId>u</UploadId></{name}>"
         elif "uploadId=" in self.path:
             said = '<CompleteMultipartUploadResult><ETag>"e"</ETag></CompleteMultipartUploadResult>'
         else:
-            said = "<DeleteResult></DeleteResult>"
+            keys = re.findall(r"<Key>(.*?)</Key>", body)
+            gone = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
+            said = f"<DeleteResult>{gone}</DeleteResult>"
         self._answer(said.encode())
 
     def _answer(self, body: bytes, *, etag: bool = False) -> None:

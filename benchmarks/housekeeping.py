@@ -49,7 +49,7 @@ MILLION = 1_000_000
 
 def main() -> int:
     asked = options("housekeeping", "Clean a bucket.")
-    objects, repeats = (2_000, 1) if asked.quick else (20_000, 5)
+    objects, repeats = (2_000, 1) if asked.quick else (20_000, 3)
     results = Results("housekeeping")
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         with RGW.start(Path(folder) / "rgw", capacity=CAPACITY) as rgw:

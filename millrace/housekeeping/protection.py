@@ -89,18 +89,13 @@ class Guard:
 
     def live(self, scope: str) -> str:
         """Who works on a run, a job or a dataset, in a sentence; empty if nobody does."""
-        parts = [part for part in scope.split("/") if part]
-        for depth in range(1, len(parts) + 1):
-            if said := self._live_at("/".join(parts[:depth])):
-                return said
-        return ""
-
-    def _live_at(self, scope: str) -> str:
         now = time.monotonic()
-        looked, said = self._live.get(scope, (-_HELD_FOR, ""))
-        if now - looked >= _HELD_FOR:
-            said = next(self._holders(scope), "")
-            self._live[scope] = now, said
+        until, said = self._live.get(scope, (now, ""))
+        if until <= now:
+            parts = scope.split("/")
+            above = ("/".join(parts[: depth + 1]) for depth in range(len(parts)) if parts[depth])
+            said = next((who for one in above for who in self._holders(one)), "")
+            self._live[scope] = now + _HELD_FOR, said
         return said
 
     def _holders(self, scope: str) -> Iterator[str]:
