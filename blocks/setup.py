@@ -10,15 +10,17 @@ from datetime import timedelta
 from enum import StrEnum
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
+from uuid import UUID
 
 import click
 import httpx
 from prefect import get_client
 from prefect.blocks.core import Block
+from prefect.blocks.webhook import Webhook
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, WorkPoolCreate
 from prefect.client.schemas.objects import StateType
-from prefect.events import AutomationCore, ChangeFlowRunState, EventTrigger
+from prefect.events import AutomationCore, CallWebhook, ChangeFlowRunState, EventTrigger
 from prefect.events.schemas.automations import Posture
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
@@ -30,6 +32,7 @@ from blocks.bucket import Bucket, Role
 from blocks.environment import BucketSettings, buckets_of
 from blocks.hugging_face import HuggingFaceCredentials
 from blocks.limits import POOL, TAG, UPLOADS
+from blocks.rules import CleaningRules
 from blocks.vast import VastCredentials
 from millrace import errors
 from millrace.storage import Right
@@ -37,6 +40,12 @@ from millrace.storage import Right
 _SLOTS = 32
 _HEARTBEAT = timedelta(seconds=30)
 _ZOMBIES = "millrace-zombies"
+_NOTICES = "millrace-notices"
+_NOTIFY = "MILLRACE_NOTIFY_URL"
+_HOUSEKEEPING = (
+    "abort-uploads", "audit-access", "clean-bucket", "clean-versions", "delete-gathers",
+    "verify-checkpoints", "verify-datasets", "wipe-bucket",
+)  # fmt: skip
 
 B = TypeVar("B", bound=Block)
 
@@ -90,7 +99,8 @@ def setup(
     as the role. R2_ENDPOINT is another S3 endpoint than R2's own. R2_DATASET_BUCKET_LIST names
     further buckets with the same datasets: a JSON list of URLs, or of {"account_id", "name",
     "credentials": {"read": {"access_key_id", "secret_access_key"}}}, or a file with one.
-    VAST_API_KEY and HF_TOKEN make blocks if they are set.
+    VAST_API_KEY and HF_TOKEN make blocks if they are set. MILLRACE_NOTIFY_URL is told, by an
+    automation, when an audit or a cleaning fails: a webhook of Slack's kind.
     """
     chosen = [] if without_buckets else [Role(role) for role in roles] or list(Role)
     allowed = [Right(right) for right in rights] or list(Right)
@@ -155,7 +165,9 @@ def _set_up(
     dry_run: bool,
 ) -> Iterator[tuple[str, Outcome]]:
     if not dry_run:
-        for kind in (AwsCredentials, Bucket, VastCredentials, HuggingFaceCredentials):
+        for kind in (
+            AwsCredentials, Bucket, CleaningRules, HuggingFaceCredentials, VastCredentials,
+        ):  # fmt: skip
             kind.register_type_and_schema()
     for bucket in buckets:
         yield from _bucket(bucket, dry_run=dry_run)
@@ -166,7 +178,14 @@ def _set_up(
         )
     yield f"limit {UPLOADS}", _limit(client, uploads, dry_run=dry_run)
     yield f"work pool {POOL}", _pool(client, dry_run=dry_run)
-    yield f"automation {_ZOMBIES}", _automation(client, dry_run=dry_run)
+    yield f"automation {_ZOMBIES}", _automation(client, zombies(), dry_run=dry_run)
+    if url := os.environ.get(_NOTIFY):
+        block, outcome = _save(Webhook(url=SecretStr(url)), _NOTICES, dry_run=dry_run)
+        yield f"block webhook/{_NOTICES}", outcome
+        saved = block._block_document_id  # noqa: SLF001 - None where a dry run has not saved it
+        if saved is not None:
+            outcome = _automation(client, notices(saved), dry_run=dry_run)
+        yield f"automation {_NOTICES}", outcome
 
 
 def _bucket(wanted: BucketSettings, *, dry_run: bool) -> Iterator[tuple[str, Outcome]]:
@@ -268,9 +287,42 @@ def zombies() -> AutomationCore:
     )
 
 
-def _automation(client: SyncPrefectClient, *, dry_run: bool) -> Outcome:
-    wanted = zombies()
-    there = client.read_automations_by_name(_ZOMBIES)
+def notices(webhook: UUID) -> AutomationCore:
+    """An automation that says where people read it that housekeeping has failed.
+
+    An audit fails if a credential can do what it must not, or cannot what it must; a cleaning if
+    an object could not be deleted.
+
+    Args:
+        webhook: The id of the block of the URL that is told.
+    """
+    return AutomationCore(
+        name=_NOTICES,
+        description="Tells a webhook when an audit, a cleaning or a verification has failed.",
+        trigger=EventTrigger(
+            expect={"prefect.flow-run.Failed", "prefect.flow-run.Crashed"},
+            match={"prefect.resource.id": ["prefect.flow-run.*"]},  # pyright: ignore[reportArgumentType]
+            match_related={  # pyright: ignore[reportArgumentType]
+                "prefect.resource.role": "flow",
+                "prefect.resource.name": list(_HOUSEKEEPING),
+            },
+            posture=Posture.Reactive,
+            threshold=1,
+            within=timedelta(0),
+        ),
+        actions=[  # pyright: ignore[reportArgumentType]
+            CallWebhook(
+                block_document_id=webhook,
+                # Slack, Mattermost and Discord (at its URL with /slack) read `text`.
+                payload='{"text": {{ ("Millrace: " ~ flow.name ~ " (" ~ flow_run.name ~ ") has '
+                'failed. " ~ flow_run.state.message ~ " " ~ (flow_run | ui_url)) | tojson }}}',
+            )
+        ],
+    )
+
+
+def _automation(client: SyncPrefectClient, wanted: AutomationCore, *, dry_run: bool) -> Outcome:
+    there = client.read_automations_by_name(wanted.name)
     fields: Callable[[AutomationCore], Any] = lambda a: a.model_dump(  # noqa: E731
         mode="json", include={"name", "description", "enabled", "trigger", "actions"}
     )

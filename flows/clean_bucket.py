@@ -2,7 +2,7 @@
 
 from prefect import flow
 
-from blocks import Bucket
+from blocks import Bucket, CleaningRules
 from millrace.housekeeping import Check, Cleaned, CleaningPlan, CleanupBucket, Rule
 from tasks.cleaning import clean_by
 
@@ -10,7 +10,7 @@ from tasks.cleaning import clean_by
 @flow(name="clean-bucket")
 def clean_bucket(
     bucket: Bucket | str,
-    rules: list[Rule] = list(CleanupBucket().rules()),  # noqa: B006, B008 - Prefect draws it
+    rules: list[Rule] | CleaningRules = list(CleanupBucket().rules()),  # noqa: B006, B008 - it is drawn
     dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
     beside: list[Bucket | str] = [],  # noqa: B006 - Prefect draws it
     pinned: list[str] = [],  # noqa: B006
@@ -23,7 +23,8 @@ def clean_bucket(
 
     Args:
         bucket: A Millrace Bucket block with write credentials, its name, or the URL of a folder.
-        rules: What may go. An object goes by the first rule that all of is true of it.
+        rules: What may go, or a Millrace Cleaning Rules block. An object goes by the first rule
+            that all of is true of it.
         dry_run: Only show what would be deleted.
         beside: Other buckets of the same runs, such as the aggregator's: leases there protect
             what is here.
@@ -32,6 +33,8 @@ def clean_bucket(
         check: How the newest checkpoint is verified, without which none before it goes: `digests`
             reads all of it, `sizes` takes a request a file.
     """
+    if isinstance(rules, CleaningRules):
+        rules, pinned = rules.rules, [*rules.pinned, *pinned]
     return clean_by(
         bucket, rules, beside=beside, pinned=pinned, dry_run=dry_run, plan=plan, check=check
     )

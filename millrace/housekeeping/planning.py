@@ -144,6 +144,8 @@ class Judge:
         )  # fmt: skip
         for step in taken.keys() & plan.kept.keys():
             tally.kept[f"{job}: {plan.kept[step]}"] += 1
+        if set(plan.removed) - taken.keys():
+            return []  # one has come since they were listed, that no rule was held against
         metadata = {keys.metadata(step): taken[step] for step in plan.removed}
         shared = min(metadata.values(), default=None)  # a file may be of several steps
         found = (
@@ -304,8 +306,9 @@ class Judge:
 
 
 def describe(rule: Rule) -> str:
-    """A rule in a few words: ``gradients, older than 2 days, of version !=0.2.11``."""
-    words = [" and ".join(rule.what), f"older than {rule.older_than}"]
+    """A rule in a few words: ``gradients, older than 48 h, of version !=0.2.11``."""
+    hours = rule.older_than / timedelta(hours=1)
+    words = [" and ".join(rule.what), f"older than {hours:g} h" if hours else "of any age"]
     for text, value in (
         ("of version {}", rule.version),
         ("of {}", rule.name),

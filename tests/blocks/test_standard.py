@@ -10,7 +10,7 @@ from PIL import Image
 from prefect.blocks.core import Block
 from prefect.testing.standard_test_suites import BlockStandardTestSuite
 
-from blocks import Bucket, HuggingFaceCredentials, VastCredentials
+from blocks import Bucket, CleaningRules, HuggingFaceCredentials, VastCredentials
 
 
 class _Logo(BaseHTTPRequestHandler):
@@ -33,7 +33,10 @@ def logo() -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.mark.parametrize("block", [Bucket, VastCredentials, HuggingFaceCredentials])
+KINDS = [Bucket, CleaningRules, VastCredentials, HuggingFaceCredentials]
+
+
+@pytest.mark.parametrize("block", KINDS)
 class TestStandard(BlockStandardTestSuite):
     @pytest.fixture
     def block(self, request: pytest.FixtureRequest) -> type[Block]:
@@ -48,8 +51,12 @@ class TestStandard(BlockStandardTestSuite):
 
 
 def test_slugs_never_change() -> None:
-    slugs = [kind._block_type_slug for kind in (Bucket, VastCredentials, HuggingFaceCredentials)]
-    assert slugs == ["millrace-bucket", "vast-credentials", "hugging-face-credentials"]
+    assert [kind._block_type_slug for kind in KINDS] == [
+        "millrace-bucket",
+        "millrace-cleaning-rules",
+        "vast-credentials",
+        "hugging-face-credentials",
+    ]
 
 
 def test_only_these_fields_are_required_for_ever() -> None:

@@ -21,7 +21,7 @@ from millrace.keys import ChainKeys
 from millrace.storage import list_objects, open_store
 from tests.housekeeping.judge import Judge, Thing, now
 from tests.housekeeping.material import Place
-from tests.soak.cleaning import clean
+from tests.soak.cleaning import clean, list_by_boto3
 from tests.soak.cleaning import fill as fill_bucket
 from tests.stores import spec_of
 
@@ -186,29 +186,10 @@ def test_a_plan_is_what_an_oracle_says_and_the_run_deletes_just_that(tmp_path, s
     assert keys_of(place) == {thing.key for thing in things} - expected.keys()
 
 
-def bucket_lister(rgw, bucket: str, prefix: str):
-    """All objects of a bucket's prefix, by boto3."""
-    client = rgw.client(rgw.full)
-
-    def read(key: str) -> bytes:
-        return client.get_object(Bucket=bucket, Key=prefix + key)["Body"].read()
-
-    def look() -> list[Thing]:
-        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
-        return [
-            Thing(key, stat["Size"], stat["LastModified"], lambda key=key: read(key))
-            for page in pages
-            for stat in page.get("Contents", [])
-            for key in [stat["Key"].removeprefix(prefix)]
-        ]
-
-    return look
-
-
 def test_a_bucket_of_all_roles_is_cleaned_and_goes_on_after_a_kill(rgw, bucket, request):
     spec = spec_of("rgw", request)
     fill_bucket(lambda: open_store(spec), 2500, seed=1)
-    came = clean(spec, bucket_lister(rgw, bucket, "below/here/"), kills=1, seed=1)
+    came = clean(spec, list_by_boto3(rgw.client(rgw.full), bucket, "below/here/"), kills=1, seed=1)
     assert came.objects > 2000
     assert 1000 < came.planned < came.objects
     assert came.killed == 1

@@ -11,12 +11,13 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-from millrace.storage import StoreSpec
+from millrace.storage import StoreSpec, open_store
 from tests.servers.faults import Fault
 from tests.servers.r2 import R2Proxy
 from tests.servers.rgw import RGW
 from tests.soak import races, report, windows
 from tests.soak.case import Case, References
+from tests.soak.cleaning import clean, fill, list_by_boto3
 from tests.soak.faults import bad_weather, outlast, r2_place, rgw_place, run_faults
 from tests.soak.kills import Kills
 from tests.soak.material import make_all
@@ -29,6 +30,7 @@ from tests.soak.together import Wakes, meet, share, take_over
 CASES = 6  # with faults
 OUTLASTS = 45.0  # seconds, more than a client waits for a byte
 SAVES = 60  # that are killed
+KILLED = 5  # processes that clean
 AT_LEAST = 20  # times that each kind of fault shall fire
 
 
@@ -39,7 +41,12 @@ def main() -> int:
     parser.add_argument("--windows", type=int, default=90, help="runs of gradients")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fuzz", type=int, default=100_000, help="gradients that are made up")
-    parser.add_argument("--only", choices=["kills", "faults", "races", "windows", "fuzz", "swarm"])
+    parser.add_argument(
+        "--objects", type=int, default=100_000, help="of the bucket that is cleaned"
+    )
+    parser.add_argument(
+        "--only", choices=["kills", "faults", "races", "windows", "fuzz", "cleaning", "swarm"]
+    )
     options = parser.parse_args()
     began = time.monotonic()
     good: list[bool] = []
@@ -56,6 +63,10 @@ def main() -> int:
         summary.append(said)
     if options.only in {None, "fuzz"}:
         right, said = _fuzz(options)
+        good.append(right)
+        summary.append(said)
+    if options.only in {None, "cleaning"}:
+        right, said = _cleaning(options)
         good.append(right)
         summary.append(said)
     if options.only in {None, "swarm"}:
@@ -97,6 +108,22 @@ def _fuzz(options: argparse.Namespace) -> tuple[bool, str]:
         print(done.stdout.decode(errors="replace"))
     ended = "all refused or right" if not done.returncode else "wrong 1"
     return not done.returncode, f"gradients made up {options.fuzz}, {ended}"
+
+
+def _cleaning(options: argparse.Namespace) -> tuple[bool, str]:
+    """A bucket of all roles, cleaned by processes that are killed."""
+    with (
+        tempfile.TemporaryDirectory(prefix="soak-") as folder,
+        RGW.start(Path(folder) / "rgw") as rgw,
+    ):
+        spec = StoreSpec.model_validate(rgw_place(rgw, "cleaning").spec("below"))
+        fill(lambda: open_store(spec), options.objects, options.seed)
+        look = list_by_boto3(rgw.client(rgw.full), "cleaning", "below/")
+        came = clean(spec, look, kills=KILLED, seed=options.seed)
+    said = f"objects {came.objects}, planned {came.planned}, cleaning killed {came.killed}"
+    return not came.wrong and came.killed > 0, (
+        f"{said}, differing {came.differing}, lost {came.lost}, left {came.left}"
+    )
 
 
 @contextmanager

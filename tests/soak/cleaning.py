@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from millrace.housekeeping import CleanSettings, Rule, What, execute, make_plan
@@ -96,6 +97,24 @@ def fill(store_of: Callable[[], Any], objects: int, seed: int) -> None:
         place.settle()
 
 
+def list_by_boto3(client: Any, bucket: str, prefix: str) -> Callable[[], list[Thing]]:
+    """What lists all objects of a bucket's prefix, without Millrace."""
+
+    def read(key: str) -> bytes:
+        return client.get_object(Bucket=bucket, Key=prefix + key)["Body"].read()
+
+    def look() -> list[Thing]:
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+        return [
+            Thing(key, stat["Size"], stat["LastModified"], partial(read, key))
+            for page in pages
+            for stat in page.get("Contents", [])
+            for key in [stat["Key"].removeprefix(prefix)]
+        ]
+
+    return look
+
+
 def clean(spec: StoreSpec, list_all: Callable[[], list[Thing]], *, kills: int, seed: int) -> Came:
     """Plan, hold the plan against the oracle, execute it with kills, and look what is left.
 
@@ -119,8 +138,7 @@ def clean(spec: StoreSpec, list_all: Callable[[], list[Thing]], *, kills: int, s
     killed = 0
     for _ in range(kills):
         before = _left(spec, found)
-        dead = _killed(config, plan.name, dice.randrange(1, 4))
-        dead = _killed(config, plan.name, dice.randrange(1, 4))
+        dead = _killed(config, plan.name, dice.randrange(1, 4 if kills == 1 else 12))
         killed += dead and 0 < _left(spec, found) < before
     execute(config, plan.name)
     after = {thing.key for thing in list_all() if not thing.key.startswith("_clean/")}

@@ -1,0 +1,46 @@
+"""What may be deleted, kept on the server under a name."""
+
+from typing import Any, ClassVar
+
+from prefect.blocks.core import Block
+from pydantic import Field
+
+from millrace.housekeeping import Rule
+
+
+class CleaningRules(Block):
+    """What may be deleted from a bucket, and what never goes.
+
+    Example:
+        Clean by them:
+        ```python
+        from blocks import CleaningRules
+        from flows.clean_bucket import clean_bucket
+
+        clean_bucket("gradients", CleaningRules.load("BLOCK_NAME"))
+        ```
+    """
+
+    _block_type_name = "Millrace Cleaning Rules"
+    _block_type_slug = "millrace-cleaning-rules"
+    _logo_url: ClassVar[Any] = (
+        "https://cdn.sanity.io/images/3ugk85nk/production/"
+        "d74b16fe84ce626345adf235a47008fea2869a60-225x225.png"
+    )
+    _documentation_url: ClassVar[Any] = (
+        "https://packaging.python.org/specifications/version-specifiers/"
+    )
+    _description = "What may be deleted from a bucket, and what never goes."
+    _code_example = """
+from blocks import CleaningRules
+from flows.clean_bucket import clean_bucket
+
+clean_bucket("gradients", CleaningRules.load("BLOCK_NAME"))
+"""
+
+    rules: list[Rule] = Field(
+        description="What may go. An object goes by the first rule that all of is true of it."
+    )
+    pinned: list[str] = Field(
+        default_factory=list, description="Keys, and prefixes that end in `/`, that never go."
+    )
