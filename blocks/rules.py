@@ -17,7 +17,8 @@ class CleaningRules(Block):
         from blocks import CleaningRules
         from flows.clean_bucket import clean_bucket
 
-        clean_bucket("gradients", CleaningRules.load("BLOCK_NAME"))
+        rules = CleaningRules.load("BLOCK_NAME")
+        clean_bucket("gradients", rules)
         ```
     """
 
@@ -35,7 +36,8 @@ class CleaningRules(Block):
 from blocks import CleaningRules
 from flows.clean_bucket import clean_bucket
 
-clean_bucket("gradients", CleaningRules.load("BLOCK_NAME"))
+rules = CleaningRules.load("BLOCK_NAME")
+clean_bucket("gradients", rules)
 """
 
     rules: list[Rule] = Field(

@@ -39,7 +39,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def webhook(deployed: PrefectServer) -> Iterator[Told]:
+def webhook(deployed: PrefectServer, prefect_api: PrefectServer) -> Iterator[Told]:
     server = Told()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
