@@ -399,7 +399,7 @@ def clean_run(settings: Path, *, name: str | None) -> int:
         click.echo(f"Plan {plan.name}: {plan.objects} objects, {_size(plan.size)}.")
         progress.of(plan.objects)
         done = execute(config, plan.name, progress=progress)
-    _show_cleaning(plan.header.rules, done.objects, done.size, done.skipped)
+    _show_cleaning(plan.header.rules, done.objects, done.size, {})
     return _show_cleaned(done)
 
 
@@ -638,6 +638,8 @@ def _show_cleaned(done: "Cleaned") -> int:
         click.echo(f"and {len(done.failures) - 20} more", err=True)
     if done.given_up:
         click.echo("So many could not be deleted that the rest was not tried.", err=True)
+    for why, count in sorted(done.skipped.items()):
+        click.echo(f"{count} stay: {why}")
     gone = f"; {done.gone} were gone already" if done.gone else ""
     click.echo(
         f"Deleted {done.deleted} objects, {_size(done.freed)}, in {done.seconds:.1f} s{gone}; "

@@ -485,8 +485,9 @@ _OF_DATASET = re.compile(
     r"|quarantine/[a-z]+-\d{5,}-\d{6,}\.jsonl|shards/[a-z]+-\d{5,}-\d{6,}\.[a-z]+)"
 )
 _PASSING = re.compile(
-    rf"(?:(?P<scope>{_PARTS})/)?(?:_(?:audit|probe)-[0-9a-f]+[^/]*|lease/clock/[^/]+)"
-    rf"|{CLEANING}/[^/]+/[^/]+"
+    rf"(?:(?P<scope>{_PARTS})/)?(?:_audit-[0-9a-f]{{16}}-[a-z]+|_probe-[0-9a-f]{{16}}(?:\.bin)?"
+    rf"|lease/clock/[0-9a-f]{{16}})|{CLEANING}/(?:lease/clock/[0-9a-f]{{16}}"
+    r"|\d{8}T\d{6}-[0-9a-f]{8}/(?:plan\.jsonl|outcome\.json))"
 )
 
 
@@ -511,14 +512,15 @@ def named(key: str) -> Named | None:
     leaf = key.rpartition("/")[2]
     if leaf.startswith(("gradient-", "start_window-")):
         return _of_worker(key)
-    if match := _OF_CHAIN.fullmatch(key):
+    match = _OF_CHAIN.fullmatch(key)
+    if match and _can_be(CheckpointKeys, ChainKeys(match["scope"], match["version"]).job):
         kind, number = (
             (Kind.UPDATE, match["step"]) if match["step"] else (Kind.LINK, match["window"])
         )
         return Named(kind, match["scope"], match["version"], int(number))
     for kind, pattern in _KINDS:
         match = pattern.fullmatch(key)
-        if match is None or (kind is Kind.DATASET and not _can_be_dataset(match["scope"])):
+        if match is None or (kind in _CHECKED and not _can_be(_CHECKED[kind], match["scope"])):
             continue
         number = int(match["number"]) if kind is Kind.CHECKPOINT else -1
         return Named(kind, match["scope"] or "", number=number)
@@ -535,10 +537,16 @@ def _of_worker(key: str) -> Named | None:
     return Named(kind, match["scope"], match["version"], int(match["number"]))
 
 
+_CHECKED: dict[Kind, type[DatasetKeys] | type[CheckpointKeys]] = {
+    Kind.CHECKPOINT: CheckpointKeys,
+    Kind.DATASET: DatasetKeys,
+}
+
+
 @lru_cache(maxsize=1024)
-def _can_be_dataset(name: str) -> bool:
+def _can_be(keys: type[DatasetKeys] | type[CheckpointKeys], name: str) -> bool:
     try:
-        DatasetKeys(name)
+        keys(name)
     except ConfigurationError:
         return False
     return True

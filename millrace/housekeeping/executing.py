@@ -125,6 +125,11 @@ def execute(settings: CleanSettings, plan: str, *, progress: Progress = silent) 
                 f"{plan} is a plan of wiping all of {store.url}: that asks for its name."
             )
         beside = [open_store(spec, make_folder=False) for spec in settings.beside]
+        if missing := set(header.beside) - {one.url for one in beside}:
+            raise errors.ConfigurationError(
+                f"{plan} was made with {', '.join(sorted(missing))} beside {store.url}: name it, "
+                "as leases there protect what is here."
+            )
         clock = clock_of(store)
         pinned = (*header.pinned, *settings.pinned)
         guard = Guard([store, *beside], pinned, Check.SIZES, clock)
@@ -238,32 +243,40 @@ class _Still:
     def __init__(self, judge: Judge, beside: list[Store]) -> None:
         self._judge, self._beside = judge, beside
         self._looked = False
-        self._going: dict[tuple[str, int], set[str]] = {}
+        self._unit: _Unit | None = None
+        self._stays: Callable[[str], str] = lambda _: ""
 
     def __call__(self, entry: Entry) -> str:
-        key = entry.stat.key
-        what = named(key)
-        guard = self._judge.guard
-        if what is None or what.kind not in _WHOLE:
-            return guard.why(key, what)
-        if what.kind is Kind.DATASET:
-            pinned = guard.pins_below(f"{what.scope}/")
-            return "it is pinned" if pinned else guard.live(what.scope)
-        going = self._going.get((what.scope, entry.phase))
-        if going is None:
+        what = named(entry.stat.key)
+        unit = _unit(entry)
+        if unit is None or what is None:
+            return self._judge.guard.why(entry.stat.key, what)
+        if unit != self._unit:
             # Looked at anew before each phase: a checkpoint may have come that names its files.
-            going = self._unneeded(what.scope) if entry.phase else self._metadata(what.scope)
-            self._going = {(what.scope, entry.phase): going}
-        return "" if key in going else "somebody needs it by now"
+            self._unit = unit
+            of = self._of_job if what.kind is Kind.CHECKPOINT else self._of_dataset
+            self._stays = of(what.scope, entry.phase)
+        if what.kind is Kind.DATASET and (why := self._judge.guard.live(what.scope)):
+            return why
+        return self._stays(entry.stat.key)
 
-    def _metadata(self, job: str) -> set[str]:
+    def _of_job(self, job: str, phase: int) -> Callable[[str], str]:
         if not self._looked:
             self._judge.look_around(self._beside)
             self._looked = True
-        return {one.key for one, _ in self._judge.removals(job, Tally())}
+        going = self._judge.unneeded(job) if phase else self._judge.removed(job)
+        there = self._judge.keys_of(job)
+        # What is not there any more went when this plan was executed before.
+        return lambda key: "somebody needs it by now" if key in there - going else ""
 
-    def _unneeded(self, job: str) -> set[str]:
-        return {stat.key for stat in self._judge.unneeded(job)}
+    def _of_dataset(self, dataset: str, phase: int) -> Callable[[str], str]:
+        if self._judge.guard.pins_below(f"{dataset}/"):
+            return lambda _: "it is pinned"
+        if phase:
+            changed = self._judge.changed(dataset)
+            return lambda _: changed
+        names = self._judge.named_in(dataset)
+        return lambda key: "its dataset names it by now" if key in names else ""
 
 
 def _unit(entry: Entry) -> _Unit | None:

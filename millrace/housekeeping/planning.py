@@ -1,15 +1,15 @@
 """Make a plan of cleaning: what the rules take, but for what something stronger protects."""
 
 import secrets
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 from millrace import errors
 from millrace.checkpoints import Check, Retention, plan_retention
 from millrace.checkpoints.retention import Removal
 from millrace.housekeeping.plans import CleaningPlan, Entry, PlanHeader, Tally, write_plan
-from millrace.housekeeping.protection import Guard, Survey, clock_of, steps_of
+from millrace.housekeeping.protection import Guard, Survey, clock_of, steps_of, youngest_of
 from millrace.housekeeping.rules import OBJECTS, CleanSettings, Rule, What, in_versions, taking
 from millrace.keys import (
     CheckpointKeys,
@@ -27,6 +27,7 @@ from millrace.records import fetch
 from millrace.storage import Stat, Store, list_objects, open_store
 
 _TOLD_EVERY = 10_000
+_RESOLUTION = timedelta(seconds=2)  # of the store's clock, as we read it
 _ANY_AGE = datetime.max.replace(tzinfo=UTC)  # of files that no checkpoint names: the rules judge it
 
 
@@ -52,8 +53,8 @@ def make_plan(settings: CleanSettings, *, progress: Progress = silent) -> Cleani
     judge.look_around(beside)
     tally = Tally()
     header = PlanHeader(
-        store=store.url, made=now, rules=settings.whole, pinned=settings.pinned,
-        check=settings.check,
+        store=store.url, made=now, beside=tuple(one.url for one in beside),
+        rules=settings.whole, pinned=settings.pinned, check=settings.check,
     )  # fmt: skip
     return write_plan(store, new_name(now), header, judge.entries(tally, progress), tally)
 
@@ -118,7 +119,8 @@ class Judge:
     def removals(self, job: str, tally: Tally) -> list[tuple[Removal, int]]:
         """What goes of a job's checkpoints, in order, and the place of the rule that takes it."""
         keys = CheckpointKeys(job)
-        steps = steps_of(list_objects(self.store, keys.prefix), job)
+        stats = list(list_objects(self.store, keys.prefix))
+        steps, youngest = steps_of(stats, job), youngest_of(stats)
         taken: dict[int, int] = {}
         needed: dict[int, str] = {}
         for rank, (step, stat) in enumerate(steps.items()):
@@ -151,7 +153,7 @@ class Judge:
         found = (
             (
                 one,
-                self._taking_one(What.PARTS, one.stat, job)
+                self._taking_one(What.PARTS, _as_old_as(one.stat, youngest), job)
                 if one.orphan
                 else metadata.get(one.key, shared),
             )
@@ -160,16 +162,43 @@ class Judge:
         )
         return [(one, place) for one, place in found if place is not None]
 
-    def unneeded(self, job: str) -> list[Stat]:
+    def removed(self, job: str) -> set[str]:
+        """The metadata and the files of a job that go by now."""
+        return {one.key for one, _ in self.removals(job, Tally())}
+
+    def keys_of(self, job: str) -> set[str]:
+        """All that there is of a job's checkpoints."""
+        return {stat.key for stat in list_objects(self.store, CheckpointKeys(job).prefix)}
+
+    def unneeded(self, job: str) -> set[str]:
         """The files of a job that no checkpoint names, unless somebody works on it."""
         if self.guard.live(job):
-            return []
-        steps = steps_of(list_objects(self.store, CheckpointKeys(job).prefix), job)
+            return set()
+        stats = list(list_objects(self.store, CheckpointKeys(job).prefix))
+        steps, youngest = steps_of(stats, job), youngest_of(stats)
         plan = plan_retention(
             self.store, job, Retention(last=1, grace=timedelta(0)),
             check=Check.SIZES, also=dict.fromkeys(steps, "it is there"), now=_ANY_AGE,
         )  # fmt: skip
-        return [one.stat for one in plan.removals if one.orphan and not self.guard.pins(one.key)]
+        found = (one.stat for one in plan.removals if one.orphan and not self.guard.pins(one.key))
+        return {stat.key for stat in found if not self.is_new(_as_old_as(stat, youngest))}
+
+    def is_new(self, stat: Stat) -> bool:
+        """Whether an object was written after `now`: when it is executed, that of the plan."""
+        return stat.last_modified > self.now + _RESOLUTION
+
+    def changed(self, dataset: str) -> str:
+        """Why a dataset of a plan stays by now: somebody has gone on with it."""
+        new = any(self.is_new(stat) for _, stat in self._objects(DatasetKeys(dataset)))
+        return "somebody has gone on with it since the plan was made" if new else ""
+
+    def named_in(self, dataset: str) -> set[str]:
+        """What the records of a dataset name by now."""
+        keys = DatasetKeys(dataset)
+        try:
+            return named_by(self.store, keys, fetch(self.store, keys.plan, Plan))
+        except errors.NotFoundError:
+            return set()  # nothing is named any more
 
     def _taking_one(self, what: What, stat: Stat, name: str) -> int | None:
         """The place of the first rule that takes an object of a job's or a dataset's."""
@@ -280,7 +309,8 @@ class Judge:
                 (keys.commits,),  # then a run that goes on makes each shard again
                 (keys.shards, keys.quarantined, keys.listings, leases(keys.dataset)),
                 (keys.plan,),
-            )
+            ),
+            start=1,
         ):
             for prefix in prefixes:
                 for stat in list_objects(self.store, prefix):
@@ -303,6 +333,13 @@ class Judge:
                     tally.kept[why] += 1
                 else:
                     yield Entry(stat, place)
+
+
+def _as_old_as(stat: Stat, youngest: Mapping[int, datetime]) -> Stat:
+    """A file of a step, as old as the youngest of that step: somebody may be saving it again."""
+    what = named(stat.key)
+    when = youngest.get(what.number, stat.last_modified) if what else stat.last_modified
+    return replace(stat, last_modified=when)
 
 
 def describe(rule: Rule) -> str:

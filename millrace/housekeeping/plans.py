@@ -33,6 +33,7 @@ class PlanHeader(BaseModel):
         version: Of the format.
         store: The URL of the store that it is of.
         made: When, by the store's clock.
+        beside: URLs of the places whose leases protected what is in the store.
         rules: By which; empty where all goes.
         pinned: What stays, whatever the rules say.
         check: How checkpoints were verified.
@@ -43,6 +44,7 @@ class PlanHeader(BaseModel):
     version: Literal[1] = 1
     store: str
     made: datetime
+    beside: tuple[str, ...] = ()
     rules: tuple[Rule, ...]
     pinned: tuple[str, ...]
     check: Check

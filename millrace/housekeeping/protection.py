@@ -4,6 +4,7 @@ import heapq
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from millrace import errors
 from millrace.checkpoints.find import Check, survey, verify
@@ -18,12 +19,19 @@ _HELD_FOR = 5.0  # seconds that what leases say is relied on
 _POSITION = "window"  # of a checkpoint of an aggregator's: the window that its weights are after
 
 
-def clock_of(store: Store) -> StoreClock:
-    """The store's clock; this machine's where we may not write."""
+def clock_of(store: Store, other: StoreClock | None = None) -> StoreClock:
+    """The store's clock.
+
+    Args:
+        store: Which.
+        other: Where we may not write, the earlier of this one and this machine's is taken: by one
+            that is fast, a lease that is held would seem to have ended.
+    """
     try:
         return StoreClock.read(store, CLEANING, Holder.this_process())
     except errors.DeniedError:
-        return StoreClock.own()
+        own = StoreClock.own()
+        return min(own, other or own, key=StoreClock.now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +52,7 @@ class Guard:
 
     Args:
         stores: Where the objects are, and what is beside it.
-        pinned: Keys, and prefixes that end in ``/``.
+        pinned: Keys and folders: what is below one stays too.
         check: How a checkpoint is verified.
         clock: Of the first store.
     """
@@ -53,9 +61,10 @@ class Guard:
         self, stores: Sequence[Store], pinned: Sequence[str], check: Check, clock: StoreClock
     ) -> None:
         self._store = stores[0]
-        self._stores = [(stores[0], clock), *((store, clock_of(store)) for store in stores[1:])]
-        self._keys = frozenset(key for key in pinned if not key.endswith("/"))
-        self._folders = tuple(key for key in pinned if key.endswith("/"))
+        beside = ((store, clock_of(store, clock)) for store in stores[1:])
+        self._stores = [(stores[0], clock), *beside]
+        self._keys = frozenset(pinned)
+        self._folders = tuple(key.rstrip("/") + "/" for key in pinned)
         self._check = check
         self._census: dict[tuple[int, str], Census] = {}
         self._live: dict[str, tuple[float, str]] = {}
@@ -207,3 +216,13 @@ def steps_of(stats: Iterable[Stat], job: str) -> dict[int, Stat]:
         if what is not None and stat.key == keys.metadata(what.number):
             steps[what.number] = stat
     return dict(sorted(steps.items(), reverse=True))
+
+
+def youngest_of(stats: Iterable[Stat]) -> dict[int, datetime]:
+    """When the youngest object of each step of a job was written."""
+    found: dict[int, datetime] = {}
+    for stat in stats:
+        what = named(stat.key)
+        if what is not None and what.number >= 0:
+            found[what.number] = max(stat.last_modified, found.get(what.number, stat.last_modified))
+    return found

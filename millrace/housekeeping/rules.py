@@ -18,11 +18,17 @@ from millrace.storage import StoreSpec
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?) ?(m|h|d|w)")
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+_VERSION = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._+-]*[A-Za-z0-9])?")
 _CLAUSE = re.compile(r"(===|==|!=|<=|>=|~=|<|>)\s*(\S+)")
 
 
 def _age(value: Any) -> Any:
-    return age_of(value) if isinstance(value, str) and _AGE.fullmatch(value.strip()) else value
+    if not (isinstance(value, str) and _AGE.fullmatch(value.strip())):
+        return value
+    try:
+        return age_of(value)
+    except ConfigurationError as error:
+        raise ValueError(str(error)) from None
 
 
 def age_of(text: str) -> timedelta:
@@ -34,11 +40,18 @@ def age_of(text: str) -> timedelta:
     match = _AGE.fullmatch(text.strip())
     if match is None:
         raise ConfigurationError(f"{text!r} is no time: write 90m, 48h, 2d or 3w.")
-    return timedelta(**{_UNITS[match[2]]: float(match[1])})
+    try:
+        return timedelta(**{_UNITS[match[2]]: float(match[1])})
+    except OverflowError:
+        raise ConfigurationError(f"{text!r} is too long a time: write at most 5000w.") from None
 
 
-Age = Annotated[timedelta, BeforeValidator(_age), Field(ge=timedelta(0))]
+Age = Annotated[timedelta, BeforeValidator(_age), Field(ge=timedelta(0), le=timedelta(weeks=5000))]
 """A time such as ``48h``, ``2d``, ``90m`` or ``3w``, or one of ISO 8601: ``P2D``."""
+
+
+Pin = Annotated[str, Field(pattern=r"^[^/]")]
+"""A key or a folder, below the store's URL: it does not begin with ``/``."""
 
 
 class What(StrEnum):
@@ -133,9 +146,10 @@ def in_versions(version: str, wanted: str) -> bool:
     Raises:
         ValueError: What is wanted is neither a version nor a range.
     """
-    if not _CLAUSE.match(wanted):
+    if _VERSION.fullmatch(wanted):
         return _same(version, wanted)
-    return all(_holds(version, clause.strip()) for clause in wanted.split(","))
+    holds = [_holds(version, clause.strip()) for clause in wanted.split(",")]  # each is checked
+    return all(holds)
 
 
 def _holds(version: str, clause: str) -> bool:
@@ -143,7 +157,7 @@ def _holds(version: str, clause: str) -> bool:
     if match is None:
         raise ValueError(f"{clause!r} is no version or range: write 0.2.1, or >=0.2,<0.3")
     sign, other = match.groups()
-    if sign in {"==", "===", "!="} and not other.endswith("*"):
+    if sign in {"==", "===", "!="} and _VERSION.fullmatch(other):
         return _same(version, other) is (sign != "!=")
     try:
         return SpecifierSet(clause).contains(Version(version), prereleases=True)
@@ -211,7 +225,9 @@ class CleanVersions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     preset: Literal["clean_versions"] = "clean_versions"
-    current: str = Field(min_length=1, description="The version whose objects stay.")
+    current: str = Field(
+        pattern=f"^{_VERSION.pattern}$", description="The version whose objects stay, no range."
+    )
     name: str = Field(default="", description="Only of this run.")
     older_than: Age = Field(default=timedelta(0), description="By the store's clock.")
 
@@ -233,7 +249,7 @@ class S3Manager(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     preset: Literal["s3_manager"] = "s3_manager"
-    delete_old: float = Field(default=48, ge=0, description="Hours; 0 takes all.")
+    delete_old: float = Field(default=48, ge=0, le=840_000, description="Hours; 0 takes all.")
     prefix: str = Field(default="", description="Only keys that begin with this.")
     suffix: str = Field(default="", description="Only keys that end with this.")
 
@@ -267,8 +283,8 @@ class CleanSettings(BaseModel):
     rules: tuple[Rule | Preset, ...] = Field(
         min_length=1, description="The first that fits an object takes it."
     )
-    pinned: tuple[str, ...] = Field(
-        default=(), description="Keys, and prefixes that end in '/', that never go."
+    pinned: tuple[Pin, ...] = Field(
+        default=(), description="Keys and folders that never go, nor what is below them."
     )
     check: Check = Field(
         default=Check.DIGESTS,

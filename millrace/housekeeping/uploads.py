@@ -61,10 +61,12 @@ def abort_uploads(
         if upload.begun >= horizon:
             young += 1
             continue
-        keys.append((upload.key, uploaded(store, upload)))
-        if not dry_run:
-            try:
+        size = 0
+        try:
+            size = uploaded(store, upload)
+            if not dry_run:
                 abort_upload(store, upload)
-            except errors.MillraceError as error:
-                failures.append(DeleteFailure(upload.key, errors.one_line(error)))
+        except errors.MillraceError as error:
+            failures.append(DeleteFailure(upload.key, errors.one_line(error)))
+        keys.append((upload.key, size))
     return Aborted(tuple(keys), young, tuple(failures), aborted=not dry_run)

@@ -1,6 +1,7 @@
 """Wipe a store: all that is below its URL, after a person has typed its name."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import PurePosixPath
 
@@ -20,7 +21,16 @@ from millrace.housekeeping.protection import Guard, clock_of
 from millrace.housekeeping.uploads import abort_uploads
 from millrace.keys import CLEANING, Kind, named
 from millrace.progress import Event, Progress, silent
-from millrace.storage import Backend, Location, Store, StoreSpec, delete, list_objects, open_store
+from millrace.storage import (
+    Backend,
+    DeleteFailure,
+    Location,
+    Store,
+    StoreSpec,
+    delete,
+    list_objects,
+    open_store,
+)
 
 
 def name_to_type(location: Location) -> str:
@@ -75,8 +85,11 @@ def wipe(spec: StoreSpec, plan: str, *, confirm: str, progress: Progress = silen
         cleaned = delete_entries(store, plan, entries, lambda _: "", progress, phases=False)
     if not cleaned.failures:
         delete(store, [stat.key for stat in list_objects(store, f"{CLEANING}/")])
-    abort_uploads(spec, older_than=timedelta(0), dry_run=False)
-    return cleaned
+    try:
+        failures = abort_uploads(spec, older_than=timedelta(0), dry_run=False).failures
+    except errors.DeniedError as error:
+        failures = (DeleteFailure("unfinished uploads", errors.one_line(error)),)
+    return replace(cleaned, failures=(*cleaned.failures, *failures))
 
 
 def check_name(location: Location, typed: str) -> None:

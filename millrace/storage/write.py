@@ -177,9 +177,13 @@ def delete(store: Store, keys: Iterable[str]) -> list[DeleteFailure]:
 def _delete_singly(store: Store, keys: list[str]) -> list[DeleteFailure]:
     failures: list[DeleteFailure] = []
     client = boto3_client(store, tries=1) if store.speaks_s3 else None
-    for key in keys:
+    for number, key in enumerate(keys):
         try:
             delete_one(store, key, client=client)
+        except errors.UnavailableError as error:
+            # Each would be tried as long: all of them together for days.
+            reason = errors.one_line(error)
+            return failures + [DeleteFailure(rest, reason) for rest in keys[number:]]
         except errors.MillraceError as error:
             failures.append(DeleteFailure(key, errors.one_line(error)))
     return failures
@@ -280,7 +284,10 @@ def abort_upload(store: Store, upload: Upload) -> None:
         DeniedError: The credentials may not.
     """
     if store.location.backend is Backend.FILE:
-        Path(upload.id).unlink(missing_ok=True)
+        try:
+            Path(upload.id).unlink(missing_ok=True)
+        except OSError as error:
+            raise translated(error, store, upload.key) from error
         return
     bucket, whole = store.location.bucket, full_key(store, upload.key)
     with contextlib.suppress(errors.NotFoundError):

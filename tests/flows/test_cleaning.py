@@ -90,7 +90,7 @@ def test_what_could_not_be_deleted_fails_the_run_and_is_named(
 
 
 def test_a_bucket_without_a_block_is_left_alone_and_that_is_said(
-    deployed: PrefectServer, worker: Worker
+    deployed: PrefectServer, prefect_api: PrefectServer, worker: Worker
 ) -> None:
     """As on a server where nothing was set up: what `prefect deploy --all` schedules does this."""
     for name in ("gradients", "aggregator", "dataset"):
@@ -142,7 +142,7 @@ def test_versions_gathers_and_uploads_are_cleaned_by_flows_of_their_own(
     assert done.code == 0, done.output
     assert "3 objects deleted" in deployed.artifacts(done.run)["cleaning"]
 
-    done = deployed.start("clean-versions/clean-versions", current="0.2.11", **given)
+    done = deployed.start("clean-versions/clean-versions", current="0.2.11", beside=[], **given)
     assert done.code == 0, done.output
     report = deployed.artifacts(done.run)["cleaning"]
     assert "4 objects deleted" in report

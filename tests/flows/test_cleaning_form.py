@@ -1,5 +1,6 @@
 """Cleaning and wiping as a person does it, in a browser."""
 
+import contextlib
 import json
 import secrets
 from collections.abc import Callable, Iterator
@@ -31,6 +32,8 @@ def given(rgw: RGW, bucket: str, block: MakeBlock) -> Iterator[str]:
 
     Made before there is a page: where one is, Prefect's own calls wait for its event loop.
     """
+    with contextlib.suppress(ValueError):
+        Bucket.delete("aggregator")  # `save` would keep what it does not name
     name = rgw.create_bucket(f"bucket-{secrets.token_hex(6)}")
     pair = aws_credentials(rgw.full, rgw.endpoint)
     pair.save("aggregator-read", overwrite=True)

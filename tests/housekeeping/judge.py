@@ -5,6 +5,7 @@ documentation; the bucket is listed by whoever asks, and records are read by jso
 """
 
 import hashlib
+import heapq
 import json
 import re
 from collections import defaultdict
@@ -86,11 +87,13 @@ def _of_checkpoints(key: str) -> What | None:
 
 def _passing(key: str) -> What | None:
     folder, _, leaf = key.rpartition("/")
-    if leaf.startswith(("_probe-", "_audit-")):
+    nonce = "[0-9a-f]" * 16
+    if re.fullmatch(rf"_probe-{nonce}(\.bin)?|_audit-{nonce}-[a-z]+", leaf):
         return What("passing", folder)
-    if folder.endswith("/lease/clock"):
+    if folder.endswith("/lease/clock") and re.fullmatch(nonce, leaf):
         return What("passing", folder.removesuffix("/lease/clock"))
-    return What("passing", "") if key.startswith("_clean/") else None
+    plan = r"_clean/\d+T\d+-\w{8}/(plan\.jsonl|outcome\.json)"
+    return What("passing", "") if re.fullmatch(plan, key) else None
 
 
 def _record(key: str) -> What | None:
@@ -166,6 +169,10 @@ class Judge:
         self.what = {key: what_is(key) for key in self.things}
         self.rules, self.now, self.pinned = rules, now, list(pinned)
         self.everywhere = [*self.things.values(), *beside]
+        self.numbers: dict[tuple[str, str, str], set[int]] = defaultdict(set)
+        for what in filter(None, self.what.values()):
+            self.numbers[what.kind, what.scope, what.version].add(what.number)
+        self.heads: dict[tuple[str, str], tuple[int, int] | None] = {}
         self.held = set(self._held())
 
     def taken(self) -> dict[str, int]:
@@ -225,24 +232,19 @@ class Judge:
                 continue
             if rule.get("keep_every") and what.number % rule["keep_every"] == 0:
                 continue
-            alike = {
-                other.number
-                for other in self.what.values()
-                if other
-                and (other.kind, other.scope, other.version)
-                == (what.kind, what.scope, what.version)
-            }
-            last = sorted(alike)[-rule["keep_last"] :] if rule.get("keep_last") else []
+            keep = rule.get("keep_last", 0)
+            alike = self.numbers[what.kind, what.scope, what.version]
+            last = heapq.nlargest(keep, alike) if keep else []
             if what.number not in last:
                 return place
         return None
 
     def _pins(self, key: str) -> bool:
-        return any(key.startswith(pin) if pin.endswith("/") else key == pin for pin in self.pinned)
+        return any(f"{key}/".startswith(f"{pin.rstrip('/')}/") for pin in self.pinned)
 
     def _pins_in(self, folder: str) -> bool:
         return any(
-            pin.startswith(folder) or (pin.endswith("/") and folder.startswith(pin))
+            pin.startswith(folder) or folder.startswith(f"{pin.rstrip('/')}/")
             for pin in self.pinned
         )
 
@@ -254,7 +256,10 @@ class Judge:
             return False
         if what.kind == "link" and what.number == 0:
             return True
-        head = self._head(what.scope, what.version)
+        chain = what.scope, what.version
+        if chain not in self.heads:
+            self.heads[chain] = self._head(*chain)
+        head = self.heads[chain]
         if head is None:
             return True
         step, window = head
@@ -317,8 +322,11 @@ class Judge:
             if key in named - kept:
                 taken[key] = min(going.values())
             elif "/parts/" in key and key not in named:
+                folder = key.partition("/parts/")[0]
+                beside = [other for other in self.things if other.startswith(f"{folder}/")]
                 for place, rule in enumerate(self.rules):
-                    if "parts" in rule["what"] and self._fits(rule, key, job):
+                    young = not all(self._old(rule, other) for other in beside)
+                    if "parts" in rule["what"] and self._fits(rule, key, job) and not young:
                         taken[key] = place
                         break
         return taken

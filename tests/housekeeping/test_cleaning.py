@@ -115,9 +115,12 @@ class Filling:
 
 
 OTHERS = (
-    "_probe-00ff",
-    "run/_audit-00ff-put",
-    "job/lease/clock/abcd",
+    f"_probe-{'0f' * 8}",
+    f"run/_audit-{'0f' * 8}-put",
+    f"job/lease/clock/{'0f' * 8}",
+    "_audit-2024-report.pdf",
+    "mine/_probe-1.csv",
+    "cam/lease/clock/photo.jpg",
     "w1/gradient-000000001-w1-v1.pt",
     "gradient-000000001-w1-v0.2.1.safetensors",
     f"gathers/0.3/000000001-{'a' * 64}.npz",

@@ -1,15 +1,17 @@
 """What is deleted, on real stores, and what stays, whatever was planned."""
 
 import json
+import os
 import re
 import secrets
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from pydantic import ValidationError
 
 from millrace import errors
 from millrace.cli import main
@@ -315,9 +317,23 @@ def test_the_execution_of_what_is_no_plan_deletes_nothing(folder, tmp_path):
 
 
 def test_probes_and_old_plans_go_and_a_young_one_stays(folder):
-    names = ("_probe-00ff", "run/_audit-00ff-put", "job/lease/clock/ab", "_clean/x/plan.jsonl")
+    nonce = "0123456789abcdef"
+    names = (
+        f"_probe-{nonce}",
+        f"run/_audit-{nonce}-put",
+        f"job/lease/clock/{nonce}",
+        "_clean/20260101T000000-01234567/plan.jsonl",
+    )
     old = {folder.put(key, hours=60) for key in names}
-    folder.put("_probe-00fe", hours=1)
+    folder.put(f"_probe-{nonce[::-1]}", hours=1)
+    for key in (
+        "_audit-2024-report.pdf",
+        "mine/_probe-1.csv",
+        "_clean/train/part-0.parquet",
+        "cam/lease/clock/photo.jpg",
+        "a/shards/checkpoints/step_000001000/model.bin",
+    ):
+        folder.put(key, hours=60)
     assert planned(config_of(folder, Rule(what=(What.PASSING,)))) == old
 
 
@@ -363,3 +379,91 @@ def test_the_command_says_what_could_not_be_deleted(rgw, bucket, request, tmp_pa
     assert key in done.output
     assert "1 could not be deleted" in done.output
     assert rgw.full.secret_access_key not in done.output
+
+
+def test_a_dataset_that_somebody_has_gone_on_with_since_the_plan_stays(folder):
+    folder.dataset("words", 2, sealed=False, hours=100)
+    rule = Rule(what=(What.SHARDS,))
+    plan = make_plan(config_of(folder, rule))
+    assert plan.objects == 5
+    before = keys_of(folder)
+    late = Path(folder.store.location.bucket) / "words/shards/train-00000-000002.tar"
+    late.write_bytes(b"new")
+    ahead = (datetime.now(UTC) + timedelta(minutes=1)).timestamp()
+    os.utime(late, (ahead, ahead))
+    done = execute(config_of(folder, rule), plan.name)
+    assert done.deleted == 0
+    assert before < keys_of(folder)
+
+
+def test_an_orphan_that_its_dataset_names_by_now_stays(folder):
+    folder.dataset("words", 2, orphans=1, hours=100)
+    rule = Rule(what=(What.ORPHANS,))
+    plan = make_plan(config_of(folder, rule))
+    assert plan.objects == 1
+    folder.dataset("words", 3)
+    done = execute(config_of(folder, rule), plan.name)
+    assert done.deleted == 0
+
+
+def test_a_kill_between_the_phases_of_a_checkpoint_is_gone_on_from(place):
+    for step in (1, 2, 3):
+        place.checkpoint("job", step, [b"%d" % step])
+    rule = Rule(what=(What.CHECKPOINTS,), older_than=NOW)
+    plan = make_plan(config_of(place, rule))
+    assert plan.objects == 4
+    metadata = [f"job/checkpoints/step_00000000{step}/metadata.json" for step in (1, 2)]
+    assert not delete(place.store, metadata)  # as the first phase had done
+    done = execute(config_of(place, rule), plan.name)
+    assert (done.deleted, done.gone, done.skipped) == (2, 2, {})
+    assert {key.split("/")[2] for key in keys_of(place)} == {"step_000000003"}
+
+
+def test_a_file_of_a_step_that_is_being_saved_again_is_not_old(folder):
+    folder.checkpoint("job", 1, [b"1"], hours=100)
+    adopted = f"job/checkpoints/step_000000002/parts/{sha256(b'a')}.safetensors"
+    folder.put(adopted, hours=100)
+    rule = Rule(what=(What.PARTS,))
+    assert planned(config_of(folder, rule)) == {adopted}
+    plan = make_plan(config_of(folder, rule))
+    folder.put(f"job/checkpoints/step_000000002/parts/{sha256(b'b')}.safetensors")
+    assert planned(config_of(folder, rule)) == set()
+    late = Path(folder.store.location.bucket) / adopted
+    ahead = (datetime.now(UTC) + timedelta(minutes=1)).timestamp()
+    os.utime(late.with_name(f"{sha256(b'b')}.safetensors"), (ahead, ahead))
+    assert execute(config_of(folder, rule), plan.name).deleted == 0
+
+
+def test_a_plan_that_was_made_with_another_place_beside_it_asks_for_that(folder, tmp_path):
+    beside = Place(open_store((tmp_path / "aggregator").as_uri()))
+    folder.gradient("run", "w1", 0, "1")
+    plan = make_plan(config_of(folder, beside=(beside.store.spec,)))
+    with pytest.raises(errors.ConfigurationError, match="aggregator beside"):
+        execute(config_of(folder), plan.name)
+
+
+@pytest.mark.parametrize("wrong", [">=0.2.11", "<0.2", "0.2.11.", "0.2 .1", "", "!=0.2"])
+def test_a_current_version_that_is_a_range_is_refused(wrong):
+    with pytest.raises(ValidationError):
+        CleanVersions(current=wrong)
+
+
+@pytest.mark.parametrize("wrong", ["!=0.2<0.3", ">=0.2,<0.3,foo,", ">=0.2,<0.3,!", ">=x", ">="])
+def test_a_wrong_range_of_versions_is_refused_at_once(wrong):
+    with pytest.raises(ValidationError):
+        Rule(what=(What.GRADIENTS,), version=wrong)
+
+
+@pytest.mark.parametrize("age", ["99999999999w", "6000w", "-1h", "soon"])
+def test_a_wrong_age_is_refused(age):
+    with pytest.raises(ValidationError):
+        Rule.model_validate({"what": ["gradients"], "older_than": age})
+
+
+def test_a_pin_holds_what_is_below_it(folder):
+    mine = folder.gradient("run", "w1", 0, "1")
+    other = folder.gradient("run2", "w1", 0, "1")
+    for pin in ("run", "run/", "run/w1", mine):
+        assert planned(config_of(folder, pinned=(pin,))) == {other}
+    with pytest.raises(ValidationError):
+        config_of(folder, pinned=("/run",))
