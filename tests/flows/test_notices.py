@@ -68,9 +68,11 @@ def test_a_webhook_is_told_of_a_cleaning_that_failed(
     fine.mkdir()
     for place in (fine, tmp_path / 'a "place" that is not there'):
         deployed.start("clean-bucket/clean-bucket", bucket=place.as_uri(), beside=[])
-    text = webhook.said.get(timeout=PATIENCE)
-    assert text.startswith("Millrace: clean-bucket (")
-    assert "has failed." in text
-    assert "not there" in text or "not%20there" in text
-    assert "/runs/flow-run/" in text
-    assert webhook.said.empty()
+    told = [webhook.said.get(timeout=PATIENCE)]
+    while not webhook.said.empty():  # Prefect may tell of one event twice
+        told.append(webhook.said.get())
+    for text in told:
+        assert text.startswith("Millrace: clean-bucket (")
+        assert "has failed." in text
+        assert "not there" in text or "not%20there" in text
+        assert "/runs/flow-run/" in text
