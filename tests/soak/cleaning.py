@@ -61,7 +61,7 @@ class Came:
 def fill(store_of: Callable[[], Any], objects: int, seed: int) -> None:
     """About so many objects: of three versions, of all roles, and some that only look like ours."""
     dice = random.Random(seed)
-    unit = max(1, objects // 100)
+    unit = max(1, objects // 86)  # of all that is made below, about so many
     with ThreadPoolExecutor(16) as pool:
         place = Place(store_of(), pool)
         for version in VERSIONS:
