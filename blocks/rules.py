@@ -44,5 +44,6 @@ clean_bucket("gradients", rules)
         description="What may go. An object goes by the first rule that all of is true of it."
     )
     pinned: list[str] = Field(
-        default_factory=list, description="Keys, and prefixes that end in `/`, that never go."
+        default_factory=list,
+        description="Keys and folders that never go, nor what is below them.",
     )

@@ -28,7 +28,7 @@ def clean_bucket(
         dry_run: Only show what would be deleted.
         beside: Other buckets of the same runs, such as the aggregator's: leases there protect
             what is here.
-        pinned: Keys, and prefixes that end in `/`, that never go.
+        pinned: Keys and folders that never go, nor what is below them.
         plan: Execute a plan that was made before, by its name; the rules are then the plan's.
         check: How the newest checkpoint is verified, without which none before it goes: `digests`
             reads all of it, `sizes` takes a request a file.

@@ -338,8 +338,7 @@ def _is_same(planned: Stat, now: Stat) -> bool:
 def _add(total: _Sum, done: _Done) -> bool:
     """Add a batch up; whether all of it is gone."""
     for entry in done.deleted:
-        total.tally.objects[entry.rule] += 1
-        total.tally.size[entry.rule] += entry.stat.size
+        total.tally.add(entry)
     total.gone += done.gone
     if done.changed:
         total.tally.kept[_CHANGED] += done.changed

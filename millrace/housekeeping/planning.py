@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 from millrace import errors
-from millrace.checkpoints import Check, Retention, plan_retention
+from millrace.checkpoints import Check, Retention, RetentionPlan, plan_retention
 from millrace.checkpoints.retention import Removal
 from millrace.housekeeping.plans import CleaningPlan, Entry, PlanHeader, Tally, write_plan
 from millrace.housekeeping.protection import Guard, Survey, clock_of, steps_of, youngest_of
@@ -64,6 +64,14 @@ def new_name(now: datetime) -> str:
     return f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
 
 
+def listed(store: Store, prefix: str, progress: Progress) -> Iterator[Stat]:
+    """Objects, while somebody is told how many have been seen."""
+    for count, stat in enumerate(list_objects(store, prefix), start=1):
+        if count % _TOLD_EVERY == 0:
+            progress(Event("cleaning.seen", store.url, {"objects": count}))
+        yield stat
+
+
 @dataclass(slots=True)
 class Judge:
     """Says what the rules take of a store.
@@ -98,9 +106,7 @@ class Judge:
         """What goes, in the order in which it does. What is kept is counted."""
         whole: set[tuple[Kind, str]] = set()
         prefix = common_prefix(rule.prefix for rule in self.rules)
-        for count, stat in enumerate(list_objects(self.store, prefix), start=1):
-            if count % _TOLD_EVERY == 0:
-                progress(Event("cleaning.seen", self.store.url, {"objects": count}))
+        for stat in listed(self.store, prefix, progress):
             what = named(stat.key)
             if what is not None and what.kind in {Kind.CHECKPOINT, Kind.DATASET}:
                 if (what.kind, what.scope) not in whole:
@@ -119,8 +125,7 @@ class Judge:
     def removals(self, job: str, tally: Tally) -> list[tuple[Removal, int]]:
         """What goes of a job's checkpoints, in order, and the place of the rule that takes it."""
         keys = CheckpointKeys(job)
-        stats = list(list_objects(self.store, keys.prefix))
-        steps, youngest = steps_of(stats, job), youngest_of(stats)
+        steps, youngest = self._steps(job)
         taken: dict[int, int] = {}
         needed: dict[int, str] = {}
         for rank, (step, stat) in enumerate(steps.items()):
@@ -138,12 +143,7 @@ class Judge:
             if taken:
                 tally.kept[live] += len(taken)
             return []
-        plan = plan_retention(
-            self.store, job,
-            Retention(last=1, grace=timedelta(0)),
-            check=self.check if taken else Check.SIZES,
-            also=needed, now=_ANY_AGE,
-        )  # fmt: skip
+        plan = self._retention(job, needed, self.check if taken else Check.SIZES)
         for step in taken.keys() & plan.kept.keys():
             tally.kept[f"{job}: {plan.kept[step]}"] += 1
         if set(plan.removed) - taken.keys():
@@ -174,12 +174,8 @@ class Judge:
         """The files of a job that no checkpoint names, unless somebody works on it."""
         if self.guard.live(job):
             return set()
-        stats = list(list_objects(self.store, CheckpointKeys(job).prefix))
-        steps, youngest = steps_of(stats, job), youngest_of(stats)
-        plan = plan_retention(
-            self.store, job, Retention(last=1, grace=timedelta(0)),
-            check=Check.SIZES, also=dict.fromkeys(steps, "it is there"), now=_ANY_AGE,
-        )  # fmt: skip
+        steps, youngest = self._steps(job)
+        plan = self._retention(job, dict.fromkeys(steps, "it is there"), Check.SIZES)
         found = (one.stat for one in plan.removals if one.orphan and not self.guard.pins(one.key))
         return {stat.key for stat in found if not self.is_new(_as_old_as(stat, youngest))}
 
@@ -199,6 +195,16 @@ class Judge:
             return named_by(self.store, keys, fetch(self.store, keys.plan, Plan))
         except errors.NotFoundError:
             return set()  # nothing is named any more
+
+    def _steps(self, job: str) -> tuple[dict[int, Stat], dict[int, datetime]]:
+        """The metadata of each complete step, and when the youngest object of each was written."""
+        stats = list(list_objects(self.store, CheckpointKeys(job).prefix))
+        return steps_of(stats, job), youngest_of(stats)
+
+    def _retention(self, job: str, needed: Mapping[int, str], check: Check) -> RetentionPlan:
+        """What goes if, but for the newest that is verified, only these steps are needed."""
+        newest = Retention(last=1, grace=timedelta(0))
+        return plan_retention(self.store, job, newest, check=check, also=needed, now=_ANY_AGE)
 
     def _taking_one(self, what: What, stat: Stat, name: str) -> int | None:
         """The place of the first rule that takes an object of a job's or a dataset's."""

@@ -133,6 +133,11 @@ class Tally:
     size: Counter[int] = field(default_factory=Counter[int])
     kept: Counter[str] = field(default_factory=Counter[str])
 
+    def add(self, entry: Entry) -> None:
+        """Count an object that goes."""
+        self.objects[entry.rule] += 1
+        self.size[entry.rule] += entry.stat.size
+
     def totals(self) -> PlanTotals:
         """The same, when nothing comes any more."""
         return PlanTotals(objects=dict(self.objects), size=dict(self.size), kept=dict(self.kept))
@@ -154,8 +159,7 @@ def write_plan(
         writer.write(header.model_dump_json().encode() + b"\n")
         lines: list[bytes] = []
         for entry in entries:
-            tally.objects[entry.rule] += 1
-            tally.size[entry.rule] += entry.stat.size
+            tally.add(entry)
             lines.append(entry.line())
             if len(lines) == _LINES:
                 writer.write(b"".join(lines))
@@ -201,8 +205,7 @@ def read_plan(store: Store, name: str) -> CleaningPlan:
     with open_plan(store, name) as (header, entries):
         tally = Tally()
         for entry in entries:
-            tally.objects[entry.rule] += 1
-            tally.size[entry.rule] += entry.stat.size
+            tally.add(entry)
     return CleaningPlan(name, header, tally.totals())
 
 

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from millrace import errors
 from millrace.checkpoints import Check
 from millrace.housekeeping.executing import Cleaned, delete_entries
-from millrace.housekeeping.planning import new_name
+from millrace.housekeeping.planning import listed, new_name
 from millrace.housekeeping.plans import (
     CleaningPlan,
     Entry,
@@ -20,7 +20,7 @@ from millrace.housekeeping.plans import (
 from millrace.housekeeping.protection import Guard, clock_of
 from millrace.housekeeping.uploads import abort_uploads
 from millrace.keys import CLEANING, Kind, named
-from millrace.progress import Event, Progress, silent
+from millrace.progress import Progress, silent
 from millrace.storage import (
     Backend,
     DeleteFailure,
@@ -108,13 +108,11 @@ def check_name(location: Location, typed: str) -> None:
 
 def _all(store: Store, guard: Guard, progress: Progress) -> Iterator[Entry]:
     seen: set[str] = set()
-    for count, stat in enumerate(list_objects(store), start=1):
+    for stat in listed(store, "", progress):
         what = named(stat.key)
         if what is not None and what.kind is Kind.RECORD and what.scope not in seen:
             seen.add(what.scope)
             if why := guard.live(what.scope):
                 raise errors.HeldError(f"{why}: end it before {store.url} is wiped.")
-        if count % 10_000 == 0:
-            progress(Event("cleaning.seen", store.url, {"objects": count}))
         if not stat.key.startswith(f"{CLEANING}/"):
             yield Entry(stat, 0)

@@ -8,7 +8,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from playwright.sync_api import Page, Request, Response, expect
+from playwright.sync_api import Page, Response, expect
 
 from blocks import Bucket, Role
 from millrace.storage import Store, StoreSpec, list_objects, open_store
@@ -49,27 +49,30 @@ def keys_of(store: Store) -> set[str]:
 
 
 class Started:
-    """The runs that the browser, and nobody else, has created, and what it was answered."""
+    """What the browser, and nobody else, has asked the server to do, and what came of it.
+
+    A page asks for much else meanwhile; only these answers say whether a button did its work.
+    """
 
     def __init__(self, page: Page) -> None:
-        self.posted: list[dict[str, Any]] = []
+        self.parameters: list[dict[str, Any]] = []
+        """Of the runs that were created, as the browser posted them."""
         self.runs: list[UUID] = []
         self.refused: list[str] = []
-        self.answered: list[str] = []
-        page.on("request", self._sent)
+        self.resumed: list[str] = []
         page.on("response", self._answered)
 
-    def _sent(self, request: Request) -> None:
-        if request.method == "POST" and request.url.endswith("/create_flow_run"):
-            self.posted.append(json.loads(request.post_data or "{}"))
-
     def _answered(self, answer: Response) -> None:
+        creates = answer.url.endswith("/create_flow_run")
+        if answer.request.method != "POST" or not (creates or answer.url.endswith("/resume")):
+            return
         if answer.status >= 400:
             self.refused.append(told(answer))
-        elif answer.url.endswith("/resume"):
-            self.answered.append(answer.url)
-        elif answer.url.endswith("/create_flow_run"):
+        elif creates:
+            self.parameters.append(json.loads(answer.request.post_data or "{}")["parameters"])
             self.runs.append(UUID(answer.json()["id"]))
+        else:
+            self.resumed.append(answer.url)
 
 
 def open_form(server: PrefectServer, page: Page, name: str) -> Started:
@@ -110,7 +113,7 @@ def test_a_dry_run_is_started_from_the_form_and_its_plan_is_seen(
     field(page, "Older Than").get_by_role("textbox").fill("0h")
     press(page, "Submit", lambda: started.runs, started.refused)
 
-    assert [posted["parameters"]["dry_run"] for posted in started.posted] == [True]
+    assert [parameters["dry_run"] for parameters in started.parameters] == [True]
     (run,) = started.runs
     state = deployed.wait(run, "Completed", "Failed").state
     assert state is not None
@@ -134,7 +137,7 @@ def test_a_bucket_is_wiped_once_its_name_was_typed(
     field(page, "dry_run").locator("input[type=checkbox]").locator("..").click()
     press(page, "Submit", lambda: started.runs, started.refused)
 
-    assert [posted["parameters"]["dry_run"] for posted in started.posted] == [False]
+    assert [parameters["dry_run"] for parameters in started.parameters] == [False]
     (run,) = started.runs
     deployed.wait(run, "Paused")
     page.goto(f"{deployed.url.removesuffix('/api')}/runs/flow-run/{run}")
@@ -144,8 +147,7 @@ def test_a_bucket_is_wiped_once_its_name_was_typed(
     ).to_be_visible()
     assert keys_of(store)
     field(page, "Name").get_by_role("textbox").fill(bucket)
-    before = len(started.answered)
-    press(page, "Submit", lambda: started.answered[before:], started.refused)
+    press(page, "Submit", lambda: started.resumed, started.refused)
 
     expect(page.get_by_text("Completed", exact=True).first).to_be_visible()
     assert not list(list_objects(store))
