@@ -63,6 +63,14 @@ class StoppedError(MillraceError):
     """The caller called off what it had begun."""
 
 
+class BudgetError(MillraceError):
+    """The money, or the time, that was granted for rented machines is spent."""
+
+
+class MachineError(MillraceError):
+    """No rented machine came up, or what ran on one failed."""
+
+
 class WorkerError(MillraceError):
     """A worker process ended without finishing what it was given."""
 

@@ -22,6 +22,12 @@ _SPLIT = re.compile(r"[a-z]+-\d{5,}")
 _SHARD = re.compile(r"(?P<split>[a-z]+-\d{5,})-(?P<n>\d{6,})")
 CLEANING = "_clean"
 """What plans of cleaning stand under: no dataset, job or run can be called so."""
+RENTALS = "_rentals"
+"""What is known of rented machines stands under it; nothing that runs on one may write there."""
+MACHINES = "_machines"
+"""What rented machines say of themselves stands under it."""
+INSTALLATION = f"{RENTALS}/installation.json"
+"""Who we are among all who rent with the same account: created once."""
 
 
 def common_prefix(keys: Iterable[str]) -> str:
@@ -385,6 +391,107 @@ class CooldownKeys:
         return (match[1], match[2]) if match else None
 
 
+@dataclass(frozen=True, slots=True)
+class RentalKeys:
+    """The objects of one rental: some machines that are rented for one purpose.
+
+    Attributes:
+        name: The rental's.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if checked_name(self.name, what="The rental's name") != self.name or _OURS.intersection(
+            self.name.split("/")
+        ):
+            raise ConfigurationError(
+                f"The rental's name {self.name!r} begins or ends with '/', or has one of "
+                f"{', '.join(sorted(_OURS))} in it, as objects of ours do: write another."
+            )
+
+    @property
+    def scope(self) -> str:
+        """What its leases stand under."""
+        return f"{RENTALS}/{self.name}"
+
+    @property
+    def lease(self) -> LeaseKeys:
+        """Held by whoever uses the machines, and gives them back."""
+        return LeaseKeys(self.scope, "owner")
+
+    @property
+    def owner(self) -> str:
+        """Overwritten while the owner lives: machines look at it."""
+        return f"{self.scope}/owner.txt"
+
+    @property
+    def attempts(self) -> str:
+        return f"{self.scope}/attempts/"
+
+    def intent(self, number: int) -> str:
+        """That a machine is about to be rented: created before it is."""
+        return f"{self.attempts}{number:06d}-intent.json"
+
+    def contract(self, number: int) -> str:
+        """What came of it."""
+        return f"{self.attempts}{number:06d}-contract.json"
+
+    def returned(self, number: int) -> str:
+        """That it is given back, or never came: created once nothing of it is left."""
+        return f"{self.attempts}{number:06d}-returned.json"
+
+    def parse(self, key: str) -> tuple[int, str] | None:
+        """An attempt's number, and ``intent``, ``contract`` or ``returned``."""
+        pattern = re.escape(self.attempts) + r"(\d{6,})-(intent|contract|returned)\.json"
+        match = re.fullmatch(pattern, key)
+        return (int(match[1]), match[2]) if match else None
+
+    def machine(self, number: int) -> str:
+        """The prefix of all that one machine may write by itself."""
+        return f"{MACHINES}/{self.name}/{number:06d}/"
+
+
+@dataclass(frozen=True, slots=True)
+class MachineKeys:
+    """What one rented machine says of itself.
+
+    Attributes:
+        prefix: Of `RentalKeys.machine`.
+    """
+
+    prefix: str
+
+    @property
+    def setup(self) -> str:
+        """How far it is with installing, overwritten; with the end of what was printed."""
+        return f"{self.prefix}setup.json"
+
+    @property
+    def beat(self) -> str:
+        """What it is doing, overwritten while it lives."""
+        return f"{self.prefix}beat.json"
+
+    @property
+    def logs(self) -> str:
+        return f"{self.prefix}log/"
+
+    def log(self, number: int) -> str:
+        """A piece of what its program prints: created once."""
+        return f"{self.logs}{number:06d}.txt"
+
+    @property
+    def ended(self) -> str:
+        """What its program came to."""
+        return f"{self.prefix}ended.json"
+
+
+def rental_of(key: str) -> str | None:
+    """The rental that an attempt's key belongs to, or None if it is none's."""
+    name, slash, _ = key.removeprefix(f"{RENTALS}/").rpartition("/attempts/")
+    return name if slash and key.startswith(f"{RENTALS}/") else None
+
+
 def member_lease(job: str, member: str) -> LeaseKeys:
     """The lease of a member of a job.
 
@@ -492,7 +599,7 @@ _PASSING = re.compile(
 
 
 _RECORD = re.compile(
-    rf"(?P<scope>{_PARTS})/(?:lease/.+\.(?:json|beat|end)|epochs/\d{{6,}}\.json|cooldowns/\d{{6,}}/.+)"
+    rf"(?P<scope>(?:{RENTALS}/)?{_PARTS})/(?:lease/.+\.(?:json|beat|end)|epochs/\d{{6,}}\.json|cooldowns/\d{{6,}}/.+)"
 )
 
 

@@ -9,6 +9,7 @@ import base64
 import hashlib
 import hmac
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Any, cast
@@ -36,17 +37,17 @@ class Right(StrEnum):
 
 def scoped(
     store: Store,
-    prefix: str,
+    prefix: str | Sequence[str],
     ttl: timedelta,
     *,
     right: Right = Right.READ,
     role_arn: str | None = None,
 ) -> Store:
-    """The same store, through credentials that reach one prefix only, for a while.
+    """The same store, through credentials that reach one prefix only (or several), for a while.
 
     Args:
         store: R2 or S3, opened with a key pair that reaches at least the prefix.
-        prefix: Below the store's URL: only keys that start with it.
+        prefix: Below the store's URL: only keys that start with it, or with one of several.
         ttl: How long the credentials last; R2 allows 7 days, STS what the role allows.
         right: Read, or read and write.
         role_arn: For S3, the role to assume; R2 needs none.
@@ -55,11 +56,13 @@ def scoped(
         ConfigurationError: The store, the prefix or the time do not fit.
         DeniedError: STS refuses.
     """
-    if not prefix.strip("/"):
+    prefixes = [prefix] if isinstance(prefix, str) else list(prefix)
+    if not prefixes or not all(one.strip("/") for one in prefixes):
         raise ConfigurationError("Scoped credentials are for a prefix: name one.")
     if not timedelta(0) < ttl <= LONGEST:
         raise ConfigurationError("Scoped credentials last between a second and 7 days.")
-    full = f"{store.location.prefix}/{prefix}" if store.location.prefix else prefix
+    above = f"{store.location.prefix}/" if store.location.prefix else ""
+    full = [f"{above}{one}" for one in prefixes]
     match store.location.backend:
         case Backend.R2:
             credentials = _r2(store, full, ttl, right)
@@ -74,21 +77,23 @@ def scoped(
     return open_store(store.spec.model_copy(update={"credentials": credentials}))
 
 
-def signed_url(store: Store, key: str, ttl: timedelta) -> str:
-    """A URL that reads one object for a while: no credentials need be handed out for it.
+def signed_url(store: Store, key: str, ttl: timedelta, *, right: Right = Right.READ) -> str:
+    """A URL that reads, or writes, one object for a while: no credentials are handed out for it.
 
-    Made here, without a request. Whoever has it may read the object, and nothing else.
+    Made here, without a request. Whoever has it may do that with the object, and nothing else.
 
     Args:
         store: One that signs: R2, S3, or GCS with a service account.
         key: The object's key.
         ttl: How long it may be used; at most 7 days.
+        right: Whether a GET reads it, or a PUT writes it.
 
     Raises:
         ConfigurationError: The store cannot sign.
     """
     try:
-        return obstore.sign(cast("Any", store.raw), "GET", key, ttl)
+        method = "GET" if right is Right.READ else "PUT"
+        return obstore.sign(cast("Any", store.raw), method, key, ttl)
     except (BaseError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"{store.url} cannot sign URLs ({one_line(error)}): open it as S3 or R2 with a key "
@@ -96,7 +101,7 @@ def signed_url(store: Store, key: str, ttl: timedelta) -> str:
         ) from error
 
 
-def _r2(store: Store, prefix: str, ttl: timedelta, right: Right) -> Credentials:
+def _r2(store: Store, prefixes: list[str], ttl: timedelta, right: Right) -> Credentials:
     parent = store.spec.credentials
     endpoint = store.endpoint
     if parent is None or endpoint is None:
@@ -107,7 +112,7 @@ def _r2(store: Store, prefix: str, ttl: timedelta, right: Right) -> Credentials:
     claims: dict[str, Any] = {
         "bucket": store.location.bucket,
         "scope": "object-read-write" if right is Right.WRITE else "object-read-only",
-        "paths": {"prefixPaths": [prefix], "objectPaths": []},
+        "paths": {"prefixPaths": prefixes, "objectPaths": []},
         "sub": store.location.account.partition(".")[0],
         "iss": parent.access_key_id,
         "aud": urlsplit(endpoint).netloc,
@@ -134,7 +139,9 @@ def _jwt(claims: dict[str, Any], secret: str) -> str:
     return (signed + b"." + part(signature)).decode()
 
 
-def _sts(store: Store, prefix: str, ttl: timedelta, right: Right, role_arn: str) -> Credentials:
+def _sts(
+    store: Store, prefixes: list[str], ttl: timedelta, right: Right, role_arn: str
+) -> Credentials:
     import boto3  # noqa: PLC0415
     from botocore.exceptions import ClientError  # noqa: PLC0415
 
@@ -150,7 +157,7 @@ def _sts(store: Store, prefix: str, ttl: timedelta, right: Right, role_arn: str)
             RoleArn=role_arn,
             RoleSessionName="millrace",
             DurationSeconds=int(ttl.total_seconds()),
-            Policy=orjson.dumps(session_policy(store.location.bucket, prefix, right)).decode(),
+            Policy=orjson.dumps(session_policy(store.location.bucket, prefixes, right)).decode(),
         )
     except ClientError as error:
         raise DeniedError(
@@ -166,8 +173,8 @@ def _sts(store: Store, prefix: str, ttl: timedelta, right: Right, role_arn: str)
     )
 
 
-def session_policy(bucket: str, prefix: str, right: Right) -> dict[str, Any]:
-    """An IAM policy for one prefix of a bucket."""
+def session_policy(bucket: str, prefixes: Sequence[str], right: Right) -> dict[str, Any]:
+    """An IAM policy for some prefixes of a bucket."""
     actions = ["s3:GetObject"]
     if right is Right.WRITE:
         actions += ["s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"]
@@ -177,13 +184,13 @@ def session_policy(bucket: str, prefix: str, right: Right) -> dict[str, Any]:
             {
                 "Effect": "Allow",
                 "Action": actions,
-                "Resource": [f"arn:aws:s3:::{bucket}/{prefix}*"],
+                "Resource": [f"arn:aws:s3:::{bucket}/{prefix}*" for prefix in prefixes],
             },
             {
                 "Effect": "Allow",
                 "Action": ["s3:ListBucket"],
                 "Resource": [f"arn:aws:s3:::{bucket}"],
-                "Condition": {"StringLike": {"s3:prefix": [f"{prefix}*"]}},
+                "Condition": {"StringLike": {"s3:prefix": [f"{prefix}*" for prefix in prefixes]}},
             },
         ],
     }

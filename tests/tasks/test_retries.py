@@ -10,6 +10,7 @@ from tests.prefect_server import PrefectServer
 
 FINAL = [
     errors.ArchiveError,
+    errors.BudgetError,
     errors.ChangedError,
     errors.ConfigurationError,
     errors.ConflictError,
@@ -17,6 +18,7 @@ FINAL = [
     errors.DeniedError,
     errors.ExistsError,
     errors.HeldError,
+    errors.MachineError,
     errors.NoSpaceError,
     errors.NotFoundError,
     errors.StoppedError,

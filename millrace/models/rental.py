@@ -1,0 +1,88 @@
+"""What is committed of rented machines: the intent first, then what came of it."""
+
+from datetime import datetime
+from enum import StrEnum
+
+from pydantic import Field
+
+from millrace.models.dataset import Committed
+
+
+class Installation(Committed):
+    """Who we are among all who rent with the same account.
+
+    Attributes:
+        id: In the label of every machine of ours.
+    """
+
+    id: str
+
+
+class Intent(Committed):
+    """That a machine is about to be rented. Committed before it is.
+
+    Attributes:
+        rental: What it is for.
+        slot: Which of the rental's machines it is to be, from 0.
+        label: By which it is found again should the answer be lost.
+        offer: The ask that is taken; its number may come to mean another.
+        machine: The host that is behind it.
+        dph: Dollars an hour that it costs, disk included.
+        up_cost: Dollars for each GB that it sends.
+        down_cost: Dollars for each GB that it receives.
+        begun: When, by the owner's clock.
+        until: When it has to be back.
+        detached: Whether it stays until then though nobody holds the rental.
+    """
+
+    rental: str
+    slot: int = Field(ge=0)
+    label: str
+    offer: int
+    machine: int
+    dph: float = Field(ge=0)
+    up_cost: float = Field(default=0.0, ge=0)
+    down_cost: float = Field(default=0.0, ge=0)
+    begun: datetime
+    until: datetime
+    detached: bool = False
+
+
+class Contract(Committed):
+    """A machine that was rented.
+
+    Attributes:
+        instance: Its number.
+    """
+
+    instance: int
+
+
+class Ending(StrEnum):
+    """Why a machine is given back."""
+
+    DONE = "done"  # its program ended well
+    FAILED = "failed"  # its program ended otherwise
+    RELEASED = "released"  # nobody wants it any more
+    NEVER = "never came"  # the offer was gone, or the create was refused
+    DEAD = "dead"  # it did not come up, or fell over
+    OUTBID = "outbid"  # somebody pays more
+    DEARER = "dearer"  # the host asks for more than was granted
+    SPENT = "spent"  # the money or the time is
+    REAPED = "reaped"  # it had no living owner
+
+
+class Returned(Committed):
+    """That nothing is left of an attempt: a listing of all machines showed none.
+
+    Attributes:
+        why: Why it was given back.
+        said: The same in words, for a person.
+        cost: Dollars, as we have reckoned them: the provider's bill is what counts.
+        ended: When.
+    """
+
+    why: Ending
+    said: str = ""
+    cost: float = Field(default=0.0, ge=0)
+    ended: datetime

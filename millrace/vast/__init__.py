@@ -1,0 +1,32 @@
+"""Rent machines of Vast.ai, use them, and always give them back."""
+
+from millrace.vast.api import Vast
+from millrace.vast.clock import Clock, SystemClock
+from millrace.vast.instances import Instance
+from millrace.vast.offers import Offer, OfferRequest, find_offers
+from millrace.vast.reaper import Reaped, Rented, list_rentals, reap, release
+from millrace.vast.rental import Machine, Rental, account
+from millrace.vast.settings import Account, Program, Reach, RentSettings, StandSettings
+
+__all__ = [
+    "Account",
+    "Clock",
+    "Instance",
+    "Machine",
+    "Offer",
+    "OfferRequest",
+    "Program",
+    "Reach",
+    "Reaped",
+    "RentSettings",
+    "Rental",
+    "Rented",
+    "StandSettings",
+    "SystemClock",
+    "Vast",
+    "account",
+    "find_offers",
+    "list_rentals",
+    "reap",
+    "release",
+]

@@ -1,0 +1,106 @@
+"""What a machine is started with, and what it is told: made anew for each."""
+
+import base64
+from datetime import timedelta
+from importlib.resources import files
+
+from millrace import errors
+from millrace.keys import MachineKeys, RentalKeys
+from millrace.storage import Backend, Right, Store, StoreSpec, scoped, signed_url
+from millrace.vast.settings import RentSettings
+from millrace.vast.wire import ORDER, Order
+
+_LONGEST_ENVIRONMENT = 32_768  # characters in all, by the API
+_LEAST = timedelta(minutes=15)  # that STS gives credentials for
+
+
+def onstart() -> str:
+    """What the provider runs when the machine starts. Fetches nothing by itself."""
+    return _text("onstart.sh")
+
+
+def environment(
+    store: Store, settings: RentSettings, number: int, slot: int, until: float, *, watched: bool,
+    lifetime: timedelta, url: str,
+) -> dict[str, str]:  # fmt: skip
+    """The variables of a machine: all that it has of ours.
+
+    Args:
+        store: Where rentals are written down.
+        settings: What is rented.
+        number: Of the attempt.
+        slot: Which of the rental's machines it is.
+        until: When it has to be gone, in seconds since 1970.
+        watched: Whether it destroys itself when its owner is not heard of.
+        lifetime: How long it has.
+        url: Of the provider's API.
+
+    Raises:
+        ConfigurationError: The store has no credentials for a part of it, or they are too large.
+    """
+    rental, program = RentalKeys(settings.name), settings.program
+    machine = rental.machine(number)
+    lasting = max(lifetime, _LEAST)
+    order = Order(
+        store=_part(store, [machine], lasting, Right.WRITE, settings.role_arn),
+        prefix=machine,
+        command=tuple(_filled(word, slot, settings.count) for word in program.command),
+        files={name: _filled(text, slot, settings.count) for name, text in program.files.items()},
+        environment=program.environment,
+        beat=min(10.0, settings.silence.total_seconds() / 4),
+        read=_reach(store, settings, Right.READ, lasting),
+        write=_reach(store, settings, Right.WRITE, lasting),
+    )
+    found = {
+        "MILLRACE_WATCHDOG": _encoded(_text("watchdog.py")),
+        "MILLRACE_SETUP": _encoded(_text("install.py")),
+        "MILLRACE_UNTIL": f"{until:.0f}",
+        "MILLRACE_LIFETIME": f"{lifetime.total_seconds():.0f}",
+        "MILLRACE_SILENCE": f"{settings.silence.total_seconds():.0f}",
+        "MILLRACE_VAST_URL": url,
+        "MILLRACE_REPO_URL": program.repo_url,
+        "MILLRACE_REPO_REF": program.repo_ref,
+        "MILLRACE_EXTRAS": ",".join(program.extras),
+        "MILLRACE_SETUP_URL": _url(store, MachineKeys(machine).setup, lasting, Right.WRITE),
+        ORDER: order.encode(),
+    }
+    if watched:
+        found["MILLRACE_OWNER_URL"] = _url(store, rental.owner, lasting, Right.READ)
+    if sum(len(name) + len(value) for name, value in found.items()) > _LONGEST_ENVIRONMENT:
+        raise errors.ConfigurationError(
+            "The program's files and variables are too large for a machine's environment (32 KiB "
+            "in all): put them into its repository, or into the store."
+        )
+    return found
+
+
+def _reach(store: Store, settings: RentSettings, right: Right, ttl: timedelta) -> StoreSpec | None:
+    prefixes = [reach.prefix for reach in settings.reach if reach.right is right]
+    return _part(store, prefixes, ttl, right, settings.role_arn) if prefixes else None
+
+
+def _part(
+    store: Store, prefixes: list[str], ttl: timedelta, right: Right, role_arn: str | None
+) -> StoreSpec:
+    """What a machine may hold: a folder as it is, of a bucket credentials for these parts."""
+    if store.location.backend is Backend.FILE:
+        return StoreSpec(url=store.url)
+    return scoped(store, prefixes, ttl, right=right, role_arn=role_arn).spec
+
+
+def _url(store: Store, key: str, ttl: timedelta, right: Right) -> str:
+    if store.location.backend is Backend.FILE:
+        return store.url_of(key)
+    return signed_url(store, key, ttl, right=right)
+
+
+def _filled(text: str, slot: int, slots: int) -> str:
+    return text.replace("{slot}", str(slot)).replace("{slots}", str(slots))
+
+
+def _text(name: str) -> str:
+    return files("millrace.vast").joinpath(name).read_text(encoding="utf-8")
+
+
+def _encoded(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()

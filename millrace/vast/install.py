@@ -1,0 +1,132 @@
+"""Runs in a rented machine: fetches the program, installs it, and starts what watches over it.
+
+It is sent as text and needs Python's standard library only. From the environment, beside what the
+program is started with:
+
+- ``MILLRACE_REPO_URL``, ``MILLRACE_REPO_REF``, ``MILLRACE_EXTRAS``: what is installed;
+- ``MILLRACE_SETUP_URL``: where it is said how far this is, by a PUT (or a ``file://``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+_SAID = 4000  # of what was printed, its end
+_TRIES = 3
+
+
+def say(state: str, text: str = "") -> None:
+    """Tell the owner how far it is. Nobody may hear it: then the owner's deadline decides."""
+    url = os.environ["MILLRACE_SETUP_URL"]
+    body = json.dumps({"state": state, "said": text[-_SAID:]}).encode()
+    print(state, text, flush=True)
+    for pause in (1, 5, 0):
+        try:
+            if url.startswith("file://"):
+                path = Path(urllib.request.url2pathname(url[7:]))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.with_suffix(".part").write_bytes(body)
+                path.with_suffix(".part").replace(path)
+            else:
+                urllib.request.urlopen(
+                    urllib.request.Request(url, data=body, method="PUT"), timeout=60
+                ).close()
+        except (OSError, ValueError) as error:
+            print("could not say so:", error, flush=True)
+            time.sleep(pause)
+        else:
+            return
+
+
+def run(*command: str) -> str:
+    """What a command prints; raises what it has printed if it fails."""
+    done = subprocess.run(
+        command,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    said = done.stdout.decode(errors="replace")
+    print(said, flush=True)
+    if done.returncode:
+        raise RuntimeError(f"`{' '.join(command)}` ended with {done.returncode}:\n{said}")
+    return said.strip()
+
+
+def again(*command: str) -> str:
+    """The same, tried again: networks of rented machines are what they are."""
+    for _ in range(_TRIES - 1):
+        try:
+            return run(*command)
+        except RuntimeError:
+            time.sleep(5)
+    return run(*command)
+
+
+def clone(folder: Path) -> str:
+    """Check the program out; the commit that it is."""
+    url, ref = os.environ["MILLRACE_REPO_URL"], os.environ["MILLRACE_REPO_REF"]
+    if not (folder / ".git").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        again("git", "clone", "--quiet", "--no-checkout", "--", url, str(folder))
+    git = ("git", "-C", str(folder))
+    again(*git, "fetch", "--quiet", "--tags", "origin")
+    for name in (f"refs/remotes/origin/{ref}", ref):
+        try:
+            run(*git, "checkout", "--quiet", "--force", "--detach", name)
+            return run(*git, "rev-parse", "HEAD")
+        except RuntimeError:
+            continue
+    raise RuntimeError(f"{url} has no {ref}: name a branch, a tag or a commit of it.")
+
+
+def install(folder: Path, commit: str) -> Path:
+    """Have the program installed; the Python that runs it. What is installed already stays."""
+    extras = os.environ.get("MILLRACE_EXTRAS", "")
+    if sys.version_info < (3, 11):
+        raise RuntimeError(f"the image has Python {sys.version}: 3.11 or newer is needed.")
+    python = folder / ".venv" / "bin" / "python"
+    mark = folder / ".venv" / "millrace-installed"
+    wanted = hashlib.sha256(f"{commit} {extras} {sys.version}".encode()).hexdigest()
+    if mark.exists() and mark.read_text() == wanted:
+        return python
+    if (folder / "uv.lock").exists() and shutil.which("uv"):
+        names = [word for extra in extras.split(",") if extra for word in ("--extra", extra)]
+        again("uv", "sync", "--project", str(folder), "--frozen", "--no-dev", *names)
+    else:
+        run(sys.executable, "-m", "venv", "--system-site-packages", str(folder / ".venv"))
+        pins = folder / "constraints.txt"
+        pinned = ["--constraint", str(pins)] if pins.exists() else []
+        what = f"{folder}[{extras}]" if extras else str(folder)
+        again(str(python), "-m", "pip", "install", "--quiet", *pinned, "--editable", what)
+    mark.write_text(wanted)
+    return python
+
+
+def main() -> None:
+    """Come up, or say why not."""
+    folder = Path.cwd() / "program"
+    os.environ.pop("CONTAINER_API_KEY", None)  # the watchdog's: nothing that is installed has it
+    try:
+        say("fetching")
+        commit = clone(folder)
+        say("installing", commit)
+        python = install(folder, commit)
+        say("starting", commit)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        say("failed", str(error))
+        sys.exit(1)
+    os.execv(python, [str(python), "-m", "millrace.vast.machine", str(folder)])
+
+
+if __name__ == "__main__":
+    main()

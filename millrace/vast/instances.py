@@ -1,0 +1,105 @@
+"""A rented machine, as Vast.ai describes it.
+
+Source: https://docs.vast.ai/api-reference/instances (fields may be null at any time).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_DEAD = {"exited", "unknown", "offline"}  # while it comes up: from none of them it ever does
+_FATAL = re.compile(
+    r"OCI runtime create failed|Error response from daemon|failed to (?:pull|register) "
+    r"|manifest (?:unknown|for .* not found)|no space left on device",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A machine of the account's.
+
+    Attributes:
+        id: Its number: that of the contract.
+        label: As it was rented under.
+        machine: The host behind it.
+        status: ``created``, ``loading``, ``running``, ``exited``, ...; ``created`` while null.
+        states: What it is, is meant to be, and will be.
+        message: What the host says.
+        dph: Dollars an hour.
+        is_bid: Whether it goes to whoever pays more.
+        address: Its public IP address, if it has one by now.
+        ports: By what the container listens on (``8080/tcp``): the port that others reach.
+    """
+
+    id: int
+    label: str
+    machine: int
+    status: str
+    states: tuple[str, str, str]
+    message: str
+    dph: float
+    is_bid: bool
+    address: str
+    ports: Mapping[str, int]
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "Instance":
+        """Read a row of the listing.
+
+        Raises:
+            TypeError, ValueError, KeyError, AttributeError: It is none.
+        """
+        return cls(
+            id=int(row["id"]),
+            label=str(row.get("label") or ""),
+            machine=int(row.get("machine_id") or 0),
+            status=str(row.get("actual_status") or "created"),
+            states=(
+                str(row.get("cur_state") or ""),
+                str(row.get("intended_status") or ""),
+                str(row.get("next_state") or ""),
+            ),
+            message=str(row.get("status_msg") or "").strip(),
+            dph=float(row.get("dph_total") or 0.0),
+            is_bid=bool(row.get("is_bid")),
+            address=str(row.get("public_ipaddr") or "").strip(),
+            ports=_ports(row.get("ports") or {}),
+        )
+
+    @property
+    def running(self) -> bool:
+        """Whether its container runs."""
+        return self.status == "running"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was stopped by somebody else: outbid, or the account has no credit left."""
+        return set(self.states) == {"stopped"}
+
+    @property
+    def outbid(self) -> bool:
+        """Whether somebody pays more."""
+        return self.is_bid and self.stopped
+
+    @property
+    def dead(self) -> str:
+        """Why it will never come up; empty while it may."""
+        said = f": {self.message}" if self.message else ""
+        if self.status in _DEAD:
+            return f"the machine is {self.status}{said}"
+        if self.stopped:
+            return f"the machine was stopped{said}"
+        if not self.running and _FATAL.search(self.message):
+            return f"the machine could not start the image{said}"
+        return ""
+
+
+def _ports(ports: Mapping[str, Any]) -> dict[str, int]:
+    """``{"8080/tcp": [{"HostIp": …, "HostPort": "40001"}]}``, each by its first."""
+    return {
+        name: int(hosts[0]["HostPort"])
+        for name, hosts in ports.items()
+        if hosts and hosts[0].get("HostPort")
+    }

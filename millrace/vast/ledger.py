@@ -1,0 +1,92 @@
+"""What the store knows of rentals: who is behind a label, and what has not come back yet."""
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from millrace import errors
+from millrace.keys import INSTALLATION, RENTALS, RentalKeys, rental_of
+from millrace.models.rental import Contract, Installation, Intent, Returned
+from millrace.records import commit_once, fetch
+from millrace.storage import Store, list_objects
+
+
+def installation_of(store: Store) -> str:
+    """Who we are among all who rent with the same account: as many as there are stores."""
+    mine = Installation(id=secrets.token_hex(6))
+    try:
+        return fetch(store, INSTALLATION, Installation).id
+    except errors.NotFoundError:
+        return commit_once(store, INSTALLATION, mine).record.id
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A machine that was to be rented, and what is known of it.
+
+    Attributes:
+        number: Which of the rental's.
+        intent: What was meant.
+        contract: What came of it; None while nobody knows.
+        returned: That nothing is left of it.
+    """
+
+    number: int
+    intent: Intent
+    contract: Contract | None = None
+    returned: Returned | None = None
+
+    @property
+    def instance(self) -> int | None:
+        """The machine's number, where it is known."""
+        return self.contract.instance if self.contract else None
+
+    def cost(
+        self, now: datetime, *, dph: float | None = None, received: int = 0, sent: int = 0
+    ) -> float:
+        """Dollars that it has come to: what it was, or what it is by now.
+
+        Args:
+            now: What time it is.
+            dph: Dollars an hour; what was meant by default.
+            received: Bytes that it says it has.
+            sent: Likewise.
+        """
+        if self.returned is not None:
+            return self.returned.cost
+        hours = max(timedelta(0), now - self.intent.begun) / timedelta(hours=1)
+        traffic = received * self.intent.down_cost + sent * self.intent.up_cost
+        return hours * (self.intent.dph if dph is None else dph) + traffic / 1e9
+
+
+def attempts_of(store: Store, rental: str) -> list[Attempt]:
+    """All attempts of a rental, in order."""
+    return [attempt for _, attempt in _attempts(store, RentalKeys(rental).attempts)]
+
+
+def all_attempts(store: Store) -> Iterator[tuple[str, Attempt]]:
+    """All attempts of all rentals, each with its rental's name."""
+    return _attempts(store, f"{RENTALS}/")
+
+
+def _attempts(store: Store, prefix: str) -> Iterator[tuple[str, Attempt]]:
+    there: dict[tuple[str, int], set[str]] = {}
+    for stat in list_objects(store, prefix):
+        rental = rental_of(stat.key)
+        parsed = RentalKeys(rental).parse(stat.key) if rental else None
+        if rental and parsed:
+            there.setdefault((rental, parsed[0]), set()).add(parsed[1])
+    for (rental, number), parts in sorted(there.items()):
+        keys = RentalKeys(rental)
+        if "intent" not in parts:
+            continue
+        yield (
+            rental,
+            Attempt(
+                number,
+                fetch(store, keys.intent(number), Intent),
+                fetch(store, keys.contract(number), Contract) if "contract" in parts else None,
+                fetch(store, keys.returned(number), Returned) if "returned" in parts else None,
+            ),
+        )

@@ -1,0 +1,166 @@
+"""Runs in a rented machine: starts the program, and tells the bucket how it is.
+
+Nothing listens here, and no account's key is here: what the machine holds are credentials for its
+own folder and for the parts of the store that the program was given, and they end with the rental.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from millrace import errors
+from millrace.keys import MachineKeys
+from millrace.storage import Store, StoreSpec, create, exists, list_objects, open_store, put
+from millrace.vast.wire import PIECE, Beat, Ended, Order, environment_of
+
+_PATIENCE = timedelta(seconds=20)  # that one word to the bucket is tried for
+_WAIT = 30.0  # seconds that the program has to end, once it is asked to
+
+
+class Report(BaseModel):
+    """What has been told so far."""
+
+    model_config = ConfigDict(validate_assignment=True)
+
+    beats: int = 0
+    pieces: int = 0
+    printed: int = Field(default=0, ge=0)
+
+
+class Machine:
+    """A program that runs, and what is said of it.
+
+    Args:
+        order: What is to be run.
+        folder: Of the clone.
+    """
+
+    def __init__(self, order: Order, folder: Path) -> None:
+        self._order, self._folder = order, folder
+        self._store: Store = open_store(order.store.model_copy(update={"patience": _PATIENCE}))
+        self._keys = MachineKeys(order.prefix)
+        self._report = Report()
+        self._network = _network()
+        self._log = logging.getLogger(__name__)
+
+    def run(self) -> int:
+        """Run the program to its end, unless that was done before; its exit code."""
+        if exists(self._store, self._keys.ended):
+            return 0
+        logs = list(list_objects(self._store, self._keys.logs))
+        self._report.pieces = len(logs)  # of the container before it was started again
+        for name, text in self._order.files.items():
+            path = self._folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        began = time.monotonic()
+        with tempfile.TemporaryFile() as printed:
+            code = self._attend(printed)
+            while self._tell_log(printed):
+                pass
+        seconds = time.monotonic() - began
+        self._say(self._keys.ended, Ended(code=code, seconds=seconds))
+        return code
+
+    def _attend(self, printed: IO[bytes]) -> int:
+        """Start the program, and tell how it is until it ends."""
+        environment = {**environment_of(os.environ, self._order), "PYTHONUNBUFFERED": "1"}
+        venv = self._folder / ".venv" / "bin"
+        environment["PATH"] = f"{venv}:{environment.get('PATH', os.defpath)}"
+        try:
+            program = subprocess.Popen(
+                list(self._order.command),
+                cwd=self._folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            printed.write(f"{' '.join(self._order.command)}: {error}\n".encode())
+            return 127
+
+        def stop(_: int, __: FrameType | None) -> None:
+            _stop(program)
+
+        signal.signal(signal.SIGTERM, stop)
+        while True:
+            self._tell(printed)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return program.wait(self._order.beat)
+
+    def _tell(self, printed: IO[bytes]) -> None:
+        """Say that the machine lives, and what was printed meanwhile."""
+        received, sent = (now - then for now, then in zip(_network(), self._network, strict=True))
+        self._report.beats += 1
+        beat = Beat(number=self._report.beats, received=max(0, received), sent=max(0, sent))
+        self._say(self._keys.beat, beat)
+        self._tell_log(printed)
+
+    def _tell_log(self, printed: IO[bytes]) -> bool:
+        """Send the next piece of what was printed; whether there may be more."""
+        piece = os.pread(printed.fileno(), PIECE, self._report.printed)
+        if not piece:
+            return False
+        try:
+            with contextlib.suppress(errors.ExistsError):  # its answer was lost
+                create(self._store, self._keys.log(self._report.pieces), piece)
+        except errors.MillraceError as error:
+            self._log.warning("what is printed could not be told: %s", errors.one_line(error))
+            return False  # with the next beat
+        self._report.printed += len(piece)
+        self._report.pieces += 1
+        return len(piece) == PIECE
+
+    def _say(self, key: str, said: BaseModel) -> None:
+        try:
+            put(self._store, key, said.model_dump_json().encode())
+        except errors.MillraceError as error:
+            self._log.warning("the owner could not be told: %s", errors.one_line(error))
+
+
+def _stop(program: "subprocess.Popen[Any]") -> None:
+    """End the program, with all that it has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            program.wait(_WAIT)
+            return
+
+
+def _network() -> tuple[int, int]:
+    """Bytes that this machine has received and sent, but for those to itself."""
+    received = sent = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
+            name, _, numbers = line.partition(":")
+            if name.strip() != "lo":
+                fields = numbers.split()
+                received, sent = received + int(fields[0]), sent + int(fields[8])
+    return received, sent
+
+
+def main(environ: Mapping[str, str], folder: Path) -> int:
+    """Run what the environment says."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    return Machine(Order.from_environment(environ), folder).run()
+
+
+__all__ = ["Machine", "StoreSpec", "main"]
+
+if __name__ == "__main__":
+    sys.exit(main(os.environ, Path(sys.argv[1])))

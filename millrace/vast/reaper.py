@@ -1,0 +1,229 @@
+"""The net under all others: what is rented under our labels and has no living owner is given back.
+
+Only what bears this installation's label is ever touched. A list that cannot be read whole is
+unknown, not empty: then nothing is done, and the reaper fails, which is seen.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from millrace import errors
+from millrace.keys import RENTALS, RentalKeys
+from millrace.lease import Census, Held, Holder, StoreClock
+from millrace.models.rental import Ending
+from millrace.progress import Event, Progress, silent
+from millrace.storage import Store, open_store
+from millrace.vast.api import Vast
+from millrace.vast.instances import Instance
+from millrace.vast.labels import Label, is_ours
+from millrace.vast.ledger import Attempt, all_attempts, attempts_of, installation_of
+from millrace.vast.rental import account, give_back, own, write_off
+from millrace.vast.settings import StandSettings
+
+_YOUNG = timedelta(minutes=10)  # an attempt that may still be on its way
+
+
+@dataclass(frozen=True, slots=True)
+class Rented:
+    """A machine under a label of ours.
+
+    Attributes:
+        instance: As the provider describes it.
+        rental: What it is for; empty if nobody understands its label.
+        attempt: What is written down of it; None if nothing is.
+        owner: Who has it; empty if nobody does.
+        cost: Dollars that it has come to, without its traffic.
+        why: Why it should be given back; empty if it should not.
+    """
+
+    instance: Instance
+    rental: str
+    attempt: Attempt | None
+    owner: str
+    cost: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reaped:
+    """What a reaper has found.
+
+    Attributes:
+        returned: Machines that were given back; in a dry run those that would be.
+        kept: Those that have an owner, and time.
+        closed: Attempts that were never ended, and of which nothing is left.
+    """
+
+    returned: tuple[Rented, ...]
+    kept: tuple[Rented, ...]
+    closed: int
+
+
+def list_rentals(settings: StandSettings, *, vast: Vast | None = None) -> list[Rented]:
+    """What is rented by this installation.
+
+    Args:
+        settings: Where it is written down, and who pays.
+        vast: The account; that of the settings by default.
+
+    Raises:
+        UnavailableError: The provider's list, or a lease, cannot be read.
+    """
+    store, vast = open_store(settings.store), vast or account(settings.account)
+    return _rented(store, vast, dict(_ledger(store)), _Owners(store))
+
+
+def reap(
+    settings: StandSettings,
+    *,
+    dry_run: bool = False,
+    vast: Vast | None = None,
+    progress: Progress = silent,
+) -> Reaped:
+    """Give back what has no living owner, or is over its time.
+
+    Args:
+        settings: Where rentals are written down, and who pays.
+        dry_run: Only say what would be given back.
+        vast: The account; that of the settings by default.
+        progress: Told ``rental.returned`` with ``why``, for each.
+
+    Raises:
+        UnavailableError: It is not known what is rented, or whether it is gone now.
+    """
+    store, vast = open_store(settings.store), vast or account(settings.account)
+    ledger, owners = dict(_ledger(store)), _Owners(store)
+    found = _rented(store, vast, ledger, owners)
+    going = [one for one in found if one.why]
+    if not dry_run:
+        _give_back(store, vast, going, progress)
+    closed = 0 if dry_run else _close(store, vast, ledger, owners, found)
+    return Reaped(tuple(going), tuple(one for one in found if not one.why), closed)
+
+
+def release(
+    settings: StandSettings, rental: str, *, vast: Vast | None = None, progress: Progress = silent
+) -> int:
+    """Give back all machines of a rental; how many there were.
+
+    Args:
+        settings: Where rentals are written down, and who pays.
+        rental: Its name.
+        vast: The account; that of the settings by default.
+        progress: Told ``rental.returned``, for each.
+
+    Raises:
+        HeldError: It has an owner that lives, and gives them back itself: end that.
+        NotFoundError: There is no such rental.
+        UnavailableError: It is not known whether they are gone now.
+    """
+    store, vast = open_store(settings.store), vast or account(settings.account)
+    with ExitStack() as stack:
+        own(store, RentalKeys(rental), stack)
+        attempts = attempts_of(store, rental)
+        if not attempts:
+            raise errors.NotFoundError(
+                f"{store.url} knows no rental {rental!r}: `millrace rentals` lists them."
+            )
+        left = {one.intent.label: one for one in attempts if one.returned is None}
+
+        def gone(label: str) -> None:
+            now, one = vast.clock.now(), left[label]
+            write_off(store, rental, one, Ending.RELEASED, "it was released", one.cost(now), now)
+            progress(Event("rental.returned", label, {"why": "released", "dollars": one.cost(now)}))
+
+        give_back(vast, {label: one.instance for label, one in left.items()}, gone)
+    return len(left)
+
+
+def _give_back(store: Store, vast: Vast, going: list[Rented], progress: Progress) -> None:
+    by_label = {one.instance.label: one for one in going}
+
+    def gone(label: str) -> None:
+        one = by_label[label]
+        if one.attempt is not None and one.attempt.returned is None:
+            now = vast.clock.now()
+            write_off(store, one.rental, one.attempt, Ending.REAPED, one.why, one.cost, now)
+        figures = {"why": one.why, "dollars": one.cost}
+        progress(Event("rental.returned", label, figures))
+
+    give_back(vast, {label: one.instance.id for label, one in by_label.items()}, gone)
+
+
+class _Owners:
+    """Who has which rental."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._clock = StoreClock.read(store, f"{RENTALS}/reaper", Holder.this_process())
+        self._held: dict[str, Held | None] = {}
+
+    def of(self, rental: str) -> str:
+        """Who has a rental; empty if nobody does."""
+        if rental not in self._held:
+            scope = RentalKeys(rental).scope
+            holders = Census(self._store, scope, "", self._clock).held()
+            self._held[rental] = next(iter(holders.values()), None)
+        held = self._held[rental]
+        return f"{held.holder.host} (process {held.holder.pid})" if held else ""
+
+
+def _ledger(store: Store) -> Iterator[tuple[tuple[str, int], Attempt]]:
+    for rental, attempt in all_attempts(store):
+        yield (rental, attempt.number), attempt
+
+
+def _rented(
+    store: Store, vast: Vast, ledger: dict[tuple[str, int], Attempt], owners: _Owners
+) -> list[Rented]:
+    installation, now = installation_of(store), vast.clock.now()
+    return [
+        _judged(one, Label.parse(one.label, installation), ledger, owners, now)
+        for one in vast.instances()
+        if is_ours(one.label, installation)
+    ]
+
+
+def _judged(
+    instance: Instance,
+    label: Label | None,
+    ledger: dict[tuple[str, int], Attempt],
+    owners: _Owners,
+    now: datetime,
+) -> Rented:
+    if label is None:
+        return Rented(instance, "", None, "", 0.0, "")  # shown, and left to a person
+    attempt = ledger.get((label.rental, label.attempt))
+    owner = owners.of(label.rental)
+    if now >= label.until:
+        why = f"its time was over at {label.until:%Y-%m-%d %H:%M} UTC"
+    elif attempt is not None and attempt.returned is not None:
+        why = f"it was given back before ({attempt.returned.why}), and is there"
+    elif owner or (attempt is not None and attempt.intent.detached):
+        why = ""
+    else:
+        why = "nobody has it any more"
+    cost = attempt.cost(now, dph=instance.dph) if attempt else 0.0
+    return Rented(instance, label.rental, attempt, owner, cost, why)
+
+
+def _close(
+    store: Store,
+    vast: Vast,
+    ledger: dict[tuple[str, int], Attempt],
+    owners: _Owners,
+    found: list[Rented],
+) -> int:
+    """Write down what was never ended, though nothing is left of it; how many there were."""
+    now, there = vast.clock.now(), {one.instance.label for one in found}
+    closed = 0
+    for (rental, _), attempt in ledger.items():
+        old = now - attempt.intent.begun > _YOUNG
+        gone = attempt.returned is None and attempt.intent.label not in there
+        if old and gone and not owners.of(rental):
+            said = "its owner was lost, and the provider has it no more"
+            write_off(store, rental, attempt, Ending.REAPED, said, attempt.cost(now), now)
+            closed += 1
+    return closed

@@ -1,0 +1,570 @@
+"""Rent machines, use them, and give them back: whatever happens in between.
+
+The order of things is what makes it safe. What is about to be rented is written down, under a label
+of its own, before it is; a create is sent once, and after a lost answer the label is looked for; a
+machine counts as given back once a listing of all machines shows none of its label. Whoever is
+killed in between leaves what the next owner, or the reaper, needs to go on.
+"""
+
+import contextlib
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from types import TracebackType
+
+from millrace import errors
+from millrace.keys import MachineKeys, RentalKeys
+from millrace.lease import Heartbeat, Held, Holder, StoreClock, acquire
+from millrace.models.rental import Contract, Ending, Intent, Returned
+from millrace.progress import Event, Progress, silent
+from millrace.records import commit_once
+from millrace.storage import Store, open_store, put
+from millrace.vast.api import Created, Vast
+from millrace.vast.hiring import environment, onstart
+from millrace.vast.instances import Instance
+from millrace.vast.labels import Label
+from millrace.vast.ledger import Attempt, attempts_of, installation_of
+from millrace.vast.offers import Offer, find_offers
+from millrace.vast.reports import Report
+from millrace.vast.settings import Account, RentSettings
+
+_TTL = timedelta(minutes=3)  # of the owner's lease
+_SETTLING = 60.0  # seconds in which a machine whose create was not answered comes to be seen
+_GIVING_BACK = timedelta(minutes=15)  # that it is tried for
+_RESERVE = timedelta(minutes=2)  # of what all machines cost: what giving back them takes
+
+
+@dataclass(slots=True)
+class Machine:
+    """A machine that is rented now.
+
+    Attributes:
+        attempt: Which of the rental's.
+        instance: As it was last seen; None before that.
+        report: What it says of itself.
+        since: When it was rented, or gone on with, by `Clock.elapsed`.
+        heard: When it last gave a sign of life.
+        ready: Whether it runs, and its program does.
+    """
+
+    attempt: Attempt
+    report: Report
+    since: float
+    heard: float
+    instance: Instance | None = None
+    ready: bool = False
+
+    @property
+    def slot(self) -> int:
+        """Which of the rental's machines it is."""
+        return self.attempt.intent.slot
+
+    @property
+    def dph(self) -> float:
+        """Dollars an hour: what was meant, or more if the host has asked for more since."""
+        return max(self.attempt.intent.dph, self.instance.dph if self.instance else 0.0)
+
+    def cost(self, now: datetime) -> float:
+        """Dollars that it has come to."""
+        beat = self.report.beat
+        received, sent = (beat.received, beat.sent) if beat else (0, 0)
+        return self.attempt.cost(now, dph=self.dph, received=received, sent=sent)
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """That a machine is not to be had any longer."""
+
+    why: Ending
+    said: str
+
+
+class Rental:
+    """Machines that are rented for one purpose.
+
+    Use it as a context: entering takes the rental over, with the machines that an owner before has
+    left; leaving gives all of them back.
+
+    Args:
+        settings: What is rented.
+        detached: Leaving leaves the machines, each until its time is over or `release`.
+        vast: The account; that of the settings by default.
+        progress: Told ``rental.offer``, ``rental.rented``, ``rental.ready``, ``rental.returned``
+            and ``machine.printed``, each with the machine as its subject, and ``rental.cost`` with
+            ``dollars`` so far.
+    """
+
+    def __init__(
+        self,
+        settings: RentSettings,
+        *,
+        detached: bool = False,
+        vast: Vast | None = None,
+        progress: Progress = silent,
+    ) -> None:
+        self.settings = settings
+        self._detached, self._progress = detached, progress
+        self._keys = RentalKeys(settings.name)
+        self._store: Store = open_store(settings.store)
+        self._vast = vast or account(settings.account)
+        self._clock = self._vast.clock
+        self._machines: dict[int, Machine] = {}
+        self._done: dict[int, Machine] = {}
+        self._bad: set[int] = set()
+        self._tries: dict[int, int] = {}
+        self._past: dict[int, float] = {}
+        self._installation = ""
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Rental":
+        """Take the rental over.
+
+        Raises:
+            HeldError: Somebody else has it.
+        """
+        with contextlib.ExitStack() as stack:
+            own(self._store, self._keys, stack)
+            stack.enter_context(_Owner(self._store, self._keys, self.settings.silence))
+            self._installation = installation_of(self._store)
+            self._take_over()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        with self._stack:
+            if not self._detached or kind is not None:
+                self.give_back()
+
+    @property
+    def machines(self) -> tuple[Machine, ...]:
+        """What is rented now, by slots."""
+        return tuple(self._machines[slot] for slot in sorted(self._machines))
+
+    @property
+    def cost(self) -> float:
+        """Dollars that all machines have come to, those that are given back among them."""
+        now = self._clock.now()
+        return sum(self._past.values()) + sum(one.cost(now) for one in self._machines.values())
+
+    def until_ready(self) -> tuple[Machine, ...]:
+        """Rent what is missing, and wait until all programs run, or have ended.
+
+        Raises:
+            BudgetError: The money or the time is spent: all were given back.
+            MachineError: No machine came up, or a program failed.
+            NotFoundError: There is no offer that fits.
+        """
+        self._attend(lambda: all(one.ready for one in self._machines.values()))
+        return self.machines
+
+    def until_done(self) -> None:
+        """Rent what is missing, and wait until all programs have ended well.
+
+        Raises:
+            BudgetError, MachineError, NotFoundError: As of `until_ready`.
+        """
+        self._attend(lambda: not self._machines)
+
+    def give_back(self) -> None:
+        """Give all machines back, and see that they are gone.
+
+        Raises:
+            UnavailableError: That could not be seen: the reaper goes on with it.
+        """
+        self._return(
+            (one, _Verdict(Ending.RELEASED, "the rental is over")) for one in self.machines
+        )
+
+    def _attend(self, enough: Callable[[], bool]) -> None:
+        while True:
+            self._look()
+            for slot in range(self.settings.count):
+                if slot not in self._machines and slot not in self._done:
+                    self._rent(slot)
+            if enough():
+                return
+            self._clock.sleep(self.settings.poll.total_seconds())
+
+    def _look(self) -> None:
+        """See how all machines are; give back what will not be used any more."""
+        self._refuse_spending()
+        rows = self._rows()
+        ended: list[tuple[Machine, _Verdict]] = []
+        for machine in self.machines:
+            verdict = self._judged(machine, rows)
+            if verdict is not None:
+                ended.append((machine, verdict))
+        self._return(ended)
+        dollars = {"dollars": round(self.cost, 6)}
+        self._progress(Event("rental.cost", self.settings.name, dollars))
+        for machine, verdict in ended:
+            if verdict.why is Ending.FAILED:
+                raise errors.MachineError(verdict.said)
+            if verdict.why is Ending.DONE:
+                self._done[machine.slot] = machine
+            else:
+                self._bad.add(machine.attempt.intent.machine)
+
+    def _rows(self) -> dict[str, Instance] | None:
+        """The account's machines by their labels; None where that is not known."""
+        try:
+            return {one.label: one for one in self._vast.instances()}
+        except errors.UnavailableError:
+            return None  # unknown: not that there is none
+
+    def _judged(self, machine: Machine, rows: dict[str, Instance] | None) -> _Verdict | None:
+        """Why a machine is not to be had any longer; None if it is."""
+        now = self._clock.elapsed()
+        self._listen(machine, now)
+        if machine.report.ended is not None:
+            return self._ended(machine, machine.report.ended.code)
+        if rows is not None:
+            machine.instance = rows.get(machine.attempt.intent.label)
+            if machine.instance is None and now - machine.since > _SETTLING:
+                return _Verdict(Ending.DEAD, "the provider has it no more")
+        return self._lost(machine) or (
+            self._silent(machine, now) if machine.ready else self._coming_up(machine, now)
+        )
+
+    def _listen(self, machine: Machine, now: float) -> None:
+        with contextlib.suppress(errors.UnavailableError):  # nothing is heard then
+            if machine.report.look():
+                machine.heard = now
+            for line in machine.report.news:
+                self._progress(Event("machine.printed", _name(machine), {"text": line}))
+
+    def _lost(self, machine: Machine) -> _Verdict | None:
+        """By what the provider says of it."""
+        row = machine.instance
+        if row is None:
+            return None
+        if row.outbid:
+            return _Verdict(Ending.OUTBID, "somebody pays more for it")
+        if row.dph > self.settings.request.max_hourly:
+            return _Verdict(Ending.DEARER, f"it costs ${row.dph:.3f} an hour by now")
+        if row.dead and not (machine.ready and row.status == "unknown"):
+            return _Verdict(Ending.DEAD, row.dead)
+        return None
+
+    def _silent(self, machine: Machine, now: float) -> _Verdict | None:
+        if now - machine.heard <= self.settings.silence.total_seconds():
+            return None
+        return _Verdict(Ending.DEAD, "nothing is heard of it any more")
+
+    def _coming_up(self, machine: Machine, now: float) -> _Verdict | None:
+        report, row = machine.report, machine.instance
+        if report.setup is not None and report.setup.state == "failed":
+            return _Verdict(Ending.DEAD, f"it could not install the program: {report.setup.said}")
+        if report.beat is not None and row is not None and row.running:
+            machine.ready = True
+            self._progress(Event("rental.ready", _name(machine), {"instance": row.id}))
+        elif now - machine.since > self.settings.loading.total_seconds():
+            state = report.setup.state if report.setup else row.status if row else "unknown"
+            return _Verdict(Ending.DEAD, f"it did not come up in time, and was still {state}")
+        return None
+
+    def _ended(self, machine: Machine, code: int) -> _Verdict:
+        if code == 0:
+            return _Verdict(Ending.DONE, "its program ended")
+        tail = "\n".join(machine.report.tail[-10:])
+        return _Verdict(
+            Ending.FAILED,
+            f"The program on machine {_name(machine)} ended with {code}; its last words:\n{tail}",
+        )
+
+    def _refuse_spending(self) -> None:
+        """Give everything back when the money or the time is nearly spent.
+
+        Raises:
+            BudgetError: It is.
+        """
+        now, request = self._clock.now(), self.settings.request
+        hourly = sum(one.dph for one in self._machines.values())
+        ahead = (self.settings.poll + _RESERVE) / timedelta(hours=1) * hourly
+        said = ""
+        if self.cost + ahead >= request.max_total:
+            said = f"${self.cost:.2f} of ${request.max_total:.2f} are spent"
+        elif late := [one for one in self.machines if now >= one.attempt.intent.until]:
+            said = f"the time of machine {_name(late[0])} is over"
+        if said:
+            self._return((one, _Verdict(Ending.SPENT, said)) for one in self.machines)
+            raise errors.BudgetError(
+                f"{said}: the machines of {self.settings.name} were given back. What they have put "
+                "into the store is there; grant more, and start again."
+            )
+
+    def _rent(self, slot: int) -> None:
+        """Rent a machine for a slot.
+
+        Raises:
+            NotFoundError: No offer fits.
+            MachineError: Too many did not come up.
+        """
+        tries = self._tries[slot] = self._tries.get(slot, 0) + 1
+        if tries > self.settings.tries:
+            raise errors.MachineError(
+                f"{self.settings.tries} machines for slot {slot} of {self.settings.name} did not "
+                "come up, or were lost: see the reports of each, and ask for others."
+            )
+        taken = {one.attempt.intent.machine for one in self._machines.values()}
+        for offer in find_offers(self._vast, self.settings.request, without=self._bad | taken):
+            if self._take(slot, offer):
+                return
+        raise errors.NotFoundError(
+            f"Vast.ai has no offer (any more) that fits {self.settings.name}: ask for less, or "
+            "grant more dollars an hour."
+        )
+
+    def _take(self, slot: int, offer: Offer) -> bool:
+        """Take an offer; whether there is a machine now that may be used."""
+        figures = {"gpu": offer.gpu, "dph": offer.dph, "place": offer.place}
+        self._progress(Event("rental.offer", f"{self.settings.name}/{slot}", figures))
+        attempt = self._intend(slot, offer)
+        now = self._clock.elapsed()
+        keys = MachineKeys(self._keys.machine(attempt.number))
+        machine = Machine(attempt, Report(self._store, keys), since=now, heard=now)
+        self._machines[slot] = machine  # whatever comes of it is given back
+        try:
+            created = self._create(attempt, offer)
+        except (errors.BudgetError, errors.ConfigurationError, errors.DeniedError) as error:
+            self._written_off(machine, Ending.NEVER, errors.one_line(error), cost=0.0)
+            raise
+        if created is None:
+            self._written_off(machine, Ending.NEVER, "the offer was gone", cost=0.0)
+            return False
+        contract = Contract(instance=created.instance)
+        machine.attempt = replace(attempt, contract=contract)
+        commit_once(self._store, self._keys.contract(attempt.number), contract)
+        if created.refused:
+            self._return([(machine, _Verdict(Ending.OUTBID, created.refused))])
+            return False
+        self._progress(Event("rental.rented", _name(machine), {"instance": created.instance}))
+        return True
+
+    def _intend(self, slot: int, offer: Offer) -> Attempt:
+        """Write down what is about to be rented."""
+        begun = self._clock.now()
+        until = begun + self.settings.request.max_lifetime
+        number = max(self._past, default=-1) + 1
+        while True:
+            label = Label(self._installation, self.settings.name, number, until)
+            intent = Intent(
+                rental=self.settings.name,
+                slot=slot,
+                label=str(label),
+                offer=offer.id,
+                machine=offer.machine,
+                dph=offer.dph,
+                up_cost=offer.up_cost,
+                down_cost=offer.down_cost,
+                begun=begun,
+                until=until,
+                detached=self._detached,
+            )
+            if commit_once(self._store, self._keys.intent(number), intent).mine:
+                self._past[number] = 0.0
+                return Attempt(number, intent)
+            number += 1
+
+    def _create(self, attempt: Attempt, offer: Offer) -> Created | None:
+        """Have the machine created; None if the offer was gone, or nothing came of it."""
+        request, program, intent = self.settings.request, self.settings.program, attempt.intent
+        variables = environment(
+            self._store,
+            self.settings,
+            attempt.number,
+            intent.slot,
+            intent.until.timestamp(),
+            watched=not self._detached,
+            lifetime=request.max_lifetime,
+            url=self._vast.url,
+        )
+        ports = {f"-p {port}:{port}": "1" for port in program.ports}
+        try:
+            return self._vast.create(
+                offer.id,
+                image=program.image,
+                disk=request.disk,
+                env={**variables, **ports},
+                label=intent.label,
+                onstart_cmd=onstart(),
+                bid_price=offer.bid,
+                runtype="ssh_direc",
+            )
+        except errors.NotFoundError:
+            return None
+        except errors.UnavailableError:
+            # It may have been done. Sent again, it could be done twice.
+            found = self._look_for(intent.label)
+            return Created(found.id) if found else None
+
+    def _look_for(self, label: str) -> Instance | None:
+        """A machine of a label, should one come to be seen.
+
+        Raises:
+            UnavailableError: That cannot be seen: the attempt stays as it is.
+        """
+        end = self._clock.elapsed() + _SETTLING
+        while True:
+            found = [one for one in self._vast.instances() if one.label == label]
+            if found:
+                return found[0]
+            if self._clock.elapsed() >= end:
+                return None
+            self._clock.sleep(min(self.settings.poll.total_seconds(), _SETTLING / 4))
+
+    def _take_over(self) -> None:
+        """Go on with what an owner before has left."""
+        now = self._clock.elapsed()
+        left = list[tuple[Machine, _Verdict]]()
+        for attempt in attempts_of(self._store, self.settings.name):
+            keys = MachineKeys(self._keys.machine(attempt.number))
+            machine = Machine(attempt, Report(self._store, keys), since=now, heard=now)
+            slot = attempt.intent.slot
+            self._past[attempt.number] = attempt.returned.cost if attempt.returned else 0.0
+            if attempt.returned is not None:
+                if attempt.returned.why is Ending.DONE:
+                    self._done[slot] = machine
+            elif attempt.contract is None or slot in self._machines or slot >= self.settings.count:
+                left.append((machine, _Verdict(Ending.RELEASED, "its owner was lost")))
+            else:
+                self._machines[slot] = machine
+        self._return(left)
+
+    def _return(self, machines: Iterable[tuple[Machine, _Verdict]]) -> None:
+        """Give machines back, and write it down."""
+        going = {one.attempt.intent.label: (one, verdict) for one, verdict in machines}
+
+        def gone(label: str) -> None:
+            machine, verdict = going[label]
+            cost = machine.cost(self._clock.now())
+            self._written_off(machine, verdict.why, verdict.said, cost=cost)
+
+        give_back(self._vast, {one: of[0].attempt.instance for one, of in going.items()}, gone)
+
+    def _written_off(self, machine: Machine, why: Ending, said: str, *, cost: float) -> None:
+        """Write down that nothing is left of a machine."""
+        attempt = machine.attempt
+        write_off(self._store, self.settings.name, attempt, why, said, cost, self._clock.now())
+        self._past[attempt.number] = cost
+        if self._machines.get(machine.slot) is machine:
+            del self._machines[machine.slot]
+        figures = {"why": why, "said": said, "dollars": cost}
+        self._progress(Event("rental.returned", _name(machine), figures))
+
+
+def account(settings: Account) -> Vast:
+    """The account that pays."""
+    return Vast(settings.api_key, settings.server_url)
+
+
+def own(store: Store, keys: RentalKeys, stack: contextlib.ExitStack) -> None:
+    """Hold a rental for as long as a stack is.
+
+    Raises:
+        HeldError: Somebody has it.
+    """
+    holder = Holder.this_process()
+    clock = StoreClock.read(store, keys.scope, holder)
+    lease = acquire(store, keys.lease, holder, _TTL, clock)
+    if isinstance(lease, Held):
+        raise errors.HeldError(
+            f"{keys.name} is held by {lease.holder.host} (process {lease.holder.pid}): end that, "
+            "or wait until it was not heard of for three minutes."
+        )
+    heartbeat = stack.enter_context(Heartbeat(_TTL))
+    heartbeat.keep(lease)
+
+
+def write_off(
+    store: Store, rental: str, attempt: Attempt, why: Ending, said: str, cost: float, now: datetime
+) -> None:
+    """Write down that nothing is left of an attempt. Whoever was first has said why."""
+    returned = Returned(why=why, said=said[:1000], cost=cost, ended=now)
+    commit_once(store, RentalKeys(rental).returned(attempt.number), returned)
+
+
+def give_back(vast: Vast, machines: Mapping[str, int | None], gone: Callable[[str], None]) -> None:
+    """Destroy machines until a listing shows none of their labels.
+
+    Args:
+        vast: The account.
+        machines: What is to be gone: labels, each with its machine's number where it is known.
+        gone: Told each label once nothing is left of it.
+
+    Raises:
+        UnavailableError: That could not be seen in 15 minutes: some may still be there.
+    """
+    clock = vast.clock
+    begun = clock.elapsed()
+    left = dict(machines)
+    faults = [
+        _destroyed(vast, number) for number in left.values() if number is not None
+    ]  # what is left says the listing
+    while left:
+        try:
+            there = [one for one in vast.instances() if one.label in left]
+        except errors.UnavailableError as error:
+            faults.append(errors.one_line(error))
+        else:
+            faults += [_destroyed(vast, one.id) for one in there]
+            labels = {one.label for one in there}
+            settled = clock.elapsed() - begun >= _SETTLING
+            # What was never answered may yet come to be seen.
+            for label in [one for one, number in left.items() if settled or number is not None]:
+                if label not in labels:
+                    del left[label]
+                    gone(label)
+        if left and clock.elapsed() - begun >= _GIVING_BACK.total_seconds():
+            said = next((f" ({fault})" for fault in reversed(faults) if fault), "")
+            raise errors.UnavailableError(
+                f"Whether {', '.join(sorted(left))} is given back is not known{said}: look at the "
+                "provider's page of instances, and run `millrace reap`."
+            )
+        if left:
+            clock.sleep(3.0)
+
+
+def _destroyed(vast: Vast, number: int) -> str:
+    """Destroy a machine; how that failed, if it did."""
+    try:
+        vast.destroy(number)
+    except errors.MillraceError as error:
+        return errors.one_line(error)
+    return ""
+
+
+class _Owner:
+    """A thread that writes down that the owner lives, where its machines look."""
+
+    def __init__(self, store: Store, keys: RentalKeys, silence: timedelta) -> None:
+        self._store, self._keys = store, keys
+        self._pause = silence.total_seconds() / 6
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="owner", daemon=True)
+
+    def __enter__(self) -> "_Owner":
+        self._say()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(self._pause)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._pause):
+            with contextlib.suppress(errors.MillraceError):  # the next one may come through
+                self._say()
+
+    def _say(self) -> None:
+        put(self._store.hurried(timedelta(seconds=self._pause)), self._keys.owner,
+            secrets.token_hex(8).encode())  # fmt: skip
+
+
+def _name(machine: Machine) -> str:
+    return f"{machine.attempt.intent.rental}/{machine.slot}"

@@ -1,0 +1,81 @@
+"""What rented machines say of themselves, read anew only where it has changed."""
+
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from millrace import errors
+from millrace.keys import MachineKeys
+from millrace.storage import Stat, Store, list_objects, read
+from millrace.vast.wire import PIECE, Beat, Ended, Setup
+
+M = TypeVar("M", bound=BaseModel)
+
+_LARGEST = 2 * PIECE
+_LINES = 50  # of a log that are kept
+_AT_ONCE = 20  # pieces of a log that are read in one look
+
+
+@dataclass(slots=True)
+class Report:
+    """What one machine has said so far.
+
+    Attributes:
+        store: Where.
+        keys: Of what it says.
+        setup: How far it is with installing.
+        beat: Its last sign of life.
+        ended: What its program came to.
+        news: What it has printed since the last look.
+        tail: The last lines that it has printed.
+    """
+
+    store: Store
+    keys: MachineKeys
+    setup: Setup | None = None
+    beat: Beat | None = None
+    ended: Ended | None = None
+    news: list[str] = field(default_factory=list[str])
+    tail: list[str] = field(default_factory=list[str])
+    _seen: dict[str, Stat] = field(default_factory=dict[str, Stat])
+
+    def look(self) -> bool:
+        """Read what is new; whether there is a new sign of life. One listing, and what changed.
+
+        Raises:
+            UnavailableError: The store does not answer.
+        """
+        self.news = []
+        there = {stat.key: stat for stat in list_objects(self.store, self.keys.prefix)}
+        changed = {key for key, stat in there.items() if self._seen.get(key) != stat}
+        logs = sorted(key for key in changed if key.startswith(self.keys.logs))
+        for key in logs[:_AT_ONCE]:
+            self._print(there[key])
+        for name, kind in (("setup", Setup), ("beat", Beat), ("ended", Ended)):
+            key = getattr(self.keys, name)
+            if key in changed and (said := self._said(there[key], kind)) is not None:
+                setattr(self, name, said)
+        late = set(logs[_AT_ONCE:])
+        self._seen = {key: stat for key, stat in there.items() if key not in late}
+        return bool(changed & {self.keys.setup, self.keys.beat, self.keys.ended} or logs)
+
+    def _print(self, stat: Stat) -> None:
+        if stat.size > _LARGEST:
+            return
+        try:
+            text = read(self.store, stat.key).decode(errors="replace")
+        except errors.NotFoundError:
+            return
+        lines = ["".join(one for one in line if one.isprintable()) for line in text.splitlines()]
+        self.news += lines
+        self.tail = [*self.tail, *lines][-_LINES:]
+
+    def _said(self, stat: Stat, kind: type[M]) -> M | None:
+        """What an object says; None if it says nothing that can be read."""
+        if stat.size > _LARGEST:
+            return None
+        try:
+            return kind.model_validate_json(read(self.store, stat.key))
+        except (ValidationError, errors.NotFoundError):
+            return None

@@ -1,0 +1,118 @@
+"""What a person says to have machines rented."""
+
+from datetime import timedelta
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, model_validator
+
+from millrace.storage import Right, StoreSpec
+from millrace.vast.offers import OfferRequest
+
+_HOLD = ("MILLRACE_", "CONTAINER_", "AWS_", "VAST_")  # what we, or the provider, set in a machine
+
+Prefix = Annotated[str, StringConstraints(pattern=r"^[^/_][^\0]*/$")]
+
+
+class Account(BaseModel):
+    """Who pays."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    api_key: SecretStr = Field(description="From the account's page of keys at Vast.ai.")
+    server_url: str | None = Field(default=None, description="Another address of Vast's API.")
+
+
+class Reach(BaseModel):
+    """What a machine may do with a part of the store."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prefix: Prefix = Field(description="A folder below the store's URL, such as `wiki/`.")
+    right: Right = Field(default=Right.READ, description="`read`, or `write`: that is both.")
+
+
+class Program(BaseModel):
+    """What runs on each machine: a repository, installed, and one of its commands."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    repo_url: str = Field(description="What is cloned: a public repository that has Millrace.")
+    repo_ref: str = Field(default="main", description="A branch, a tag or a commit of it.")
+    extras: tuple[str, ...] = Field(
+        default=(), description="Extras of the package to install, such as `gradients`."
+    )
+    command: tuple[str, ...] = Field(
+        min_length=1,
+        description="What is run, such as `millrace run settings.yaml`, in the folder of the "
+        "clone; `{slot}` is the machine's number, `{slots}` how many there are.",
+    )
+    files: dict[str, str] = Field(
+        default_factory=dict[str, str],
+        description="Small text files to write beside it, such as settings; no secrets.",
+    )
+    environment: dict[str, str] = Field(
+        default_factory=dict[str, str], description="Variables for it; no secrets."
+    )
+    ports: tuple[int, ...] = Field(default=(), description="On which it listens.")
+    image: str = Field(
+        default="pytorch/pytorch:2.6.0-cuda12.4-cudnn9-runtime",
+        description="A Docker image with python3 (3.11 or newer), its venv, and git.",
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        ours = [name for name in self.environment if name.startswith(_HOLD)]
+        if ours:
+            raise ValueError(f"{', '.join(ours)}: such variables are set by Millrace or Vast.ai")
+        wrong = [name for name in self.files if name.startswith("/") or ".." in name.split("/")]
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)}: files stand below the folder of the clone")
+        return self
+
+
+class RentSettings(BaseModel):
+    """Machines that are rented for one purpose, and given back."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(description="The rental's: whoever goes on with it calls it the same.")
+    store: StoreSpec = Field(
+        description="Where rentals are written down, and what machines read and write: R2, or S3 "
+        "with role_arn. A folder only where the machines are processes of this one."
+    )
+    account: Account
+    request: OfferRequest
+    program: Program
+    count: int = Field(default=1, ge=1, le=256, description="How many machines.")
+    reach: tuple[Reach, ...] = Field(
+        default=(), description="The parts of the store that the machines may use."
+    )
+    role_arn: str | None = Field(
+        default=None, description="For S3: the role whose credentials machines are given."
+    )
+    loading: timedelta = Field(
+        default=timedelta(minutes=20),
+        gt=timedelta(0),
+        description="How long a machine may take to load its image, and to install.",
+    )
+    silence: timedelta = Field(
+        default=timedelta(minutes=5),
+        ge=timedelta(seconds=30),
+        description="How long nothing may be heard of a machine; and how long a machine waits "
+        "for its owner, before it destroys itself.",
+    )
+    poll: timedelta = Field(
+        default=timedelta(seconds=10), gt=timedelta(0), description="How often it is looked at."
+    )
+    tries: int = Field(
+        default=5, ge=1, description="Machines that are rented, at most, in place of one."
+    )
+
+
+class StandSettings(BaseModel):
+    """Where rentals are written down, and who pays; the rest of a settings file does not matter."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    store: StoreSpec = Field(description="Where rentals are written down.")
+    account: Account

@@ -1,0 +1,145 @@
+"""What goes between an owner and its rented machines: the order one way, reports the other.
+
+A machine is not trusted: what it reports is bounded, checked, and means nothing to anybody else.
+"""
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from millrace import errors
+from millrace.storage import Credentials, StoreSpec
+
+PIECE = 64 << 10
+"""Bytes of what is printed that are told at a time; no report is larger."""
+ORDER = "MILLRACE_ORDER"
+_AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+
+
+class _Report(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Setup(_Report):
+    """How far a machine is with installing.
+
+    Attributes:
+        state: ``fetching``, ``installing``, ``starting`` or ``failed``.
+        said: What it is about; the end of what was printed if it failed.
+    """
+
+    state: Literal["fetching", "installing", "starting", "failed"]
+    said: str = Field(default="", max_length=PIECE)
+
+
+class Beat(_Report):
+    """That a machine lives, and its program runs.
+
+    Attributes:
+        number: How often this was said.
+        received: Bytes.
+        sent: Bytes.
+    """
+
+    number: int = Field(ge=0)
+    received: int = Field(default=0, ge=0)
+    sent: int = Field(default=0, ge=0)
+
+
+class Ended(_Report):
+    """What a program came to.
+
+    Attributes:
+        code: Its exit code.
+        seconds: How long it ran.
+    """
+
+    code: int
+    seconds: float = Field(default=0.0, ge=0)
+
+
+class Order(BaseModel):
+    """What a machine is to do. It holds credentials: scoped ones, that end with the rental.
+
+    Attributes:
+        store: Where the machine may write its own folder only.
+        prefix: That folder.
+        command: What is run.
+        files: What is written beside it first.
+        environment: Further variables.
+        beat: Seconds between two signs of life.
+        read: The store, through what may read the parts that the program was given to read.
+        write: Likewise of those that it may write too.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    store: StoreSpec
+    prefix: str
+    command: tuple[str, ...]
+    files: dict[str, str] = Field(default_factory=dict[str, str])
+    environment: dict[str, str] = Field(default_factory=dict[str, str])
+    beat: float = Field(default=10.0, gt=0)
+    read: StoreSpec | None = None
+    write: StoreSpec | None = None
+
+    def encode(self) -> str:
+        """As a variable of the environment: letters and digits only."""
+        data = self.model_dump(mode="json", exclude={"store", "read", "write"})
+        for name, spec in (("store", self.store), ("read", self.read), ("write", self.write)):
+            data[name] = spec.reveal() if spec else None
+        return base64.b64encode(orjson.dumps(data)).decode()
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> "Order":
+        """What a machine finds in its environment.
+
+        Raises:
+            ConfigurationError: There is none, or it is none.
+        """
+        try:
+            return cls.model_validate_json(base64.b64decode(environ[ORDER]))
+        except (KeyError, ValidationError, binascii.Error) as error:
+            raise errors.ConfigurationError(
+                f"{ORDER} is missing, or no order: this runs in machines that Millrace has rented."
+            ) from error
+
+
+def environment_of(environ: Mapping[str, str], order: Order) -> dict[str, str]:
+    """What the program of a machine finds: the store as AWS's tools know it, and nothing of ours.
+
+    ``AWS_*`` are of the credentials that may write, if there are some, else of those that read;
+    ``MILLRACE_READ`` and ``MILLRACE_WRITE`` are both, as JSON that `StoreSpec` reads.
+    """
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith("MILLRACE_") and name != "CONTAINER_API_KEY"
+    }
+    found: dict[str, str] = {**kept, **order.environment}
+    for name, spec in (("MILLRACE_READ", order.read), ("MILLRACE_WRITE", order.write)):
+        if spec is not None:
+            found[name] = orjson.dumps(spec.reveal()).decode()
+    spec = order.write or order.read
+    if spec is not None and spec.credentials is not None:
+        found |= _aws(spec, spec.credentials)
+    return found
+
+
+def _aws(spec: StoreSpec, credentials: Credentials) -> dict[str, str]:
+    token = credentials.session_token
+    values: tuple[Any, ...] = (
+        credentials.access_key_id,
+        credentials.secret_access_key.get_secret_value(),
+        token.get_secret_value() if token else None,
+    )
+    found = {name: value for name, value in zip(_AWS, values, strict=True) if value}
+    if spec.endpoint:
+        found["AWS_ENDPOINT_URL"] = spec.endpoint
+    if spec.region:
+        found["AWS_REGION"] = spec.region
+    return found
