@@ -32,6 +32,7 @@ from millrace.vast.settings import Account, RentSettings
 
 _TTL = timedelta(minutes=3)  # of the owner's lease
 _SETTLING = 60.0  # seconds in which a machine whose create was not answered comes to be seen
+_UNSEEN = 180.0  # seconds that one whose create was answered may be missing in the list
 _GIVING_BACK = timedelta(minutes=15)  # that it is tried for
 _RESERVE = timedelta(minutes=2)  # of what all machines cost: what giving back them takes
 
@@ -224,7 +225,7 @@ class Rental:
             return self._ended(machine, machine.report.ended.code)
         if rows is not None:
             machine.instance = rows.get(machine.attempt.intent.label)
-            if machine.instance is None and now - machine.since > _SETTLING:
+            if machine.instance is None and now - machine.since > _UNSEEN:
                 return _Verdict(Ending.DEAD, "the provider has it no more")
         return self._lost(machine) or (
             self._silent(machine, now) if machine.ready else self._coming_up(machine, now)
@@ -501,32 +502,35 @@ def give_back(vast: Vast, machines: Mapping[str, int | None], gone: Callable[[st
     """
     clock = vast.clock
     begun = clock.elapsed()
-    left = dict(machines)
-    faults = [
-        _destroyed(vast, number) for number in left.values() if number is not None
-    ]  # what is left says the listing
-    while left:
-        try:
+    left, accepted, fault = dict(machines), set[str](), ""
+    while True:
+        for label, number in left.items():
+            if number is not None and label not in accepted:
+                said = _destroyed(vast, number)
+                fault = said or fault
+                accepted |= set() if said else {label}
+        there: list[Instance] | None = None
+        with contextlib.suppress(errors.UnavailableError):
             there = [one for one in vast.instances() if one.label in left]
-        except errors.UnavailableError as error:
-            faults.append(errors.one_line(error))
-        else:
-            faults += [_destroyed(vast, one.id) for one in there]
-            labels = {one.label for one in there}
-            settled = clock.elapsed() - begun >= _SETTLING
+        if there is not None:
+            for one in there:
+                fault = _destroyed(vast, one.id) or fault
             # What was never answered may yet come to be seen.
-            for label in [one for one, number in left.items() if settled or number is not None]:
-                if label not in labels:
+            settled = clock.elapsed() - begun >= _SETTLING
+            seen = {one.label for one in there}
+            for label, number in list(left.items()):
+                if label not in seen and (settled if number is None else label in accepted):
                     del left[label]
                     gone(label)
-        if left and clock.elapsed() - begun >= _GIVING_BACK.total_seconds():
-            said = next((f" ({fault})" for fault in reversed(faults) if fault), "")
+        if not left:
+            return
+        if clock.elapsed() - begun >= _GIVING_BACK.total_seconds():
             raise errors.UnavailableError(
-                f"Whether {', '.join(sorted(left))} is given back is not known{said}: look at the "
-                "provider's page of instances, and run `millrace reap`."
+                f"Whether {', '.join(sorted(left))} is given back is not known"
+                f"{f' ({fault})' if fault else ''}: look at the provider's page of instances, and "
+                "run `millrace reap`."
             )
-        if left:
-            clock.sleep(3.0)
+        clock.sleep(3.0)
 
 
 def _destroyed(vast: Vast, number: int) -> str:

@@ -10,7 +10,7 @@ from millrace.vast.offers import OfferRequest
 
 _HOLD = ("MILLRACE_", "CONTAINER_", "AWS_", "VAST_")  # what we, or the provider, set in a machine
 
-Prefix = Annotated[str, StringConstraints(pattern=r"^[^/_][^\0]*/$")]
+Prefix = Annotated[str, StringConstraints(pattern=r"^[^/_].*/$")]
 
 
 class Account(BaseModel):

@@ -1,4 +1,4 @@
-"""The stand-ins as session fixtures: `rgw`, `r2` in front of it, and `gcs`."""
+"""The stand-ins as session fixtures: `rgw`, `r2` in front of it, `gcs`, `vast` and `hub`."""
 
 import tempfile
 import uuid
@@ -11,6 +11,7 @@ from tests.servers.gcs import GCSServer
 from tests.servers.hub import HubServer
 from tests.servers.r2 import R2Proxy
 from tests.servers.rgw import RGW
+from tests.servers.vast import VastServer
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +48,13 @@ def _r2_at_rest(request: pytest.FixtureRequest) -> None:
 def gcs(server_folder: Path) -> Iterator[GCSServer]:
     """A Cloud Storage with the bucket ``bucket``."""
     with GCSServer.start(server_folder / "gcs") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def vast(server_folder: Path) -> Iterator[VastServer]:
+    """A Vast.ai; `VastServer.reset` gives a test a world of its own."""
+    with VastServer.start(server_folder / "vast") as server:
         yield server
 
 

@@ -1,0 +1,231 @@
+"""Machines are rented, used, and given back, whatever happens in between."""
+
+from datetime import timedelta
+
+import pytest
+
+from millrace import errors
+from millrace.models.rental import Ending
+from millrace.storage import open_store
+from millrace.vast import Rental
+from millrace.vast.ledger import attempts_of
+from tests.vast.conftest import Account_, Reset
+
+
+def endings(account: Account_, name: str = "fleet") -> list[Ending]:
+    attempts = attempts_of(open_store(account.store), name)
+    assert all(one.returned for one in attempts)
+    return [one.returned.why for one in attempts if one.returned]
+
+
+def test_machines_are_rented_used_and_given_back(world: Reset) -> None:
+    account = world(program=600.0)
+    settings = account.settings(count=3)
+    with Rental(settings, vast=account.vast, progress=account.progress) as rental:
+        ready = rental.until_ready()
+        assert [one.slot for one in ready] == [0, 1, 2]
+        assert len({one["machine"] for one in account.server.alive()}) == 3
+        rental.until_done()
+        assert account.server.alive() == []
+    assert endings(account) == [Ending.DONE] * 3
+    billed = sum(one["cost"] for one in account.server.books())
+    assert 0 < billed <= rental.cost
+    assert account.count("rental.ready") == account.count("rental.returned") == 3
+
+
+@pytest.mark.parametrize("fate", ["exited", "offline", "unknown", "oci", "stuck", "broken"])
+def test_a_machine_that_does_not_come_up_is_given_back_and_another_taken(
+    world: Reset, fate: str
+) -> None:
+    account = world(first=fate)
+    with Rental(account.settings(count=1), vast=account.vast) as rental:
+        (machine,) = rental.until_ready()
+        dead, other = account.server.books()
+        assert dead["fate"] == fate
+        assert machine.instance
+        assert machine.instance.id == other["id"]
+        soon = 20 * 60 + 60 if fate == "stuck" else 180
+        assert dead["destroyed"] - dead["created"] < soon
+    assert account.server.alive() == []
+    assert endings(account) == [Ending.DEAD, Ending.RELEASED]
+
+
+@pytest.mark.parametrize(
+    ("fate", "ending"),
+    [
+        ("outbid", Ending.OUTBID),
+        ("silent", Ending.DEAD),
+        ("vanished", Ending.DEAD),
+        ("dearer", Ending.DEARER),
+    ],
+)
+def test_work_goes_on_elsewhere_when_a_machine_is_lost(
+    world: Reset, fate: str, ending: Ending
+) -> None:
+    account = world(program=3000.0)
+    request = {"interruptible": fate == "outbid", "max_hourly": 1.5}
+    settings = account.settings(request=request, poll=timedelta(seconds=30))
+    with Rental(settings, vast=account.vast) as rental:
+        (first,) = rental.until_ready()
+        assert first.instance
+        account.server.befall(first.instance.id, fate)
+        rental.until_done()
+    assert account.server.alive() == []
+    assert endings(account) == [ending, Ending.DONE]
+    one, other = account.server.books()
+    assert one["machine"] != other["machine"]
+
+
+def test_a_program_that_fails_is_said_with_its_last_words(world: Reset) -> None:
+    account = world(program=100.0, fates={"failing": 1.0})
+    rental = Rental(account.settings(), vast=account.vast)
+    said = "ended with 1; its last words:\nthe last words"
+    with pytest.raises(errors.MachineError, match=said), rental:
+        rental.until_done()
+    assert account.server.alive() == []
+    assert endings(account) == [Ending.FAILED]
+
+
+def test_an_offer_that_is_gone_is_left_for_the_next(world: Reset) -> None:
+    account = world()
+    account.server.fail_next(1, "gone", "create")
+    with Rental(account.settings(), vast=account.vast) as rental:
+        rental.until_ready()
+    assert endings(account) == [Ending.NEVER, Ending.RELEASED]
+    assert len(account.server.books()) == 1
+
+
+@pytest.mark.parametrize("lag", [0.0, 30.0])
+def test_a_create_whose_answer_was_lost_is_looked_for_and_not_sent_again(
+    world: Reset, lag: float
+) -> None:
+    account = world(lag=lag)
+    account.server.fail_next(1, "lost", "create")
+    with Rental(account.settings(), vast=account.vast) as rental:
+        (machine,) = rental.until_ready()
+        assert len(account.server.books()) == 1
+        creates = [one for one in account.server.requests() if one["call"] == "create"]
+        assert len(creates) == 1
+        assert machine.attempt.contract
+        assert machine.attempt.contract.instance == account.server.alive()[0]["id"]
+    assert account.server.alive() == []
+
+
+def test_a_create_that_was_cut_is_not_taken_for_done(world: Reset) -> None:
+    account = world()
+    account.server.fail_next(1, "cut", "create")
+    with Rental(account.settings(), vast=account.vast) as rental:
+        rental.until_ready()
+        assert len(account.server.alive()) == 1
+    assert endings(account) == [Ending.NEVER, Ending.RELEASED]
+
+
+def test_what_a_bid_too_low_has_left_is_destroyed(world: Reset) -> None:
+    account = world()
+    account.server.fail_next(1, "low bid", "create")
+    with Rental(account.settings(request={"interruptible": True}), vast=account.vast) as rental:
+        rental.until_ready()
+        assert len(account.server.alive()) == 1
+    assert endings(account)[0] is Ending.OUTBID
+    assert account.server.alive() == []
+
+
+def test_a_list_that_cannot_be_read_is_not_an_empty_one(world: Reset) -> None:
+    account = world(program=2000.0)
+    with Rental(account.settings(), vast=account.vast) as rental:
+        rental.until_ready()
+        account.server.fail_next(100, "part", "list")
+        account.server.advance(300)
+        rental.until_ready()
+        account.server.fail_next(0, "part", "list")
+        rental.until_done()
+        assert len(account.server.books()) == 1
+    assert account.server.fired()["part"] > 0
+
+
+def test_the_money_that_was_granted_is_a_hard_stop(world: Reset) -> None:
+    account = world()
+    minute = timedelta(minutes=1)
+    settings = account.settings(count=2, request={"max_total": 1.0}, poll=minute)
+    rental = Rental(settings, vast=account.vast)
+    with pytest.raises(errors.BudgetError, match=r"of \$1\.00 are spent"), rental:
+        rental.until_done()
+    assert account.server.alive() == []
+    assert sum(one["cost"] for one in account.server.books()) <= 1.0
+    assert endings(account) == [Ending.SPENT] * 2
+
+
+def test_the_time_that_was_granted_is_one_too(world: Reset) -> None:
+    account = world()
+    minute, hour = timedelta(minutes=1), timedelta(hours=1)
+    settings = account.settings(request={"max_lifetime": hour}, poll=minute)
+    rental = Rental(settings, vast=account.vast)
+    with pytest.raises(errors.BudgetError, match="the time of machine fleet/0 is over"), rental:
+        rental.until_done()
+    (one,) = account.server.books()
+    assert one["destroyed"] - one["created"] < 3700
+
+
+def test_an_account_without_credit_is_said_at_once(world: Reset) -> None:
+    account = world(credit=0.0)
+    rental = Rental(account.settings(), vast=account.vast)
+    with pytest.raises(errors.BudgetError, match="add credit"), rental:
+        rental.until_ready()
+    assert sum(one["call"] == "create" for one in account.server.requests()) == 1
+
+
+def test_whoever_goes_on_with_a_rental_has_its_machines(world: Reset) -> None:
+    account = world(program=900.0)
+    settings = account.settings(count=2)
+    with Rental(settings, vast=account.vast, detached=True) as rental:
+        before = {one.attempt.contract for one in rental.until_ready()}
+    assert len(account.server.alive()) == 2
+    with Rental(settings, vast=account.vast) as rental:
+        assert {one.attempt.contract for one in rental.until_ready()} == before
+        rental.until_done()
+    assert len(account.server.books()) == 2
+    assert account.server.alive() == []
+    with Rental(settings, vast=account.vast) as rental:
+        rental.until_done()  # all programs have ended: nothing is rented again
+    assert len(account.server.books()) == 2
+
+
+def test_two_cannot_have_the_same_rental(world: Reset) -> None:
+    account = world()
+    with Rental(account.settings(), vast=account.vast) as rental:
+        rental.until_ready()
+        with pytest.raises(errors.HeldError, match="fleet is held by"):
+            Rental(account.settings(), vast=account.vast).__enter__()
+        assert len(account.server.alive()) == 1
+
+
+@pytest.mark.parametrize("fault", ["error500", "error502", "text429", "json429", "lost", "refused"])
+def test_giving_back_is_tried_until_a_listing_shows_that_it_is_done(
+    world: Reset, fault: str
+) -> None:
+    account = world()
+    with Rental(account.settings(count=2), vast=account.vast) as rental:
+        rental.until_ready()
+        account.server.fail_next(3, fault, "delete")
+    assert account.server.alive() == []
+    assert account.server.fired()[fault] == 3
+
+
+def test_what_cannot_be_given_back_is_said_and_left_to_the_reaper(world: Reset) -> None:
+    account = world()
+    rental = Rental(account.settings(), vast=account.vast)
+    rental.__enter__()
+    rental.until_ready()
+    account.server.fail_next(10_000, "error500", "delete")
+    said = r"millrace/\w+/fleet/000000/\d+ is given back is not known .*reap"
+    with pytest.raises(errors.UnavailableError, match=said):
+        rental.__exit__(None, None, None)
+    (attempt,) = attempts_of(open_store(account.store), "fleet")
+    assert attempt.returned is None
+
+
+def test_nothing_is_asked_more_often_than_the_api_allows(world: Reset) -> None:
+    account = world(program=300.0)
+    with Rental(account.settings(count=3), vast=account.vast) as rental:
+        rental.until_done()
+    assert account.server.fired()["too frequent"] == 0
