@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 _PATIENCE = timedelta(minutes=2)
 _TIMEOUT = 60.0  # seconds without an answer
-_PAGES = 400  # of 25 machines each
+_PARTLY = 5.0  # seconds until a list that came in part is asked for again
 _CREDIT = re.compile(r"credit|billing|balance", re.IGNORECASE)
 
 
@@ -191,35 +191,40 @@ class Vast:
             UnavailableError: The list cannot be read whole: then nobody knows what is rented.
             DeniedError: The API does not know the key.
         """
+        end = self.clock.elapsed() + self._patience
+        while (found := self._listed()) is None:
+            if self.clock.elapsed() >= end:
+                raise errors.UnavailableError(
+                    "Vast.ai's list of instances came in part: what is rented is not known. Ask "
+                    "again."
+                )
+            self._pace.push(Call.LIST, _PARTLY)
+        return found
 
-        def ask(token: str) -> dict[str, Any]:
-            more = {"after_token": token} if token else {}
-            page: Any = self._sdk.show_instances_v1(
-                {
-                    "select_filters": {},
-                    "order_by": [{"col": "id", "dir": "asc"}],
-                    "limit": 25,
-                    **more,
-                }
-            )
-            return {**page, "instances": [Instance.of(row) for row in page["instances"]]}
-
+    def _listed(self) -> list[Instance] | None:
+        """All machines, over all pages; None if some are missing."""
         found: dict[int, Instance] = {}
         token, seen = "", set[str]()
-        for _ in range(_PAGES):
-            page = self._patiently(Call.LIST, lambda token=token: ask(token))
+        while token not in seen:
+            seen.add(token)
+            page = self._patiently(Call.LIST, lambda token=token: self._page(token))
             found |= {one.id: one for one in page["instances"]}
             token = str(page.get("next_token") or "")
             if not token:
-                if len(found) < int(page.get("total_instances") or 0):
-                    break
-                return list(found.values())
-            if token in seen:
-                break
-            seen.add(token)
-        raise errors.UnavailableError(
-            "Vast.ai's list of instances came in part: what is rented is not known. Ask again."
-        )
+                whole = len(found) >= int(page.get("total_instances") or 0)
+                return list(found.values()) if whole else None
+        return None  # its pages go round
+
+    def _page(self, token: str) -> dict[str, Any]:
+        query: dict[str, Any] = {
+            "select_filters": {},
+            "order_by": [{"col": "id", "dir": "asc"}],
+            "limit": 25,
+        }
+        if token:
+            query["after_token"] = token
+        page: Any = self._sdk.show_instances_v1(query)
+        return {**page, "instances": [Instance.of(row) for row in page["instances"]]}
 
     def destroy(self, instance: int) -> None:
         """Destroy a machine. One that is gone is a success; whether it is says the listing.
@@ -317,6 +322,8 @@ class Vast:
             raise errors.NotFoundError(f"Vast.ai has none of it any more: {said}.")
         if status == 411 or _CREDIT.search(f"{code} {said}"):
             raise errors.BudgetError(f"The Vast.ai account cannot pay ({said}): add credit.")
+        if status == 200:  # done or not: it does not say
+            raise _Again(said, done=True)
         if status == 403:
             raise errors.DeniedError(f"Vast.ai does not allow it: {said}.")
         if status == 410:

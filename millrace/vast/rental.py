@@ -503,7 +503,7 @@ def give_back(vast: Vast, machines: Mapping[str, int | None], gone: Callable[[st
     clock = vast.clock
     begun = clock.elapsed()
     left, accepted, fault = dict(machines), set[str](), ""
-    while True:
+    while left:
         for label, number in left.items():
             if number is not None and label not in accepted:
                 said = _destroyed(vast, number)
@@ -523,7 +523,7 @@ def give_back(vast: Vast, machines: Mapping[str, int | None], gone: Callable[[st
                     del left[label]
                     gone(label)
         if not left:
-            return
+            break
         if clock.elapsed() - begun >= _GIVING_BACK.total_seconds():
             raise errors.UnavailableError(
                 f"Whether {', '.join(sorted(left))} is given back is not known"

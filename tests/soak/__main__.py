@@ -44,35 +44,24 @@ def main() -> int:
     parser.add_argument(
         "--objects", type=int, default=100_000, help="of the bucket that is cleaned"
     )
-    parser.add_argument(
-        "--only", choices=["kills", "faults", "races", "windows", "fuzz", "cleaning", "swarm"]
-    )
+    parser.add_argument("--rentals", type=int, default=600, help="whose owners are killed")
+    parts = ["kills", "faults", "races", "windows", "fuzz", "cleaning", "rentals", "swarm"]
+    parser.add_argument("--only", choices=parts)
     options = parser.parse_args()
     began = time.monotonic()
     good: list[bool] = []
     summary: list[str] = []
     if options.only in {None, "kills", "faults"}:
         good, summary = _shards(options)
-    if options.only in {None, "races"}:
-        right, said = _races(options)
-        good.append(right)
-        summary.append(said)
-    if options.only in {None, "windows"}:
-        right, said = _windows(options)
-        good.append(right)
-        summary.append(said)
-    if options.only in {None, "fuzz"}:
-        right, said = _fuzz(options)
-        good.append(right)
-        summary.append(said)
-    if options.only in {None, "cleaning"}:
-        right, said = _cleaning(options)
-        good.append(right)
-        summary.append(said)
-    if options.only in {None, "swarm"}:
-        cases, wrong = run_swarm(_tell)
-        good.append(not wrong)
-        summary.append(f"swarm {cases}, wrong {wrong}")
+    others = {
+        "races": _races, "windows": _windows, "fuzz": _fuzz, "cleaning": _cleaning,
+        "rentals": _rentals, "swarm": _swarm,
+    }  # fmt: skip
+    for name, part in others.items():
+        if options.only in {None, name}:
+            right, said = part(options)
+            good.append(right)
+            summary.append(said)
     print(f"{time.monotonic() - began:.0f} s", *reversed(summary), sep="\n")
     return 0 if all(good) else 1
 
@@ -124,6 +113,20 @@ def _cleaning(options: argparse.Namespace) -> tuple[bool, str]:
     return not came.wrong and came.killed > 0, (
         f"{said}, differing {came.differing}, lost {came.lost}, left {came.left}"
     )
+
+
+def _rentals(options: argparse.Namespace) -> tuple[bool, str]:
+    """Owners of rented machines that are killed; in a process of its own, as it forks."""
+    command = [sys.executable, "-m", "tests.soak.rentals", f"{options.rentals}", f"{options.seed}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False, text=True)
+    print(done.stdout)
+    return not done.returncode, done.stdout.strip().rpartition("\n")[2]
+
+
+def _swarm(_: argparse.Namespace) -> tuple[bool, str]:
+    """Nodes that warm each other, and are killed."""
+    cases, wrong = run_swarm(_tell)
+    return not wrong, f"swarm {cases}, wrong {wrong}"
 
 
 @contextmanager

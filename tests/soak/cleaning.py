@@ -133,7 +133,6 @@ def clean(spec: StoreSpec, list_all: Callable[[], list[Thing]], *, kills: int, s
     with open_plan(open_store(spec), plan.name) as (_, entries):
         found = {entry.stat.key: entry.rule for entry in entries}
     every = found.keys() | expected.keys()
-    every = found.keys() | expected.keys()
     differing = [key for key in every if found.get(key) != expected.get(key)]
     killed = 0
     for _ in range(kills):
