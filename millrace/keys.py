@@ -463,6 +463,11 @@ class MachineKeys:
     prefix: str
 
     @property
+    def files(self) -> str:
+        """What is to be written beside its program: the only thing here that it has not written."""
+        return f"{self.prefix}files.json"
+
+    @property
     def setup(self) -> str:
         """How far it is with installing, overwritten; with the end of what was printed."""
         return f"{self.prefix}setup.json"

@@ -6,9 +6,9 @@ from importlib.resources import files
 
 from millrace import errors
 from millrace.keys import MachineKeys, RentalKeys
-from millrace.storage import Backend, Right, Store, StoreSpec, scoped, signed_url
+from millrace.storage import Backend, Right, Store, StoreSpec, put, scoped, signed_url
 from millrace.vast.settings import RentSettings
-from millrace.vast.wire import ORDER, Order
+from millrace.vast.wire import ORDER, Files, Order
 
 _LONGEST_ENVIRONMENT = 32_768  # characters in all, by the API
 _LEAST = timedelta(minutes=15)  # that STS gives credentials for
@@ -45,7 +45,6 @@ def environment(
         store=_part(store, [machine], lasting, Right.WRITE, settings.role_arn),
         prefix=machine,
         command=tuple(_filled(word, slot, settings.count) for word in program.command),
-        files={name: _filled(text, slot, settings.count) for name, text in program.files.items()},
         environment=program.environment,
         beat=min(10.0, settings.silence.total_seconds() / 4),
         read=_reach(store, settings, Right.READ, lasting),
@@ -68,10 +67,25 @@ def environment(
         found["MILLRACE_OWNER_URL"] = _url(store, rental.owner, lasting, Right.READ)
     if sum(len(name) + len(value) for name, value in found.items()) > _LONGEST_ENVIRONMENT:
         raise errors.ConfigurationError(
-            "The program's files and variables are too large for a machine's environment (32 KiB "
-            "in all): put them into its repository, or into the store."
+            "The program's variables are too large for a machine's environment (32 KiB in all): "
+            "write them into files instead."
         )
     return found
+
+
+def send_files(store: Store, settings: RentSettings, number: int, slot: int) -> None:
+    """Leave what is written beside the program where the machine finds it.
+
+    Args:
+        store: Where rentals are written down.
+        settings: What is rented.
+        number: Of the attempt.
+        slot: Which of the rental's machines it is.
+    """
+    texts = settings.program.files.items()
+    files = Files(texts={name: _filled(text, slot, settings.count) for name, text in texts})
+    keys = MachineKeys(RentalKeys(settings.name).machine(number))
+    put(store, keys.files, files.model_dump_json().encode())
 
 
 def _reach(store: Store, settings: RentSettings, right: Right, ttl: timedelta) -> StoreSpec | None:

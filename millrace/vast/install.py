@@ -122,10 +122,10 @@ def main() -> None:
         say("installing", commit)
         python = install(folder, commit)
         say("starting", commit)
+        run(str(python), "-m", "millrace.vast.machine", str(folder))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         say("failed", str(error))
         sys.exit(1)
-    os.execv(python, [str(python), "-m", "millrace.vast.machine", str(folder)])
 
 
 if __name__ == "__main__":

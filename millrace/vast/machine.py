@@ -22,8 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from millrace import errors
 from millrace.keys import MachineKeys
-from millrace.storage import Store, StoreSpec, create, exists, list_objects, open_store, put
-from millrace.vast.wire import PIECE, Beat, Ended, Order, environment_of
+from millrace.storage import Store, StoreSpec, create, exists, list_objects, open_store, put, read
+from millrace.vast.wire import PIECE, Beat, Ended, Files, Order, environment_of
 
 _PATIENCE = timedelta(seconds=20)  # that one word to the bucket is tried for
 _WAIT = 30.0  # seconds that the program has to end, once it is asked to
@@ -56,12 +56,16 @@ class Machine:
         self._log = logging.getLogger(__name__)
 
     def run(self) -> int:
-        """Run the program to its end, unless that was done before; its exit code."""
+        """Run the program to its end, unless that was done before; its exit code.
+
+        Raises:
+            MillraceError: What it came to could not be told.
+        """
         if exists(self._store, self._keys.ended):
             return 0
         logs = list(list_objects(self._store, self._keys.logs))
         self._report.pieces = len(logs)  # of the container before it was started again
-        for name, text in self._order.files.items():
+        for name, text in self._files().items():
             path = self._folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
@@ -71,12 +75,16 @@ class Machine:
             while self._tell_log(printed):
                 pass
         seconds = time.monotonic() - began
-        self._say(self._keys.ended, Ended(code=code, seconds=seconds))
+        put(self._store, self._keys.ended, _encoded(Ended(code=code, seconds=seconds)))
         return code
+
+    def _files(self) -> dict[str, str]:
+        return Files.model_validate_json(read(self._store, self._keys.files)).texts
 
     def _attend(self, printed: IO[bytes]) -> int:
         """Start the program, and tell how it is until it ends."""
-        environment = {**environment_of(os.environ, self._order), "PYTHONUNBUFFERED": "1"}
+        ours = {"PYTHONUNBUFFERED": "1", "PWD": str(self._folder)}
+        environment = {**environment_of(os.environ, self._order), **ours}
         venv = self._folder / ".venv" / "bin"
         environment["PATH"] = f"{venv}:{environment.get('PATH', os.defpath)}"
         try:
@@ -127,9 +135,13 @@ class Machine:
 
     def _say(self, key: str, said: BaseModel) -> None:
         try:
-            put(self._store, key, said.model_dump_json().encode())
+            put(self._store, key, _encoded(said))
         except errors.MillraceError as error:
             self._log.warning("the owner could not be told: %s", errors.one_line(error))
+
+
+def _encoded(said: BaseModel) -> bytes:
+    return said.model_dump_json().encode()
 
 
 def _stop(program: "subprocess.Popen[Any]") -> None:
@@ -154,13 +166,13 @@ def _network() -> tuple[int, int]:
     return received, sent
 
 
-def main(environ: Mapping[str, str], folder: Path) -> int:
-    """Run what the environment says."""
+def main(environ: Mapping[str, str], folder: Path) -> None:
+    """Run what the environment says, and tell what it came to."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    return Machine(Order.from_environment(environ), folder).run()
+    Machine(Order.from_environment(environ), folder).run()
 
 
 __all__ = ["Machine", "StoreSpec", "main"]
 
 if __name__ == "__main__":
-    sys.exit(main(os.environ, Path(sys.argv[1])))
+    main(os.environ, Path(sys.argv[1]))

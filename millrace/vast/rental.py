@@ -22,7 +22,7 @@ from millrace.progress import Event, Progress, silent
 from millrace.records import commit_once
 from millrace.storage import Store, open_store, put
 from millrace.vast.api import Created, Vast
-from millrace.vast.hiring import environment, onstart
+from millrace.vast.hiring import environment, onstart, send_files
 from millrace.vast.instances import Instance
 from millrace.vast.labels import Label
 from millrace.vast.ledger import Attempt, attempts_of, installation_of
@@ -384,6 +384,7 @@ class Rental:
             lifetime=request.max_lifetime,
             url=self._vast.url,
         )
+        send_files(self._store, self.settings, attempt.number, intent.slot)
         ports = {f"-p {port}:{port}": "1" for port in program.ports}
         try:
             return self._vast.create(

@@ -48,7 +48,7 @@ class Program(BaseModel):
     )
     files: dict[str, str] = Field(
         default_factory=dict[str, str],
-        description="Small text files to write beside it, such as settings; no secrets.",
+        description="Text files to write beside it, such as settings; no secrets.",
     )
     environment: dict[str, str] = Field(
         default_factory=dict[str, str], description="Variables for it; no secrets."

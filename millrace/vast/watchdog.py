@@ -62,7 +62,8 @@ def watch(env: Mapping[str, str]) -> str:
                 last, heard = said, now
             if now - heard >= silence:
                 return "its owner was not heard of"
-        time.sleep(min(_LOOK, silence / 4))
+        left = min(lifetime - (now - began), until - time.time())
+        time.sleep(max(0.1, min(_LOOK, silence / 4, left)))
 
 
 if __name__ == "__main__":

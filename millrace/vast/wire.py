@@ -62,6 +62,18 @@ class Ended(_Report):
     seconds: float = Field(default=0.0, ge=0)
 
 
+class Files(BaseModel):
+    """What is written beside a program, before it is run.
+
+    Attributes:
+        texts: By paths below the folder of the clone.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    texts: dict[str, str]
+
+
 class Order(BaseModel):
     """What a machine is to do. It holds credentials: scoped ones, that end with the rental.
 
@@ -69,7 +81,6 @@ class Order(BaseModel):
         store: Where the machine may write its own folder only.
         prefix: That folder.
         command: What is run.
-        files: What is written beside it first.
         environment: Further variables.
         beat: Seconds between two signs of life.
         read: The store, through what may read the parts that the program was given to read.
@@ -81,7 +92,6 @@ class Order(BaseModel):
     store: StoreSpec
     prefix: str
     command: tuple[str, ...]
-    files: dict[str, str] = Field(default_factory=dict[str, str])
     environment: dict[str, str] = Field(default_factory=dict[str, str])
     beat: float = Field(default=10.0, gt=0)
     read: StoreSpec | None = None
@@ -113,14 +123,15 @@ def environment_of(environ: Mapping[str, str], order: Order) -> dict[str, str]:
     """What the program of a machine finds: the store as AWS's tools know it, and nothing of ours.
 
     ``AWS_*`` are of the credentials that may write, if there are some, else of those that read;
-    ``MILLRACE_READ`` and ``MILLRACE_WRITE`` are both, as JSON that `StoreSpec` reads.
+    ``MILLRACE_STORE`` is its URL; ``MILLRACE_READ`` and ``MILLRACE_WRITE`` are both, as JSON that
+    `StoreSpec` reads.
     """
     kept = {
         name: value
         for name, value in environ.items()
         if not name.startswith("MILLRACE_") and name != "CONTAINER_API_KEY"
     }
-    found: dict[str, str] = {**kept, **order.environment}
+    found: dict[str, str] = {**kept, "MILLRACE_STORE": order.store.url, **order.environment}
     for name, spec in (("MILLRACE_READ", order.read), ("MILLRACE_WRITE", order.write)):
         if spec is not None:
             found[name] = orjson.dumps(spec.reveal()).decode()

@@ -24,6 +24,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -225,6 +226,7 @@ class Instance:
     beats: int = 0
     ended: bool = False
     process: "subprocess.Popen[bytes] | None" = None
+    home: Path | None = None
 
     @property
     def label(self) -> str:
@@ -362,7 +364,8 @@ class _Server:
 
     def _come_up(self, one: Instance) -> None:
         if self.world.real:
-            one.process = _run(one, self.folder / str(one.id))
+            one.home = self.folder / f"{self.key[-8:]}-{one.id}"
+            one.process = _run(one, one.home)
         elif one.order:
             state = {"state": "failed", "said": "pip: no such package"}
             _write(one, "setup.json", state if one.fate == "broken" else {"state": "starting"})
@@ -403,6 +406,9 @@ class _Server:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(one.process.pid, signal.SIGKILL)
             one.process.wait()
+            one.process = None
+        if one.home is not None:
+            shutil.rmtree(one.home, ignore_errors=True)
 
     # -- what a test asks
 
@@ -453,6 +459,9 @@ class _Server:
             "fate": one.fate,
             "stopped": one.stopped,
             "process": one.process.pid if one.process else None,
+            "key": one.key,
+            "home": str(one.home) if one.home else None,
+            "body": one.body,
         }
 
     def reset(self, world: World) -> str:
@@ -755,7 +764,7 @@ def _run(one: Instance, home: Path) -> "subprocess.Popen[bytes]":
         name: value for name, value in one.body["env"].items() if re.fullmatch(r"\w+", name)
     }
     environment = {
-        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "HOME": str(home),
         "LANG": "C.UTF-8",
         "CONTAINER_ID": str(one.id),
@@ -789,8 +798,6 @@ async def _serve(folder: Path) -> None:
     finally:
         for one in server.instances.values():
             server._end(one)
-        if server.world.real:
-            shutil.rmtree(folder / "instances", ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,202 @@
+"""Machines run for real: what they install and run, what they hold, and how they end themselves."""
+
+import base64
+import json
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError
+from pydantic import SecretStr
+
+from millrace.storage import Right, StoreSpec
+from millrace.vast import Account, OfferRequest, Program, Reach, Rental, RentSettings, Vast
+from tests.prefect_server import until
+from tests.servers.process import REPOSITORY
+from tests.servers.rgw import RGW, Key
+from tests.servers.vast import VastServer
+from tests.stores import credentials
+
+SETTINGS = """
+dataset: data/words
+source:
+  kind: jsonl
+  include: ["*.jsonl"]
+  columns: {txt: text}
+  store: {url: "file://${PWD}/words"}
+store:
+  url: ${MILLRACE_STORE}
+  endpoint: ${AWS_ENDPOINT_URL}
+  credentials:
+    access_key_id: ${AWS_ACCESS_KEY_ID}
+    secret_access_key: ${AWS_SECRET_ACCESS_KEY}
+    session_token: ${AWS_SESSION_TOKEN}
+run: {workers: 0}
+"""
+UNTIL_SEEN = "while [ ! -e ~/seen ]; do sleep 0.1; done"
+
+
+@pytest.fixture
+def real(vast: VastServer) -> Iterator[str]:
+    """A world whose machines are processes here; the account's key."""
+    yield vast.reset(real=True, rate=1.0, strict=False)
+    vast.reset()
+
+
+@pytest.fixture(scope="session")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """This project, as somebody would clone it."""
+    folder = tmp_path_factory.mktemp("repository")
+    for name in ("millrace", "blocks", "flows", "tasks"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
+    for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, folder / name)
+    git = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for command in ("init -q -b main", "add -A", "commit -q -m first"):
+        subprocess.run([*git, *command.split()], check=True)
+    return folder
+
+
+def settings_of(vast: VastServer, key: str, store: StoreSpec, **more: Any) -> RentSettings:
+    return RentSettings(
+        name="fleet",
+        store=store,
+        account=Account(api_key=SecretStr(key), server_url=vast.url),
+        request=OfferRequest(max_hourly=2.0, max_total=5.0, max_lifetime=timedelta(hours=1)),
+        poll=timedelta(seconds=1),
+        **more,
+    )
+
+
+def everything_of(entry: dict[str, Any]) -> Iterator[bytes]:
+    """All that a machine can see of ours: its files, and the environments of its processes."""
+    for folder, _, names in os.walk(entry["home"]):
+        for name in names:
+            path = Path(folder) / name
+            if path.is_file() and not path.is_symlink() and "site-packages" not in path.parts:
+                yield path.read_bytes()
+    session = os.getsid(entry["process"])
+    for found in Path("/proc").glob("[0-9]*"):
+        environ = b""
+        try:
+            environ = (found / "environ").read_bytes()
+        except OSError:
+            continue
+        mine = f"CONTAINER_ID={entry['id']}".encode() in environ
+        if mine or (found.name.isdecimal() and _session(found) == session):
+            yield environ
+
+
+def _session(process: Path) -> int:
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[3])
+    except (OSError, IndexError):
+        return -1
+
+
+def test_a_machine_installs_a_program_and_runs_it_with_what_it_may_reach(
+    vast: VastServer, real: str, rgw: RGW, bucket: str, repository: Path,
+) -> None:  # fmt: skip
+    role = rgw.create_role(f"machine-{secrets.token_hex(4)}")
+    full = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=credentials(rgw.full))
+    words = "\n".join(json.dumps({"text": f"word {number}"}) for number in range(1000))
+    settings = settings_of(
+        vast, real, full, role_arn=role,
+        reach=(Reach(prefix="data/", right=Right.WRITE),),
+        program=Program(
+            repo_url=repository.as_uri(),
+            command=("bash", "-c", f"millrace run settings.yaml && {UNTIL_SEEN}"),
+            files={"settings.yaml": SETTINGS, "words/a.jsonl": words},
+        ),
+    )  # fmt: skip
+    told: list[str] = []
+    account = Vast(SecretStr(real), vast.url)
+    with Rental(
+        settings, vast=account, progress=lambda event: told.append(str(event.figures.get("text")))
+    ) as rental:
+        rental.until_ready()
+        (entry,) = vast.alive()
+        held = b"\n".join(everything_of(entry))
+        (Path(entry["home"]) / "seen").touch()
+        rental.until_done()
+    assert vast.alive() == []
+    client = rgw.client(rgw.full)
+    keys = {one["Key"] for one in client.list_objects_v2(Bucket=bucket)["Contents"]}
+    assert "data/words/manifest.json" in keys
+    manifest = client.get_object(Bucket=bucket, Key="data/words/manifest.json")["Body"].read()
+    assert b"1000" in manifest
+    assert any("samples" in line for line in told)
+
+    # What it held: nothing of ours but credentials for two prefixes, that end with the rental.
+    for secret in (real, rgw.full.secret_access_key, rgw.read_only.secret_access_key):
+        assert secret.encode() not in held
+    assert b"CONTAINER_ID=" in held
+    assert b"PYTEST_CURRENT_TEST" not in held
+    order = json.loads(base64.b64decode(entry["body"]["env"]["MILLRACE_ORDER"]))
+    for name, own, others in (
+        ("store", "_machines/fleet/000000/x", ["_machines/fleet/000001/x", "_rentals/x", "data/x"]),
+        ("write", "data/x", ["data2/x", "x", "_machines/fleet/000000/x", "_rentals/x"]),
+    ):
+        given = order[name]["credentials"]
+        assert given["expires"]
+        pair = Key(given["access_key_id"], given["secret_access_key"], given["session_token"])
+        its = rgw.client(pair)
+        its.put_object(Bucket=bucket, Key=own, Body=b"x")
+        for other in others:
+            with pytest.raises(ClientError, match=r"AccessDenied|403"):
+                its.put_object(Bucket=bucket, Key=other, Body=b"x")
+        with pytest.raises(ClientError, match=r"AccessDenied|403"):
+            its.list_objects_v2(Bucket=bucket)
+    assert order["read"] is None
+
+
+def test_what_cannot_be_installed_is_said(
+    vast: VastServer, real: str, tmp_path: Path, repository: Path
+) -> None:
+    store = StoreSpec(url=(tmp_path / "store").as_uri())
+    program = Program(repo_url=repository.as_uri(), repo_ref="gone", command=("true",))
+    rental = Rental(settings_of(vast, real, store, program=program, tries=1))
+    with pytest.raises(Exception, match="did not come up"), rental:
+        rental.until_ready()
+    (entry,) = vast.books()
+    setup = json.loads((tmp_path / "store/_machines/fleet/000000/setup.json").read_text())
+    assert setup["state"] == "failed"
+    assert re.search("has no gone: name a branch, a tag or a commit", setup["said"])
+    assert entry["destroyed"]
+
+
+@pytest.mark.parametrize("gone", ["owner", "time", "unreadable"])
+def test_a_machine_destroys_itself(vast: VastServer, real: str, tmp_path: Path, gone: str) -> None:
+    number = vast.plant("millrace/x")
+    (entry,) = [one for one in vast.alive() if one["id"] == number]
+    beat = tmp_path / "owner.txt"
+    if gone != "unreadable":
+        beat.write_text("here")
+    environment = {
+        "MILLRACE_UNTIL": "9999999999",
+        "MILLRACE_LIFETIME": "1" if gone == "time" else "1000",
+        "MILLRACE_SILENCE": "1000" if gone == "time" else "1",
+        "MILLRACE_OWNER_URL": beat.as_uri(),
+        "MILLRACE_VAST_URL": vast.url,
+        "CONTAINER_ID": str(number),
+        "CONTAINER_API_KEY": entry["key"],
+    }
+    vast.fail_next(int(gone == "owner"), "error500", "delete")
+    script = (REPOSITORY / "millrace/vast/watchdog.py").read_text()
+    watchdog = subprocess.Popen([sys.executable, "-I", "-c", script], env=environment)
+    try:
+        until(lambda: all(one["id"] != number for one in vast.alive()) or None, "its end")
+    finally:
+        watchdog.kill()
+        watchdog.wait()
+    (entry,) = [one for one in vast.books() if one["id"] == number]
+    assert entry["by"] == "itself"
