@@ -44,7 +44,7 @@ _NOTICES = "millrace-notices"
 _NOTIFY = "MILLRACE_NOTIFY_URL"
 _HOUSEKEEPING = (
     "abort-uploads", "audit-access", "clean-bucket", "clean-versions", "delete-gathers",
-    "verify-checkpoints", "verify-datasets", "wipe-bucket",
+    "reap-instances", "verify-checkpoints", "verify-datasets", "wipe-bucket",
 )  # fmt: skip
 
 B = TypeVar("B", bound=Block)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import wraps
+from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,23 +57,34 @@ run:                            # never changes what comes out
 """
 
 
+_RENTALS = {
+    "offers": "offers",
+    "rent": "rent",
+    "rentals": "rentals",
+    "release": "release",
+    "reap": "reap_rentals",
+}  # commands, and what they are called in `millrace.cli_rentals`
+
+
 class _Commands(click.Group):
     """The engine's commands, and those that installed packages add."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         added = {point.name for point in entry_points(group="millrace.commands")}
-        return sorted({*super().list_commands(ctx), *added})
+        return sorted({*super().list_commands(ctx), *_RENTALS, *added})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         own = super().get_command(ctx, cmd_name)
         if own is not None:
             return own
+        if cmd_name in _RENTALS:
+            return getattr(import_module("millrace.cli_rentals"), _RENTALS[cmd_name])
         for point in entry_points(group="millrace.commands", name=cmd_name):
             return point.load()
         return None
 
 
-def _said(command: Callable[..., int | None]) -> Callable[..., None]:
+def said(command: Callable[..., int | None]) -> Callable[..., None]:
     """Exit with what the command returns; an error of ours is a sentence and exit code 1."""
 
     @wraps(command)
@@ -111,7 +123,7 @@ _prefix = click.option("--prefix", metavar="NAME", help="Another dataset name th
 
 @main.command()
 @click.argument("path", type=click.Path(path_type=Path), default="millrace.yaml")
-@_said
+@said
 def init(path: Path) -> int:
     """Write a settings file to start from."""
     try:
@@ -128,7 +140,7 @@ def init(path: Path) -> int:
 @main.command()
 @_settings_file
 @_prefix
-@_said
+@said
 def plan(settings: Path, prefix: str | None) -> int:
     """Show how a dataset would be cut. Writes nothing."""
     from millrace.shards import plan_dataset
@@ -141,7 +153,7 @@ def plan(settings: Path, prefix: str | None) -> int:
 @main.command()
 @_settings_file
 @_prefix
-@_said
+@said
 def run(settings: Path, prefix: str | None) -> int:
     """Shard a dataset, or go on where a run was stopped."""
     from millrace.progress_bar import ProgressBar
@@ -158,7 +170,7 @@ def run(settings: Path, prefix: str | None) -> int:
 @click.argument("settings_or_url")
 @click.argument("dataset", required=False)
 @click.option("--quick", is_flag=True, help="Only sizes: reads no shard.")
-@_said
+@said
 def verify(settings_or_url: str, dataset: str | None, *, quick: bool) -> int:
     """Hold every shard against the manifest. Exit code 1 if one is missing or differs."""
     from millrace.shards import verify as check
@@ -178,7 +190,7 @@ def verify(settings_or_url: str, dataset: str | None, *, quick: bool) -> int:
 @main.command()
 @click.argument("settings_or_url")
 @click.argument("dataset", required=False)
-@_said
+@said
 def status(settings_or_url: str, dataset: str | None) -> int:
     """Say how far a dataset is, from the bucket alone. Without DATASET: all below the URL."""
     from millrace.shards import find_datasets
@@ -204,7 +216,7 @@ def status(settings_or_url: str, dataset: str | None) -> int:
 @click.argument("dataset", required=False)
 @click.option("--delete", is_flag=True, help="Delete it; otherwise it is only shown.")
 @click.option("--min-age", type=float, default=1.0, show_default=True, help="Hours.")
-@_said
+@said
 def gc(settings_or_url: str, dataset: str | None, *, delete: bool, min_age: float) -> int:
     """Find what no record of a dataset names: leftovers of runs that were killed."""
     from millrace.shards import collect_garbage
@@ -224,7 +236,7 @@ def gc(settings_or_url: str, dataset: str | None, *, delete: bool, min_age: floa
 @click.argument("url")
 @click.argument("job")
 @click.option("--verify", is_flag=True, help="Read every byte, and compare digests.")
-@_said
+@said
 def checkpoints(url: str, job: str, *, verify: bool) -> int:
     """List a job's checkpoints, newest first. Exit code 1 if one is damaged or cannot be read."""
     from millrace.checkpoints import Check, survey
@@ -260,7 +272,7 @@ def checkpoints(url: str, job: str, *, verify: bool) -> int:
 @click.option("--last", type=click.IntRange(1), default=3, show_default=True, help="Keep so many.")
 @click.option("--every", type=click.IntRange(1), help="And each whose step is a multiple of this.")
 @click.option("--delete", is_flag=True, help="Delete the others; otherwise they are only shown.")
-@_said
+@said
 def retain(url: str, job: str, *, last: int, every: int | None, delete: bool) -> int:
     """Remove the checkpoints that no rule keeps. The newest that is verified always stays."""
     from millrace.checkpoints import Retention, plan_retention
@@ -292,7 +304,7 @@ def retain(url: str, job: str, *, last: int, every: int | None, delete: bool) ->
 @click.argument("job")
 @click.option("--size", default="0", help="Of a checkpoint, such as 80GB: is there room and time?")
 @click.option("--within", type=float, help="Seconds that it may take to save one.")
-@_said
+@said
 def probe(url: str, job: str, *, size: str, within: float | None) -> int:
     """Find out whether a job could save its checkpoints there.
 
@@ -318,7 +330,7 @@ def probe(url: str, job: str, *, size: str, within: float | None) -> int:
 @main.command("audit")
 @click.argument("settings", type=click.Path(path_type=Path), default="audit.yaml")
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Write the findings here.")
-@_said
+@said
 def audit_access(settings: Path, *, file: Path | None) -> int:
     """Prove that each credential can do what it must, and nothing else.
 
@@ -351,7 +363,7 @@ _clean_settings = click.argument("settings", type=click.Path(path_type=Path), de
 @clean.command("plan")
 @_clean_settings
 @click.option("--keys", is_flag=True, help="Print each object that goes, too.")
-@_said
+@said
 def clean_plan(settings: Path, *, keys: bool) -> int:
     """Find what the rules take, and write it down in the store. Deletes nothing."""
     from millrace.housekeeping import CleanSettings, make_plan
@@ -378,7 +390,7 @@ def clean_plan(settings: Path, *, keys: bool) -> int:
 @clean.command("run")
 @_clean_settings
 @click.option("--plan", "name", help="As `millrace clean plan` called it; otherwise a new one.")
-@_said
+@said
 def clean_run(settings: Path, *, name: str | None) -> int:
     """Delete what a plan says, but for what was written since, or is protected by now.
 
@@ -407,7 +419,7 @@ def clean_run(settings: Path, *, name: str | None) -> int:
 @click.argument("place")
 @click.option("--confirm", metavar="NAME", help="The bucket's name; otherwise it is asked for.")
 @click.option("--dry-run", is_flag=True, help="Only say what is there.")
-@_said
+@said
 def clean_wipe(place: str, *, confirm: str | None, dry_run: bool) -> int:
     """Delete all that is below a URL (or of a settings file's `store`), after its name was typed.
 
@@ -440,7 +452,7 @@ def clean_wipe(place: str, *, confirm: str | None, dry_run: bool) -> int:
 @click.option("--older-than", default="24h", show_default=True, help="Such as 90m, 24h, 3d.")
 @click.option("--prefix", default="", help="Only of keys that begin with this.")
 @click.option("--abort", is_flag=True, help="Abort them; otherwise they are only shown.")
-@_said
+@said
 def clean_uploads(place: str, *, older_than: str, prefix: str, abort: bool) -> int:
     """Abort uploads that were begun and never finished: no listing shows them, and they cost."""
     from millrace.housekeeping import abort_uploads
@@ -463,7 +475,7 @@ def clean_uploads(place: str, *, older_than: str, prefix: str, abort: bool) -> i
 @main.command("cool-down")
 @click.argument("settings", type=click.Path(path_type=Path), default="cool-down.yaml")
 @click.option("--member", required=True, help="This member's name: no other has it.")
-@_said
+@said
 def cool_down(settings: Path, *, member: str) -> int:
     """End an epoch together with the other members, with the checkpoint on this machine's disk.
 
@@ -484,7 +496,7 @@ def cool_down(settings: Path, *, member: str) -> int:
 @main.command()
 @click.argument("settings", type=click.Path(path_type=Path), default="aggregate.yaml")
 @click.option("--windows", type=click.IntRange(min=1), help="Stop after so many.")
-@_said
+@said
 def aggregate(settings: Path, *, windows: int | None) -> int:
     """Merge the gradients of a run, window after window, until it is over."""
     from millrace.gradients import AggregatorSettings, aggregate_run
@@ -510,7 +522,7 @@ def aggregate(settings: Path, *, windows: int | None) -> int:
 @click.argument("run")
 @click.option("--version", default="1", show_default=True, help="Of what its workers run.")
 @click.option("--to", required=True, metavar="URL", help="Where the weights are saved to.")
-@_said
+@said
 def catch_up(url: str, run: str, version: str, to: str) -> int:
     """Bring the newest weights of a run to a disk: a checkpoint that the chain proves, replayed.
 
@@ -539,7 +551,7 @@ def catch_up(url: str, run: str, version: str, to: str) -> int:
 @main.command()
 @click.argument("settings", type=click.Path(path_type=Path), default="prewarm.yaml")
 @click.option("--dry-run", is_flag=True, help="Show what would go where; start nothing.")
-@_said
+@said
 def prewarm(settings: Path, *, dry_run: bool) -> int:
     """Put the same files on every node of a cluster, each byte out of the store once."""
     from millrace.progress_bar import BytesBar
@@ -565,7 +577,7 @@ def prewarm(settings: Path, *, dry_run: bool) -> int:
 @click.option("--root", type=click.Path(path_type=Path), required=True, help="Files go below it.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option("--port", default=0, help="The port; 0 takes a free one, and says which.")
-@_said
+@said
 def node(root: Path, host: str, port: int) -> int:
     """Let this machine be warmed, until it is stopped. The key is MILLRACE_NODE_KEY."""
     from millrace.swarm.agent import serve

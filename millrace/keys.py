@@ -437,13 +437,17 @@ class RentalKeys:
         """What came of it."""
         return f"{self.attempts}{number:06d}-contract.json"
 
+    def left(self, number: int) -> str:
+        """That it stays though it has no owner: there while that is so."""
+        return f"{self.attempts}{number:06d}-left.json"
+
     def returned(self, number: int) -> str:
         """That it is given back, or never came: created once nothing of it is left."""
         return f"{self.attempts}{number:06d}-returned.json"
 
     def parse(self, key: str) -> tuple[int, str] | None:
-        """An attempt's number, and ``intent``, ``contract`` or ``returned``."""
-        pattern = re.escape(self.attempts) + r"(\d{6,})-(intent|contract|returned)\.json"
+        """An attempt's number, and ``intent``, ``contract``, ``left`` or ``returned``."""
+        pattern = re.escape(self.attempts) + r"(\d{6,})-(intent|contract|left|returned)\.json"
         match = re.fullmatch(pattern, key)
         return (int(match[1]), match[2]) if match else None
 

@@ -344,3 +344,50 @@ class CleaningProgress(LiveProgress):
         if not self._of and not self._deleted:
             return f"{count(self._seen, 'object')} seen."
         return f"{count(self._deleted, 'object')} of {self._of:,} deleted, {size(self._size)}."
+
+
+class RentalProgress(LiveProgress):
+    """How many machines of a rental run, and what they cost."""
+
+    _dollars = 0.0
+
+    def __init__(self, key: str, of: int) -> None:
+        """Begin to count.
+
+        Args:
+            key: The artifact's.
+            of: How many machines there are to be.
+        """
+        super().__init__(key)
+        self._of = of
+        self._ready: set[str] = set()
+
+    def _count(self, event: Event) -> None:
+        figures = event.figures
+        match event.name:
+            case "rental.cost":
+                self._dollars = float(figures["dollars"])
+            case "rental.offer":
+                self._log.info(
+                    "%s: takes %s in %s for $%.3f an hour",
+                    event.subject, figures["gpu"], figures["place"], figures["dph"],
+                )  # fmt: skip
+            case "rental.ready":
+                self._ready.add(event.subject)
+                self._log.info("%s: its program runs", event.subject)
+            case "rental.returned":
+                self._ready.discard(event.subject)
+                self._log.info("%s: given back, %s", event.subject, figures["said"])
+            case "machine.printed":
+                self._log.info("%s| %s", event.subject, figures["text"])
+            case _:
+                pass
+
+    def _complete(self) -> None:
+        pass  # each that runs was counted
+
+    def _share(self) -> float:
+        return len(self._ready) / self._of
+
+    def _words(self, seconds: float) -> str:
+        return f"{len(self._ready)} of {count(self._of, 'machine')} run, ${self._dollars:.2f}."

@@ -32,7 +32,6 @@ class Intent(Committed):
         down_cost: Dollars for each GB that it receives.
         begun: When, by the owner's clock.
         until: When it has to be back.
-        detached: Whether it stays until then though nobody holds the rental.
     """
 
     rental: str
@@ -45,7 +44,6 @@ class Intent(Committed):
     down_cost: float = Field(default=0.0, ge=0)
     begun: datetime
     until: datetime
-    detached: bool = False
 
 
 class Contract(Committed):
@@ -56,6 +54,16 @@ class Contract(Committed):
     """
 
     instance: int
+
+
+class Left(Committed):
+    """That a machine stays until its time is over, though nobody holds its rental.
+
+    Attributes:
+        at: Since when.
+    """
+
+    at: datetime
 
 
 class Ending(StrEnum):

@@ -30,12 +30,14 @@ class Attempt:
         intent: What was meant.
         contract: What came of it; None while nobody knows.
         returned: That nothing is left of it.
+        left: Whether it stays though nobody holds the rental.
     """
 
     number: int
     intent: Intent
     contract: Contract | None = None
     returned: Returned | None = None
+    left: bool = False
 
     @property
     def instance(self) -> int | None:
@@ -88,5 +90,6 @@ def _attempts(store: Store, prefix: str) -> Iterator[tuple[str, Attempt]]:
                 fetch(store, keys.intent(number), Intent),
                 fetch(store, keys.contract(number), Contract) if "contract" in parts else None,
                 fetch(store, keys.returned(number), Returned) if "returned" in parts else None,
+                "left" in parts,
             ),
         )

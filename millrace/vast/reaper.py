@@ -201,7 +201,7 @@ def _judged(
         why = f"its time was over at {label.until:%Y-%m-%d %H:%M} UTC"
     elif attempt is not None and attempt.returned is not None:
         why = f"it was given back before ({attempt.returned.why}), and is there"
-    elif owner or (attempt is not None and attempt.intent.detached):
+    elif owner or (attempt is not None and attempt.left):
         why = ""
     else:
         why = "nobody has it any more"

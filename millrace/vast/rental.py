@@ -17,10 +17,10 @@ from types import TracebackType
 from millrace import errors
 from millrace.keys import MachineKeys, RentalKeys
 from millrace.lease import Heartbeat, Held, Holder, StoreClock, acquire
-from millrace.models.rental import Contract, Ending, Intent, Returned
+from millrace.models.rental import Contract, Ending, Intent, Left, Returned
 from millrace.progress import Event, Progress, silent
 from millrace.records import commit_once
-from millrace.storage import Store, open_store, put
+from millrace.storage import Store, delete, open_store, put
 from millrace.vast.api import Created, Vast
 from millrace.vast.hiring import environment, onstart, send_files
 from millrace.vast.instances import Instance
@@ -139,6 +139,9 @@ class Rental:
         with self._stack:
             if not self._detached or kind is not None:
                 self.give_back()
+            for machine in self.machines:
+                left = self._keys.left(machine.attempt.number)
+                commit_once(self._store, left, Left(at=self._clock.now()))
 
     @property
     def machines(self) -> tuple[Machine, ...]:
@@ -364,7 +367,6 @@ class Rental:
                 down_cost=offer.down_cost,
                 begun=begun,
                 until=until,
-                detached=self._detached,
             )
             if commit_once(self._store, self._keys.intent(number), intent).mine:
                 self._past[number] = 0.0
@@ -431,7 +433,9 @@ class Rental:
             if attempt.returned is not None:
                 if attempt.returned.why is Ending.DONE:
                     self._done[slot] = machine
-            elif attempt.contract is None or slot in self._machines or slot >= self.settings.count:
+                continue
+            delete(self._store, [self._keys.left(attempt.number)])  # it has an owner again
+            if attempt.contract is None or slot in self._machines or slot >= self.settings.count:
                 left.append((machine, _Verdict(Ending.RELEASED, "its owner was lost")))
             else:
                 self._machines[slot] = machine

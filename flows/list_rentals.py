@@ -1,0 +1,24 @@
+"""Show what is rented, for how long, and what it has cost."""
+
+from prefect import flow
+
+from blocks import Bucket, VastCredentials
+from millrace.vast import Rented
+from tasks.renting import list_machines, report_rentals, stand_of
+from tasks.words import count
+
+
+@flow(name="list-rentals")
+def list_rentals(bucket: Bucket | str, vast: VastCredentials | str = "vast") -> list[Rented]:
+    """Show what this installation has rented.
+
+    Args:
+        bucket: The Millrace Bucket block, or its name, where rentals are written down.
+        vast: The Vast.ai Credentials block that pays, or its name.
+    """
+    stand = stand_of(bucket, vast)
+    found = list_machines(stand) if stand else []
+    dollars, hourly = sum(one.cost for one in found), sum(one.instance.dph for one in found)
+    said = f"{count(len(found), 'machine')} rented, ${hourly:.2f} an hour, ${dollars:.2f} so far."
+    report_rentals(said, found)
+    return found

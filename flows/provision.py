@@ -1,0 +1,68 @@
+"""Rent machines, and leave them with a program that runs."""
+
+from prefect import flow
+
+from blocks import Bucket, VastCredentials
+from millrace.storage import Right
+from millrace.vast import Offer, OfferRequest, Program, Reach, Rented, RentSettings, StandSettings
+from tasks.places import spec_of
+from tasks.renting import (
+    account_of,
+    list_machines,
+    look_for_offers,
+    rent_machines,
+    report_rentals,
+)
+from tasks.words import count
+
+
+@flow(name="provision", flow_run_name="provision-{name}")
+def provision(
+    name: str,
+    bucket: Bucket | str,
+    vast: VastCredentials,
+    request: OfferRequest,
+    program: Program,
+    machines: int = 1,
+    reach: list[Reach] = [],  # noqa: B006 - Prefect draws it
+    role_arn: str | None = None,
+    dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
+) -> list[Rented] | list[Offer]:
+    """Rent machines of Vast.ai, and start a program on each.
+
+    They stay until `release` gives them back, or their time is over. Whatever fails or is
+    cancelled before all run gives all back.
+
+    Args:
+        name: The rental's: what `release` is told, and what goes on where it was stopped.
+        bucket: A Millrace Bucket block with write credentials, or the URL of a folder: where
+            rentals are written down, and what the machines reach.
+        vast: A Vast.ai Credentials block.
+        request: What each machine has to be, and may cost.
+        program: What runs on each.
+        machines: How many.
+        reach: The parts of the bucket that the machines may use.
+        role_arn: For S3: the role whose credentials machines are given.
+        dry_run: Only show the offers.
+    """
+    settings = RentSettings(
+        name=name,
+        store=spec_of(bucket, Right.WRITE),
+        account=account_of(vast),
+        request=request,
+        program=program,
+        count=machines,
+        reach=tuple(reach),
+        role_arn=role_arn,
+    )
+    if dry_run:
+        return look_for_offers(settings)
+    dollars = rent_machines(settings)
+    stand = StandSettings(store=settings.store, account=settings.account)
+    mine = [one for one in list_machines(stand) if one.rental == name]
+    headline = (
+        f"**{name}**: {count(len(mine), 'machine')} run, ${dollars:.2f} so far. Give them back "
+        "with `release`; else they go when their time is over."
+    )
+    report_rentals(headline, mine, key="provision")
+    return mine

@@ -1,0 +1,163 @@
+"""The commands that rent machines, and give them back."""
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from millrace.cli import said
+from millrace.progress import Event
+
+if TYPE_CHECKING:
+    from millrace.vast import Offer, Rented
+
+_settings_file = click.argument("settings", type=click.Path(path_type=Path), default="rent.yaml")
+
+
+@click.command()
+@_settings_file
+@said
+def offers(settings: Path) -> int:
+    """Show what would be rented, that which costs least in all first. Rents nothing."""
+    from millrace.settings import load
+    from millrace.vast import RentSettings, account, find_offers
+
+    rent = load(settings, RentSettings)
+    found = find_offers(account(rent.account), rent.request)
+    if not found:
+        click.echo("No offer fits: ask for less, or grant more dollars an hour.", err=True)
+        return 1
+    click.echo(table_of(found))
+    return 0
+
+
+@click.command()
+@_settings_file
+@click.option("--detach", is_flag=True, help="Leave the machines when all of their programs run.")
+@said
+def rent(settings: Path, *, detach: bool) -> int:
+    """Rent machines, run a program on each, and give them back when it has ended."""
+    from millrace.settings import load
+    from millrace.vast import Rental, RentSettings
+
+    wanted = load(settings, RentSettings)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # what is rented is given back then too
+    with Rental(wanted, detached=detach, progress=_Lines()) as rental:
+        if detach:
+            for machine in rental.until_ready():
+                where = machine.instance.address if machine.instance else ""
+                click.echo(f"{wanted.name}/{machine.slot} runs at {where or 'no address'}.")
+        else:
+            rental.until_done()
+        cost = rental.cost
+    click.echo(
+        f"It has cost about ${cost:.2f} so far; give them back with `millrace release {settings} "
+        f"{wanted.name}`."
+        if detach
+        else f"All is given back. It has cost about ${cost:.2f}."
+    )
+    return 0
+
+
+@click.command()
+@_settings_file
+@said
+def rentals(settings: Path) -> int:
+    """List what is rented, for how long, and what it has cost."""
+    from millrace.settings import load
+    from millrace.vast import StandSettings, list_rentals
+
+    found = list_rentals(load(settings, StandSettings))
+    for one in found:
+        click.echo(sentence_of(one))
+    click.echo(f"{len(found)} machines are rented, ${sum(one.cost for one in found):.2f} so far.")
+    return 0
+
+
+@click.command()
+@_settings_file
+@click.argument("rental")
+@said
+def release(settings: Path, rental: str) -> int:
+    """Give back all machines of a rental."""
+    from millrace.settings import load
+    from millrace.vast import StandSettings
+    from millrace.vast import release as give_back
+
+    count = give_back(load(settings, StandSettings), rental)
+    click.echo(f"{count} machines of {rental} were given back; a listing shows none.")
+    return 0
+
+
+@click.command("reap")
+@_settings_file
+@click.option("--dry-run", is_flag=True, help="Only say what would be given back.")
+@said
+def reap_rentals(settings: Path, *, dry_run: bool) -> int:
+    """Give back what has no living owner, or is over its time; nothing that is not ours."""
+    from millrace.settings import load
+    from millrace.vast import StandSettings, reap
+
+    found = reap(load(settings, StandSettings), dry_run=dry_run)
+    for one in found.returned:
+        click.echo(sentence_of(one))
+    word = "would be" if dry_run else "were"
+    click.echo(
+        f"{len(found.returned)} machines {word} given back, {len(found.kept)} stay; "
+        f"{found.closed} attempts of which nothing was left were closed."
+    )
+    return 0
+
+
+def table_of(found: "Sequence[Offer]") -> str:
+    """Offers, a line each."""
+    lines = [f"{'offer':>10}  {'gpu':24}  {'$/h':>7}  {'in all':>8}  {'reliable':>8}  place"]
+    for one in found:
+        gpu = f"{one.gpus} x {one.gpu}, {one.gpu_memory:.0f} GB"
+        lines.append(
+            f"{one.id:>10}  {gpu:24}  {one.dph:7.3f}  {one.total:8.2f}  {one.reliability:8.3f}  "
+            f"{one.place}"
+        )
+    return "\n".join(lines)
+
+
+def sentence_of(one: "Rented") -> str:
+    """A machine that is rented, in a sentence."""
+    instance = one.instance
+    what = f"{one.rental or instance.label}: instance {instance.id} is {instance.status}"
+    who = one.why or (f"held by {one.owner}" if one.owner else "left until its time is over")
+    if one.attempt is None:
+        who = one.why or "nobody understands its label"
+        return f"{what}; {who}."
+    intent = one.attempt.intent
+    return (
+        f"{what}, since {intent.begun:%Y-%m-%d %H:%M} until {intent.until:%Y-%m-%d %H:%M} UTC, "
+        f"${instance.dph:.3f} an hour, ${one.cost:.2f} so far; {who}."
+    )
+
+
+class _Lines:
+    """Says each thing that happens to a machine, and what it prints."""
+
+    def __call__(self, event: Event) -> None:
+        figures = event.figures
+        match event.name:
+            case "machine.printed":
+                click.echo(f"{event.subject}| {figures['text']}")
+            case "rental.offer":
+                price = f"{figures['gpu']} in {figures['place']} for ${figures['dph']:.3f} an hour"
+                click.echo(f"{event.subject}: takes {price}.")
+            case "rental.rented":
+                click.echo(f"{event.subject}: rented, instance {figures['instance']}.")
+            case "rental.ready":
+                click.echo(f"{event.subject}: its program runs.")
+            case "rental.returned":
+                click.echo(
+                    f"{event.subject}: given back ({figures['why']}: {figures['said']}), "
+                    f"${figures['dollars']:.2f}."
+                )
+            case _:
+                pass

@@ -1,0 +1,77 @@
+"""Machines are rented, listed, released and reaped by deployments."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from blocks import VastCredentials
+from tests.prefect_server import PrefectServer, Worker
+from tests.servers.vast import VastServer
+
+RENT = {
+    "request": {"max_hourly": 2.0, "max_total": 10.0},
+    "program": {"repo_url": "https://example.org/x", "command": ["true"]},
+}
+
+
+@pytest.fixture
+def payer(prefect_api: PrefectServer, vast: VastServer) -> Iterator[dict[str, Any]]:
+    """A block of an account at the stand-in, whose time goes quickly; what refers to it."""
+    key = vast.reset(rate=100.0, strict=False)
+    VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
+    yield {"$ref": {"block_document_slug": "vast-credentials/payer"}}
+    vast.reset()
+    VastCredentials.delete("payer")
+
+
+def test_machines_are_rented_listed_and_released(
+    deployed: PrefectServer, worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
+) -> None:
+    place = {"bucket": (tmp_path / "store").as_uri(), "vast": payer}
+    (tmp_path / "store").mkdir()
+    asked = {**place, **RENT, "name": "fleet", "machines": 2}
+    dry = deployed.start("provision/provision", **asked)
+    assert dry.code == 0, dry.output
+    report = deployed.artifacts(dry.run)["offers"]
+    assert "**Nothing was rented.** 12 offers of Vast.ai fit `fleet`" in report
+    assert vast.books() == []
+
+    done = deployed.start("provision/provision", **asked, dry_run=False)
+    assert done.code == 0, done.output
+    assert len(vast.alive()) == 2
+    report = deployed.artifacts(done.run)["provision"]
+    assert "**fleet**: 2 machines run" in report
+    assert report.count("| `fleet` |") == 2
+
+    listed = deployed.start("list-rentals/list-rentals", **place)
+    assert "2 machines rented, $" in deployed.artifacts(listed.run)["rentals"]
+    kept = deployed.start("reap-instances/reap-instances", **place, dry_run=False)
+    assert "0 machines given back, 2 stay." in deployed.artifacts(kept.run)["reaper"]
+
+    back = deployed.start("release/release", **place, name="fleet")
+    assert back.code == 0, back.output
+    assert "2 machines given back; a listing shows none." in deployed.artifacts(back.run)["rentals"]
+    assert vast.alive() == []
+
+
+def test_a_reaper_without_blocks_looks_at_nothing_and_one_that_cannot_read_fails(
+    deployed: PrefectServer, worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
+) -> None:
+    nothing = deployed.start("reap-instances/reap-instances", bucket="not-there", vast="not-there")
+    assert nothing.code == 0, nothing.output
+    assert vast.requests() == []
+
+    wrong = VastCredentials(api_key=SecretStr("not-a-key-of-yours"), server_url=vast.url)
+    wrong.save("payer", overwrite=True)
+    folder = tmp_path / "store"
+    folder.mkdir()
+    failed = deployed.start(
+        "reap-instances/reap-instances", bucket=folder.as_uri(), vast=payer, dry_run=False
+    )
+    assert failed.code == 1
+    state = deployed.flow_run(failed.run).state
+    assert state is not None
+    assert "Vast.ai does not know the API key" in (state.message or "")
