@@ -45,7 +45,7 @@ format: .venv/dev
 
 test: .venv/dev
 	@deployments/test-servers.sh
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 bench: .venv/dev
 	@deployments/test-servers.sh

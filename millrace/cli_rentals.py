@@ -73,7 +73,7 @@ def rentals(settings: Path) -> int:
     found = list_rentals(load(settings, StandSettings))
     for one in found:
         click.echo(sentence_of(one))
-    click.echo(f"{len(found)} machines are rented, ${sum(one.cost for one in found):.2f} so far.")
+    click.echo(f"Rented: {_machines(len(found))}, ${sum(one.cost for one in found):.2f} so far.")
     return 0
 
 
@@ -88,7 +88,7 @@ def release(settings: Path, rental: str) -> int:
     from millrace.vast import release as give_back
 
     count = give_back(load(settings, StandSettings), rental)
-    click.echo(f"{count} machines of {rental} were given back; a listing shows none.")
+    click.echo(f"Given back: {_machines(count)} of {rental}; a listing shows none.")
     return 0
 
 
@@ -104,11 +104,10 @@ def reap_rentals(settings: Path, *, dry_run: bool) -> int:
     found = reap(load(settings, StandSettings), dry_run=dry_run)
     for one in found.returned:
         click.echo(sentence_of(one))
-    word = "would be" if dry_run else "were"
-    click.echo(
-        f"{len(found.returned)} machines {word} given back, {len(found.kept)} stay; "
-        f"{found.closed} attempts of which nothing was left were closed."
-    )
+    word = "Would be given back" if dry_run else "Given back"
+    click.echo(f"{word}: {_machines(len(found.returned))}. Stay: {len(found.kept)}.")
+    if found.closed:
+        click.echo(f"Closed: {found.closed}, of which nothing was left.")
     return 0
 
 
@@ -137,6 +136,10 @@ def sentence_of(one: "Rented") -> str:
         f"{what}, since {intent.begun:%Y-%m-%d %H:%M} until {intent.until:%Y-%m-%d %H:%M} UTC, "
         f"${instance.dph:.3f} an hour, ${one.cost:.2f} so far; {who}."
     )
+
+
+def _machines(number: int) -> str:
+    return f"{number} machine{'' if number == 1 else 's'}"
 
 
 class _Lines:
