@@ -16,5 +16,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         folder = item.path.relative_to(item.config.rootpath / "tests").parts[0]
-        group = "prefect" if "prefect_api" in fixtures else folder
+        group = "prefect" if "prefect_server" in fixtures else folder
         item.add_marker(pytest.mark.xdist_group(group))
