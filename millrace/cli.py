@@ -153,13 +153,16 @@ def plan(settings: Path, prefix: str | None) -> int:
 @main.command()
 @_settings_file
 @_prefix
+@click.option("--use-vast", is_flag=True, help="On rented machines, as the file's `vast` says.")
 @said
-def run(settings: Path, prefix: str | None) -> int:
+def run(settings: Path, prefix: str | None, *, use_vast: bool) -> int:
     """Shard a dataset, or go on where a run was stopped."""
     from millrace.progress_bar import ProgressBar
     from millrace.shards import shard_dataset
 
     config = _config(settings, prefix)
+    if use_vast:
+        return import_module("millrace.cli_rentals").shard_on_vast(settings, config)
     with ProgressBar() as progress:
         report = shard_dataset(config, progress=progress)
     _show_report(report)

@@ -11,7 +11,8 @@ from millrace.cli import said
 from millrace.progress import Event
 
 if TYPE_CHECKING:
-    from millrace.vast import Offer, Rented
+    from millrace.shards import PipelineSettings
+    from millrace.vast import Offer, Rented, RentSettings
 
 _settings_file = click.argument("settings", type=click.Path(path_type=Path), default="rent.yaml")
 
@@ -43,22 +44,16 @@ def rent(settings: Path, *, detach: bool) -> int:
     from millrace.vast import Rental, RentSettings
 
     wanted = load(settings, RentSettings)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)  # what is rented is given back then too
-    with Rental(wanted, detached=detach, progress=_Lines()) as rental:
-        if detach:
-            for machine in rental.until_ready():
-                where = machine.instance.address if machine.instance else ""
-                click.echo(f"{wanted.name}/{machine.slot} runs at {where or 'no address'}.")
-        else:
-            rental.until_done()
+    if not detach:
+        return _use(wanted)
+    _stop_kindly()
+    with Rental(wanted, detached=True, progress=_Lines()) as rental:
+        for machine in rental.until_ready():
+            where = machine.instance.address if machine.instance else ""
+            click.echo(f"{wanted.name}/{machine.slot} runs at {where or 'no address'}.")
         cost = rental.cost
-    click.echo(
-        f"It has cost about ${cost:.2f} so far; give them back with `millrace release {settings} "
-        f"{wanted.name}`."
-        if detach
-        else f"All is given back. It has cost about ${cost:.2f}."
-    )
+    again = f"millrace release {settings} {wanted.name}"
+    click.echo(f"It has cost about ${cost:.2f} so far; give them back with `{again}`.")
     return 0
 
 
@@ -109,6 +104,32 @@ def reap_rentals(settings: Path, *, dry_run: bool) -> int:
     if found.closed:
         click.echo(f"Closed: {found.closed}, of which nothing was left.")
     return 0
+
+
+def shard_on_vast(settings: Path, config: "PipelineSettings") -> int:
+    """Shard a dataset on rented machines, and give them back. Stopped, it goes on."""
+    from millrace.remote import WithVast, sharding
+    from millrace.settings import load
+
+    return _use(sharding(config, load(settings, WithVast).vast))
+
+
+def _use(wanted: "RentSettings") -> int:
+    """Rent machines until all of their programs have ended."""
+    from millrace.vast import Rental
+
+    _stop_kindly()
+    with Rental(wanted, progress=_Lines()) as rental:
+        rental.until_done()
+        cost = rental.cost
+    click.echo(f"All is given back. It has cost about ${cost:.2f}.")
+    return 0
+
+
+def _stop_kindly() -> None:
+    """Have what is rented given back also when this process is asked to end."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
 
 
 def table_of(found: "Sequence[Offer]") -> str:

@@ -2,6 +2,7 @@
 
 import os
 from datetime import timedelta
+from typing import Any
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
@@ -82,3 +83,9 @@ class PipelineSettings(BaseModel):
     )
     cut: CutSettings = CutSettings()
     run: RunSettings = RunSettings()
+    vast: Any = Field(
+        default=None,
+        exclude=True,
+        repr=False,
+        description="Where `millrace run --use-vast` works: read by that alone.",
+    )

@@ -6,7 +6,7 @@ A machine is not trusted: what it reports is bounded, checked, and means nothing
 import base64
 import binascii
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -17,7 +17,6 @@ from millrace.storage import Credentials, StoreSpec
 PIECE = 64 << 10
 """Bytes of what is printed that are told at a time; no report is larger."""
 ORDER = "MILLRACE_ORDER"
-_AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 class _Report(BaseModel):
@@ -123,8 +122,8 @@ def environment_of(environ: Mapping[str, str], order: Order) -> dict[str, str]:
     """What the program of a machine finds: the store as AWS's tools know it, and nothing of ours.
 
     ``AWS_*`` are of the credentials that may write, if there are some, else of those that read;
-    ``MILLRACE_STORE`` is its URL; ``MILLRACE_READ`` and ``MILLRACE_WRITE`` are both, as JSON that
-    `StoreSpec` reads.
+    ``MILLRACE_STORE`` is its URL; ``MILLRACE_READ_ACCESS_KEY_ID`` and so on, and
+    ``MILLRACE_WRITE_…``, are the two apart.
     """
     kept = {
         name: value
@@ -132,25 +131,23 @@ def environment_of(environ: Mapping[str, str], order: Order) -> dict[str, str]:
         if not name.startswith("MILLRACE_") and name != "CONTAINER_API_KEY"
     }
     found: dict[str, str] = {**kept, "MILLRACE_STORE": order.store.url, **order.environment}
-    for name, spec in (("MILLRACE_READ", order.read), ("MILLRACE_WRITE", order.write)):
-        if spec is not None:
-            found[name] = orjson.dumps(spec.reveal()).decode()
-    spec = order.write or order.read
-    if spec is not None and spec.credentials is not None:
-        found |= _aws(spec, spec.credentials)
+    either = order.write or order.read
+    for prefix, spec in (
+        ("MILLRACE_READ", order.read), ("MILLRACE_WRITE", order.write), ("AWS", either),
+    ):  # fmt: skip
+        if spec is not None and spec.credentials is not None:
+            found |= _named(prefix, spec.credentials)
+    if either is not None and either.endpoint:
+        found["AWS_ENDPOINT_URL"] = either.endpoint
+    if either is not None and either.region:
+        found["AWS_REGION"] = either.region
     return found
 
 
-def _aws(spec: StoreSpec, credentials: Credentials) -> dict[str, str]:
+def _named(prefix: str, credentials: Credentials) -> dict[str, str]:
     token = credentials.session_token
-    values: tuple[Any, ...] = (
-        credentials.access_key_id,
-        credentials.secret_access_key.get_secret_value(),
-        token.get_secret_value() if token else None,
-    )
-    found = {name: value for name, value in zip(_AWS, values, strict=True) if value}
-    if spec.endpoint:
-        found["AWS_ENDPOINT_URL"] = spec.endpoint
-    if spec.region:
-        found["AWS_REGION"] = spec.region
-    return found
+    return {
+        f"{prefix}_ACCESS_KEY_ID": credentials.access_key_id,
+        f"{prefix}_SECRET_ACCESS_KEY": credentials.secret_access_key.get_secret_value(),
+        f"{prefix}_SESSION_TOKEN": token.get_secret_value() if token else "",
+    }

@@ -36,9 +36,9 @@ store:
   url: ${MILLRACE_STORE}
   endpoint: ${AWS_ENDPOINT_URL}
   credentials:
-    access_key_id: ${AWS_ACCESS_KEY_ID}
-    secret_access_key: ${AWS_SECRET_ACCESS_KEY}
-    session_token: ${AWS_SESSION_TOKEN}
+    access_key_id: ${MILLRACE_WRITE_ACCESS_KEY_ID}
+    secret_access_key: ${MILLRACE_WRITE_SECRET_ACCESS_KEY}
+    session_token: ${MILLRACE_WRITE_SESSION_TOKEN}
 run: {workers: 0}
 """
 UNTIL_SEEN = "while [ ! -e ~/seen ]; do sleep 0.1; done"

@@ -1,0 +1,98 @@
+"""The engine's work on rented machines: what each is sent, and what it may reach."""
+
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from millrace import errors
+from millrace.shards import PipelineSettings
+from millrace.storage import Right, StoreSpec, open_store
+from millrace.vast import Account, OfferRequest, Program, Reach, RentSettings
+
+_FILE = "millrace-run.yaml"
+
+
+class VastSection(BaseModel):
+    """The part `vast` of a settings file: where `millrace run --use-vast` works."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    account: Account
+    request: OfferRequest
+    repo_url: str = Field(description="A repository of Millrace: what machines install.")
+    repo_ref: str = Field(default="main", description="A branch, a tag or a commit of it.")
+    image: str = Field(
+        default=Program.model_fields["image"].default,
+        description="A Docker image with python3 (3.11 or newer), its venv, and git.",
+    )
+    machines: int = Field(default=1, ge=1, le=256, description="They share the work.")
+    role_arn: str | None = Field(
+        default=None, description="For S3: the role whose credentials machines are given."
+    )
+
+
+class WithVast(BaseModel):
+    """A settings file, as far as renting goes."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    vast: VastSection
+
+
+def sharding(config: PipelineSettings, section: VastSection) -> RentSettings:
+    """The machines that shard a dataset. They share it, and go on where others stopped.
+
+    Args:
+        config: The dataset. Its source has to lie below the same store as its shards: what a
+            machine is given reaches no other.
+        section: What is rented.
+
+    Raises:
+        ConfigurationError: The source lies elsewhere.
+    """
+    source = _below(config.store, config.source.store)
+    reach = (Reach(prefix=f"{source}/"), Reach(prefix=f"{config.dataset}/", right=Right.WRITE))
+    sent = config.model_dump(mode="json", exclude={"store": True, "source": {"store"}})
+    sent["store"] = _place(config.store, "${MILLRACE_STORE}", Right.WRITE)
+    sent["source"]["store"] = _place(config.store, "${MILLRACE_STORE}/" + source, Right.READ)
+    return RentSettings(
+        name=f"shard/{config.dataset}",
+        store=config.store,
+        account=section.account,
+        request=section.request,
+        program=Program(
+            repo_url=section.repo_url,
+            repo_ref=section.repo_ref,
+            image=section.image,
+            command=("millrace", "run", _FILE),
+            files={_FILE: yaml.safe_dump(sent)},
+        ),
+        count=section.machines,
+        reach=reach,
+        role_arn=section.role_arn,
+    )
+
+
+def _place(store: StoreSpec, url: str, right: Right) -> dict[str, Any]:
+    """A part of the store, as a machine's settings name it."""
+    place: dict[str, Any] = store.model_dump(
+        mode="json", include={"endpoint", "region"}, exclude_none=True
+    )
+    if store.credentials is not None:
+        names = ("access_key_id", "secret_access_key", "session_token")
+        prefix = f"MILLRACE_{right.upper()}"
+        place["credentials"] = {name: f"${{{prefix}_{name.upper()}}}" for name in names}
+    return {"url": url, **place}
+
+
+def _below(store: StoreSpec, source: StoreSpec) -> str:
+    """The source's place below the store."""
+    here, there = open_store(store, make_folder=False), open_store(source, make_folder=False)
+    if there.url.startswith(f"{here.url}/") and here.endpoint == there.endpoint:
+        return str(PurePosixPath(there.url.removeprefix(f"{here.url}/")))
+    raise errors.ConfigurationError(
+        f"The source {there.url} does not lie below {here.url}, and rented machines are given "
+        "credentials for that only: bring it there, or shard it without --use-vast."
+    )

@@ -1,0 +1,107 @@
+"""A dataset is sharded on rented machines: what they are sent, and what they may reach."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from pydantic import SecretStr
+
+from millrace import errors
+from millrace.cli import main
+from millrace.remote import VastSection, sharding
+from millrace.settings import load
+from millrace.shards import PipelineSettings
+from millrace.storage import Right
+from tests.servers.vast import VastServer
+
+STORE = {
+    "url": "s3://bucket/below",
+    "endpoint": "http://127.0.0.1:9",
+    "credentials": {"access_key_id": "parent", "secret_access_key": "of all secrets"},
+}
+SECTION = VastSection.model_validate(
+    {
+        "account": {"api_key": "the account's"},
+        "request": {"max_hourly": 1.0, "max_total": 5.0},
+        "repo_url": "https://example.org/millrace",
+        "machines": 3,
+    }
+)
+
+
+def settings(**more: Any) -> PipelineSettings:
+    source = {"include": ["*.jsonl"], "store": {**STORE, "url": "s3://bucket/below/raw/words"}}
+    return PipelineSettings.model_validate(
+        {"dataset": "words", "source": source, "store": STORE, "cut": {"seed": 7}, **more}
+    )
+
+
+def test_machines_are_sent_settings_without_a_secret_that_they_can_read(tmp_path: Path) -> None:
+    rent = sharding(settings(), SECTION)
+    assert (rent.name, rent.count, rent.program.command[:2]) == (
+        "shard/words", 3, ("millrace", "run"),
+    )  # fmt: skip
+    assert {(one.prefix, one.right) for one in rent.reach} == {
+        ("raw/words/", Right.READ), ("words/", Right.WRITE),
+    }  # fmt: skip
+    (text,) = rent.program.files.values()
+    assert "secrets" not in text
+    assert "account" not in text
+    (tmp_path / "sent.yaml").write_text(text)
+    there = {"MILLRACE_STORE": "s3://bucket/below"}
+    for right in ("READ", "WRITE"):
+        there |= {
+            f"MILLRACE_{right}_{name}": f"{right} {name}"
+            for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN")
+        }
+    read = load(tmp_path / "sent.yaml", PipelineSettings, there)
+    assert (read.dataset, read.cut, read.run) == ("words", settings().cut, settings().run)
+    assert read.store.url == STORE["url"]
+    assert read.source.store.url == "s3://bucket/below/raw/words"
+    assert read.source.store.credentials
+    assert read.source.store.credentials.access_key_id == "READ ACCESS_KEY_ID"
+    assert read.store.credentials
+    assert read.store.credentials.session_token == SecretStr("WRITE SESSION_TOKEN")
+
+
+def test_a_source_elsewhere_is_refused() -> None:
+    source = {"store": {**STORE, "url": "s3://another/raw"}}
+    with pytest.raises(errors.ConfigurationError, match="does not lie below s3://bucket/below"):
+        sharding(settings(source=source), SECTION)
+
+
+def test_run_use_vast_rents_and_gives_back(
+    vast: VastServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.cli_rentals._stop_kindly", lambda: None)  # pytest's own signals
+    key = vast.reset(rate=300.0, strict=False, program=100.0)
+    (tmp_path / "store/raw").mkdir(parents=True)
+    (tmp_path / "store/raw/a.jsonl").write_text('{"text": "x"}\n')
+    path = tmp_path / "millrace.yaml"
+    store = (tmp_path / "store").as_uri()
+    section = SECTION.model_dump(mode="json", exclude_defaults=True)
+    section |= {"account": {"api_key": key, "server_url": vast.url}, "machines": 1}
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "dataset": "words",
+                "source": {"store": {"url": f"{store}/raw"}},
+                "store": {"url": store},
+                "vast": section,
+            }
+        )
+    )
+    assert CliRunner().invoke(main, ["plan", str(path)]).exit_code == 0
+    done = CliRunner().invoke(main, ["run", str(path), "--use-vast"])
+    assert done.exit_code == 0, done.output
+    assert "shard/words/0: given back (done: its program ended)" in done.output
+    assert vast.alive() == []
+    vast.reset()
+    missing = yaml.safe_load(path.read_text())
+    del missing["vast"]
+    path.write_text(yaml.safe_dump(missing))
+    refused = CliRunner().invoke(main, ["run", str(path), "--use-vast"])
+    assert refused.exit_code == 2
+    assert "vast: Field required" in refused.output
