@@ -558,7 +558,7 @@ class Kind(StrEnum):
     LINK = "link"
     CHECKPOINT = "checkpoint"
     DATASET = "dataset"
-    PASSING = "passing"  # a probe, or a plan of cleaning: of no use once it was used
+    PASSING = "passing"  # a probe, a plan of cleaning, a rented machine's reports: used once
     RECORD = "record"  # a lease, the end of an epoch: small, and says what has happened
 
 
@@ -600,6 +600,7 @@ _OF_DATASET = re.compile(
     rf"(?P<scope>{_PARTS})/(?:(?:plan|manifest|index)\.json|(?:splits|commits)/[^/]+\.jsonl?"
     r"|quarantine/[a-z]+-\d{5,}-\d{6,}\.jsonl|shards/[a-z]+-\d{5,}-\d{6,}\.[a-z]+)"
 )
+_OF_MACHINE = re.compile(rf"{MACHINES}/(?P<rental>{_PARTS})/\d{{6,}}/.+")
 _PASSING = re.compile(
     rf"(?:(?P<scope>{_PARTS})/)?(?:_audit-[0-9a-f]{{16}}-[a-z]+|_probe-[0-9a-f]{{16}}(?:\.bin)?"
     rf"|lease/clock/[0-9a-f]{{16}})|{CLEANING}/(?:lease/clock/[0-9a-f]{{16}}"
@@ -628,6 +629,8 @@ def named(key: str) -> Named | None:
     leaf = key.rpartition("/")[2]
     if leaf.startswith(("gradient-", "start_window-")):
         return _of_worker(key)
+    if machine := _OF_MACHINE.fullmatch(key):
+        return Named(Kind.PASSING, RentalKeys(machine["rental"]).scope)
     match = _OF_CHAIN.fullmatch(key)
     if match and _can_be(CheckpointKeys, ChainKeys(match["scope"], match["version"]).job):
         kind, number = (

@@ -64,7 +64,7 @@ class What(StrEnum):
     PARTS = "parts"  # files in checkpoints' folders that no checkpoint names
     SHARDS = "shards"  # a dataset, whole: its manifest first
     ORPHANS = "orphans"  # of a sealed dataset: what its ledger does not name
-    PASSING = "passing"  # probes that were left behind, and old plans of cleaning
+    PASSING = "passing"  # probes left behind, old plans of cleaning, reports of rented machines
     OTHER = "other"  # what Millrace did not write
 
 
@@ -89,8 +89,8 @@ class Rule(BaseModel):
         min_length=1,
         description="`gradients`, `start windows`, `gathers` (what an aggregator has merged), "
         "`checkpoints`, `parts` (files that no checkpoint names), `shards` (whole datasets), "
-        "`orphans` (what a sealed dataset's ledger does not name), `passing` (probes and old "
-        "plans), `other` (what is not Millrace's).",
+        "`orphans` (what a sealed dataset's ledger does not name), `passing` (probes, old "
+        "plans, reports of rented machines), `other` (what is not Millrace's).",
     )
     older_than: Age = Field(
         default=timedelta(hours=48),

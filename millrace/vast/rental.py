@@ -31,6 +31,7 @@ from millrace.vast.reports import Report
 from millrace.vast.settings import Account, RentSettings
 
 _TTL = timedelta(minutes=3)  # of the owner's lease
+_BAD = {Ending.DEAD, Ending.OUTBID, Ending.DEARER}  # after which a host is not taken again
 _SETTLING = 60.0  # seconds in which a machine whose create was not answered comes to be seen
 _UNSEEN = 180.0  # seconds that one whose create was answered may be missing in the list
 _GIVING_BACK = timedelta(minutes=15)  # that it is tried for
@@ -433,6 +434,8 @@ class Rental:
             if attempt.returned is not None:
                 if attempt.returned.why is Ending.DONE:
                     self._done[slot] = machine
+                elif attempt.returned.why in _BAD:
+                    self._bad.add(attempt.intent.machine)
                 continue
             delete(self._store, [self._keys.left(attempt.number)])  # it has an owner again
             if attempt.contract is None or slot in self._machines or slot >= self.settings.count:

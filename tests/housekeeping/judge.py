@@ -92,6 +92,8 @@ def _passing(key: str) -> What | None:
         return What("passing", folder)
     if folder.endswith("/lease/clock") and re.fullmatch(nonce, leaf):
         return What("passing", folder.removesuffix("/lease/clock"))
+    if machine := re.fullmatch(r"_machines/(.+)/\d{6,}/.+", key):
+        return What("passing", f"_rentals/{machine[1]}") if good(machine[1]) else None
     plan = r"_clean/\d+T\d+-\w{8}/(plan\.jsonl|outcome\.json)"
     return What("passing", "") if re.fullmatch(plan, key) else None
 

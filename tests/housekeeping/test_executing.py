@@ -323,9 +323,12 @@ def test_probes_and_old_plans_go_and_a_young_one_stays(folder):
         f"run/_audit-{nonce}-put",
         f"job/lease/clock/{nonce}",
         "_clean/20260101T000000-01234567/plan.jsonl",
+        "_machines/gone/000000/log/000000.txt",
     )
     old = {folder.put(key, hours=60) for key in names}
     folder.put(f"_probe-{nonce[::-1]}", hours=1)
+    folder.lease("_rentals/fleet", "owner")
+    folder.put("_machines/fleet/000000/beat.json", hours=60)
     for key in (
         "_audit-2024-report.pdf",
         "mine/_probe-1.csv",
