@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
@@ -127,9 +128,20 @@ def _use(wanted: "RentSettings") -> int:
 
 
 def _stop_kindly() -> None:
-    """Have what is rented given back also when this process is asked to end."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+    """Have what is rented given back also when this process is asked to end, once or often."""
+    asked = False
+
+    def stop(_: int, __: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            click.echo("Machines are being given back: wait, or they are billed on.", err=True)
+            return
+        asked = True
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, stop)
 
 
 def table_of(found: "Sequence[Offer]") -> str:

@@ -135,6 +135,14 @@ class Lease:
         """Say that the holder lives. One request; at most one a second."""
         put(self.store, self.keys.beat(self.epoch), self.holder.id.encode())
 
+    def followed(self) -> bool:
+        """Whether another has taken it since. One listing.
+
+        Raises:
+            UnavailableError: The store does not answer.
+        """
+        return _newest(self.keys, list_objects(self.store, self.keys.prefix))[0] > self.epoch
+
     def hurried(self, patience: timedelta) -> "Lease":
         """The same lease, that does not try for long: for what comes again, or is about to end."""
         return replace(self, store=self.store.hurried(patience))

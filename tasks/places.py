@@ -4,7 +4,7 @@ from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from blocks import Bucket
 from millrace.sources import SourceSettings
@@ -31,6 +31,8 @@ def known(place: Bucket | str) -> Bucket | str | None:
         return place
     try:
         return Bucket.load(place)  # pyright: ignore[reportReturnType] - sync here
+    except ValidationError:
+        raise  # there is one, and it is damaged: that is not that there is none
     except ValueError:
         return None
 

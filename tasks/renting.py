@@ -5,9 +5,10 @@ from collections.abc import Iterable
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
+from pydantic import ValidationError
 
 from blocks import Bucket, VastCredentials
-from millrace.errors import NotFoundError
+from millrace.errors import ConfigurationError, NotFoundError
 from millrace.storage import Right
 from millrace.vast import (
     Account,
@@ -19,6 +20,7 @@ from millrace.vast import (
     StandSettings,
     account,
     find_offers,
+    is_rented,
     list_rentals,
     reap,
     release,
@@ -37,10 +39,19 @@ def account_of(credentials: VastCredentials) -> Account:
 
 
 def stand_of(bucket: Bucket | str, vast: VastCredentials | str) -> StandSettings | None:
-    """Where rentals are written down, and who pays; None while one of the blocks is not there."""
+    """Where rentals are written down, and who pays; None while one of the blocks is not there.
+
+    Raises:
+        ConfigurationError: Something is rented, and the block of who pays is not there.
+    """
     place, payer = known(bucket), _known_account(vast)
     missing = [f"Millrace Bucket block {bucket}"] if place is None else []
     missing += [f"Vast.ai Credentials block {vast}"] if payer is None else []
+    if place is not None and payer is None and is_rented(spec_of(place, Right.WRITE)):
+        raise ConfigurationError(
+            f"There is no Vast.ai Credentials block {vast}, and by {bucket} machines are rented: "
+            "nobody can give them back. Make the block, with the API key that has rented them."
+        )
     if place is None or payer is None:
         get_run_logger().warning(
             "There is no %s: nothing was looked at, and nothing given back. Make it with "
@@ -56,6 +67,8 @@ def _known_account(vast: VastCredentials | str) -> VastCredentials | None:
         return vast
     try:
         return VastCredentials.load(vast)  # pyright: ignore[reportReturnType] - sync here
+    except ValidationError:
+        raise  # there is one, and it is damaged: that is not that there is none
     except ValueError:
         return None
 

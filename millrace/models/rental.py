@@ -39,9 +39,9 @@ class Intent(Committed):
     label: str
     offer: int
     machine: int
-    dph: float = Field(ge=0)
-    up_cost: float = Field(default=0.0, ge=0)
-    down_cost: float = Field(default=0.0, ge=0)
+    dph: float = Field(ge=0, allow_inf_nan=False)
+    up_cost: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    down_cost: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     begun: datetime
     until: datetime
 
@@ -92,5 +92,5 @@ class Returned(Committed):
 
     why: Ending
     said: str = ""
-    cost: float = Field(default=0.0, ge=0)
+    cost: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     ended: datetime

@@ -3,6 +3,7 @@
 from millrace.vast.api import Vast
 from millrace.vast.clock import Clock, SystemClock
 from millrace.vast.instances import Instance
+from millrace.vast.ledger import is_rented
 from millrace.vast.offers import Offer, OfferRequest, find_offers
 from millrace.vast.reaper import Reaped, Rented, list_rentals, reap, release
 from millrace.vast.rental import Machine, Rental, account
@@ -26,6 +27,7 @@ __all__ = [
     "Vast",
     "account",
     "find_offers",
+    "is_rented",
     "list_rentals",
     "reap",
     "release",

@@ -173,14 +173,19 @@ class Vast:
         """
 
         def ask() -> Created:
-            answer: Any = self._sdk.create_instance(offer, cancel_unavail=True, **body)
-            said = _said(answer)
-            number = answer.get("new_contract")
-            if answer.get("success") is True and number is not None:
-                return Created(int(number))
-            if number is not None:
-                return Created(int(number), said or "it was refused")
-            return self._refused(200, answer, said)
+            import requests  # noqa: PLC0415
+
+            try:
+                answer: Any = self._sdk.create_instance(offer, cancel_unavail=True, **body)
+                status = 200
+            except requests.HTTPError as error:
+                answer, status = _body(error), getattr(error.response, "status_code", 0)
+            told: dict[str, Any] = {**answer} if isinstance(answer, dict) else {}
+            number, said = told.get("new_contract"), _said(answer)
+            if number is None:
+                return self._refused(status, answer, said)
+            fine = status == 200 and told.get("success") is True
+            return Created(int(number), "" if fine else said or "it was refused")
 
         return self._patiently(Call.CREATE, ask, again=False)
 
@@ -211,7 +216,7 @@ class Vast:
             found |= {one.id: one for one in page["instances"]}
             token = str(page.get("next_token") or "")
             if not token:
-                whole = len(found) >= int(page.get("total_instances") or 0)
+                whole = len(found) >= page["total"]
                 return list(found.values()) if whole else None
         return None  # its pages go round
 
@@ -224,7 +229,8 @@ class Vast:
         if token:
             query["after_token"] = token
         page: Any = self._sdk.show_instances_v1(query)
-        return {**page, "instances": [Instance.of(row) for row in page["instances"]]}
+        rows = [Instance.of(row) for row in page["instances"]]
+        return {**page, "instances": rows, "total": int(page["total_instances"])}
 
     def destroy(self, instance: int) -> None:
         """Destroy a machine. One that is gone is a success; whether it is says the listing.
@@ -281,14 +287,8 @@ class Vast:
         try:
             return ask()
         except requests.HTTPError as error:
-            answer = error.response
-            if answer is None:
-                raise _Again("no answer", done=True) from error
-            try:
-                body: Any = answer.json()
-            except ValueError:
-                body = answer.text
-            self._refused(answer.status_code, body, _said(body))
+            body = _body(error)
+            self._refused(getattr(error.response, "status_code", 0), body, _said(body))
         except requests.RequestException as error:
             # Whether it is done is not known: also an answer may have been lost.
             raise _Again(self._safe(type(error).__name__), done=True) from error
@@ -322,8 +322,8 @@ class Vast:
             raise errors.NotFoundError(f"Vast.ai has none of it any more: {said}.")
         if status == 411 or _CREDIT.search(f"{code} {said}"):
             raise errors.BudgetError(f"The Vast.ai account cannot pay ({said}): add credit.")
-        if status == 200:  # done or not: it does not say
-            raise _Again(said, done=True)
+        if status in {0, 200} or not code:  # done or not: it does not say, or a proxy does
+            raise _Again(f"{said} (status {status})", done=True)
         if status == 403:
             raise errors.DeniedError(f"Vast.ai does not allow it: {said}.")
         if status == 410:
@@ -335,6 +335,16 @@ class Vast:
     def _safe(self, text: str) -> str:
         """A text in one line, without the key."""
         return " ".join(text.replace(self._key.get_secret_value(), "[key]").split())[:500]
+
+
+def _body(error: Any) -> Any:
+    """What an answer has in it that the SDK has refused."""
+    if error.response is None:
+        return ""
+    try:
+        return error.response.json()
+    except ValueError:
+        return error.response.text
 
 
 def _said(body: Any) -> str:

@@ -20,7 +20,7 @@ def onstart() -> str:
 
 
 def environment(
-    store: Store, settings: RentSettings, number: int, slot: int, until: float, *, watched: bool,
+    store: Store, settings: RentSettings, number: int, slot: int, until: float, *,
     lifetime: timedelta, url: str,
 ) -> dict[str, str]:  # fmt: skip
     """The variables of a machine: all that it has of ours.
@@ -31,7 +31,6 @@ def environment(
         number: Of the attempt.
         slot: Which of the rental's machines it is.
         until: When it has to be gone, in seconds since 1970.
-        watched: Whether it destroys itself when its owner is not heard of.
         lifetime: How long it has.
         url: Of the provider's API.
 
@@ -56,6 +55,7 @@ def environment(
         "MILLRACE_UNTIL": f"{until:.0f}",
         "MILLRACE_LIFETIME": f"{lifetime.total_seconds():.0f}",
         "MILLRACE_SILENCE": f"{settings.silence.total_seconds():.0f}",
+        "MILLRACE_OWNER_URL": _url(store, rental.owner, lasting, Right.READ),
         "MILLRACE_VAST_URL": url,
         "MILLRACE_REPO_URL": program.repo_url,
         "MILLRACE_REPO_REF": program.repo_ref,
@@ -63,8 +63,6 @@ def environment(
         "MILLRACE_SETUP_URL": _url(store, MachineKeys(machine).setup, lasting, Right.WRITE),
         ORDER: order.encode(),
     }
-    if watched:
-        found["MILLRACE_OWNER_URL"] = _url(store, rental.owner, lasting, Right.READ)
     if sum(len(name) + len(value) for name, value in found.items()) > _LONGEST_ENVIRONMENT:
         raise errors.ConfigurationError(
             "The program's variables are too large for a machine's environment (32 KiB in all): "
@@ -99,7 +97,17 @@ def _part(
     """What a machine may hold: a folder as it is, of a bucket credentials for these parts."""
     if store.location.backend is Backend.FILE:
         return StoreSpec(url=store.url)
-    return scoped(store, prefixes, ttl, right=right, role_arn=role_arn).spec
+    spec = store.spec
+    if spec.options or spec.ca_file:
+        raise errors.ConfigurationError(
+            f"{store.url} is opened with options or a ca_file: a rented machine is given neither. "
+            "Rent with a store that needs none."
+        )
+    given = scoped(store, prefixes, ttl, right=right, role_arn=role_arn).spec.credentials
+    return StoreSpec(
+        url=spec.url, endpoint=spec.endpoint, region=spec.region, account_id=spec.account_id,
+        credentials=given,
+    )  # fmt: skip
 
 
 def _url(store: Store, key: str, ttl: timedelta, right: Right) -> str:

@@ -3,6 +3,8 @@
 Source: https://docs.vast.ai/api-reference/instances (fields may be null at any time).
 """
 
+import contextlib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,7 +48,7 @@ class Instance:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> "Instance":
-        """Read a row of the listing.
+        """Read a row of the listing: strictly its number, the rest as far as it can be read.
 
         Raises:
             TypeError, ValueError, KeyError, AttributeError: It is none.
@@ -54,7 +56,7 @@ class Instance:
         return cls(
             id=int(row["id"]),
             label=str(row.get("label") or ""),
-            machine=int(row.get("machine_id") or 0),
+            machine=int(_number(row.get("machine_id"))),
             status=str(row.get("actual_status") or "created"),
             states=(
                 str(row.get("cur_state") or ""),
@@ -62,10 +64,10 @@ class Instance:
                 str(row.get("next_state") or ""),
             ),
             message=str(row.get("status_msg") or "").strip(),
-            dph=float(row.get("dph_total") or 0.0),
+            dph=_number(row.get("dph_total")),
             is_bid=bool(row.get("is_bid")),
             address=str(row.get("public_ipaddr") or "").strip(),
-            ports=_ports(row.get("ports") or {}),
+            ports=_ports(row["ports"] if isinstance(row.get("ports"), Mapping) else {}),
         )
 
     @property
@@ -98,8 +100,17 @@ class Instance:
 
 def _ports(ports: Mapping[str, Any]) -> dict[str, int]:
     """``{"8080/tcp": [{"HostIp": …, "HostPort": "40001"}]}``, each by its first."""
-    return {
-        name: int(hosts[0]["HostPort"])
-        for name, hosts in ports.items()
-        if hosts and hosts[0].get("HostPort")
-    }
+    found: dict[str, int] = {}
+    for name, hosts in ports.items():
+        with contextlib.suppress(AttributeError, IndexError, KeyError, TypeError, ValueError):
+            found[name] = int(hosts[0]["HostPort"])
+    return found
+
+
+def _number(value: Any) -> float:
+    """A number; 0 of what is none: one field must not make all the list unreadable."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return 0.0
+    return number if math.isfinite(number) else 0.0

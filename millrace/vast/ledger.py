@@ -4,12 +4,19 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import TypeVar
+
+from pydantic import BaseModel
 
 from millrace import errors
 from millrace.keys import INSTALLATION, RENTALS, RentalKeys, rental_of
 from millrace.models.rental import Contract, Installation, Intent, Returned
 from millrace.records import commit_once, fetch
-from millrace.storage import Store, list_objects
+from millrace.storage import Store, StoreSpec, list_objects, open_store
+
+R = TypeVar("R", bound=BaseModel)
+
+_BYTES_AN_HOUR = 1.25e9 * 3600  # at 10 Gbit/s: more than any host has
 
 
 def installation_of(store: Store) -> str:
@@ -58,18 +65,26 @@ class Attempt:
         if self.returned is not None:
             return self.returned.cost
         hours = max(timedelta(0), now - self.intent.begun) / timedelta(hours=1)
-        traffic = received * self.intent.down_cost + sent * self.intent.up_cost
+        most = hours * _BYTES_AN_HOUR  # what it says of itself may be anything
+        down, up = min(received, most), min(sent, most)
+        traffic = down * self.intent.down_cost + up * self.intent.up_cost
         return hours * (self.intent.dph if dph is None else dph) + traffic / 1e9
 
 
 def attempts_of(store: Store, rental: str) -> list[Attempt]:
-    """All attempts of a rental, in order."""
+    """All attempts of a rental, in order. What cannot be read is as if it were not there."""
     return [attempt for _, attempt in _attempts(store, RentalKeys(rental).attempts)]
 
 
 def all_attempts(store: Store) -> Iterator[tuple[str, Attempt]]:
     """All attempts of all rentals, each with its rental's name."""
     return _attempts(store, f"{RENTALS}/")
+
+
+def is_rented(place: StoreSpec) -> bool:
+    """Whether anything is rented, as far as is written down."""
+    store = open_store(place)
+    return any(attempt.returned is None for _, attempt in all_attempts(store))
 
 
 def _attempts(store: Store, prefix: str) -> Iterator[tuple[str, Attempt]]:
@@ -81,15 +96,24 @@ def _attempts(store: Store, prefix: str) -> Iterator[tuple[str, Attempt]]:
             there.setdefault((rental, parsed[0]), set()).add(parsed[1])
     for (rental, number), parts in sorted(there.items()):
         keys = RentalKeys(rental)
-        if "intent" not in parts:
+        intent = _read(store, keys.intent(number), Intent) if "intent" in parts else None
+        if intent is None:
             continue
         yield (
             rental,
             Attempt(
                 number,
-                fetch(store, keys.intent(number), Intent),
-                fetch(store, keys.contract(number), Contract) if "contract" in parts else None,
-                fetch(store, keys.returned(number), Returned) if "returned" in parts else None,
+                intent,
+                _read(store, keys.contract(number), Contract) if "contract" in parts else None,
+                _read(store, keys.returned(number), Returned) if "returned" in parts else None,
                 "left" in parts,
             ),
         )
+
+
+def _read(store: Store, key: str, kind: type[R]) -> R | None:
+    """A record; None if it is damaged: one must not keep all others from being given back."""
+    try:
+        return fetch(store, key, kind)
+    except (errors.CorruptError, errors.NotFoundError):
+        return None

@@ -52,7 +52,6 @@ class Machine:
         self._store: Store = open_store(order.store.model_copy(update={"patience": _PATIENCE}))
         self._keys = MachineKeys(order.prefix)
         self._report = Report()
-        self._network = _network()
         self._log = logging.getLogger(__name__)
 
     def run(self) -> int:
@@ -112,9 +111,9 @@ class Machine:
 
     def _tell(self, printed: IO[bytes]) -> None:
         """Say that the machine lives, and what was printed meanwhile."""
-        received, sent = (now - then for now, then in zip(_network(), self._network, strict=True))
+        received, sent = _network()  # since the machine began: also what was installed is billed
         self._report.beats += 1
-        beat = Beat(number=self._report.beats, received=max(0, received), sent=max(0, sent))
+        beat = Beat(number=self._report.beats, received=received, sent=sent)
         self._say(self._keys.beat, beat)
         self._tell_log(printed)
 

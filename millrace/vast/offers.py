@@ -49,6 +49,9 @@ class OfferRequest(BaseModel):
     max_hourly: float = Field(
         gt=0, le=128, description="Dollars an hour that one machine may cost, its disk included."
     )
+    max_traffic: float = Field(
+        default=0.1, ge=0, le=10, description="Dollars a GB that it may cost to receive, or send."
+    )
     max_total: float = Field(
         gt=0, description="Dollars that all machines may cost together: then they are given back."
     )
@@ -195,6 +198,7 @@ def find_offers(vast: Vast, request: OfferRequest, *, without: Iterable[int] = (
             offer = Offer.of(row, request)
         except (KeyError, TypeError, ValueError):
             continue  # one that cannot be read is not taken
-        if offer.machine not in bad and offer.dph <= request.max_hourly:
+        dear = max(offer.down_cost, offer.up_cost) > request.max_traffic
+        if offer.machine not in bad and offer.dph <= request.max_hourly and not dear:
             offers[offer.id] = offer
     return sorted(offers.values(), key=lambda offer: (offer.total, -offer.reliability, offer.id))

@@ -4,18 +4,18 @@ Only what bears this installation's label is ever touched. A list that cannot be
 unknown, not empty: then nothing is done, and the reaper fails, which is seen.
 """
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from millrace import errors
-from millrace.keys import RENTALS, RentalKeys
+from millrace.keys import RENTALS, MachineKeys, RentalKeys
 from millrace.lease import Census, Held, Holder, StoreClock
 from millrace.models.rental import Ending
 from millrace.progress import Event, Progress, silent
-from millrace.storage import Store, open_store
+from millrace.storage import Store, delete, exists, open_store
 from millrace.vast.api import Vast
+from millrace.vast.clock import SystemClock
 from millrace.vast.instances import Instance
 from millrace.vast.labels import Label, is_ours
 from millrace.vast.ledger import Attempt, all_attempts, attempts_of, installation_of
@@ -72,7 +72,7 @@ def list_rentals(settings: StandSettings, *, vast: Vast | None = None) -> list[R
         UnavailableError: The provider's list, or a lease, cannot be read.
     """
     store, vast = open_store(settings.store), vast or account(settings.account)
-    return _rented(store, vast, dict(_ledger(store)), _Owners(store))
+    return _rented(store, vast, _Owners(store), vast.instances())
 
 
 def reap(
@@ -94,12 +94,12 @@ def reap(
         UnavailableError: It is not known what is rented, or whether it is gone now.
     """
     store, vast = open_store(settings.store), vast or account(settings.account)
-    ledger, owners = dict(_ledger(store)), _Owners(store)
-    found = _rented(store, vast, ledger, owners)
+    instances, owners = vast.instances(), _Owners(store)
+    found = _rented(store, vast, owners, instances)
     going = [one for one in found if one.why]
     if not dry_run:
         _give_back(store, vast, going, progress)
-    closed = 0 if dry_run else _close(store, vast, ledger, owners, found)
+    closed = 0 if dry_run else _close(store, vast, owners, instances)
     return Reaped(tuple(going), tuple(one for one in found if not one.why), closed)
 
 
@@ -128,6 +128,8 @@ def release(
                 f"{store.url} knows no rental {rental!r}: `millrace rentals` lists them."
             )
         left = {one.intent.label: one for one in attempts if one.returned is None}
+        keys = RentalKeys(rental)
+        delete(store, [keys.left(one.number) for one in left.values()])  # should this be killed
 
         def gone(label: str) -> None:
             now, one = vast.clock.now(), left[label]
@@ -139,7 +141,9 @@ def release(
 
 
 def _give_back(store: Store, vast: Vast, going: list[Rented], progress: Progress) -> None:
-    by_label = {one.instance.label: one for one in going}
+    by_label = {
+        one.attempt.intent.label if one.attempt else one.instance.label: one for one in going
+    }
 
     def gone(label: str) -> None:
         one = by_label[label]
@@ -157,51 +161,55 @@ class _Owners:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._clock = StoreClock.read(store, f"{RENTALS}/reaper", Holder.this_process())
+        self.clock = StoreClock.read(store, f"{RENTALS}/reaper", Holder.this_process())
         self._held: dict[str, Held | None] = {}
 
     def of(self, rental: str) -> str:
         """Who has a rental; empty if nobody does."""
         if rental not in self._held:
             scope = RentalKeys(rental).scope
-            holders = Census(self._store, scope, "", self._clock).held()
+            holders = Census(self._store, scope, "", self.clock).held()
             self._held[rental] = next(iter(holders.values()), None)
         held = self._held[rental]
         return f"{held.holder.host} (process {held.holder.pid})" if held else ""
 
 
-def _ledger(store: Store) -> Iterator[tuple[tuple[str, int], Attempt]]:
-    for rental, attempt in all_attempts(store):
-        yield (rental, attempt.number), attempt
-
-
-def _rented(
-    store: Store, vast: Vast, ledger: dict[tuple[str, int], Attempt], owners: _Owners
-) -> list[Rented]:
-    installation, now = installation_of(store), vast.clock.now()
+def _rented(store: Store, vast: Vast, owners: _Owners, instances: list[Instance]) -> list[Rented]:
+    installation, now = installation_of(store), _now(vast, owners)
+    ours = {
+        attempt.instance: Label.parse(attempt.intent.label, installation)
+        for _, attempt in all_attempts(store)
+        if attempt.returned is None
+    }  # a label can be changed, a number cannot
     return [
-        _judged(one, Label.parse(one.label, installation), ledger, owners, now)
-        for one in vast.instances()
-        if is_ours(one.label, installation)
+        _judged(store, one, Label.parse(one.label, installation) or ours.get(one.id), owners, now)
+        for one in instances
+        if is_ours(one.label, installation) or one.id in ours
     ]
 
 
+def _now(vast: Vast, owners: _Owners) -> datetime:
+    """The time by the store's clock, which all who hold something here go by."""
+    return owners.clock.now() if isinstance(vast.clock, SystemClock) else vast.clock.now()
+
+
 def _judged(
-    instance: Instance,
-    label: Label | None,
-    ledger: dict[tuple[str, int], Attempt],
-    owners: _Owners,
-    now: datetime,
+    store: Store, instance: Instance, label: Label | None, owners: _Owners, now: datetime
 ) -> Rented:
     if label is None:
         return Rented(instance, "", None, "", 0.0, "")  # shown, and left to a person
-    attempt = ledger.get((label.rental, label.attempt))
     owner = owners.of(label.rental)
+    # Read after it was seen that nobody has it: who leaves a machine says so before.
+    attempts = {one.number: one for one in attempts_of(store, label.rental)}
+    attempt = attempts.get(label.attempt)
+    left = attempt is not None and attempt.left
     if now >= label.until:
         why = f"its time was over at {label.until:%Y-%m-%d %H:%M} UTC"
     elif attempt is not None and attempt.returned is not None:
         why = f"it was given back before ({attempt.returned.why}), and is there"
-    elif owner or (attempt is not None and attempt.left):
+    elif not owner and left and _has_ended(store, label):
+        why = "its program has ended"
+    elif owner or left:
         why = ""
     else:
         why = "nobody has it any more"
@@ -209,20 +217,22 @@ def _judged(
     return Rented(instance, label.rental, attempt, owner, cost, why)
 
 
-def _close(
-    store: Store,
-    vast: Vast,
-    ledger: dict[tuple[str, int], Attempt],
-    owners: _Owners,
-    found: list[Rented],
-) -> int:
+def _has_ended(store: Store, label: Label) -> bool:
+    """Whether a machine says that its program has ended."""
+    keys = RentalKeys(label.rental)
+    return exists(store, MachineKeys(keys.machine(label.attempt)).ended)
+
+
+def _close(store: Store, vast: Vast, owners: _Owners, instances: list[Instance]) -> int:
     """Write down what was never ended, though nothing is left of it; how many there were."""
-    now, there = vast.clock.now(), {one.instance.label for one in found}
+    now = vast.clock.now()
+    labels, numbers = {one.label for one in instances}, {one.id for one in instances}
     closed = 0
-    for (rental, _), attempt in ledger.items():
-        old = now - attempt.intent.begun > _YOUNG
-        gone = attempt.returned is None and attempt.intent.label not in there
-        if old and gone and not owners.of(rental):
+    for rental, attempt in all_attempts(store):
+        if attempt.returned is not None or now - attempt.intent.begun <= _YOUNG:
+            continue
+        there = attempt.intent.label in labels or attempt.instance in numbers
+        if not there and not owners.of(rental):
             said = "its owner was lost, and the provider has it no more"
             write_off(store, rental, attempt, Ending.REAPED, said, attempt.cost(now), now)
             closed += 1

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from millrace import errors
 from millrace.keys import MachineKeys, RentalKeys
-from millrace.lease import Heartbeat, Held, Holder, StoreClock, acquire
+from millrace.lease import Heartbeat, Held, Holder, Lease, StoreClock, acquire
 from millrace.models.rental import Contract, Ending, Intent, Left, Returned
 from millrace.progress import Event, Progress, silent
 from millrace.records import commit_once
@@ -26,12 +26,15 @@ from millrace.vast.hiring import environment, onstart, send_files
 from millrace.vast.instances import Instance
 from millrace.vast.labels import Label
 from millrace.vast.ledger import Attempt, attempts_of, installation_of
-from millrace.vast.offers import Offer, find_offers
-from millrace.vast.reports import Report
+from millrace.vast.offers import LONGEST, Offer, find_offers
+from millrace.vast.reports import Report, printable
 from millrace.vast.settings import Account, RentSettings
+from millrace.vast.watchdog import LEFT
 
 _TTL = timedelta(minutes=3)  # of the owner's lease
 _BAD = {Ending.DEAD, Ending.OUTBID, Ending.DEARER}  # after which a host is not taken again
+_FOLLOWED = "Another process has gone on with {}, and has its machines: this one ends."
+_UNANSWERED = 3  # creates without an answer, one after the other, after which no more is tried
 _SETTLING = 60.0  # seconds in which a machine whose create was not answered comes to be seen
 _UNSEEN = 180.0  # seconds that one whose create was answered may be missing in the list
 _GIVING_BACK = timedelta(minutes=15)  # that it is tried for
@@ -118,6 +121,9 @@ class Rental:
         self._tries: dict[int, int] = {}
         self._past: dict[int, float] = {}
         self._installation = ""
+        self._lease: Lease | None = None
+        self._owner: _Owner | None = None
+        self._lost_it = False
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Rental":
@@ -127,8 +133,9 @@ class Rental:
             HeldError: Somebody else has it.
         """
         with contextlib.ExitStack() as stack:
-            own(self._store, self._keys, stack)
-            stack.enter_context(_Owner(self._store, self._keys, self.settings.silence))
+            self._lease = own(self._store, self._keys, stack)
+            self._owner = _Owner(self._store, self._keys, self.settings.silence)
+            stack.enter_context(self._owner)
             self._installation = installation_of(self._store)
             self._take_over()
             self._stack = stack.pop_all()
@@ -138,11 +145,15 @@ class Rental:
         self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
     ) -> None:
         with self._stack:
+            if self._lost_it:
+                return  # another has the machines
             if not self._detached or kind is not None:
                 self.give_back()
-            for machine in self.machines:
-                left = self._keys.left(machine.attempt.number)
-                commit_once(self._store, left, Left(at=self._clock.now()))
+            elif self._owner is not None:
+                self._owner.leave()
+                for machine in self.machines:
+                    left = self._keys.left(machine.attempt.number)
+                    commit_once(self._store, left, Left(at=self._clock.now()))
 
     @property
     def machines(self) -> tuple[Machine, ...]:
@@ -187,15 +198,26 @@ class Rental:
     def _attend(self, enough: Callable[[], bool]) -> None:
         while True:
             self._look()
-            for slot in range(self.settings.count):
-                if slot not in self._machines and slot not in self._done:
+            missing = [
+                slot for slot in range(self.settings.count)
+                if slot not in self._machines and slot not in self._done
+            ]  # fmt: skip
+            for slot in missing:
+                try:
                     self._rent(slot)
-            if enough():
+                except errors.UnavailableError:
+                    if not self._machines:
+                        raise
+                    break  # others run: that one is tried again after the next look
+            missing = [slot for slot in missing if slot not in self._machines]
+            if not missing and enough():
                 return
             self._clock.sleep(self.settings.poll.total_seconds())
 
     def _look(self) -> None:
         """See how all machines are; give back what will not be used any more."""
+        with contextlib.suppress(errors.UnavailableError):  # nobody says that it is not
+            self._refuse_if_lost()
         self._refuse_spending()
         rows = self._rows()
         ended: list[tuple[Machine, _Verdict]] = []
@@ -218,7 +240,7 @@ class Rental:
         """The account's machines by their labels; None where that is not known."""
         try:
             return {one.label: one for one in self._vast.instances()}
-        except errors.UnavailableError:
+        except (errors.DeniedError, errors.UnavailableError):
             return None  # unknown: not that there is none
 
     def _judged(self, machine: Machine, rows: dict[str, Instance] | None) -> _Verdict | None:
@@ -236,11 +258,14 @@ class Rental:
         )
 
     def _listen(self, machine: Machine, now: float) -> None:
-        with contextlib.suppress(errors.UnavailableError):  # nothing is heard then
+        try:
             if machine.report.look():
                 machine.heard = now
-            for line in machine.report.news:
-                self._progress(Event("machine.printed", _name(machine), {"text": line}))
+        except errors.MillraceError:
+            machine.heard = now  # that nothing could be read is not that nothing was said
+            return
+        for line in machine.report.news:
+            self._progress(Event("machine.printed", _name(machine), {"text": line}))
 
     def _lost(self, machine: Machine) -> _Verdict | None:
         """By what the provider says of it."""
@@ -263,7 +288,8 @@ class Rental:
     def _coming_up(self, machine: Machine, now: float) -> _Verdict | None:
         report, row = machine.report, machine.instance
         if report.setup is not None and report.setup.state == "failed":
-            return _Verdict(Ending.DEAD, f"it could not install the program: {report.setup.said}")
+            said = " ".join(printable(line) for line in report.setup.said.splitlines()[-5:])
+            return _Verdict(Ending.DEAD, f"it could not install the program: {said}")
         if report.beat is not None and row is not None and row.running:
             machine.ready = True
             self._progress(Event("rental.ready", _name(machine), {"instance": row.id}))
@@ -316,9 +342,18 @@ class Rental:
                 "come up, or were lost: see the reports of each, and ask for others."
             )
         taken = {one.attempt.intent.machine for one in self._machines.values()}
+        unanswered = 0
         for offer in find_offers(self._vast, self.settings.request, without=self._bad | taken):
+            self._refuse_if_lost()
+            self._refuse_spending()
+            before = self._clock.elapsed()
             if self._take(slot, offer):
                 return
+            unanswered += self._clock.elapsed() - before >= _SETTLING
+            if unanswered == _UNANSWERED:
+                raise errors.UnavailableError(
+                    "Vast.ai does not answer whether a machine was rented: wait, and start again."
+                )
         raise errors.NotFoundError(
             f"Vast.ai has no offer (any more) that fits {self.settings.name}: ask for less, or "
             "grant more dollars an hour."
@@ -336,7 +371,7 @@ class Rental:
         try:
             created = self._create(attempt, offer)
         except (errors.BudgetError, errors.ConfigurationError, errors.DeniedError) as error:
-            self._written_off(machine, Ending.NEVER, errors.one_line(error), cost=0.0)
+            self._return([(machine, _Verdict(Ending.NEVER, errors.one_line(error)))])
             raise
         if created is None:
             self._written_off(machine, Ending.NEVER, "the offer was gone", cost=0.0)
@@ -353,26 +388,43 @@ class Rental:
     def _intend(self, slot: int, offer: Offer) -> Attempt:
         """Write down what is about to be rented."""
         begun = self._clock.now()
-        until = begun + self.settings.request.max_lifetime
+        request = self.settings.request
+        until = begun + request.max_lifetime
+        if self._detached:  # nobody will count: it ends before its share of the money is spent
+            share = request.max_total / self.settings.count
+            traffic = request.download * offer.down_cost + request.upload * offer.up_cost
+            hours = max(0.0, share - traffic) / max(offer.dph, 1e-6)
+            until = min(until, begun + min(LONGEST, timedelta(hours=min(hours, 1000.0))))
         number = max(self._past, default=-1) + 1
-        while True:
-            label = Label(self._installation, self.settings.name, number, until)
-            intent = Intent(
-                rental=self.settings.name,
-                slot=slot,
-                label=str(label),
-                offer=offer.id,
-                machine=offer.machine,
-                dph=offer.dph,
-                up_cost=offer.up_cost,
-                down_cost=offer.down_cost,
-                begun=begun,
-                until=until,
-            )
-            if commit_once(self._store, self._keys.intent(number), intent).mine:
-                self._past[number] = 0.0
-                return Attempt(number, intent)
-            number += 1
+        label = Label(self._installation, self.settings.name, number, until)
+        intent = Intent(
+            rental=self.settings.name,
+            slot=slot,
+            label=str(label),
+            offer=offer.id,
+            machine=offer.machine,
+            dph=offer.dph,
+            up_cost=offer.up_cost,
+            down_cost=offer.down_cost,
+            begun=begun,
+            until=until,
+        )
+        if not commit_once(self._store, self._keys.intent(number), intent).mine:
+            self._lost_it = True
+            raise errors.HeldError(_FOLLOWED.format(self.settings.name))
+        self._past[number] = 0.0
+        return Attempt(number, intent)
+
+    def _refuse_if_lost(self) -> None:
+        """End when another has the rental: it was suspended, or could not be heard of.
+
+        Raises:
+            HeldError: Another has it, and its machines.
+            UnavailableError: That cannot be seen.
+        """
+        if self._lease is not None and self._lease.followed():
+            self._lost_it = True
+            raise errors.HeldError(_FOLLOWED.format(self.settings.name))
 
     def _create(self, attempt: Attempt, offer: Offer) -> Created | None:
         """Have the machine created; None if the offer was gone, or nothing came of it."""
@@ -383,8 +435,7 @@ class Rental:
             attempt.number,
             intent.slot,
             intent.until.timestamp(),
-            watched=not self._detached,
-            lifetime=request.max_lifetime,
+            lifetime=intent.until - intent.begun,
             url=self._vast.url,
         )
         send_files(self._store, self.settings, attempt.number, intent.slot)
@@ -471,7 +522,7 @@ def account(settings: Account) -> Vast:
     return Vast(settings.api_key, settings.server_url)
 
 
-def own(store: Store, keys: RentalKeys, stack: contextlib.ExitStack) -> None:
+def own(store: Store, keys: RentalKeys, stack: contextlib.ExitStack) -> Lease:
     """Hold a rental for as long as a stack is.
 
     Raises:
@@ -487,6 +538,7 @@ def own(store: Store, keys: RentalKeys, stack: contextlib.ExitStack) -> None:
         )
     heartbeat = stack.enter_context(Heartbeat(_TTL))
     heartbeat.keep(lease)
+    return lease
 
 
 def write_off(
@@ -498,7 +550,7 @@ def write_off(
 
 
 def give_back(vast: Vast, machines: Mapping[str, int | None], gone: Callable[[str], None]) -> None:
-    """Destroy machines until a listing shows none of their labels.
+    """Destroy machines until a listing shows none of their labels, nor of their numbers.
 
     Args:
         vast: The account.
@@ -507,38 +559,65 @@ def give_back(vast: Vast, machines: Mapping[str, int | None], gone: Callable[[st
 
     Raises:
         UnavailableError: That could not be seen in 15 minutes: some may still be there.
+        MillraceError: Of ``gone``, after all are gone.
     """
     clock = vast.clock
     begun = clock.elapsed()
     left, accepted, fault = dict(machines), set[str](), ""
+    late: errors.MillraceError | None = None
     while left:
         for label, number in left.items():
             if number is not None and label not in accepted:
                 said = _destroyed(vast, number)
                 fault = said or fault
                 accepted |= set() if said else {label}
-        there: list[Instance] | None = None
-        with contextlib.suppress(errors.UnavailableError):
-            there = [one for one in vast.instances() if one.label in left]
-        if there is not None:
-            for one in there:
-                fault = _destroyed(vast, one.id) or fault
-            # What was never answered may yet come to be seen.
-            settled = clock.elapsed() - begun >= _SETTLING
-            seen = {one.label for one in there}
-            for label, number in list(left.items()):
-                if label not in seen and (settled if number is None else label in accepted):
-                    del left[label]
-                    gone(label)
-        if not left:
-            break
-        if clock.elapsed() - begun >= _GIVING_BACK.total_seconds():
+        seen: dict[str, int] | None = None
+        try:
+            seen = {_label(one, left): one.id for one in vast.instances()}
+        except errors.MillraceError as error:
+            fault = errors.one_line(error)
+        for label in _unseen(vast, left, accepted, seen, clock.elapsed() - begun):
+            del left[label]
+            try:
+                gone(label)
+            except errors.MillraceError as error:
+                late = error
+        if left and clock.elapsed() - begun >= _GIVING_BACK.total_seconds():
             raise errors.UnavailableError(
                 f"Whether {', '.join(sorted(left))} is given back is not known"
                 f"{f' ({fault})' if fault else ''}: look at the provider's page of instances, and "
                 "run `millrace reap`."
             )
-        clock.sleep(3.0)
+        if left:
+            clock.sleep(3.0)
+    if late is not None:
+        raise late
+
+
+def _unseen(
+    vast: Vast,
+    left: Mapping[str, int | None],
+    accepted: set[str],
+    seen: Mapping[str, int] | None,
+    seconds: float,
+) -> list[str]:
+    """The labels of which nothing is left; what is seen is destroyed once more."""
+    if seen is None:
+        return []
+    for label in seen.keys() & left.keys():
+        _destroyed(vast, seen[label])
+    # What was never answered may yet come to be seen.
+    settled = seconds >= _SETTLING
+    return [
+        label
+        for label, number in left.items()
+        if label not in seen and (settled if number is None else label in accepted)
+    ]
+
+
+def _label(instance: Instance, left: Mapping[str, int | None]) -> str:
+    """The label that a machine was rented under, whatever it bears now."""
+    return next((one for one, number in left.items() if number == instance.id), instance.label)
 
 
 def _destroyed(vast: Vast, number: int) -> str:
@@ -567,6 +646,12 @@ class _Owner:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(self._pause)
+
+    def leave(self) -> None:
+        """Tell the machines that they are to stay without an owner."""
+        self._stop.set()
+        self._thread.join()
+        put(self._store, self._keys.owner, LEFT)
 
     def _run(self) -> None:
         while not self._stop.wait(self._pause):

@@ -1,13 +1,14 @@
 """What rented machines say of themselves, read anew only where it has changed."""
 
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from millrace import errors
 from millrace.keys import MachineKeys
-from millrace.storage import Stat, Store, list_objects, read
+from millrace.storage import Stat, Store, list_objects, read_range
 from millrace.vast.wire import PIECE, Beat, Ended, Setup
 
 M = TypeVar("M", bound=BaseModel)
@@ -15,6 +16,9 @@ M = TypeVar("M", bound=BaseModel)
 _LARGEST = 2 * PIECE
 _LINES = 50  # of a log that are kept
 _AT_ONCE = 20  # pieces of a log that are read in one look
+_OBJECTS = 20_000  # below a machine's folder: what is beyond is not looked at
+_LINES_A_PIECE = 2000
+_COLUMNS = 500
 
 
 @dataclass(slots=True)
@@ -47,7 +51,8 @@ class Report:
             UnavailableError: The store does not answer.
         """
         self.news = []
-        there = {stat.key: stat for stat in list_objects(self.store, self.keys.prefix)}
+        found = islice(list_objects(self.store, self.keys.prefix), _OBJECTS)
+        there = {stat.key: stat for stat in found}
         changed = {key for key, stat in there.items() if self._seen.get(key) != stat}
         logs = sorted(key for key in changed if key.startswith(self.keys.logs))
         for key in logs[:_AT_ONCE]:
@@ -61,21 +66,29 @@ class Report:
         return bool(changed & {self.keys.setup, self.keys.beat, self.keys.ended} or logs)
 
     def _print(self, stat: Stat) -> None:
-        if stat.size > _LARGEST:
-            return
-        try:
-            text = read(self.store, stat.key).decode(errors="replace")
-        except errors.NotFoundError:
-            return
-        lines = ["".join(one for one in line if one.isprintable()) for line in text.splitlines()]
+        text = self._text(stat)
+        lines = [printable(line) for line in text.splitlines()[:_LINES_A_PIECE]]
         self.news += lines
         self.tail = [*self.tail, *lines][-_LINES:]
 
     def _said(self, stat: Stat, kind: type[M]) -> M | None:
         """What an object says; None if it says nothing that can be read."""
-        if stat.size > _LARGEST:
-            return None
         try:
-            return kind.model_validate_json(read(self.store, stat.key))
-        except (ValidationError, errors.NotFoundError):
+            return kind.model_validate_json(self._text(stat))
+        except ValidationError:
             return None
+
+    def _text(self, stat: Stat) -> str:
+        """What an object says, or its beginning: by now it may be another than was listed."""
+        end = min(stat.size, _LARGEST)
+        if not end:
+            return ""
+        try:
+            return read_range(self.store, stat.key, 0, end).decode(errors="replace")
+        except errors.NotFoundError:
+            return ""
+
+
+def printable(text: str) -> str:
+    """A line of what a machine says, without what a terminal would obey, and not too long."""
+    return "".join(one for one in text if one.isprintable())[:_COLUMNS]

@@ -17,6 +17,7 @@ from millrace.storage import Credentials, StoreSpec
 PIECE = 64 << 10
 """Bytes of what is printed that are told at a time; no report is larger."""
 ORDER = "MILLRACE_ORDER"
+_MOST = 1 << 50  # bytes that a machine can have moved
 
 
 class _Report(BaseModel):
@@ -45,8 +46,8 @@ class Beat(_Report):
     """
 
     number: int = Field(ge=0)
-    received: int = Field(default=0, ge=0)
-    sent: int = Field(default=0, ge=0)
+    received: int = Field(default=0, ge=0, le=_MOST)
+    sent: int = Field(default=0, ge=0, le=_MOST)
 
 
 class Ended(_Report):
@@ -57,7 +58,7 @@ class Ended(_Report):
         seconds: How long it ran.
     """
 
-    code: int
+    code: int = Field(ge=-(1 << 31), lt=1 << 31)
     seconds: float = Field(default=0.0, ge=0)
 
 

@@ -4,6 +4,17 @@ import re
 
 from playwright.sync_api import Locator, Page, Response
 
+from tests.prefect_server import PrefectServer
+
+
+def open_run_form(server: PrefectServer, page: Page, name: str) -> None:
+    """The form in which a deployment is run. Its list has pages: it is opened by its address."""
+    with server.client() as client:
+        deployment = client.read_deployment_by_name(f"{name}/{name}")
+    page.goto(f"{server.url.removesuffix('/api')}/deployments/deployment/{deployment.id}")
+    page.get_by_role("button", name="Run", exact=True).click()
+    page.get_by_text("Custom run").click()
+
 
 def field(page: Page, label: str) -> Locator:
     """One parameter of the form: its label, its description and what one fills in."""

@@ -12,7 +12,7 @@ from playwright.sync_api import Page, Response, expect
 
 from blocks import Bucket, Role
 from millrace.storage import Store, StoreSpec, list_objects, open_store
-from tests.flows.browser import field, told
+from tests.flows.browser import field, open_run_form, told
 from tests.flows.conftest import MakeBlock, aws_credentials
 from tests.housekeeping.material import Place
 from tests.prefect_server import PrefectServer, Worker, until
@@ -78,11 +78,7 @@ class Started:
 def open_form(server: PrefectServer, page: Page, name: str) -> Started:
     """The form of a deployment."""
     started = Started(page)
-    page.goto(f"{server.url.removesuffix('/api')}/deployments")
-    page.get_by_placeholder("Search deployments").fill(name)
-    page.get_by_text(name, exact=True).first.click()
-    page.get_by_role("button", name="Run", exact=True).click()
-    page.get_by_text("Custom run").click()
+    open_run_form(server, page, name)
     return started
 
 

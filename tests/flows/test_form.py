@@ -8,7 +8,7 @@ from uuid import UUID
 from playwright.sync_api import Page, expect
 from prefect.client.schemas.sorting import FlowRunSort
 
-from tests.flows.browser import field, told
+from tests.flows.browser import field, open_run_form, told
 from tests.flows.conftest import jsonl, texts, texts_in
 from tests.oracle import Folder
 from tests.prefect_server import PrefectServer, Worker, until
@@ -21,10 +21,7 @@ def test_a_run_is_started_from_the_form(
     out = tmp_path / "out"
     refused: list[str] = []
     page.on("response", lambda answer: answer.status >= 400 and refused.append(told(answer)))
-    page.goto(f"{deployed.url.removesuffix('/api')}/deployments")
-    page.get_by_text("shard-dataset", exact=True).first.click()
-    page.get_by_role("button", name="Run", exact=True).click()
-    page.get_by_text("Custom run").click()
+    open_run_form(deployed, page, "shard-dataset")
 
     described = field(page, "destination")
     expect(described).to_contain_text("A Millrace Bucket block with write credentials")

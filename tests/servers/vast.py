@@ -48,7 +48,7 @@ REFUSALS: dict[str, tuple[int, Any]] = {
     "json429": (429, {"detail": "Too many requests"}),
     "quota": (429, {"success": False, "error": "search_quota_exceeded", "msg": "daily"}),
 }
-FAULTS = {*REFUSALS, "lost", "cut", "slow", "refused", "part", "gone", "low bid"}
+FAULTS = {*REFUSALS, "lost", "cut", "slow", "refused", "part", "gone", "low bid", "low bid, 400"}
 
 _local = build_opener(ProxyHandler({}))
 
@@ -388,6 +388,8 @@ class _Server:
             return
         if one.fate == "silent" and now >= one.running + 60:
             return
+        if not one.beats:  # what it says that it has moved, a GB and a tenth of one
+            one.cost += one.machine.down_cost + one.machine.up_cost / 10
         one.beats += 1
         _write(one, "beat.json", {"number": one.beats, "received": 10**9, "sent": 10**8})
         if now >= one.running + self.world.program:
@@ -432,6 +434,11 @@ class _Server:
                 answer = self.counted
             case "fail":
                 self.failing = [one for one in self.failing if one["count"]] + [body]
+                answer = {}
+            case "calm":
+                self.failing, answer = [], {}
+            case "label":
+                self.instances[body["instance"]].body["label"] = body["label"]
                 answer = {}
             case "befall":
                 one = self.instances[body["instance"]]
@@ -551,11 +558,12 @@ class _Server:
                 return web.json_response({"success": False, "error": "busy", "msg": "try again"})
             case "gone" if call == "create":
                 raise _refused(410, "no_such_ask", "error 410/3907: no_such_ask")
-            case "low bid" if call == "create":
+            case "low bid" | "low bid, 400" if call == "create":
                 answer = json.loads((await handler(request)).text)
                 self.instances[answer["new_contract"]].stopped = True
                 said = {"success": False, "error": "bid_too_low", "msg": "the bid is too low"}
-                return web.json_response({**answer, **said})
+                status = 400 if fault.endswith("400") else 200
+                return web.json_response({**answer, **said}, status=status)
             case "part" if call == "list":
                 page = json.loads((await handler(request)).text)
                 page["instances"] = page["instances"][:-1]

@@ -44,7 +44,8 @@ FATES = {
 }  # fmt: skip
 FAULTS = {
     "error500": 0.01, "error502": 0.01, "text429": 0.01, "json429": 0.01, "lost": 0.015,
-    "cut": 0.01, "slow": 0.005, "refused": 0.01, "part": 0.01, "gone": 0.05, "low bid": 0.05,
+    "cut": 0.01, "slow": 0.005, "refused": 0.01, "part": 0.01, "gone": 0.05, "low bid": 0.03,
+    "low bid, 400": 0.03,
 }  # fmt: skip
 LEASE = 180.0
 REAPED = 900.0  # seconds between two reapers

@@ -85,5 +85,6 @@ def test_agents_that_are_kept_are_used_again(ray_cluster, store):
 
 
 def test_a_root_with_an_unknown_variable_fails_with_a_sentence(ray_cluster, store):
+    store.put("model.bin", b"1")
     with pytest.raises(AssertionError, match="names a variable that is not set here"):
         warm(ray_cluster, store, "$NO_SUCH_VARIABLE/x")

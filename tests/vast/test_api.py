@@ -142,6 +142,7 @@ def test_a_server_that_is_not_there_is_said_after_a_while(world: Reset) -> None:
         ({"cur_state": "stopped", "intended_status": "stopped", "next_state": "stopped"}, "stopp"),
         ({"actual_status": "running", "status_msg": "no space left on device"}, ""),
         ({"actual_status": "loading", "cur_state": "stopped", "next_state": "running"}, ""),
+        ({"ports": {"22/tcp": [{"HostPort": "4000-4010"}], "x": 7}, "dph_total": "?"}, ""),
         ({}, ""),
     ],
 )
