@@ -6,8 +6,15 @@ from millrace.vast.instances import Instance
 from millrace.vast.ledger import is_rented
 from millrace.vast.offers import Offer, OfferRequest, find_offers
 from millrace.vast.reaper import Reaped, Rented, list_rentals, reap, release
-from millrace.vast.rental import Machine, Rental, account
-from millrace.vast.settings import Account, Program, Reach, RentSettings, StandSettings
+from millrace.vast.rental import Machine, Rental
+from millrace.vast.settings import (
+    Account,
+    Program,
+    Reach,
+    RentSettings,
+    StandSettings,
+    account,
+)
 
 __all__ = [
     "Account",

@@ -19,8 +19,9 @@ from millrace.vast.clock import SystemClock
 from millrace.vast.instances import Instance
 from millrace.vast.labels import Label, is_ours
 from millrace.vast.ledger import Attempt, all_attempts, attempts_of, installation_of
-from millrace.vast.rental import account, give_back, own, write_off
-from millrace.vast.settings import StandSettings
+from millrace.vast.owning import own
+from millrace.vast.returning import give_back, write_off
+from millrace.vast.settings import StandSettings, account
 
 _YOUNG = timedelta(minutes=10)  # an attempt that may still be on its way
 

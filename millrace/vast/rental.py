@@ -7,37 +7,33 @@ killed in between leaves what the next owner, or the reaper, needs to go on.
 """
 
 import contextlib
-import secrets
-import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from types import TracebackType
 
 from millrace import errors
 from millrace.keys import MachineKeys, RentalKeys
-from millrace.lease import Heartbeat, Held, Holder, Lease, StoreClock, acquire
-from millrace.models.rental import Contract, Ending, Intent, Left, Returned
+from millrace.lease import Lease
+from millrace.models.rental import Contract, Ending, Intent, Left
 from millrace.progress import Event, Progress, silent
 from millrace.records import commit_once
-from millrace.storage import Store, delete, open_store, put
+from millrace.storage import Store, delete, open_store
 from millrace.vast.api import Created, Vast
 from millrace.vast.hiring import environment, onstart, send_files
 from millrace.vast.instances import Instance
 from millrace.vast.labels import Label
 from millrace.vast.ledger import Attempt, attempts_of, installation_of
 from millrace.vast.offers import LONGEST, Offer, find_offers
+from millrace.vast.owning import Owner, own
 from millrace.vast.reports import Report, printable
-from millrace.vast.settings import Account, RentSettings
-from millrace.vast.watchdog import LEFT
+from millrace.vast.returning import SETTLING, give_back, write_off
+from millrace.vast.settings import RentSettings, account
 
-_TTL = timedelta(minutes=3)  # of the owner's lease
 _BAD = {Ending.DEAD, Ending.OUTBID, Ending.DEARER}  # after which a host is not taken again
 _FOLLOWED = "Another process has gone on with {}, and has its machines: this one ends."
 _UNANSWERED = 3  # creates without an answer, one after the other, after which no more is tried
-_SETTLING = 60.0  # seconds in which a machine whose create was not answered comes to be seen
 _UNSEEN = 180.0  # seconds that one whose create was answered may be missing in the list
-_GIVING_BACK = timedelta(minutes=15)  # that it is tried for
 _RESERVE = timedelta(minutes=2)  # of what all machines cost: what giving back them takes
 
 
@@ -122,8 +118,8 @@ class Rental:
         self._past: dict[int, float] = {}
         self._installation = ""
         self._lease: Lease | None = None
-        self._owner: _Owner | None = None
-        self._lost_it = False
+        self._owner: Owner | None = None
+        self._followed = False
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Rental":
@@ -134,7 +130,7 @@ class Rental:
         """
         with contextlib.ExitStack() as stack:
             self._lease = own(self._store, self._keys, stack)
-            self._owner = _Owner(self._store, self._keys, self.settings.silence)
+            self._owner = Owner(self._store, self._keys, self.settings.silence)
             stack.enter_context(self._owner)
             self._installation = installation_of(self._store)
             self._take_over()
@@ -145,7 +141,7 @@ class Rental:
         self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
     ) -> None:
         with self._stack:
-            if self._lost_it:
+            if self._followed:
                 return  # another has the machines
             if not self._detached or kind is not None:
                 self.give_back()
@@ -217,7 +213,7 @@ class Rental:
     def _look(self) -> None:
         """See how all machines are; give back what will not be used any more."""
         with contextlib.suppress(errors.UnavailableError):  # nobody says that it is not
-            self._refuse_if_lost()
+            self._refuse_if_followed()
         self._refuse_spending()
         rows = self._rows()
         ended: list[tuple[Machine, _Verdict]] = []
@@ -344,12 +340,12 @@ class Rental:
         taken = {one.attempt.intent.machine for one in self._machines.values()}
         unanswered = 0
         for offer in find_offers(self._vast, self.settings.request, without=self._bad | taken):
-            self._refuse_if_lost()
+            self._refuse_if_followed()
             self._refuse_spending()
             before = self._clock.elapsed()
             if self._take(slot, offer):
                 return
-            unanswered += self._clock.elapsed() - before >= _SETTLING
+            unanswered += self._clock.elapsed() - before >= SETTLING
             if unanswered == _UNANSWERED:
                 raise errors.UnavailableError(
                     "Vast.ai does not answer whether a machine was rented: wait, and start again."
@@ -374,7 +370,9 @@ class Rental:
             self._return([(machine, _Verdict(Ending.NEVER, errors.one_line(error)))])
             raise
         if created is None:
-            self._written_off(machine, Ending.NEVER, "the offer was gone", cost=0.0)
+            self._written_off(
+                machine, Ending.NEVER, "the offer was gone, or nothing came of it", cost=0.0
+            )
             return False
         contract = Contract(instance=created.instance)
         machine.attempt = replace(attempt, contract=contract)
@@ -410,12 +408,12 @@ class Rental:
             until=until,
         )
         if not commit_once(self._store, self._keys.intent(number), intent).mine:
-            self._lost_it = True
+            self._followed = True
             raise errors.HeldError(_FOLLOWED.format(self.settings.name))
         self._past[number] = 0.0
         return Attempt(number, intent)
 
-    def _refuse_if_lost(self) -> None:
+    def _refuse_if_followed(self) -> None:
         """End when another has the rental: it was suspended, or could not be heard of.
 
         Raises:
@@ -423,7 +421,7 @@ class Rental:
             UnavailableError: That cannot be seen.
         """
         if self._lease is not None and self._lease.followed():
-            self._lost_it = True
+            self._followed = True
             raise errors.HeldError(_FOLLOWED.format(self.settings.name))
 
     def _create(self, attempt: Attempt, offer: Offer) -> Created | None:
@@ -464,14 +462,14 @@ class Rental:
         Raises:
             UnavailableError: That cannot be seen: the attempt stays as it is.
         """
-        end = self._clock.elapsed() + _SETTLING
+        end = self._clock.elapsed() + SETTLING
         while True:
             found = [one for one in self._vast.instances() if one.label == label]
             if found:
                 return found[0]
             if self._clock.elapsed() >= end:
                 return None
-            self._clock.sleep(min(self.settings.poll.total_seconds(), _SETTLING / 4))
+            self._clock.sleep(min(self.settings.poll.total_seconds(), SETTLING / 4))
 
     def _take_over(self) -> None:
         """Go on with what an owner before has left."""
@@ -515,152 +513,6 @@ class Rental:
             del self._machines[machine.slot]
         figures = {"why": why, "said": said, "dollars": cost}
         self._progress(Event("rental.returned", _name(machine), figures))
-
-
-def account(settings: Account) -> Vast:
-    """The account that pays."""
-    return Vast(settings.api_key, settings.server_url)
-
-
-def own(store: Store, keys: RentalKeys, stack: contextlib.ExitStack) -> Lease:
-    """Hold a rental for as long as a stack is.
-
-    Raises:
-        HeldError: Somebody has it.
-    """
-    holder = Holder.this_process()
-    clock = StoreClock.read(store, keys.scope, holder)
-    lease = acquire(store, keys.lease, holder, _TTL, clock)
-    if isinstance(lease, Held):
-        raise errors.HeldError(
-            f"{keys.name} is held by {lease.holder.host} (process {lease.holder.pid}): end that, "
-            "or wait until it was not heard of for three minutes."
-        )
-    heartbeat = stack.enter_context(Heartbeat(_TTL))
-    heartbeat.keep(lease)
-    return lease
-
-
-def write_off(
-    store: Store, rental: str, attempt: Attempt, why: Ending, said: str, cost: float, now: datetime
-) -> None:
-    """Write down that nothing is left of an attempt. Whoever was first has said why."""
-    returned = Returned(why=why, said=said[:1000], cost=cost, ended=now)
-    commit_once(store, RentalKeys(rental).returned(attempt.number), returned)
-
-
-def give_back(vast: Vast, machines: Mapping[str, int | None], gone: Callable[[str], None]) -> None:
-    """Destroy machines until a listing shows none of their labels, nor of their numbers.
-
-    Args:
-        vast: The account.
-        machines: What is to be gone: labels, each with its machine's number where it is known.
-        gone: Told each label once nothing is left of it.
-
-    Raises:
-        UnavailableError: That could not be seen in 15 minutes: some may still be there.
-        MillraceError: Of ``gone``, after all are gone.
-    """
-    clock = vast.clock
-    begun = clock.elapsed()
-    left, accepted, fault = dict(machines), set[str](), ""
-    late: errors.MillraceError | None = None
-    while left:
-        for label, number in left.items():
-            if number is not None and label not in accepted:
-                said = _destroyed(vast, number)
-                fault = said or fault
-                accepted |= set() if said else {label}
-        seen: dict[str, int] | None = None
-        try:
-            seen = {_label(one, left): one.id for one in vast.instances()}
-        except errors.MillraceError as error:
-            fault = errors.one_line(error)
-        for label in _unseen(vast, left, accepted, seen, clock.elapsed() - begun):
-            del left[label]
-            try:
-                gone(label)
-            except errors.MillraceError as error:
-                late = error
-        if left and clock.elapsed() - begun >= _GIVING_BACK.total_seconds():
-            raise errors.UnavailableError(
-                f"Whether {', '.join(sorted(left))} is given back is not known"
-                f"{f' ({fault})' if fault else ''}: look at the provider's page of instances, and "
-                "run `millrace reap`."
-            )
-        if left:
-            clock.sleep(3.0)
-    if late is not None:
-        raise late
-
-
-def _unseen(
-    vast: Vast,
-    left: Mapping[str, int | None],
-    accepted: set[str],
-    seen: Mapping[str, int] | None,
-    seconds: float,
-) -> list[str]:
-    """The labels of which nothing is left; what is seen is destroyed once more."""
-    if seen is None:
-        return []
-    for label in seen.keys() & left.keys():
-        _destroyed(vast, seen[label])
-    # What was never answered may yet come to be seen.
-    settled = seconds >= _SETTLING
-    return [
-        label
-        for label, number in left.items()
-        if label not in seen and (settled if number is None else label in accepted)
-    ]
-
-
-def _label(instance: Instance, left: Mapping[str, int | None]) -> str:
-    """The label that a machine was rented under, whatever it bears now."""
-    return next((one for one, number in left.items() if number == instance.id), instance.label)
-
-
-def _destroyed(vast: Vast, number: int) -> str:
-    """Destroy a machine; how that failed, if it did."""
-    try:
-        vast.destroy(number)
-    except errors.MillraceError as error:
-        return errors.one_line(error)
-    return ""
-
-
-class _Owner:
-    """A thread that writes down that the owner lives, where its machines look."""
-
-    def __init__(self, store: Store, keys: RentalKeys, silence: timedelta) -> None:
-        self._store, self._keys = store, keys
-        self._pause = silence.total_seconds() / 6
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="owner", daemon=True)
-
-    def __enter__(self) -> "_Owner":
-        self._say()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(self._pause)
-
-    def leave(self) -> None:
-        """Tell the machines that they are to stay without an owner."""
-        self._stop.set()
-        self._thread.join()
-        put(self._store, self._keys.owner, LEFT)
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._pause):
-            with contextlib.suppress(errors.MillraceError):  # the next one may come through
-                self._say()
-
-    def _say(self) -> None:
-        put(self._store.hurried(timedelta(seconds=self._pause)), self._keys.owner,
-            secrets.token_hex(8).encode())  # fmt: skip
 
 
 def _name(machine: Machine) -> str:

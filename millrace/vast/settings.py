@@ -6,6 +6,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, model_validator
 
 from millrace.storage import Right, StoreSpec
+from millrace.vast.api import Vast
 from millrace.vast.offers import OfferRequest
 
 _HOLD = ("MILLRACE_", "CONTAINER_", "AWS_", "VAST_")  # what we, or the provider, set in a machine
@@ -20,6 +21,11 @@ class Account(BaseModel):
 
     api_key: SecretStr = Field(description="From the account's page of keys at Vast.ai.")
     server_url: str | None = Field(default=None, description="Another address of Vast's API.")
+
+
+def account(settings: Account) -> Vast:
+    """The account that pays."""
+    return Vast(settings.api_key, settings.server_url)
 
 
 class Reach(BaseModel):
@@ -88,7 +94,9 @@ class RentSettings(BaseModel):
         default=(), description="The parts of the store that the machines may use."
     )
     role_arn: str | None = Field(
-        default=None, description="For S3: the role whose credentials machines are given."
+        default=None,
+        description="For S3: the role whose credentials machines are given; its sessions have to "
+        "last as long as max_lifetime.",
     )
     loading: timedelta = Field(
         default=timedelta(minutes=20),

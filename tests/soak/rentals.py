@@ -32,10 +32,9 @@ from millrace.vast import (
     StandSettings,
     Vast,
     reap,
+    returning,
 )
-from millrace.vast import (
-    rental as renting,
-)
+from millrace.vast import rental as renting
 from tests.servers.vast import StandInClock, VastServer
 
 FATES = {
@@ -272,7 +271,7 @@ def _kill_at(which: str, at: int) -> None:
         return done
 
     Vast._asked = ask  # type: ignore[method-assign]
-    renting.commit_once = committed  # type: ignore[assignment]
+    renting.commit_once = returning.commit_once = committed  # type: ignore[assignment]
 
 
 def main(runs: int, seed: int) -> int:

@@ -21,6 +21,7 @@ from millrace.vast import Rental, Vast, reap, release
 from millrace.vast import rental as renting
 from millrace.vast.hiring import environment
 from millrace.vast.ledger import attempts_of
+from tests.prefect_server import until
 from tests.servers.process import REPOSITORY
 from tests.servers.vast import VastServer
 from tests.vast.conftest import Account_, Reset
@@ -128,7 +129,7 @@ def test_a_damaged_record_keeps_no_other_from_being_given_back(world: Reset) -> 
     with Rental(account.settings("other"), vast=account.vast) as rental:
         rental.until_ready()
         rental._stack.close()
-        rental._lost_it = True  # it goes without a word
+        rental._followed = True  # it goes without a word
     put(open_store(account.store), RentalKeys("fleet").returned(0), b"{}")
     found = reap(account.stand(), vast=account.vast)
     assert [one.rental for one in found.returned] == ["other"]
@@ -298,8 +299,7 @@ def watch(
     )
     assert watchdog.stdout
     said = watchdog.stdout.readline()
-    while vast.alive():
-        pass
+    until(lambda: not vast.alive(), "its end")
     watchdog.kill()
     watchdog.wait()
     watchdog.stdout.close()

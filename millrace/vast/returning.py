@@ -1,0 +1,105 @@
+"""Give machines back, and see that they are gone."""
+
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
+
+from millrace import errors
+from millrace.keys import RentalKeys
+from millrace.models.rental import Ending, Returned
+from millrace.records import commit_once
+from millrace.storage import Store
+from millrace.vast.api import Vast
+from millrace.vast.instances import Instance
+from millrace.vast.ledger import Attempt
+
+SETTLING = 60.0
+"""Seconds in which a machine whose create was not answered comes to be seen."""
+_GIVING_BACK = timedelta(minutes=15)  # that it is tried for
+
+
+def write_off(
+    store: Store, rental: str, attempt: Attempt, why: Ending, said: str, cost: float, now: datetime
+) -> None:
+    """Write down that nothing is left of an attempt. Whoever was first has said why."""
+    returned = Returned(why=why, said=said[:1000], cost=cost, ended=now)
+    commit_once(store, RentalKeys(rental).returned(attempt.number), returned)
+
+
+def give_back(vast: Vast, machines: Mapping[str, int | None], gone: Callable[[str], None]) -> None:
+    """Destroy machines until a listing shows none of their labels, nor of their numbers.
+
+    Args:
+        vast: The account.
+        machines: What is to be gone: labels, each with its machine's number where it is known.
+        gone: Told each label once nothing is left of it.
+
+    Raises:
+        UnavailableError: That could not be seen in 15 minutes: some may still be there.
+        MillraceError: Of ``gone``, after all are gone.
+    """
+    clock = vast.clock
+    begun = clock.elapsed()
+    left, accepted, fault = dict(machines), set[str](), ""
+    late: errors.MillraceError | None = None
+    while left:
+        for label, number in left.items():
+            if number is not None and label not in accepted:
+                said = _destroyed(vast, number)
+                fault = said or fault
+                accepted |= set() if said else {label}
+        seen: dict[str, int] | None = None
+        try:
+            seen = {_label(one, left): one.id for one in vast.instances()}
+        except errors.MillraceError as error:
+            fault = errors.one_line(error)
+        for label in _unseen(vast, left, accepted, seen, clock.elapsed() - begun):
+            del left[label]
+            try:
+                gone(label)
+            except errors.MillraceError as error:
+                late = error
+        if left and clock.elapsed() - begun >= _GIVING_BACK.total_seconds():
+            raise errors.UnavailableError(
+                f"Whether {', '.join(sorted(left))} is given back is not known"
+                f"{f' ({fault})' if fault else ''}: look at the provider's page of instances, and "
+                "run `millrace reap`."
+            )
+        if left:
+            clock.sleep(3.0)
+    if late is not None:
+        raise late
+
+
+def _unseen(
+    vast: Vast,
+    left: Mapping[str, int | None],
+    accepted: set[str],
+    seen: Mapping[str, int] | None,
+    seconds: float,
+) -> list[str]:
+    """The labels of which nothing is left; what is seen is destroyed once more."""
+    if seen is None:
+        return []
+    for label in seen.keys() & left.keys():
+        _destroyed(vast, seen[label])
+    # What was never answered may yet come to be seen.
+    settled = seconds >= SETTLING
+    return [
+        label
+        for label, number in left.items()
+        if label not in seen and (settled if number is None else label in accepted)
+    ]
+
+
+def _label(instance: Instance, left: Mapping[str, int | None]) -> str:
+    """The label that a machine was rented under, whatever it bears now."""
+    return next((one for one, number in left.items() if number == instance.id), instance.label)
+
+
+def _destroyed(vast: Vast, number: int) -> str:
+    """Destroy a machine; how that failed, if it did."""
+    try:
+        vast.destroy(number)
+    except errors.MillraceError as error:
+        return errors.one_line(error)
+    return ""
