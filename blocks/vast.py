@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from prefect.blocks.abstract import CredentialsBlock
 from pydantic import Field, SecretStr
 
-from millrace.errors import ConfigurationError
+from millrace.vast.api import sdk_of
 
 if TYPE_CHECKING:
     from vastai import VastAI  # pyright: ignore[reportMissingTypeStubs]
@@ -50,10 +50,4 @@ offers = vast.get_client().search_offers(query="gpu_name=RTX_4090")
         Raises:
             ConfigurationError: The SDK is not installed.
         """
-        try:
-            from vastai import VastAI  # pyright: ignore[reportMissingTypeStubs]  # noqa: PLC0415
-        except ModuleNotFoundError as error:
-            raise ConfigurationError(
-                "Vast's SDK is not installed here: pip install 'millrace[vast]'."
-            ) from error
-        return VastAI(api_key=self.api_key.get_secret_value(), server_url=self.server_url)
+        return sdk_of(self.api_key, self.server_url)

@@ -429,21 +429,25 @@ class RentalKeys:
     def attempts(self) -> str:
         return f"{self.scope}/attempts/"
 
+    def attempt(self, number: int) -> str:
+        """The prefix of all that is written down of one attempt."""
+        return f"{self.attempts}{number:06d}-"
+
     def intent(self, number: int) -> str:
         """That a machine is about to be rented: created before it is."""
-        return f"{self.attempts}{number:06d}-intent.json"
+        return f"{self.attempt(number)}intent.json"
 
     def contract(self, number: int) -> str:
         """What came of it."""
-        return f"{self.attempts}{number:06d}-contract.json"
+        return f"{self.attempt(number)}contract.json"
 
     def left(self, number: int) -> str:
         """That it stays though it has no owner: there while that is so."""
-        return f"{self.attempts}{number:06d}-left.json"
+        return f"{self.attempt(number)}left.json"
 
     def returned(self, number: int) -> str:
         """That it is given back, or never came: created once nothing of it is left."""
-        return f"{self.attempts}{number:06d}-returned.json"
+        return f"{self.attempt(number)}returned.json"
 
     def parse(self, key: str) -> tuple[int, str] | None:
         """An attempt's number, and ``intent``, ``contract``, ``left`` or ``returned``."""

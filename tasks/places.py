@@ -1,8 +1,9 @@
 """Places as a person names them, and whether we may do there what we must."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 from prefect import task
+from prefect.blocks.core import Block
 from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -10,6 +11,8 @@ from blocks import Bucket
 from millrace.sources import SourceSettings
 from millrace.storage import Right, StoreSpec, check, open_store
 from tasks.retries import PAUSES, passing
+
+B = TypeVar("B", bound=Block)
 
 
 def spec_of(place: Bucket | str, right: Right) -> StoreSpec:
@@ -29,8 +32,13 @@ def known(place: Bucket | str) -> Bucket | str | None:
     """
     if isinstance(place, Bucket) or "://" in place or place.startswith(("/", "~", ".")):
         return place
+    return block_of(Bucket, place)
+
+
+def block_of(kind: type[B], name: str) -> B | None:
+    """A block by its name; None if there is none."""
     try:
-        return Bucket.load(place)  # pyright: ignore[reportReturnType] - sync here
+        return kind.load(name)  # pyright: ignore[reportReturnType] - sync here
     except ValidationError:
         raise  # there is one, and it is damaged: that is not that there is none
     except ValueError:

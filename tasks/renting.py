@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
-from pydantic import ValidationError
 
 from blocks import Bucket, VastCredentials
 from millrace.errors import ConfigurationError, NotFoundError
@@ -25,7 +24,7 @@ from millrace.vast import (
     reap,
     release,
 )
-from tasks.places import known, spec_of
+from tasks.places import block_of, known, spec_of
 from tasks.progress import RentalProgress
 from tasks.retries import PAUSES, passing
 from tasks.words import artifact_key, count
@@ -44,7 +43,8 @@ def stand_of(bucket: Bucket | str, vast: VastCredentials | str) -> StandSettings
     Raises:
         ConfigurationError: Something is rented, and the block of who pays is not there.
     """
-    place, payer = known(bucket), _known_account(vast)
+    place = known(bucket)
+    payer = vast if isinstance(vast, VastCredentials) else block_of(VastCredentials, vast)
     missing = [f"Millrace Bucket block {bucket}"] if place is None else []
     missing += [f"Vast.ai Credentials block {vast}"] if payer is None else []
     if place is not None and payer is None and is_rented(spec_of(place, Right.WRITE)):
@@ -60,17 +60,6 @@ def stand_of(bucket: Bucket | str, vast: VastCredentials | str) -> StandSettings
         )
         return None
     return StandSettings(store=spec_of(place, Right.WRITE), account=account_of(payer))
-
-
-def _known_account(vast: VastCredentials | str) -> VastCredentials | None:
-    if isinstance(vast, VastCredentials):
-        return vast
-    try:
-        return VastCredentials.load(vast)  # pyright: ignore[reportReturnType] - sync here
-    except ValidationError:
-        raise  # there is one, and it is damaged: that is not that there is none
-    except ValueError:
-        return None
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)

@@ -13,13 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pydantic import SecretStr
 
 from millrace import errors
 from millrace.vast.clock import Clock, SystemClock
 from millrace.vast.instances import Instance
+
+if TYPE_CHECKING:
+    from vastai import VastAI  # pyright: ignore[reportMissingTypeStubs]
 
 T = TypeVar("T")
 
@@ -96,6 +99,26 @@ class _Again(Exception):  # noqa: N818 - no fault: it is tried again
         self.done = done
 
 
+def sdk_of(key: SecretStr, url: str | None, **options: Any) -> "VastAI":
+    """Vast's own SDK, signed in.
+
+    Args:
+        key: The account's API key.
+        url: Another address of the API.
+        **options: As `vastai.VastAI` takes them.
+
+    Raises:
+        ConfigurationError: It is not installed.
+    """
+    try:
+        from vastai import VastAI  # pyright: ignore[reportMissingTypeStubs]  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise errors.ConfigurationError(
+            "Vast's SDK is not installed here: pip install 'millrace[vast]'."
+        ) from error
+    return VastAI(api_key=key.get_secret_value(), server_url=url, **options)
+
+
 class Vast:
     """The account that pays.
 
@@ -117,14 +140,8 @@ class Vast:
         clock: Clock | None = None,
         patience: timedelta = _PATIENCE,
     ) -> None:
-        try:
-            from vastai import VastAI  # pyright: ignore[reportMissingTypeStubs]  # noqa: PLC0415
-        except ModuleNotFoundError as error:
-            raise errors.ConfigurationError(
-                "Vast's SDK is not installed here: pip install 'millrace[vast]'."
-            ) from error
         self._key = key
-        self._sdk: Any = VastAI(api_key=key.get_secret_value(), server_url=url, retry=1, quiet=True)
+        self._sdk: Any = sdk_of(key, url, retry=1, quiet=True)
         self._sdk.client.timeout = _TIMEOUT
         self.url: str = self._sdk.client.server_url
         """The API's address, which machines ask too."""

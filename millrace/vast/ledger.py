@@ -76,18 +76,26 @@ def attempts_of(store: Store, rental: str) -> list[Attempt]:
     return [attempt for _, attempt in _attempts(store, RentalKeys(rental).attempts)]
 
 
-def all_attempts(store: Store) -> Iterator[tuple[str, Attempt]]:
-    """All attempts of all rentals, each with its rental's name."""
-    return _attempts(store, f"{RENTALS}/")
+def attempt_of(store: Store, rental: str, number: int) -> Attempt | None:
+    """One attempt of a rental; None if nothing is written down of it."""
+    prefix = RentalKeys(rental).attempt(number)
+    return next((attempt for _, attempt in _attempts(store, prefix)), None)
+
+
+def open_attempts(store: Store) -> Iterator[tuple[str, Attempt]]:
+    """The attempts of all rentals that have not come back, each with its rental's name.
+
+    Of those that have, however many there are, nothing but their names is read.
+    """
+    return _attempts(store, f"{RENTALS}/", returned=False)
 
 
 def is_rented(place: StoreSpec) -> bool:
     """Whether anything is rented, as far as is written down."""
-    store = open_store(place)
-    return any(attempt.returned is None for _, attempt in all_attempts(store))
+    return any(True for _ in open_attempts(open_store(place)))
 
 
-def _attempts(store: Store, prefix: str) -> Iterator[tuple[str, Attempt]]:
+def _attempts(store: Store, prefix: str, *, returned: bool = True) -> Iterator[tuple[str, Attempt]]:
     there: dict[tuple[str, int], set[str]] = {}
     for stat in list_objects(store, prefix):
         rental = rental_of(stat.key)
@@ -95,6 +103,8 @@ def _attempts(store: Store, prefix: str) -> Iterator[tuple[str, Attempt]]:
         if rental and parsed:
             there.setdefault((rental, parsed[0]), set()).add(parsed[1])
     for (rental, number), parts in sorted(there.items()):
+        if "returned" in parts and not returned:
+            continue
         keys = RentalKeys(rental)
         intent = _read(store, keys.intent(number), Intent) if "intent" in parts else None
         if intent is None:

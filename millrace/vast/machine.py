@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 
 from millrace import errors
 from millrace.keys import MachineKeys
@@ -27,16 +27,6 @@ from millrace.vast.wire import PIECE, Beat, Ended, Files, Order, environment_of
 
 _PATIENCE = timedelta(seconds=20)  # that one word to the bucket is tried for
 _WAIT = 30.0  # seconds that the program has to end, once it is asked to
-
-
-class Report(BaseModel):
-    """What has been told so far."""
-
-    model_config = ConfigDict(validate_assignment=True)
-
-    beats: int = 0
-    pieces: int = 0
-    printed: int = Field(default=0, ge=0)
 
 
 class Machine:
@@ -51,7 +41,7 @@ class Machine:
         self._order, self._folder = order, folder
         self._store: Store = open_store(order.store.model_copy(update={"patience": _PATIENCE}))
         self._keys = MachineKeys(order.prefix)
-        self._report = Report()
+        self._beats = self._pieces = self._printed = 0  # what has been told so far
         self._log = logging.getLogger(__name__)
 
     def run(self) -> int:
@@ -63,7 +53,7 @@ class Machine:
         if exists(self._store, self._keys.ended):
             return 0
         logs = list(list_objects(self._store, self._keys.logs))
-        self._report.pieces = len(logs)  # of the container before it was started again
+        self._pieces = len(logs)  # of the container before it was started again
         for name, text in self._files().items():
             path = self._folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,24 +102,24 @@ class Machine:
     def _tell(self, printed: IO[bytes]) -> None:
         """Say that the machine lives, and what was printed meanwhile."""
         received, sent = _network()  # since the machine began: also what was installed is billed
-        self._report.beats += 1
-        beat = Beat(number=self._report.beats, received=received, sent=sent)
+        self._beats += 1
+        beat = Beat(number=self._beats, received=received, sent=sent)
         self._say(self._keys.beat, beat)
         self._tell_log(printed)
 
     def _tell_log(self, printed: IO[bytes]) -> bool:
         """Send the next piece of what was printed; whether there may be more."""
-        piece = os.pread(printed.fileno(), PIECE, self._report.printed)
+        piece = os.pread(printed.fileno(), PIECE, self._printed)
         if not piece:
             return False
         try:
             with contextlib.suppress(errors.ExistsError):  # its answer was lost
-                create(self._store, self._keys.log(self._report.pieces), piece)
+                create(self._store, self._keys.log(self._pieces), piece)
         except errors.MillraceError as error:
             self._log.warning("what is printed could not be told: %s", errors.one_line(error))
             return False  # with the next beat
-        self._report.printed += len(piece)
-        self._report.pieces += 1
+        self._printed += len(piece)
+        self._pieces += 1
         return len(piece) == PIECE
 
     def _say(self, key: str, said: BaseModel) -> None:

@@ -18,7 +18,13 @@ from millrace.vast.api import Vast
 from millrace.vast.clock import SystemClock
 from millrace.vast.instances import Instance
 from millrace.vast.labels import Label, is_ours
-from millrace.vast.ledger import Attempt, all_attempts, attempts_of, installation_of
+from millrace.vast.ledger import (
+    Attempt,
+    attempt_of,
+    attempts_of,
+    installation_of,
+    open_attempts,
+)
 from millrace.vast.owning import own
 from millrace.vast.returning import give_back, write_off
 from millrace.vast.settings import StandSettings, account
@@ -73,7 +79,8 @@ def list_rentals(settings: StandSettings, *, vast: Vast | None = None) -> list[R
         UnavailableError: The provider's list, or a lease, cannot be read.
     """
     store, vast = open_store(settings.store), vast or account(settings.account)
-    return _rented(store, vast, _Owners(store), vast.instances())
+    instances = vast.instances()
+    return _rented(store, vast, _Owners(store), instances, list(open_attempts(store)))
 
 
 def reap(
@@ -96,11 +103,12 @@ def reap(
     """
     store, vast = open_store(settings.store), vast or account(settings.account)
     instances, owners = vast.instances(), _Owners(store)
-    found = _rented(store, vast, owners, instances)
+    attempts = list(open_attempts(store))
+    found = _rented(store, vast, owners, instances, attempts)
     going = [one for one in found if one.why]
     if not dry_run:
         _give_back(store, vast, going, progress)
-    closed = 0 if dry_run else _close(store, vast, owners, instances)
+    closed = 0 if dry_run else _close(store, vast, owners, instances, attempts)
     return Reaped(tuple(going), tuple(one for one in found if not one.why), closed)
 
 
@@ -175,12 +183,16 @@ class _Owners:
         return f"{held.holder.host} (process {held.holder.pid})" if held else ""
 
 
-def _rented(store: Store, vast: Vast, owners: _Owners, instances: list[Instance]) -> list[Rented]:
+def _rented(
+    store: Store,
+    vast: Vast,
+    owners: _Owners,
+    instances: list[Instance],
+    attempts: list[tuple[str, Attempt]],
+) -> list[Rented]:
     installation, now = installation_of(store), _now(vast, owners)
     ours = {
-        attempt.instance: Label.parse(attempt.intent.label, installation)
-        for _, attempt in all_attempts(store)
-        if attempt.returned is None
+        attempt.instance: Label.parse(attempt.intent.label, installation) for _, attempt in attempts
     }  # a label can be changed, a number cannot
     return [
         _judged(store, one, Label.parse(one.label, installation) or ours.get(one.id), owners, now)
@@ -201,8 +213,7 @@ def _judged(
         return Rented(instance, "", None, "", 0.0, "")  # shown, and left to a person
     owner = owners.of(label.rental)
     # Read after it was seen that nobody has it: who leaves a machine says so before.
-    attempts = {one.number: one for one in attempts_of(store, label.rental)}
-    attempt = attempts.get(label.attempt)
+    attempt = attempt_of(store, label.rental, label.attempt)
     left = attempt is not None and attempt.left
     if now >= label.until:
         why = f"its time was over at {label.until:%Y-%m-%d %H:%M} UTC"
@@ -224,13 +235,19 @@ def _has_ended(store: Store, label: Label) -> bool:
     return exists(store, MachineKeys(keys.machine(label.attempt)).ended)
 
 
-def _close(store: Store, vast: Vast, owners: _Owners, instances: list[Instance]) -> int:
+def _close(
+    store: Store,
+    vast: Vast,
+    owners: _Owners,
+    instances: list[Instance],
+    attempts: list[tuple[str, Attempt]],
+) -> int:
     """Write down what was never ended, though nothing is left of it; how many there were."""
     now = vast.clock.now()
     labels, numbers = {one.label for one in instances}, {one.id for one in instances}
     closed = 0
-    for rental, attempt in all_attempts(store):
-        if attempt.returned is not None or now - attempt.intent.begun <= _YOUNG:
+    for rental, attempt in attempts:
+        if now - attempt.intent.begun <= _YOUNG:
             continue
         there = attempt.intent.label in labels or attempt.instance in numbers
         if not there and not owners.of(rental):

@@ -18,17 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import unquote
-from urllib.request import ProxyHandler, Request, build_opener
 
 from aiohttp import web
 
-from tests.servers.process import Child, python_module
+from tests.servers.process import Child, ask, python_module
 
 WRITER, READER = "hf_writer", "hf_reader"
 CONTROL = "/-/"
 LFS_FROM = 10 << 20  # bytes from which on a file of any name is kept by LFS
-
-_local = build_opener(ProxyHandler({}))
 
 
 class HubServer:
@@ -92,9 +89,7 @@ class HubServer:
         self._ask("behind", {"repo": repo})
 
     def _ask(self, verb: str, body: dict[str, Any]) -> Any:
-        request = Request(f"{self.endpoint}{CONTROL}{verb}", json.dumps(body).encode())
-        with _local.open(request) as answer:
-            return json.load(answer)
+        return ask(f"{self.endpoint}{CONTROL}{verb}", body)
 
     def __enter__(self) -> Self:
         return self

@@ -29,19 +29,16 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self, TypedDict
-from urllib.request import ProxyHandler, Request, build_opener
 
 from tests.servers import r2_token
 from tests.servers.faults import Fault, Faults
 from tests.servers.key import Key, connect
-from tests.servers.process import Child, python_module
+from tests.servers.process import Child, ask, python_module
 from tests.servers.r2_rules import Rules
 from tests.servers.r2_server import Proxy, serve
 from tests.servers.tls import make_certificates
 
 __all__ = ["Fault", "Faults", "R2Proxy", "RequestRecord", "Rules"]
-
-_local = build_opener(ProxyHandler({}))
 
 
 class RequestRecord(TypedDict):
@@ -227,9 +224,7 @@ class R2Proxy:
         self._child.kill()
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        request = Request(self._control + path, data=json.dumps(body or {}).encode(), method="POST")
-        with contextlib.closing(_local.open(request)) as answer:
-            return json.load(answer)
+        return ask(self._control + path, body)
 
 
 def main() -> None:

@@ -31,11 +31,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
-from urllib.request import ProxyHandler, Request, build_opener
 
 from aiohttp import web
 
-from tests.servers.process import Child, python_module
+from tests.servers.process import Child, ask, python_module
 
 CONTROL = "/-/"
 HOUR = 3600.0
@@ -49,8 +48,6 @@ REFUSALS: dict[str, tuple[int, Any]] = {
     "quota": (429, {"success": False, "error": "search_quota_exceeded", "msg": "daily"}),
 }
 FAULTS = {*REFUSALS, "lost", "cut", "slow", "refused", "part", "gone", "low bid", "low bid, 400"}
-
-_local = build_opener(ProxyHandler({}))
 
 
 class VastServer:
@@ -115,9 +112,7 @@ class VastServer:
 
     def ask(self, verb: str, body: dict[str, Any]) -> Any:
         """Ask what no client of the API can."""
-        request = Request(f"{self.url}{CONTROL}{verb}", json.dumps(body).encode())
-        with _local.open(request) as answer:
-            return json.load(answer)
+        return ask(f"{self.url}{CONTROL}{verb}", body)
 
     def __enter__(self) -> Self:
         return self
