@@ -5,7 +5,9 @@ Other packages add commands through the entry point group ``millrace.commands``.
 
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import wraps
@@ -593,6 +595,30 @@ def node(root: Path, host: str, port: int) -> int:
         )
     serve(root, key.encode(), host, port, lambda at: click.echo(f"Listening at {at}"))
     return 0
+
+
+@main.command()
+@click.argument("settings", type=click.Path(path_type=Path))
+@click.option("--attached", is_flag=True, help="End with the process that feeds standard input.")
+@said
+def work(settings: Path, *, attached: bool) -> int:
+    """Run a worker of a campaign: its training script, as its settings say."""
+    from millrace.training import launch
+
+    if attached:
+        _end_with_input()
+    logging.getLogger("millrace").setLevel(logging.INFO)
+    return launch(settings)
+
+
+def _end_with_input() -> None:
+    """End this process, and all of its group, when standard input does."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="attached", daemon=True).start()
 
 
 def _config(path: Path, prefix: str | None) -> "PipelineSettings":

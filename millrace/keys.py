@@ -312,11 +312,18 @@ class GradientKeys:
 
     def parse(self, key: str) -> tuple[str, int] | None:
         """The worker and the window of a gradient's key, or None if it is no gradient's."""
+        return self._parsed(key, "gradient", r"(safetensors|pt)")
+
+    def parse_start(self, key: str) -> tuple[str, int] | None:
+        """Likewise of what says with which window a worker began."""
+        return self._parsed(key, "start_window", "json")
+
+    def _parsed(self, key: str, what: str, ending: str) -> tuple[str, int] | None:
         pattern = (
             re.escape(self.run)
-            + r"/(?P<uid>[^/]+)/gradient-(?P<window>\d{9,})-(?P=uid)-v"
+            + rf"/(?P<uid>[^/]+)/{what}-(?P<window>\d{{9,}})-(?P=uid)-v"
             + re.escape(self.version)
-            + r"\.(safetensors|pt)"
+            + rf"\.{ending}"
         )
         match = re.fullmatch(pattern, key)
         return (match["uid"], int(match["window"])) if match else None
@@ -458,6 +465,49 @@ class RentalKeys:
     def machine(self, number: int) -> str:
         """The prefix of all that one machine may write by itself."""
         return f"{MACHINES}/{self.name}/{number:06d}/"
+
+
+@dataclass(frozen=True, slots=True)
+class CampaignKeys:
+    """What a campaign calls all that it makes.
+
+    Attributes:
+        name: The campaign's: a prefix below the store's URL.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        RentalKeys(self.name)  # what it rents is called the same
+
+    @property
+    def run(self) -> str:
+        """Of the gradients, and of the chain of what they come to."""
+        return f"{self.name}/run"
+
+    @property
+    def job(self) -> str:
+        """Of the checkpoints that its epochs end with."""
+        return f"{self.name}/model"
+
+    @property
+    def lease(self) -> LeaseKeys:
+        """Held by whoever leads it."""
+        return LeaseKeys(self.name, "campaign")
+
+    @property
+    def notes(self) -> str:
+        """The prefix of what its workers are told."""
+        return f"{self.name}/campaign/"
+
+    @property
+    def warmed(self) -> str:
+        """That the machines have what they are to have: created once."""
+        return f"{self.notes}warmed.json"
+
+    def uid(self, number: int | str) -> str:
+        """A worker's name, by its number."""
+        return f"worker-{number}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,19 +14,29 @@ from millrace.vast import Account, OfferRequest, Program, Reach, RentSettings
 _FILE = "millrace-run.yaml"
 
 
-class VastSection(BaseModel):
-    """The part `vast` of a settings file: where `millrace run --use-vast` works."""
+class Repository(BaseModel):
+    """What rented machines install."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    account: Account
-    request: OfferRequest
-    repo_url: str = Field(description="A repository of Millrace: what machines install.")
+    repo_url: str = Field(
+        description="A public repository: a Python project that has, or requires, Millrace."
+    )
     repo_ref: str = Field(default="main", description="A branch, a tag or a commit of it.")
+    extras: tuple[str, ...] = Field(
+        default=(), description="Extras of the project to install, such as `gradients`."
+    )
     image: str = Field(
         default=Program.model_fields["image"].default,
         description="A Docker image with python3 (3.11 or newer), its venv, and git.",
     )
+
+
+class VastSection(Repository):
+    """The part `vast` of a settings file: where `millrace run --use-vast` works."""
+
+    account: Account
+    request: OfferRequest
     machines: int = Field(default=1, ge=1, le=256, description="They share the work.")
     role_arn: str | None = Field(
         default=None, description="For S3: the role whose credentials machines are given."
@@ -55,8 +65,8 @@ def sharding(config: PipelineSettings, section: VastSection) -> RentSettings:
     source = _below(config.store, config.source.store)
     reach = (Reach(prefix=f"{source}/"), Reach(prefix=f"{config.dataset}/", right=Right.WRITE))
     sent = config.model_dump(mode="json", exclude={"store": True, "source": {"store"}})
-    sent["store"] = _place(config.store, "${MILLRACE_STORE}", Right.WRITE)
-    sent["source"]["store"] = _place(config.store, "${MILLRACE_STORE}/" + source, Right.READ)
+    sent["store"] = place_of(config.store, Right.WRITE)
+    sent["source"]["store"] = place_of(config.store, Right.READ, source)
     return RentSettings(
         name=f"shard/{config.dataset}",
         store=config.store,
@@ -65,6 +75,7 @@ def sharding(config: PipelineSettings, section: VastSection) -> RentSettings:
         program=Program(
             repo_url=section.repo_url,
             repo_ref=section.repo_ref,
+            extras=section.extras,
             image=section.image,
             command=("millrace", "run", _FILE),
             files={_FILE: yaml.safe_dump(sent)},
@@ -75,8 +86,15 @@ def sharding(config: PipelineSettings, section: VastSection) -> RentSettings:
     )
 
 
-def _place(store: StoreSpec, url: str, right: Right) -> dict[str, Any]:
-    """A part of the store, as a machine's settings name it."""
+def place_of(store: StoreSpec, right: Right, below: str = "") -> dict[str, Any]:
+    """A part of a store, as the settings name it that a machine is sent.
+
+    Args:
+        store: Which.
+        right: With which credentials: the machine finds them in its environment.
+        below: The part; by default all.
+    """
+    url = "${MILLRACE_STORE}" + (f"/{below}" if below else "")
     place: dict[str, Any] = store.model_dump(
         mode="json", include={"endpoint", "region"}, exclude_none=True
     )

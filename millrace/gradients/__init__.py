@@ -29,7 +29,7 @@ from millrace.gradients.payload import (
     payload_bytes,
     read_payload,
 )
-from millrace.gradients.running import RunSettings, follow
+from millrace.gradients.running import RunRules, RunSettings, follow
 from millrace.gradients.shared import Mask
 from millrace.gradients.state import State, state_of
 from millrace.gradients.tensors import CodeError
@@ -64,6 +64,7 @@ __all__ = [
     "QuorumError",
     "Refusal",
     "Rule",
+    "RunRules",
     "RunSettings",
     "Start",
     "State",

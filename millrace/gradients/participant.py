@@ -185,7 +185,12 @@ class Participant:
             if self._submitted > self._number:  # by this worker before it was started again
                 self._wait(2 * self._settings.window)
                 continue
-            yield Turn(self._number + 1, self._before.step, self._settings.steps)
+            yield self.turn
+
+    @property
+    def turn(self) -> Turn:
+        """The window that is open; one past the last when the run is over."""
+        return Turn(self._number + 1, self._before.step, self._settings.steps)
 
     def catch_up(self) -> None:
         """Apply what was merged meanwhile."""

@@ -24,12 +24,11 @@ from millrace.progress import Event, Progress, silent
 from millrace.storage import Store, head
 
 
-class RunSettings(BaseModel):
-    """What all who take part in a run have alike."""
+class RunRules(BaseModel):
+    """How the windows of a run go, whatever it is called, and however many they are."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    run: str = Field(description="Its name: a prefix below the buckets' URLs.")
     version: str = Field(default="1", description="Of what the workers run; others are not heard.")
     codec: Codec = Field(default=Codec(), description="How gradients are compressed.")
     decay: float = Field(
@@ -42,6 +41,12 @@ class RunSettings(BaseModel):
         default=timedelta(minutes=20), gt=timedelta(0), description="How long a window lasts."
     )
     steps: int = Field(default=30, ge=1, description="Steps of a worker in each window.")
+
+
+class RunSettings(RunRules):
+    """What all who take part in a run have alike."""
+
+    run: str = Field(description="Its name: a prefix below the buckets' URLs.")
     windows: int | None = Field(
         default=None, ge=1, description="After so many the run is over; left out, it never is."
     )

@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 
 from millrace.models.dataset import Committed
 
@@ -103,3 +103,19 @@ class Refusal(StrEnum):
     NORM = "norm"  # larger than anybody honest could send
     PLACES = "places"  # others than most sent, where the rule needs the same of all
     QUORUM = "quorum"  # it is right, and the rule needs more than came
+
+
+class StartWindow(Committed):
+    """With what weights a worker has begun a window, and what it says that they are worth.
+
+    Attributes:
+        uid: Whose it is.
+        window: Which begins; one past the last when the run is over.
+        step: That the weights are at.
+        measured: By the worker, such as ``loss``: its word, and nobody else's.
+    """
+
+    uid: str
+    window: int = Field(ge=1)
+    step: int = Field(ge=0)
+    measured: dict[str, FiniteFloat] = Field(default_factory=dict[str, float], max_length=32)

@@ -2,13 +2,15 @@
 
 from millrace.vast.api import Vast
 from millrace.vast.clock import Clock, SystemClock
-from millrace.vast.instances import Instance
+from millrace.vast.hiring import node_key
+from millrace.vast.instances import IDENTITY, Instance
 from millrace.vast.ledger import is_rented
 from millrace.vast.offers import Offer, OfferRequest, find_offers
 from millrace.vast.reaper import Reaped, Rented, list_rentals, reap, release
 from millrace.vast.rental import Machine, Rental
 from millrace.vast.settings import (
     Account,
+    Patience,
     Program,
     Reach,
     RentSettings,
@@ -17,12 +19,14 @@ from millrace.vast.settings import (
 )
 
 __all__ = [
+    "IDENTITY",
     "Account",
     "Clock",
     "Instance",
     "Machine",
     "Offer",
     "OfferRequest",
+    "Patience",
     "Program",
     "Reach",
     "Reaped",
@@ -36,6 +40,7 @@ __all__ = [
     "find_offers",
     "is_rented",
     "list_rentals",
+    "node_key",
     "reap",
     "release",
 ]

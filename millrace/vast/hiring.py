@@ -1,13 +1,16 @@
 """What a machine is started with, and what it is told: made anew for each."""
 
 import base64
+import hmac
 from datetime import timedelta
 from importlib.resources import files
+
+from pydantic import SecretStr
 
 from millrace import errors
 from millrace.keys import MachineKeys, RentalKeys
 from millrace.storage import Backend, Right, Store, StoreSpec, put, scoped, signed_url
-from millrace.vast.settings import RentSettings
+from millrace.vast.settings import Account, RentSettings
 from millrace.vast.wire import ORDER, Files, Order
 
 _LONGEST_ENVIRONMENT = 32_768  # characters in all, by the API
@@ -46,8 +49,9 @@ def environment(
         command=tuple(_filled(word, slot, settings.count) for word in program.command),
         environment=program.environment,
         beat=min(10.0, settings.silence.total_seconds() / 4),
-        read=_reach(store, settings, Right.READ, lasting),
-        write=_reach(store, settings, Right.WRITE, lasting),
+        read=_reach(store, settings, slot, Right.READ, lasting),
+        write=_reach(store, settings, slot, Right.WRITE, lasting),
+        node_key=node_key(settings.account, settings.name) if program.ports else None,
     )
     found = {
         "MILLRACE_WATCHDOG": _encoded(_text("watchdog.py")),
@@ -86,8 +90,23 @@ def send_files(store: Store, settings: RentSettings, number: int, slot: int) -> 
     put(store, keys.files, files.model_dump_json().encode())
 
 
-def _reach(store: Store, settings: RentSettings, right: Right, ttl: timedelta) -> StoreSpec | None:
-    prefixes = [reach.prefix for reach in settings.reach if reach.right is right]
+def node_key(account: Account, rental: str) -> SecretStr:
+    """What agents of the swarm on a rental's machines are asked with.
+
+    Whoever has the account finds it again, and nobody finds the account's key by it.
+    """
+    key = account.api_key.get_secret_value().encode()
+    return SecretStr(hmac.digest(key, f"node of {rental}".encode(), "sha256").hex())
+
+
+def _reach(
+    store: Store, settings: RentSettings, slot: int, right: Right, ttl: timedelta
+) -> StoreSpec | None:
+    prefixes = [
+        _filled(reach.prefix, slot, settings.count)
+        for reach in settings.reach
+        if reach.right is right
+    ]
     return _part(store, prefixes, ttl, right, settings.role_arn) if prefixes else None
 
 

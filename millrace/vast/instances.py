@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+IDENTITY = 70_000
+"""From this on, a port that is asked for is drawn, and the same inside and outside."""
+_SSH = 22
 _DEAD = {"exited", "unknown", "offline"}  # while it comes up: from none of them it ever does
 _FATAL = re.compile(
     r"OCI runtime create failed|Error response from daemon|failed to (?:pull|register) "
@@ -84,6 +87,20 @@ class Instance:
     def outbid(self) -> bool:
         """Whether somebody pays more."""
         return self.is_bid and self.stopped
+
+    def reached_at(self, port: int) -> str:
+        """Where others reach what the container listens on, as ``host:port``; empty if nowhere.
+
+        Args:
+            port: That it was rented with; from 70000 on it stands for one that is the same inside
+                and outside, which the container finds in ``VAST_TCP_PORT_…``.
+        """
+        if port < IDENTITY:
+            outside = self.ports.get(f"{port}/tcp")
+        else:
+            same = [out for name, out in self.ports.items() if name == f"{out}/tcp" and out != _SSH]
+            outside = same[0] if len(same) == 1 else None
+        return f"{self.address}:{outside}" if self.address and outside else ""
 
     @property
     def dead(self) -> str:

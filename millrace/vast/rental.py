@@ -7,6 +7,7 @@ killed in between leaves what the next owner, or the reaper, needs to go on.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -173,13 +174,16 @@ class Rental:
         self._attend(lambda: all(one.ready for one in self._machines.values()))
         return self.machines
 
-    def until_done(self) -> None:
+    def until_done(self, stop: threading.Event | None = None) -> None:
         """Rent what is missing, and wait until all programs have ended well.
+
+        Args:
+            stop: Set, by another thread, it ends the waiting at the next look.
 
         Raises:
             BudgetError, MachineError, NotFoundError: As of `until_ready`.
         """
-        self._attend(lambda: not self._machines)
+        self._attend(lambda: not self._machines, stop)
 
     def give_back(self) -> None:
         """Give all machines back, and see that they are gone.
@@ -191,8 +195,8 @@ class Rental:
             (one, _Verdict(Ending.RELEASED, "the rental is over")) for one in self.machines
         )
 
-    def _attend(self, enough: Callable[[], bool]) -> None:
-        while True:
+    def _attend(self, enough: Callable[[], bool], stop: threading.Event | None = None) -> None:
+        while stop is None or not stop.is_set():
             self._look()
             missing = [
                 slot for slot in range(self.settings.count)

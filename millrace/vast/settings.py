@@ -33,7 +33,10 @@ class Reach(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    prefix: Prefix = Field(description="A folder below the store's URL, such as `wiki/`.")
+    prefix: Prefix = Field(
+        description="A folder below the store's URL, such as `wiki/`; `{slot}` is the machine's "
+        "number."
+    )
     right: Right = Field(default=Right.READ, description="`read`, or `write`: that is both.")
 
 
@@ -59,7 +62,11 @@ class Program(BaseModel):
     environment: dict[str, str] = Field(
         default_factory=dict[str, str], description="Variables for it; no secrets."
     )
-    ports: tuple[int, ...] = Field(default=(), description="On which it listens.")
+    ports: tuple[int, ...] = Field(
+        default=(),
+        description="On which it listens. 70000 stands for one that is the same inside and out; "
+        "the program finds it as `VAST_TCP_PORT_70000`.",
+    )
     image: str = Field(
         default="pytorch/pytorch:2.6.0-cuda12.4-cudnn9-runtime",
         description="A Docker image with python3 (3.11 or newer), its venv, and git.",
@@ -76,10 +83,32 @@ class Program(BaseModel):
         return self
 
 
-class RentSettings(BaseModel):
-    """Machines that are rented for one purpose, and given back."""
+class Patience(BaseModel):
+    """How long machines are waited for, and how often they are looked at."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    loading: timedelta = Field(
+        default=timedelta(minutes=20),
+        gt=timedelta(0),
+        description="How long a machine may take to load its image, and to install.",
+    )
+    silence: timedelta = Field(
+        default=timedelta(minutes=5),
+        ge=timedelta(seconds=30),
+        description="How long nothing may be heard of a machine; and how long a machine waits "
+        "for its owner, before it destroys itself.",
+    )
+    poll: timedelta = Field(
+        default=timedelta(seconds=10), gt=timedelta(0), description="How often it is looked at."
+    )
+    tries: int = Field(
+        default=5, ge=1, description="Machines that are rented, at most, in place of one."
+    )
+
+
+class RentSettings(Patience):
+    """Machines that are rented for one purpose, and given back."""
 
     name: str = Field(description="The rental's: whoever goes on with it calls it the same.")
     store: StoreSpec = Field(
@@ -97,23 +126,6 @@ class RentSettings(BaseModel):
         default=None,
         description="For S3: the role whose credentials machines are given; its sessions have to "
         "last as long as max_lifetime.",
-    )
-    loading: timedelta = Field(
-        default=timedelta(minutes=20),
-        gt=timedelta(0),
-        description="How long a machine may take to load its image, and to install.",
-    )
-    silence: timedelta = Field(
-        default=timedelta(minutes=5),
-        ge=timedelta(seconds=30),
-        description="How long nothing may be heard of a machine; and how long a machine waits "
-        "for its owner, before it destroys itself.",
-    )
-    poll: timedelta = Field(
-        default=timedelta(seconds=10), gt=timedelta(0), description="How often it is looked at."
-    )
-    tries: int = Field(
-        default=5, ge=1, description="Machines that are rented, at most, in place of one."
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from millrace import errors
 from millrace.storage import Credentials, StoreSpec
@@ -85,6 +85,7 @@ class Order(BaseModel):
         beat: Seconds between two signs of life.
         read: The store, through what may read the parts that the program was given to read.
         write: Likewise of those that it may write too.
+        node_key: What an agent of the swarm is asked with, should the program be one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -96,12 +97,14 @@ class Order(BaseModel):
     beat: float = Field(default=10.0, gt=0)
     read: StoreSpec | None = None
     write: StoreSpec | None = None
+    node_key: SecretStr | None = None
 
     def encode(self) -> str:
         """As a variable of the environment: letters and digits only."""
-        data = self.model_dump(mode="json", exclude={"store", "read", "write"})
+        data = self.model_dump(mode="json", exclude={"store", "read", "write", "node_key"})
         for name, spec in (("store", self.store), ("read", self.read), ("write", self.write)):
             data[name] = spec.reveal() if spec else None
+        data["node_key"] = self.node_key.get_secret_value() if self.node_key else None
         return base64.b64encode(orjson.dumps(data)).decode()
 
     @classmethod
@@ -124,7 +127,7 @@ def environment_of(environ: Mapping[str, str], order: Order) -> dict[str, str]:
 
     ``AWS_*`` are of the credentials that may write, if there are some, else of those that read;
     ``MILLRACE_STORE`` is its URL; ``MILLRACE_READ_ACCESS_KEY_ID`` and so on, and
-    ``MILLRACE_WRITE_…``, are the two apart.
+    ``MILLRACE_WRITE_…``, are the two apart. ``MILLRACE_NODE_KEY`` is there if it listens on a port.
     """
     kept = {
         name: value
@@ -137,15 +140,18 @@ def environment_of(environ: Mapping[str, str], order: Order) -> dict[str, str]:
         ("MILLRACE_READ", order.read), ("MILLRACE_WRITE", order.write), ("AWS", either),
     ):  # fmt: skip
         if spec is not None and spec.credentials is not None:
-            found |= _named(prefix, spec.credentials)
+            found |= named(prefix, spec.credentials)
     if either is not None and either.endpoint:
         found["AWS_ENDPOINT_URL"] = either.endpoint
     if either is not None and either.region:
         found["AWS_REGION"] = either.region
+    if order.node_key is not None:
+        found["MILLRACE_NODE_KEY"] = order.node_key.get_secret_value()
     return found
 
 
-def _named(prefix: str, credentials: Credentials) -> dict[str, str]:
+def named(prefix: str, credentials: Credentials) -> dict[str, str]:
+    """Credentials as variables of an environment, by what their names begin with."""
     token = credentials.session_token
     return {
         f"{prefix}_ACCESS_KEY_ID": credentials.access_key_id,

@@ -1,0 +1,48 @@
+"""What a worker is told by whoever leads a campaign: a settings file on its machine."""
+
+from datetime import timedelta
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from millrace.checkpoints.settings import CooldownSettings
+from millrace.gradients.running import RunSettings
+from millrace.storage import StoreSpec
+from millrace.vast.instances import IDENTITY
+
+FILE = "MILLRACE_WORKER"
+"""The variable that names the settings file to a training script."""
+PORT = IDENTITY
+"""The port that a rented machine is asked for, for others to bring files."""
+
+
+class WorkerSettings(BaseModel):
+    """A worker of a campaign, and what it runs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    campaign: str = Field(description="Its name: a prefix below the store's URL.")
+    uid: str = Field(description="The worker's: no other has it.")
+    number: int = Field(default=0, ge=0, description="Which of the workers it is, from 0 on.")
+    workers: int = Field(default=1, ge=1, description="How many there are.")
+    run: RunSettings = Field(description="What all workers have alike.")
+    reads: StoreSpec = Field(description="The campaign's store, with what may read it.")
+    writes: StoreSpec = Field(
+        description="The same, with what may write the worker's own prefix, and the checkpoints."
+    )
+    command: tuple[str, ...] = Field(min_length=1, description="The training script.")
+    epoch: int = Field(default=10, ge=1, description="Windows of an epoch.")
+    cooldown: CooldownSettings = Field(
+        default=CooldownSettings(), description="How an epoch ends, with a checkpoint."
+    )
+    dataset: str | None = Field(default=None, description="What it is trained on, below the store.")
+    root: Path = Field(default=Path("data"), description="The folder that files are put into.")
+    warm: timedelta | None = Field(
+        default=None, description="How long to wait for files that other machines bring."
+    )
+    restarts: int = Field(
+        default=3, ge=0, description="How often the training script is started again, if it fails."
+    )
+    pause: timedelta = Field(
+        default=timedelta(seconds=10), description="Before the first of them; twice, the next time."
+    )
