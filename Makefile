@@ -11,7 +11,7 @@ export DO_NOT_TRACK := 1
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
 help:
-	@echo "make demo    shard a real corpus into a folder, and read it back"
+	@echo "make demo    a whole campaign on this machine: text sharded, machines rented, a model trained"
 	@echo "make ui      look at the demo's runs in the Prefect UI (port 4200)"
 	@echo "make test    run the tests (root and Debian: installs what they need with apt)"
 	@echo "make lint    ruff, pyright, import-linter"
@@ -23,14 +23,18 @@ help:
 	$(PIP) --editable .
 	@touch $@
 
+.venv/demo: .venv/demo
+	$(PIP) --editable ".[demo]"
+	@touch $@
+
 .venv/dev: .venv/base
 	$(PIP) --editable ".[dev]"
 	@touch $@
 
-demo: .venv/base
+demo: .venv/demo
 	@$(BIN)/python -m examples.demo
 
-ui: .venv/base
+ui: .venv/demo
 	@$(BIN)/python -m examples.demo --ui
 
 lint: .venv/dev

@@ -1,26 +1,39 @@
-"""The main job on any machine: shard real text into a store, and read it back.
+"""The whole chain on one machine: a dataset, rented machines, a model trained, all given back.
 
-The text is Python's own standard library, the store is a folder, and the run stands in a Prefect
-server of its own. Nothing leaves this machine, and nothing of it is left running.
+The text is Python's own standard library, the store is a folder, the runs stand in a Prefect server
+of its own. The machines are rented from a stand-in of Vast.ai's API, which runs each as processes
+of this machine: it answers, bills and keeps the books as the provider does. Nothing leaves this
+machine, and nothing of it is left running.
 """
 
 import argparse
 import logging
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
 import sysconfig
 import time
 import urllib.request
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from tasks.campaigning import Summary
+    from tests.servers.vast import VastServer
+
+REPOSITORY = Path(__file__).resolve().parents[1]
 HOME = Path(".millrace/demo").absolute()
 STORE = HOME / "store"
 UI_PORT = 4200
-NAME = "python-stdlib"
+DATASET = "python-stdlib"
+WORKERS, EPOCHS, WINDOWS, STEPS = 4, 2, 8, 25
 
 
 @contextmanager
@@ -74,68 +87,140 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def shard() -> None:
-    """Run the flow, then read its shards with webdataset itself."""
-    from flows.shard_dataset import Source, shard_dataset
-    from millrace.shards import CutSettings, RunSettings
+def repository() -> str:
+    """This project, as machines clone it: what it is now, committed or not."""
+    folder = HOME / "repository"
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in ("millrace", "blocks", "tasks", "flows", "examples"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
+    for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, folder)
+    git = ["git", "-C", str(folder), "-c", "user.name=demo", "-c", "user.email=demo@example.org"]
+    for command in ("init -q -b main", "add -A", "commit -q -m demo"):
+        subprocess.run([*git, *command.split()], check=True)
+    return folder.as_uri()
 
-    library = Path(sysconfig.get_path("stdlib"))
-    report = shard_dataset(
-        dataset=NAME,
-        source=Source(
-            url=library.as_uri(),
-            kind="files",
-            include=["*.py", "*.txt"],
-            exclude=["site-packages/*"],
-        ),
-        destination=STORE.as_uri(),
-        cut=CutSettings(shard_bytes=4 << 20, split_bytes=8 << 20, holdout=0.05),
-        run=RunSettings(workers=2),
-    )
-    manifest = report.manifest
-    made = f"made {report.made} shards now" if report.made else "found them all made before"
-    print(f"\nThe dataset {NAME}, from {library}")
-    print(
-        f"  {report.samples} samples in {len(manifest.shards)} shards, "
-        f"{manifest.size / 1e6:.1f} MB;"
-    )
-    print(
-        f"  this run {made}, in {report.seconds:.1f} s ({rate(report.bytes_made, report.seconds)})"
-    )
-    for partition, samples in manifest.samples.items():
-        print(f"  {partition}: {samples} samples")
-    print(f"  quarantined: {manifest.quarantined}")
-    print("\nIts objects:")
-    keys = [shard.key for shard in manifest.shards]
-    for key in [*keys, f"{NAME}/index.json", report.manifest_key]:
-        path = STORE / key
-        print(f"  {path.relative_to(Path.cwd())}  {path.stat().st_size} bytes")
+
+@contextmanager
+def cloud() -> Iterator["VastServer"]:
+    """A provider of machines, with an account that is saved as the block ``demo``."""
+    from blocks import VastCredentials
+    from tests.servers.vast import VastServer
+
+    for gone in ("_rentals", "_machines"):  # of another cloud, which went with all that it had
+        shutil.rmtree(STORE / gone, ignore_errors=True)
+    with VastServer.start(HOME / "cloud") as server:
+        packages = sysconfig.get_path("purelib")  # what the image has: nothing is fetched twice
+        key = server.reset(real=True, rate=1.0, strict=False, image=packages)
+        VastCredentials(api_key=key, server_url=server.url).save("demo", overwrite=True)
+        yield server
+
+
+def plan_of(name: str) -> dict[str, Any]:
+    """What is to be done: as `millrace campaign` reads it from a file, too."""
+    return {
+        "name": name,
+        "bucket": STORE.as_uri(),
+        "data": {
+            "dataset": DATASET,
+            "source": {
+                "url": Path(sysconfig.get_path("stdlib")).as_uri(),
+                "kind": "files",
+                "include": ["*.py", "*.txt"],
+                "exclude": ["site-packages/*"],
+            },
+            "cut": {"shard_bytes": "4MiB", "split_bytes": "8MiB", "holdout": 0.05},
+        },
+        "training": {
+            "command": ["python", "-m", "examples.tiny_lm.train"],
+            "first": {"job": f"{name}/first", "tensors": "model."},
+            "workers": WORKERS,
+            "machines": {
+                "request": {"max_hourly": 2.0, "max_total": 5.0, "disk": 10},
+                "vast": "demo",
+                "repo_url": repository(),
+                "poll": "PT2S",
+                "silence": "PT1M",
+            },
+            "epochs": EPOCHS,
+            "windows": WINDOWS,
+            "rules": {
+                "codec": {"k": 112},
+                "decay": 0.95,
+                "outer": {"lr": 1.9},
+                "steps": STEPS,
+                "window": "PT2M",
+                "gather": {"quorum": 2, "look": "PT0.3S"},
+            },
+        },
+        "hand_over": {"job": f"{name}/final", "bucket": STORE.as_uri()},
+    }
+
+
+def run() -> None:
+    """Run a campaign, or go on with one that was stopped; then say what came of it."""
+    from examples.tiny_lm.begin import begin
+    from flows.campaign import campaign
+    from flows.campaign_plan import Campaign
+
+    STORE.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while (HOME / f"tiny-{number}.svg").exists():
+        number += 1
+    name = f"tiny-{number}"
     began = time.monotonic()
-    samples, size = read_back([str(STORE / key) for key in keys])
-    seconds = time.monotonic() - began
-    print(f"\nwebdataset.WebDataset read {samples} samples back, {rate(size, seconds)}.")
-    if samples != report.samples:
-        sys.exit(f"That should have been {report.samples}.")
+    weights = begin(STORE.as_uri(), f"{name}/first")
+    print(f"The campaign {name}: {weights:,} weights, {WORKERS} machines.", flush=True)
+    with cloud() as server:
+        found = campaign(Campaign.model_validate(plan_of(name)))
+        books, alive = server.books(), server.alive()
+    tell(found, time.monotonic() - began)
+    billed = sum(one["cost"] for one in books)
+    print(f"  the provider's books: {len(books)} machines rented, ${billed:.4f} billed,")
+    print(f"  {len(alive)} left")
+    (HOME / f"{name}.svg").write_bytes(picture_of(name))
+    if alive or found.windows != EPOCHS * WINDOWS:
+        sys.exit("That should have been none left, and all windows.")
 
 
-def read_back(paths: list[str]) -> tuple[int, int]:
-    """Samples, and bytes of their fields, as webdataset sees them."""
-    import webdataset
+def tell(found: "Summary", seconds: float) -> None:
+    """What came of it, and where."""
+    losses = [found.losses[window] for window in sorted(found.losses)]
+    print(f"\n{found.name}, in {timedelta(seconds=round(seconds))}:")
+    print(f"  {DATASET}: {found.samples} samples in {found.shards} shards")
+    print(f"  {found.windows} windows, {found.step} steps of each of {WORKERS} workers")
+    print(f"  loss {losses[0]:.3f} to {losses[-1]:.3f}, on text that nobody was trained on")
+    print(
+        f"  {found.gradients} gradients of {found.sent / 1e6:.1f} MB, instead of "
+        f"{found.dense / 1e6:.1f} MB: {found.dense / found.sent:.0f} times smaller"
+    )
+    for epoch, step in found.epochs.items():
+        print(f"  epoch {epoch} ended with the checkpoint of step {step}")
+    for folder in (f"{found.name}/model/checkpoints", f"{found.name}/final/checkpoints"):
+        for path in sorted((STORE / folder).glob("*/metadata.json")):
+            print(f"  {path.relative_to(Path.cwd())}")
+    print(f"  {(HOME / f'{found.name}.svg').relative_to(Path.cwd())}: the loss over the windows")
+    print(f"  {found.deleted} objects cleaned away")
 
-    samples = size = 0
-    for sample in webdataset.WebDataset(paths, shardshuffle=False):
-        samples += 1
-        size += sum(len(field) for field in sample.values() if isinstance(field, bytes))
-    return samples, size
 
+def picture_of(name: str) -> bytes:
+    """The plot in the campaign's report, as the Prefect server has it."""
+    from prefect import get_client
 
-def rate(size: float, seconds: float) -> str:
-    """Bytes and seconds as MB/s."""
-    return f"{size / seconds / 1e6:.0f} MB/s"
+    from tasks.words import artifact_key
+
+    with get_client(sync_client=True) as client:
+        reports = [
+            one for one in client.read_artifacts() if one.key == artifact_key("campaign", name)
+        ]
+    found = re.search(r"base64,([^)]+)\)", str(reports[0].data))
+    assert found
+    return b64decode(found[1])
 
 
 def main() -> None:
-    """Shard, or show what was sharded."""
+    """Run the campaign, or show what was run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ui", action="store_true", help="only serve the UI, on port 4200")
     if parser.parse_args().ui:
@@ -147,10 +232,10 @@ def main() -> None:
             except KeyboardInterrupt:
                 return
     with prefect_server(free_port()):
-        shard()
+        run()
         for handler in logging.getLogger("prefect.flow_runs").handlers:
             handler.flush()  # while the server is there that the run's lines are sent to
-    print("\nSee the run, its report and its plot: make ui")
+    print("\nSee the runs, their reports and plots: make ui")
     print(f"See what a bucket alone tells: .venv/bin/millrace status {STORE.as_uri()}")
 
 

@@ -7,6 +7,7 @@ from prefect import flow
 from prefect.blocks.system import Secret
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
+from blocks import Bucket, VastCredentials
 from millrace.errors import ConfigurationError
 from millrace.storage import Right
 from millrace.swarm import (
@@ -21,6 +22,7 @@ from millrace.swarm import (
     Unpacking,
 )
 from tasks.places import Place, check_right
+from tasks.renting import nodes_of
 from tasks.warming import report_nodes, warm_nodes
 
 
@@ -80,6 +82,24 @@ class Machines(BaseModel):
         return Hosts(hosts=tuple(self.hosts), key=SecretStr(cast("str", self.key.get())))
 
 
+class RentedMachines(BaseModel):
+    """Machines that are rented, and run `millrace work` or `millrace node` on port 70000."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rental: str = Field(description="Its name.")
+    bucket: Bucket | str = Field(
+        description="The Millrace Bucket block, or its name, where the rental is written down."
+    )
+    vast: VastCredentials | str = Field(
+        default="vast", description="The Vast.ai Credentials block that pays, or its name."
+    )
+
+    def nodes(self) -> Hosts:
+        """The same, as the engine is told."""
+        return nodes_of(self.rental, self.bucket, self.vast)
+
+
 class Care(BaseModel):
     """How carefully, and how much at once."""
 
@@ -99,7 +119,7 @@ class Care(BaseModel):
 def prewarm(
     files: list[Files],
     root: str,
-    cluster: RayNodes | Machines = RayNodes(),  # noqa: B008 - frozen
+    cluster: RayNodes | Machines | RentedMachines = RayNodes(),  # noqa: B008 - frozen
     care: Care = Care(),  # noqa: B008 - frozen
 ) -> PrewarmReport:
     """Put the same files on every node of a cluster, each byte out of the store once.
@@ -110,7 +130,7 @@ def prewarm(
     Args:
         files: What is put on every node.
         root: The folder on every node; `$NAME` is filled in from the node's own environment.
-        cluster: Which machines: a Ray cluster's, or hosts with an agent.
+        cluster: Which machines: a Ray cluster's, rented ones, or hosts with an agent.
         care: How carefully, and how much at once.
     """
     if not files:
@@ -119,7 +139,7 @@ def prewarm(
         requests=tuple(each.request(str(i)) for i, each in enumerate(files)),
         stores={str(i): each.store() for i, each in enumerate(files)},
         root=Path(root),
-        nodes=cluster.nodes() if isinstance(cluster, Machines) else cluster,
+        nodes=cluster if isinstance(cluster, RayNodes) else cluster.nodes(),
         check=care.check,
         least=care.least,
         limits=care.limits,

@@ -4,12 +4,22 @@ from prefect import flow
 
 from blocks import Bucket, VastCredentials
 from millrace.storage import Right
-from millrace.vast import Offer, OfferRequest, Program, Reach, Rented, RentSettings, StandSettings
+from millrace.vast import (
+    Offer,
+    OfferRequest,
+    Patience,
+    Program,
+    Reach,
+    Rented,
+    RentSettings,
+    StandSettings,
+)
 from tasks.places import spec_of
 from tasks.renting import (
     account_of,
     list_machines,
     look_for_offers,
+    payer_of,
     rent_machines,
     report_rentals,
 )
@@ -20,12 +30,13 @@ from tasks.words import count
 def provision(
     name: str,
     bucket: Bucket | str,
-    vast: VastCredentials,
+    vast: VastCredentials | str,
     request: OfferRequest,
     program: Program,
     machines: int = 1,
     reach: list[Reach] = [],  # noqa: B006 - Prefect draws it
     role_arn: str | None = None,
+    patience: Patience = Patience(),  # noqa: B008 - frozen
     dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
 ) -> list[Rented] | list[Offer]:
     """Rent machines of Vast.ai, and start a program on each.
@@ -37,23 +48,25 @@ def provision(
         name: The rental's: what `release` is told, and what goes on where it was stopped.
         bucket: A Millrace Bucket block with write credentials, or the URL of a folder: where
             rentals are written down, and what the machines reach.
-        vast: A Vast.ai Credentials block.
+        vast: The Vast.ai Credentials block that pays, or its name.
         request: What each machine has to be, and may cost.
         program: What runs on each.
         machines: How many.
         reach: The parts of the bucket that the machines may use.
         role_arn: For S3: the role whose credentials machines are given.
+        patience: How long machines are waited for, and how often they are looked at.
         dry_run: Only show the offers.
     """
     settings = RentSettings(
         name=name,
         store=spec_of(bucket, Right.WRITE),
-        account=account_of(vast),
+        account=account_of(payer_of(vast)),
         request=request,
         program=program,
         count=machines,
         reach=tuple(reach),
         role_arn=role_arn,
+        **patience.model_dump(),
     )
     if dry_run:
         return look_for_offers(settings)

@@ -615,7 +615,8 @@ def _end_with_input() -> None:
     """End this process, and all of its group, when standard input does."""
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        while os.read(0, 4096):  # not by a reader that the end of the interpreter waits for
+            pass
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="attached", daemon=True).start()

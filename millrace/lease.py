@@ -25,6 +25,7 @@ from millrace.records import commit_once, fetch
 from millrace.storage import Stat, Store, create, delete, head, list_objects, put
 
 SHORTEST = timedelta(seconds=3)  # heartbeats come three times as often, and at most one a second
+_LOOK = 1.0  # seconds between two looks at a lease that another has
 _LEAVING = 3.0  # seconds that leaving waits for leases to be given back
 _RESOLUTION = timedelta(seconds=2)  # of Last-Modified, and of the clock read off it
 
@@ -184,6 +185,24 @@ def acquire(
     if commit.mine:
         return Lease(store, keys, number + 1, holder, ttl)
     return Held(commit.record.holder, clock.now() + commit.record.ttl)
+
+
+def await_lease(
+    store: Store, keys: LeaseKeys, holder: Holder, ttl: timedelta, clock: StoreClock
+) -> Lease | Held:
+    """As `acquire`, but who has it must be heard of: it is waited for until it is free, or that.
+
+    So whoever was killed is followed, and nobody is who lives.
+    """
+    first: Held | None = None
+    while True:
+        got = acquire(store, keys, holder, ttl, clock)
+        if isinstance(got, Lease):
+            return got
+        first = first or got
+        if got.holder.id != first.holder.id or got.until > first.until:
+            return got
+        time.sleep(_LOOK)
 
 
 def held_by(store: Store, keys: LeaseKeys, clock: StoreClock) -> Held | None:

@@ -78,6 +78,30 @@ def windows_plot(taken: Mapping[int, int], norms: Mapping[int, Sequence[float]],
     return _data_uri("".join(drawn))
 
 
+def line_plot(values: Mapping[int, float], title: str, below: str) -> str:
+    """A line, as a data URI.
+
+    Args:
+        values: By what is counted below.
+        title: Above the picture.
+        below: What is counted.
+    """
+    numbers = sorted(values)
+    top, span = _round_up(max(values.values())), max(1, numbers[-1] - numbers[0])
+    drawn = [*_frame(title, below), *_scale(top, _GREY)]
+    points: list[str] = []
+    for number in numbers:
+        x = _LEFT + (number - numbers[0]) / span * _INNER
+        points.append(f"{x:.2f},{_FLOOR - max(0.0, values[number]) / top * _TALL:.2f}")
+    line = " ".join(points)
+    drawn.append(f'<polyline points="{line}" fill="none" stroke="{_BAR}" stroke-width="2"/>')
+    drawn += [
+        _text(_LEFT + (number - numbers[0]) / span * _INNER, _FLOOR + 18, f"{number}")
+        for number in sorted({numbers[0], numbers[len(numbers) // 2], numbers[-1]})
+    ]
+    return _data_uri("".join(drawn))
+
+
 def _frame(title: str, below: str) -> list[str]:
     """The title, the lines, and what the axis counts."""
     lines = [_FLOOR - part * _TALL for part in _PARTS]

@@ -1,15 +1,21 @@
 """Machines rented, shown, given back."""
 
+import contextvars
+import threading
 from collections.abc import Iterable
+from datetime import timedelta
+from typing import Self
 
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from blocks import Bucket, VastCredentials
-from millrace.errors import ConfigurationError, NotFoundError
-from millrace.storage import Right
+from millrace.errors import ConfigurationError, MillraceError, NotFoundError, one_line
+from millrace.storage import Right, StoreSpec, open_store
+from millrace.swarm import Host, Hosts
 from millrace.vast import (
+    IDENTITY,
     Account,
     Offer,
     Reaped,
@@ -18,9 +24,11 @@ from millrace.vast import (
     RentSettings,
     StandSettings,
     account,
+    attempts_of,
     find_offers,
     is_rented,
     list_rentals,
+    node_key,
     reap,
     release,
 )
@@ -35,6 +43,20 @@ _SHOWN = 20  # offers in a report
 def account_of(credentials: VastCredentials) -> Account:
     """The account of a block."""
     return Account(api_key=credentials.api_key, server_url=credentials.server_url)
+
+
+def payer_of(vast: VastCredentials | str) -> VastCredentials:
+    """The block that pays.
+
+    Raises:
+        ConfigurationError: There is none of this name.
+    """
+    found = vast if isinstance(vast, VastCredentials) else block_of(VastCredentials, vast)
+    if found is None:
+        raise ConfigurationError(
+            f"There is no Vast.ai Credentials block {vast}: make it with `millrace setup`."
+        )
+    return found
 
 
 def stand_of(bucket: Bucket | str, vast: VastCredentials | str) -> StandSettings | None:
@@ -88,6 +110,112 @@ def rent_machines(settings: RentSettings) -> float:
     ):
         rental.until_ready()
         return rental.cost
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def is_out(place: StoreSpec, rental: str) -> bool:
+    """Whether a machine of a rental has not come back, as far as is written down."""
+    return any(one.returned is None for one in attempts_of(open_store(place), rental))
+
+
+def give_back_now(stand: StandSettings, rental: str) -> None:
+    """Give back all machines of a rental, while something else is raised."""
+    try:
+        release(stand, rental)
+    except NotFoundError:
+        pass  # nothing was rented
+    except MillraceError as error:
+        get_run_logger().error("%s: %s The reaper goes on.", rental, one_line(error))
+
+
+class Attended(threading.Thread):
+    """Owns the machines of a rental: replaces what is lost, and gives back what has ended.
+
+    Use it as a context: leaving it gives all back, and returns when a listing shows none.
+
+    Args:
+        settings: What is rented; machines that `rent_machines` has left are gone on with.
+    """
+
+    def __init__(self, settings: RentSettings) -> None:
+        context = contextvars.copy_context()
+        super().__init__(name="attended", target=context.run, args=(self._attend,))
+        self._settings = settings
+        self._progress = RentalProgress(
+            artifact_key("progress", "attended", settings.name), settings.count
+        )
+        self._given_up = threading.Event()
+        self._owned = threading.Event()
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        """Own them from now on.
+
+        Raises:
+            HeldError: Somebody else does.
+        """
+        self.start()
+        self._owned.wait()
+        self.refuse()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._given_up.set()
+        self.join()
+
+    def refuse(self) -> None:
+        """Raise what has ended it, if something has.
+
+        Raises:
+            BudgetError: The money, or the time, is spent.
+            MachineError: Too many machines were lost, or a program failed.
+        """
+        if self.error is not None:
+            raise self.error
+
+    def finish(self, patience: timedelta) -> None:
+        """Wait until all programs have ended, and their machines are given back.
+
+        Args:
+            patience: Then those that are left are given back all the same.
+        """
+        self.join(patience.total_seconds())
+        self.refuse()
+
+    def _attend(self) -> None:
+        try:
+            with self._progress, Rental(self._settings, progress=self._progress) as rental:
+                self._owned.set()
+                rental.until_done(self._given_up)
+        except BaseException as error:  # noqa: BLE001 - raised where it is asked for
+            self.error = error
+        finally:
+            self._owned.set()
+
+
+def nodes_of(rental: str, bucket: Bucket | str, vast: VastCredentials | str) -> Hosts:
+    """The machines of a rental that others can bring files to.
+
+    Raises:
+        ConfigurationError: A block is missing.
+        NotFoundError: No machine of it has an address.
+    """
+    stand = stand_of(bucket, vast)
+    if stand is None:
+        raise ConfigurationError("A block is missing: the log says which.")
+    machines = [one for one in list_machines(stand) if one.rental == rental]
+    found = {
+        f"{rental}/{one.attempt.intent.slot}": one.instance.reached_at(IDENTITY)
+        for one in machines
+        if one.attempt is not None
+    }
+    hosts = [Host(url=f"http://{where}", name=name) for name, where in found.items() if where]
+    if not hosts:
+        raise NotFoundError(
+            f"None of {count(len(machines), 'machine')} of {rental} can be reached: rent them with "
+            f"`ports: [{IDENTITY}]`."
+        )
+    return Hosts(hosts=tuple(hosts), key=node_key(stand.account, rental))
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)

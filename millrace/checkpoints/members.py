@@ -9,7 +9,7 @@ from typing import Self, TypeVar
 
 from millrace import errors
 from millrace.keys import CheckpointKeys, CooldownKeys, member_lease
-from millrace.lease import Census, Heartbeat, Held, Holder, Lease, StoreClock, acquire
+from millrace.lease import Census, Heartbeat, Held, Holder, Lease, StoreClock, await_lease
 from millrace.models.checkpoint import Claim, Ended, Epoch, Outcome, Roster
 from millrace.records import commit_once, fetch
 from millrace.storage import Store, exists, list_objects
@@ -82,18 +82,13 @@ class Membership:
             time.sleep(_LOOK)
 
     def _acquired(self) -> Lease:
-        first: Held | None = None
-        while True:
-            got = acquire(self.store, self._keys, self.holder, self.ttl, self.clock)
-            if isinstance(got, Lease):
-                return got
-            first = first or got
-            if got.holder.id != first.holder.id or got.until > first.until:
-                raise errors.ConflictError(
-                    f"{self.member} of {self.job} lives, on {got.holder.host} in process "
-                    f"{got.holder.pid}: give this one another name."
-                )
-            time.sleep(_LOOK)
+        got = await_lease(self.store, self._keys, self.holder, self.ttl, self.clock)
+        if isinstance(got, Held):
+            raise errors.ConflictError(
+                f"{self.member} of {self.job} lives, on {got.holder.host} in process "
+                f"{got.holder.pid}: give this one another name."
+            )
+        return got
 
 
 def census_of(store: Store, job: str, clock: StoreClock) -> Census:

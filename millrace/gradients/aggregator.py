@@ -1,6 +1,5 @@
 """The aggregator of a run as a person starts it: one by a lease, from the newest checkpoint on."""
 
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from datetime import timedelta
@@ -19,12 +18,10 @@ from millrace.gradients.running import RunSettings, follow
 from millrace.gradients.spread import Placing, Spread, placed_here, placed_on_ray
 from millrace.gradients.weights import begin_run, newest_weights, weights_of_checkpoint
 from millrace.keys import ChainKeys, LeaseKeys
-from millrace.lease import Heartbeat, Held, Holder, Lease, StoreClock, acquire
+from millrace.lease import Heartbeat, Held, Holder, Lease, StoreClock, await_lease
 from millrace.models.chain import Link
 from millrace.progress import Progress, silent
 from millrace.storage import Store, StoreSpec, open_store
-
-_LOOK = 1.0  # seconds between two looks at a lease that another has
 
 
 class WeightsOf(BaseModel):
@@ -190,19 +187,13 @@ def _leased(store: Store, keys: ChainKeys, ttl: timedelta) -> Lease:
     """The run's lease: waited for until it is free, or whoever has it is heard of."""
     holder = Holder.this_process()
     clock = StoreClock.read(store, keys.job, holder)
-    names = LeaseKeys(keys.job, "aggregator")
-    first: Held | None = None
-    while True:
-        held = acquire(store, names, holder, ttl, clock)
-        if isinstance(held, Lease):
-            return held
-        first = first or held
-        if held.holder.id != first.holder.id or held.until > first.until:
-            raise errors.HeldError(
-                f"{keys.run} is aggregated by process {held.holder.pid} on {held.holder.host}, "
-                "which lives: leave it to that, or stop it first."
-            )
-        time.sleep(_LOOK)
+    held = await_lease(store, LeaseKeys(keys.job, "aggregator"), holder, ttl, clock)
+    if isinstance(held, Held):
+        raise errors.HeldError(
+            f"{keys.run} is aggregated by process {held.holder.pid} on {held.holder.host}, "
+            "which lives: leave it to that, or stop it first."
+        )
+    return held
 
 
 def beginning(

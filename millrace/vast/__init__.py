@@ -4,7 +4,7 @@ from millrace.vast.api import Vast
 from millrace.vast.clock import Clock, SystemClock
 from millrace.vast.hiring import node_key
 from millrace.vast.instances import IDENTITY, Instance
-from millrace.vast.ledger import is_rented
+from millrace.vast.ledger import attempts_of, is_rented
 from millrace.vast.offers import Offer, OfferRequest, find_offers
 from millrace.vast.reaper import Reaped, Rented, list_rentals, reap, release
 from millrace.vast.rental import Machine, Rental
@@ -37,6 +37,7 @@ __all__ = [
     "SystemClock",
     "Vast",
     "account",
+    "attempts_of",
     "find_offers",
     "is_rented",
     "list_rentals",

@@ -29,12 +29,13 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
 from aiohttp import web
 
-from tests.servers.process import Child, ask, python_module
+from tests.servers.process import Child, ask, free_ports, python_module
 
 CONTROL = "/-/"
 HOUR = 3600.0
@@ -222,6 +223,13 @@ class Instance:
     ended: bool = False
     process: "subprocess.Popen[bytes] | None" = None
     home: Path | None = None
+    port: int = 0
+
+    @property
+    def ports(self) -> list[int]:
+        """What it was rented with (``-p 8080:8080``)."""
+        found = (re.fullmatch(r"-p (\d+):\1", name) for name in self.body.get("env", {}))
+        return [int(match[1]) for match in found if match]
 
     @property
     def label(self) -> str:
@@ -263,9 +271,19 @@ class Instance:
             "start_date": self.running,
             "end_date": None,
             "public_ipaddr": "127.0.0.1" if up else None,
-            "ports": {"22/tcp": [{"HostIp": "0.0.0.0", "HostPort": "40022"}]} if up else None,
+            "ports": self._mapped() if up else None,
             "ssh_host": "127.0.0.1",
             "ssh_port": 40022,
+        }
+
+    def _mapped(self) -> dict[str, Any]:
+        """From 70000 on a port is drawn, and the same inside and outside."""
+        outside = {22: 40022} | {port: 40000 + port % 1000 for port in self.ports if port < 70000}
+        if max(self.ports, default=0) >= 70000:
+            outside[self.port] = self.port
+        return {
+            f"{inside}/tcp": [{"HostIp": "0.0.0.0", "HostPort": str(port)}]
+            for inside, port in outside.items()
         }
 
     def status(self, now: float) -> tuple[str | None, str | None]:
@@ -294,6 +312,7 @@ class World:
         program: Seconds that a made up program runs.
         rate: How fast the clock goes by itself: 0 only when it is told to.
         real: Whether machines are run for real.
+        image: Where the packages are that a real machine's image has, for its Python to find.
         credit: Dollars of the account; none left, and nothing can be rented.
         lag: Seconds after which a machine comes to be seen in the listing.
         strict: Whether requests below the interval are refused.
@@ -307,6 +326,7 @@ class World:
     program: float = 1e9
     rate: float = 0.0
     real: bool = False
+    image: str = ""
     credit: float = 100.0
     lag: float = 0.0
     strict: bool = True
@@ -360,7 +380,8 @@ class _Server:
     def _come_up(self, one: Instance) -> None:
         if self.world.real:
             one.home = self.folder / f"{self.key[-8:]}-{one.id}"
-            one.process = _run(one, one.home)
+            (one.port,) = free_ports(1)
+            one.process = _run(one, one.home, self.world.image)
         elif one.order:
             state = {"state": "failed", "said": "pip: no such package"}
             _write(one, "setup.json", state if one.fate == "broken" else {"state": "starting"})
@@ -759,7 +780,7 @@ def _write(one: Instance, name: str, body: Any) -> None:
     part.replace(path)
 
 
-def _run(one: Instance, home: Path) -> "subprocess.Popen[bytes]":
+def _run(one: Instance, home: Path, image: str) -> "subprocess.Popen[bytes]":
     """Run a machine's onstart: in a folder and a process namespace of its own, with a clean
     environment. All that it starts ends with it."""
     home.mkdir(parents=True, exist_ok=True)
@@ -774,15 +795,26 @@ def _run(one: Instance, home: Path) -> "subprocess.Popen[bytes]":
         "CONTAINER_API_KEY": one.key,
         "GPU_COUNT": "0",
         **variables,
+        **{f"VAST_TCP_PORT_{port}": str(one.port) for port in one.ports},
+        **({"PYTHONPATH": image} if image else {}),
     }
     script = f"{one.body['onstart']}\nwait\nexec sleep infinity"
     with (home / "onstart.log").open("ab") as log:
         return subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", "--", "unshare", "--pid", "--fork", "--kill-child",
-             "--mount-proc", "bash", "-c", script],
+            ["setpriv", "--pdeathsig", "KILL", "--", *_apart(), "bash", "-c", script],
             cwd=home, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             start_new_session=True,
         )  # fmt: skip
+
+
+@cache
+def _apart() -> tuple[str, ...]:
+    """What runs a command in a process namespace of its own, as far as this machine lets us."""
+    apart = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    for ways in (apart, ("unshare", "--user", "--map-root-user", *apart[1:])):
+        if subprocess.run([*ways, "true"], capture_output=True, check=False).returncode == 0:
+            return ways
+    return ()
 
 
 async def _serve(folder: Path) -> None:

@@ -1,0 +1,304 @@
+"""A whole campaign: from a dataset's source to weights that are handed over."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from prefect import flow, get_run_logger
+from prefect.runtime import flow_run
+
+from blocks import Bucket
+from flows.aggregate_gradients import First, aggregate_gradients
+from flows.campaign_plan import Campaign, Data, HandOver, LocalWorkers, RentedWorkers, Training
+from flows.clean_bucket import clean_bucket
+from flows.cool_down import cool_down
+from flows.prewarm import Files, RentedMachines, prewarm
+from flows.provision import provision
+from flows.release import release
+from flows.save_checkpoint import Saved, save_checkpoint
+from flows.shard_dataset import shard_dataset
+from millrace.errors import ConfigurationError, HeldError, MillraceError, UnavailableError, one_line
+from millrace.gradients import RunSettings
+from millrace.housekeeping import Cleaned, Rule, What
+from millrace.keys import CampaignKeys
+from millrace.storage import Right, StoreSpec
+from millrace.training import TrainingPlan, training_program
+from millrace.vast import Patience, RentSettings
+from tasks.campaigning import (
+    Standing,
+    Summary,
+    led,
+    refuse_unsealed,
+    report_campaign,
+    say_warm,
+    standing_of,
+    summarize,
+)
+from tasks.places import check_right, known, spec_of
+from tasks.renting import Attended, give_back_now, is_out, stand_of
+from tasks.words import count
+from tasks.working import Workers
+
+_WARMING = timedelta(hours=1)  # that workers wait for their files
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """A campaign, and where it goes on."""
+
+    plan: Campaign
+    bucket: Bucket | str
+    reads: StoreSpec
+    writes: StoreSpec
+
+    @property
+    def keys(self) -> CampaignKeys:
+        return CampaignKeys(self.plan.name)
+
+    def run(self, training: Training) -> RunSettings:
+        """What all who take part have alike."""
+        windows = training.epochs * training.windows
+        return RunSettings(run=self.keys.run, windows=windows, **training.rules.model_dump())
+
+    def work(self, training: Training) -> TrainingPlan:
+        """What the workers do."""
+        machines = training.machines
+        warm = isinstance(machines, RentedWorkers) and machines.warm
+        return TrainingPlan(
+            campaign=self.plan.name,
+            workers=training.workers,
+            run=self.run(training),
+            command=training.command,
+            epoch=training.windows,
+            cooldown=training.cooldown,
+            dataset=self.plan.data.dataset if self.plan.data else None,
+            warm=_WARMING if warm else None,
+        )
+
+    def standing(self, training: Training) -> Standing:
+        """How far the training is."""
+        return standing_of(self.writes, self.run(training), self.keys.job, training.epochs)
+
+
+def run_name() -> str:
+    """``campaign-NAME``, for the list of runs."""
+    parameters: dict[str, Any] = flow_run.parameters or {}
+    plan = parameters.get("plan")
+    name = plan.get("name") if isinstance(plan, dict) else getattr(plan, "name", None)
+    return f"campaign-{name}"
+
+
+@flow(name="campaign", flow_run_name=run_name)
+def campaign(plan: Campaign) -> Summary:
+    """Shard, rent, warm, train, give back, hand over, clean: each the flow that also runs alone.
+
+    Killed or cancelled at any moment, start it again: what is done is found, and the rest goes on.
+    Machines go back whatever happens.
+
+    Args:
+        plan: What is to be done. A part that is left out is not.
+    """
+    began = monotonic()
+    site = _site(plan)
+    check_right(site.bucket, Right.WRITE, plan.name)
+    try:
+        with led(site.writes, plan.name):
+            _work(site)
+        deleted = _clean(site)  # now that nobody leads it: what is led is protected
+    except MillraceError as error:
+        report_campaign(_summary(site, monotonic() - began), one_line(error))
+        raise
+    found = replace(_summary(site, monotonic() - began), deleted=deleted)
+    report_campaign(found)
+    return found
+
+
+def _work(site: _Site) -> None:
+    """All that makes something."""
+    plan = site.plan
+    if plan.data is not None:
+        _shard(site, plan.data)
+    if plan.training is not None:
+        _train(site, plan.training)
+        if plan.hand_over is not None:
+            _hand_over(site, plan.training, plan.hand_over)
+
+
+def _site(plan: Campaign) -> _Site:
+    bucket = known(plan.bucket)
+    if bucket is None:
+        raise ConfigurationError(
+            f"There is no Millrace Bucket block {plan.bucket}: make it with `millrace setup`."
+        )
+    return _Site(plan, bucket, spec_of(bucket, Right.READ), spec_of(bucket, Right.WRITE))
+
+
+def _shard(site: _Site, data: Data) -> None:
+    """Before anything is rented: machines that wait for a dataset cost what they cost."""
+    if data.source is None:
+        refuse_unsealed(site.reads, data.dataset)
+    else:
+        shard_dataset(data.dataset, data.source, site.bucket, data.cut, data.run)
+
+
+def _train(site: _Site, training: Training) -> None:
+    """Train what is not trained yet, with as many workers as there are to be."""
+    stands, last = site.standing(training), training.epochs - 1
+    if stands.window >= training.epochs * training.windows and last in stands.ended:
+        if isinstance(training.machines, RentedWorkers) and is_out(site.writes, site.plan.name):
+            release(site.plan.name, site.bucket, training.machines.vast)
+        return
+    with _crew(site, training) as crew:
+        for epoch in range(training.epochs):
+            _train_epoch(site, training, epoch, crew)
+        crew.finish(_cooling(training))
+
+
+def _train_epoch(site: _Site, training: Training, epoch: int, crew: Attended | Workers) -> None:
+    """Merge the windows of an epoch, and see it end."""
+    end = (epoch + 1) * training.windows
+    stands = site.standing(training)
+    if stands.window < end:
+        crew.refuse()
+        last = _aggregate(site, training, end)
+        if last < end:
+            crew.refuse()
+            raise UnavailableError(
+                f"In {count(training.follow.idle, 'window')} on end nobody's gradient was taken, "
+                f"and {last} of {end} windows are merged: see what the workers say."
+            )
+    if epoch in stands.ended or stands.window > end:
+        return
+    try:
+        cool_down(site.bucket, site.keys.job, epoch, patience=_cooling(training))
+    except UnavailableError as error:
+        get_run_logger().warning("The training goes on without: %s", one_line(error))
+
+
+def _aggregate(site: _Site, training: Training, end: int) -> int:
+    """Merge windows up to one; the last that is merged."""
+    first = training.first
+    place = known(first.bucket) if first.bucket is not None else site.bucket
+    if place is None:
+        raise ConfigurationError(f"There is no Millrace Bucket block {first.bucket}.")
+    done = aggregate_gradients(
+        site.bucket,
+        site.run(training),
+        [site.keys.uid(number) for number in range(training.workers)],
+        first=First(**_place(place), job=first.job, step=first.step, tensors=first.tensors),
+        care=training.follow.model_copy(update={"windows": None, "until": end}),
+    )
+    if done is None:
+        raise HeldError(f"{site.keys.run} is aggregated by another process, which lives.")
+    return done.last
+
+
+def _cooling(training: Training) -> timedelta:
+    """How long the end of an epoch may take, at the most."""
+    cooldown = training.cooldown
+    return cooldown.time * (cooldown.extensions + 2) + timedelta(minutes=1)
+
+
+@contextmanager
+def _crew(site: _Site, training: Training) -> Generator[Attended | Workers]:
+    """The workers, while the block lasts."""
+    machines = training.machines
+    if isinstance(machines, LocalWorkers):
+        with Workers(site.work(training), site.reads, site.writes, Path(machines.folder)) as crew:
+            yield crew
+        return
+    with _rented(site, training, machines) as crew:
+        yield crew
+
+
+@contextmanager
+def _rented(site: _Site, training: Training, machines: RentedWorkers) -> Generator[Attended]:
+    """Rented machines that train, each given back whatever happens."""
+    name, plan = site.plan.name, site.work(training)
+    stand = stand_of(site.bucket, machines.vast)
+    if stand is None:
+        raise ConfigurationError("Who pays is not known: the log says which block is missing.")
+    program, reach = training_program(plan, site.writes, machines)
+    patience = Patience.model_validate({f: getattr(machines, f) for f in Patience.model_fields})
+    settings = RentSettings(
+        name=name,
+        store=stand.store,
+        account=stand.account,
+        request=machines.request,
+        program=program,
+        count=training.workers,
+        reach=reach,
+        role_arn=machines.role_arn,
+        **patience.model_dump(),
+    )
+    try:
+        provision(
+            name, site.bucket, machines.vast, machines.request, program, training.workers,
+            list(reach), machines.role_arn, patience, dry_run=False,
+        )  # fmt: skip
+        with Attended(settings) as crew:
+            if plan.warm is not None and plan.dataset is not None:
+                _warm(site, plan.dataset, machines)
+            yield crew
+    except BaseException:
+        give_back_now(stand, name)  # whatever state the run is in
+        raise
+    release(name, site.bucket, machines.vast)
+
+
+def _warm(site: _Site, dataset: str, machines: RentedWorkers) -> None:
+    """Bring the dataset to all machines. What is not brought, they fetch."""
+    place = _place(site.bucket, dataset)
+    try:
+        prewarm(
+            [Files(**place, destination=dataset)],
+            "/",
+            RentedMachines(rental=site.plan.name, bucket=site.bucket, vast=machines.vast),
+        )
+    except MillraceError as error:
+        get_run_logger().warning("Workers read the store themselves: %s", one_line(error))
+    say_warm(site.writes, site.plan.name)
+
+
+def _hand_over(site: _Site, training: Training, wanted: HandOver) -> None:
+    """Bring the newest weights that the chain proves to where they are wanted."""
+    saved = Saved(**_place(site.bucket), job=site.run(training).chain.job)
+    bucket = known(wanted.bucket) if wanted.bucket is not None else None
+    if bucket is None and wanted.bucket is not None:
+        raise ConfigurationError(f"There is no Millrace Bucket block {wanted.bucket}.")
+    save_checkpoint(saved, wanted.job, bucket, wanted.hub)
+
+
+def _clean(site: _Site) -> int:
+    """Delete what is not needed any more; how many objects went."""
+    rules = site.plan.clean
+    if rules is None:
+        rules = [Rule(what=(What.GRADIENTS,), older_than=timedelta(0), name=site.keys.run)]
+    if not rules:
+        return 0
+    done = clean_bucket(site.bucket, rules, dry_run=False)
+    return done.deleted if isinstance(done, Cleaned) else 0
+
+
+def _summary(site: _Site, seconds: float) -> Summary:
+    plan, training = site.plan, site.plan.training
+    found = summarize(
+        site.reads,
+        plan.name,
+        dataset=plan.data.dataset if plan.data else None,
+        run=site.run(training) if training else None,
+        workers=training.workers if training else 0,
+        epochs=training.epochs if training else 0,
+    )
+    return replace(found, seconds=round(seconds, 1))
+
+
+def _place(place: Bucket | str, prefix: str = "") -> dict[str, Any]:
+    """A part of a bucket, as `tasks.places.Place` names it."""
+    if isinstance(place, Bucket):
+        return {"bucket": place, "prefix": prefix}
+    return {"url": f"{place.rstrip('/')}/{prefix}" if prefix else place}

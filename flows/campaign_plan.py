@@ -1,0 +1,133 @@
+"""What a person says to have a campaign run: one model, from a form, a file or Python."""
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from blocks import Bucket, VastCredentials
+from flows.save_checkpoint import Repository as HubRepository
+from millrace import shards
+from millrace.checkpoints import CooldownSettings
+from millrace.gradients import FollowSettings, RunRules, WeightsOf
+from millrace.housekeeping import Rule
+from millrace.keys import CampaignKeys
+from millrace.remote import Repository
+from millrace.shards import CutSettings
+from millrace.vast import OfferRequest, Patience
+from tasks.places import Source
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Data(_Part):
+    """The dataset that is trained on."""
+
+    dataset: str = Field(description="Its name: a prefix below the bucket's URL.")
+    source: Source | None = Field(
+        default=None, description="What it is sharded from. Left out, it is there and complete."
+    )
+    cut: CutSettings = Field(default=CutSettings(), description="How it is cut.")
+    run: shards.RunSettings = Field(
+        default=shards.RunSettings(), description="How the work is done."
+    )
+
+
+class RentedWorkers(Repository, Patience):
+    """Each worker on a rented machine of its own."""
+
+    kind: Literal["rented"] = "rented"
+    request: OfferRequest = Field(description="What each machine has to be, and may cost.")
+    vast: VastCredentials | str = Field(
+        default="vast", description="The Vast.ai Credentials block that pays, or its name."
+    )
+    role_arn: str | None = Field(
+        default=None, description="For S3: the role whose credentials machines are given."
+    )
+    warm: bool = Field(
+        default=True,
+        description="Bring the dataset to all machines, each byte out of the store once.",
+    )
+
+
+class LocalWorkers(_Part):
+    """The workers as processes of the machine that this runs on."""
+
+    kind: Literal["local"] = "local"
+    folder: str = Field(default=".", description="In which they run.")
+
+
+class FirstWeights(WeightsOf):
+    """The checkpoint whose weights the run begins with."""
+
+    bucket: Bucket | str | None = Field(
+        default=None, description="Where it is; left out, in the campaign's bucket."
+    )
+
+
+class Training(_Part):
+    """Workers that train together, in windows and epochs."""
+
+    command: tuple[str, ...] = Field(
+        min_length=1,
+        description="The training script, such as `python -m examples.tiny_lm.train`: it finds "
+        "what it needs by `millrace.training.Worker.here()`.",
+    )
+    first: FirstWeights = Field(description="With which weights it begins.")
+    workers: int = Field(default=1, ge=1, le=256, description="How many.")
+    machines: RentedWorkers | LocalWorkers = Field(
+        default=LocalWorkers(), description="Where they run."
+    )
+    epochs: int = Field(default=1, ge=1, description="How many; each ends with a checkpoint.")
+    windows: int = Field(default=10, ge=1, description="Of each epoch.")
+    rules: RunRules = Field(default=RunRules(), description="What all workers have alike.")
+    cooldown: CooldownSettings = Field(default=CooldownSettings(), description="How an epoch ends.")
+    follow: FollowSettings = Field(
+        default=FollowSettings(), description="How long windows are followed, and what is kept."
+    )
+
+
+class HandOver(_Part):
+    """Where the weights are brought to in the end."""
+
+    job: str = Field(description="Whose checkpoint it is there.")
+    bucket: Bucket | str | None = Field(
+        default=None, description="A Millrace Bucket block, or a URL; left out with `hub`."
+    )
+    hub: HubRepository | None = Field(
+        default=None, description="Or a repository of the Hugging Face Hub."
+    )
+
+
+class Campaign(_Part):
+    """A dataset, workers that train on it together, and what becomes of their weights.
+
+    A part that is left out is not done.
+    """
+
+    name: str = Field(description="Its name: a prefix below the bucket's URL, and its rental's.")
+    bucket: Bucket | str = Field(
+        description="A Millrace Bucket block with credentials to read and to write, its name, or "
+        "the URL of a folder."
+    )
+    data: Data | None = Field(default=None, description="What is trained on.")
+    training: Training | None = Field(default=None, description="Who trains, and how.")
+    hand_over: HandOver | None = Field(default=None, description="Where the weights go.")
+    clean: list[Rule] | None = Field(
+        default=None,
+        description="What goes in the end; left out, the gradients of this campaign, which are "
+        "merged. An empty list deletes nothing.",
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        CampaignKeys(self.name)
+        if self.hand_over is not None:
+            if self.training is None:
+                raise ValueError("there are weights to hand over where there is a training only")
+            if (self.hand_over.bucket is None) == (self.hand_over.hub is None):
+                raise ValueError("the weights are handed over to a bucket or to a hub: name one")
+        if self.data is None and self.training is not None:
+            raise ValueError("name the dataset that is trained on")
+        return self

@@ -1,0 +1,250 @@
+"""A campaign, as Prefect sees it: who leads it, how far it is, and what came of it."""
+
+import math
+import statistics
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+from pydantic import BaseModel, ConfigDict
+
+from millrace import errors
+from millrace.checkpoints.members import moved_on
+from millrace.gradients import Link, RunSettings, links
+from millrace.gradients.chain import newest
+from millrace.keys import CampaignKeys, DatasetKeys
+from millrace.lease import Heartbeat, Held, Holder, StoreClock, await_lease
+from millrace.models.dataset import Manifest
+from millrace.records import commit_once, fetch
+from millrace.storage import StoreSpec, exists, open_store
+from millrace.training import measured
+from millrace.vast import attempts_of
+from tasks.plot import line_plot
+from tasks.retries import PAUSES, passing
+from tasks.words import artifact_key, count, duration, size
+
+_TTL = timedelta(minutes=1)
+
+
+class Warmed(BaseModel):
+    """That a campaign's machines have what they are to have."""
+
+    model_config = ConfigDict(frozen=True)
+
+    campaign: str
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far a campaign's training is, by what is committed.
+
+    Attributes:
+        window: The newest that is merged; -1 before the run has begun.
+        ended: The epochs that have moved on.
+    """
+
+    window: int
+    ended: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a campaign has come to so far, by what is committed.
+
+    Attributes:
+        name: The campaign's.
+        url: Of its store.
+        samples: Of its dataset; 0 if it has none, or it is not complete.
+        shards: Likewise.
+        windows: That are merged.
+        step: That the weights are at.
+        gradients: How many were taken.
+        sent: Bytes of them.
+        dense: Bytes of the same changes in float32.
+        losses: What the median worker says that the weights are worth, by the window before them.
+        epochs: That ended, each with the step of its checkpoint; None where it has none.
+        machines: That were rented.
+        dollars: That they have cost.
+        deleted: Objects that were cleaned away by this run.
+        seconds: That this run took.
+    """
+
+    name: str
+    url: str
+    samples: int = 0
+    shards: int = 0
+    windows: int = 0
+    step: int = 0
+    gradients: int = 0
+    sent: int = 0
+    dense: int = 0
+    losses: Mapping[int, float] = field(default_factory=dict[int, float])
+    epochs: Mapping[int, int | None] = field(default_factory=dict[int, int | None])
+    machines: int = 0
+    dollars: float = 0.0
+    deleted: int = 0
+    seconds: float = 0.0
+
+
+@contextmanager
+def led(place: StoreSpec, name: str) -> Generator[None]:
+    """Lead a campaign while the block lasts. Who was killed is followed.
+
+    Raises:
+        HeldError: Somebody leads it, and lives.
+    """
+    store, keys, holder = open_store(place), CampaignKeys(name), Holder.this_process()
+    clock = StoreClock.read(store, name, holder)
+    held = await_lease(store, keys.lease, holder, _TTL, clock)
+    if isinstance(held, Held):
+        raise errors.HeldError(
+            f"The campaign {name} is led by process {held.holder.pid} on {held.holder.host}, which "
+            "lives: leave it to that, or cancel it first."
+        )
+    with Heartbeat(_TTL) as heart:
+        heart.keep(held)
+        yield
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def refuse_unsealed(place: StoreSpec, dataset: str) -> None:
+    """Refuse a dataset that is to be there, and is not complete."""
+    if not exists(open_store(place, make_folder=False), DatasetKeys(dataset).manifest):
+        raise errors.NotFoundError(
+            f"{dataset} is not complete at {place.url}: give the campaign its source, or shard it."
+        )
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def standing_of(place: StoreSpec, run: RunSettings, job: str, epochs: int) -> Standing:
+    """How far the training is."""
+    store = open_store(place)
+    ended = {epoch for epoch in range(epochs) if moved_on(store, job, epoch) is not None}
+    return Standing(newest(store, run.chain), frozenset(ended))
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def say_warm(place: StoreSpec, name: str) -> None:
+    """Have workers that wait for their files wait no longer."""
+    commit_once(open_store(place), CampaignKeys(name).warmed, Warmed(campaign=name))
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def summarize(
+    place: StoreSpec,
+    name: str,
+    *,
+    dataset: str | None,
+    run: RunSettings | None,
+    workers: int,
+    epochs: int,
+) -> Summary:
+    """What a campaign has come to so far.
+
+    Args:
+        place: The campaign's store, to be read.
+        name: The campaign's.
+        dataset: What it trains on, if anything.
+        run: Of its training, if there is one.
+        workers: How many are heard.
+        epochs: How many there are to be.
+    """
+    store, keys = open_store(place, make_folder=False), CampaignKeys(name)
+    found = Summary(name=name, url=store.url)
+    if dataset is not None and exists(store, DatasetKeys(dataset).manifest):
+        manifest = fetch(store, DatasetKeys(dataset).manifest, Manifest)
+        samples = sum(manifest.samples.values())
+        found = replace(found, samples=samples, shards=len(manifest.shards))
+    if run is not None and newest(store, run.chain) >= 0:
+        found = _trained(found, list(links(store, run.chain)))
+        uids = [keys.uid(number) for number in range(workers)]
+        said = measured(store, run.gradients, uids, "loss")
+        losses = {window - 1: statistics.median(each.values()) for window, each in said.items()}
+        ends = {epoch: moved_on(store, keys.job, epoch) for epoch in range(epochs)}
+        steps = {epoch: end.step if end.root else None for epoch, end in ends.items() if end}
+        found = replace(found, losses=losses, epochs=steps)
+    now = datetime.now(UTC)
+    rented = [one for one in attempts_of(store, name) if one.contract is not None]
+    return replace(found, machines=len(rented), dollars=sum(one.cost(now) for one in rented))
+
+
+def _trained(found: Summary, windows: Sequence[Link]) -> Summary:
+    if not windows:
+        return found
+    taken = [one for link in windows for one in link.taken.values()]
+    values = sum(math.prod(shape) for shape in windows[-1].shapes)
+    return replace(
+        found,
+        windows=len(windows),
+        step=windows[-1].step,
+        gradients=len(taken),
+        sent=sum(one.size for one in taken),
+        dense=4 * values * len(taken),
+    )
+
+
+@task(cache_policy=NO_CACHE)
+def report_campaign(found: Summary, fault: str = "") -> None:
+    """Leave a report that a person wants to read."""
+    create_markdown_artifact(
+        describe(found, fault),
+        key=artifact_key("campaign", found.name),
+        description="What the campaign has come to",
+    )
+
+
+def describe(found: Summary, fault: str = "") -> str:
+    """The report, as Markdown.
+
+    Args:
+        found: What is committed.
+        fault: What ended the campaign before its time; empty if nothing did.
+    """
+    lines = [_headline(found, fault), "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in _rows(found).items() if value]
+    if found.losses:
+        lines += ["", f"![the loss over the windows]({_picture(found)})"]
+    return "\n".join(lines) + "\n"
+
+
+def _headline(found: Summary, fault: str) -> str:
+    what = f"**{found.name}**, in `{found.url}`"
+    if fault:
+        return f"{what}, **is not over**: {fault} Start it again: it goes on from here."
+    trained = f": {count(found.windows, 'window')} trained" if found.windows else " is done"
+    losses = [found.losses[window] for window in sorted(found.losses)]
+    fell = f", the loss from {losses[0]:.3f} to {losses[-1]:.3f}" if len(losses) > 1 else ""
+    paid = f", for ${found.dollars:.2f}" if found.machines else ""
+    return f"{what}{trained}{fell}{paid}, in {duration(found.seconds)}."
+
+
+def _rows(found: Summary) -> dict[str, str]:
+    """What there is, by what it is; a stage that was left out has no row."""
+    rows: dict[str, str] = {}
+    if found.shards:
+        rows["Dataset"] = f"{count(found.samples, 'sample')} in {count(found.shards, 'shard')}"
+    if found.windows:
+        rows["Windows"] = f"{found.windows:,}, up to step {found.step:,}"
+    if found.gradients:
+        smaller = f"{found.dense / found.sent:.0f} times smaller"
+        sent = f"{size(found.sent)} instead of {size(found.dense)}, {smaller}"
+        rows["Gradients"] = f"{found.gradients:,}: {sent}"
+    if found.epochs:
+        rows["Checkpoints"] = ", ".join(
+            f"epoch {epoch}: {f'step {step:,}' if step is not None else 'none'}"
+            for epoch, step in found.epochs.items()
+        )
+    if found.machines:
+        rows["Machines"] = f"{found.machines:,} rented, ${found.dollars:.2f}"
+    if found.deleted:
+        rows["Cleaned"] = count(found.deleted, "object")
+    return rows
+
+
+def _picture(found: Summary) -> str:
+    title = "Loss of the merged weights, as the median worker says"
+    return line_plot(found.losses, title, "windows merged")

@@ -1,0 +1,120 @@
+"""Workers of a campaign as processes of this machine."""
+
+import contextlib
+import contextvars
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Self
+
+from prefect import get_run_logger
+
+from millrace.errors import WorkerError
+from millrace.keys import CampaignKeys
+from millrace.storage import StoreSpec
+from millrace.training import TrainingPlan, worker_environment, worker_file
+
+_LONGEST = 2000  # characters of a line that is shown
+
+
+class Workers:
+    """Processes that train, while the block lasts; they end with this one, however it ends.
+
+    Args:
+        plan: What they do.
+        reads: The campaign's store, with what may read it.
+        writes: Likewise with what may write.
+        folder: In which they run.
+    """
+
+    def __init__(
+        self, plan: TrainingPlan, reads: StoreSpec, writes: StoreSpec, folder: Path
+    ) -> None:
+        self._plan, self._store, self._folder = plan, writes, folder
+        self._environment = {**os.environ, **worker_environment(reads, writes)}
+        self._log = get_run_logger()
+        self._home = tempfile.TemporaryDirectory(prefix="millrace-workers-")
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._reading: list[threading.Thread] = []
+
+    def __enter__(self) -> Self:
+        """Start them."""
+        try:
+            for number in range(self._plan.workers):
+                self._start(number)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for thread in self._reading:
+            thread.join()
+        self._home.cleanup()
+
+    def refuse(self) -> None:
+        """Raise when nobody trains any more.
+
+        Raises:
+            WorkerError: All have failed.
+        """
+        codes = {uid: process.poll() for uid, process in self._running.items()}
+        if all(codes.values()):
+            raise WorkerError(
+                f"All workers have failed ({', '.join(f'{u}: {c}' for u, c in codes.items())}): "
+                "what they print, above, says why."
+            )
+
+    def finish(self, patience: timedelta) -> None:
+        """Wait until all have ended by themselves.
+
+        Args:
+            patience: Then those that are left are ended.
+        """
+        deadline = time.monotonic() + patience.total_seconds()
+        for uid, process in self._running.items():
+            try:
+                code = process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self._log.warning("%s has not ended in %s", uid, patience)
+                continue
+            if code:
+                self._log.warning("%s ended with %d: the lines above say why", uid, code)
+
+    def _start(self, number: int) -> None:
+        uid = CampaignKeys(self._plan.campaign).uid(number)
+        file = Path(self._home.name) / f"{uid}.yaml"
+        file.write_text(worker_file(self._plan, self._store, number), encoding="utf-8")
+        main = "from millrace.cli import main; main()"
+        command = [sys.executable, "-c", main, "work", str(file), "--attached"]
+        process = subprocess.Popen(
+            command,
+            cwd=self._folder,
+            env=self._environment,
+            stdin=subprocess.PIPE,  # closed when this process ends
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._running[uid] = process
+        assert process.stdout is not None
+        context = contextvars.copy_context()
+        thread = threading.Thread(target=context.run, args=(self._show, uid, process.stdout))
+        thread.start()
+        self._reading.append(thread)
+
+    def _show(self, uid: str, printed: IO[bytes]) -> None:
+        with printed:
+            for line in printed:
+                text = line[:_LONGEST].decode(errors="replace").rstrip()
+                self._log.info("%s| %s", uid, text)
