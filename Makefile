@@ -23,7 +23,7 @@ help:
 	$(PIP) --editable .
 	@touch $@
 
-.venv/demo: .venv/demo
+.venv/demo: .venv/base
 	$(PIP) --editable ".[demo]"
 	@touch $@
 
@@ -42,6 +42,7 @@ lint: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	@deployments/lint.sh
 
 format: .venv/dev
 	$(BIN)/ruff check --fix .

@@ -42,7 +42,7 @@ class Repository(BaseModel):
         )
 
 
-@flow(name="save-checkpoint")
+@flow(name="save-checkpoint", flow_run_name="save-{job}")
 def save_checkpoint(
     source: Saved, job: str, bucket: Bucket | str | None = None, hub: Repository | None = None
 ) -> Checkpoint:

@@ -32,6 +32,19 @@ def load(path: Path, model: type[M], environ: Mapping[str, str] | None = None) -
             with its file and line, all of them at once), or values the model refuses. No value
             is repeated in the message: it could be a secret.
     """
+    return validated(model, load_data(path, environ), where=str(path))
+
+
+def load_data(path: Path, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What a settings file says, with ``${VAR}`` filled in.
+
+    Args:
+        path: As of `load`.
+        environ: Likewise.
+
+    Raises:
+        ConfigurationError: As of `load`, but for values.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -42,13 +55,13 @@ def load(path: Path, model: type[M], environ: Mapping[str, str] | None = None) -
     if not isinstance(data, dict):
         raise ConfigurationError(f"{path} should hold settings by name, as `millrace init` writes.")
     missing: list[str] = []
-    filled = _fill(data, os.environ if environ is None else environ, missing)  # pyright: ignore[reportUnknownArgumentType]
+    filled: dict[str, Any] = _fill(data, os.environ if environ is None else environ, missing)
     if missing:
         places = "; ".join(f"{name} ({path}, line {_line(text, name)})" for name in missing)
         raise ConfigurationError(
             f"Not set in the environment: {places}. Export it, or write ${{NAME:-default}}."
         )
-    return validated(model, filled, where=str(path))
+    return filled
 
 
 def validated(model: type[M], data: object, *, where: str) -> M:

@@ -197,16 +197,17 @@ def report_campaign(found: Summary, fault: str = "") -> None:
     )
 
 
-def describe(found: Summary, fault: str = "") -> str:
+def describe(found: Summary, fault: str = "", *, picture: bool = True) -> str:
     """The report, as Markdown.
 
     Args:
         found: What is committed.
         fault: What ended the campaign before its time; empty if nothing did.
+        picture: Whether the losses are drawn.
     """
     lines = [_headline(found, fault), "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in _rows(found).items() if value]
-    if found.losses:
+    if found.losses and picture:
         lines += ["", f"![the loss over the windows]({_picture(found)})"]
     return "\n".join(lines) + "\n"
 

@@ -257,7 +257,10 @@ class _Drive:
 
     def _over(self) -> bool:
         living = [member for member in self._members.values() if not member.why]
-        return bool(self._startup) and all(member.ready for member in living)
+        if not self._startup or not all(member.ready for member in living):
+            return False
+        coming = self._knocking & self._absent.keys()
+        return not coming or self._arrival_is_over(time.monotonic())
 
     def _status(self) -> Event:
         self._curve.append((time.monotonic() - self._began, self._had))

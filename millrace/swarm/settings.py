@@ -148,7 +148,7 @@ class PrewarmSettings(_Settings):
     arrival: timedelta = Field(
         default=timedelta(seconds=30),
         description="How long nodes may take to look at what they have before the others begin "
-        "without them, and how long hosts may take to come while too few are there.",
+        "without them, and how long hosts may take to come before the run ends without them.",
     )
     patience: timedelta = Field(
         default=timedelta(minutes=2), description="How long the store may keep failing."

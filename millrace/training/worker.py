@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 from millrace import errors
 from millrace.checkpoints.epochs import EpochSaver
-from millrace.checkpoints.members import Membership, moved_on
+from millrace.checkpoints.members import Membership
 from millrace.digest import sha256_of
 from millrace.gradients.participant import Participant, Turn
 from millrace.keys import CampaignKeys, DatasetKeys
@@ -190,8 +190,6 @@ class Worker:
             self._end(done - 1, number - 1, turn.step, state)
 
     def _end(self, epoch: int, window: int, step: int, state: Mapping[str, Any]) -> None:
-        if moved_on(self._reads, self._keys.job, epoch) is not None:
-            return  # by the others, before this one was there
         if self._saver is None:
             raise errors.ConfigurationError("Use the worker as a context: `with Worker.here() ...`")
         cooled = self._saver.end(

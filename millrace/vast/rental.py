@@ -8,7 +8,7 @@ killed in between leaves what the next owner, or the reaper, needs to go on.
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from types import TracebackType
@@ -35,6 +35,7 @@ _BAD = {Ending.DEAD, Ending.OUTBID, Ending.DEARER}  # after which a host is not 
 _FOLLOWED = "Another process has gone on with {}, and has its machines: this one ends."
 _UNANSWERED = 3  # creates without an answer, one after the other, after which no more is tried
 _UNSEEN = 180.0  # seconds that one whose create was answered may be missing in the list
+_FRESH = 60.0  # seconds in which what a search has found is relied on
 _RESERVE = timedelta(minutes=2)  # of what all machines cost: what giving back them takes
 
 
@@ -117,6 +118,8 @@ class Rental:
         self._bad: set[int] = set()
         self._tries: dict[int, int] = {}
         self._past: dict[int, float] = {}
+        self._found: list[Offer] = []
+        self._searched = 0.0
         self._installation = ""
         self._lease: Lease | None = None
         self._owner: Owner | None = None
@@ -341,9 +344,8 @@ class Rental:
                 f"{self.settings.tries} machines for slot {slot} of {self.settings.name} did not "
                 "come up, or were lost: see the reports of each, and ask for others."
             )
-        taken = {one.attempt.intent.machine for one in self._machines.values()}
         unanswered = 0
-        for offer in find_offers(self._vast, self.settings.request, without=self._bad | taken):
+        for offer in self._offers():
             self._refuse_if_followed()
             self._refuse_spending()
             before = self._clock.elapsed()
@@ -358,6 +360,23 @@ class Rental:
             f"Vast.ai has no offer (any more) that fits {self.settings.name}: ask for less, or "
             "grant more dollars an hour."
         )
+
+    def _offers(self) -> Iterator[Offer]:
+        """Offers that fit: what is left of the last search, while that is young, then a new one's.
+
+        A search is the dearest of all calls, by the time that has to pass between two.
+        """
+        if self._clock.elapsed() - self._searched > _FRESH:
+            self._found = []
+        for again in (False, True):
+            taken = {one.attempt.intent.machine for one in self._machines.values()}
+            if again:
+                found = find_offers(self._vast, self.settings.request, without=self._bad | taken)
+                self._found, self._searched = found, self._clock.elapsed()
+            while self._found:
+                offer = self._found.pop(0)
+                if offer.machine not in self._bad | taken:
+                    yield offer
 
     def _take(self, slot: int, offer: Offer) -> bool:
         """Take an offer; whether there is a machine now that may be used."""
