@@ -67,7 +67,7 @@ class _Site:
     def work(self, training: Training) -> TrainingPlan:
         """What the workers do."""
         machines = training.machines
-        warm = isinstance(machines, RentedWorkers) and machines.warm
+        local = isinstance(machines, LocalWorkers)
         return TrainingPlan(
             campaign=self.plan.name,
             workers=training.workers,
@@ -76,7 +76,8 @@ class _Site:
             epoch=training.windows,
             cooldown=training.cooldown,
             dataset=self.plan.data.dataset if self.plan.data else None,
-            warm=_WARMING if warm else None,
+            root=machines.root if local else "data",
+            warm=_WARMING if not local and machines.warm else None,
         )
 
     def standing(self, training: Training) -> Standing:

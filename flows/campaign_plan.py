@@ -56,6 +56,7 @@ class LocalWorkers(_Part):
 
     kind: Literal["local"] = "local"
     folder: str = Field(default=".", description="In which they run.")
+    root: str = Field(default=".millrace/data", description="Where they keep the dataset.")
 
 
 class FirstWeights(WeightsOf):

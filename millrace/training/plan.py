@@ -33,6 +33,7 @@ class TrainingPlan(BaseModel):
     epoch: int = Field(default=10, ge=1, description="Windows of an epoch.")
     cooldown: CooldownSettings = CooldownSettings()
     dataset: str | None = None
+    root: str = Field(default="data", description="The folder that files are put into.")
     warm: timedelta | None = None
 
 

@@ -1,0 +1,105 @@
+"""Small campaigns: a few files of text, a model that learns little, and what came of them."""
+
+import io
+import json
+import random
+import tarfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.servers.process import REPOSITORY
+
+WORDS = ["the", "mill", "takes", "its", "water", "from", "a", "channel", "wheel", "below"]
+EPOCHS, WINDOWS, WORKERS = 2, 2, 2
+
+
+def make_text(folder: Path, files: int = 60) -> Counter[str]:
+    """A corpus; what its files say."""
+    folder.mkdir(parents=True)
+    dice = random.Random(5)
+    said: Counter[str] = Counter()
+    for number in range(files):
+        text = f"{number:05d} " + " ".join(dice.choices(WORDS, k=400))
+        (folder / f"{number:05d}.txt").write_text(text)
+        said[text] += 1
+    return said
+
+
+def plan_of(name: str, bucket: Any, text: Path, machines: dict[str, Any]) -> dict[str, Any]:
+    """A campaign of two epochs of two windows, with two workers."""
+    return {
+        "name": name,
+        "bucket": bucket,
+        "data": {
+            "dataset": f"{name}-text",
+            "source": {"url": text.as_uri(), "kind": "files"},
+            "cut": {"shard_bytes": 32768, "split_bytes": 65536, "holdout": 0.2},
+            "run": {"workers": 0, "lease": "PT5S"},
+        },
+        "training": {
+            "command": ["python", "-m", "examples.tiny_lm.train"],
+            "first": {"job": f"{name}/first", "tensors": "model."},
+            "workers": WORKERS,
+            "machines": machines,
+            "epochs": EPOCHS,
+            "windows": WINDOWS,
+            "rules": {
+                "codec": {"k": 112},
+                "steps": 3,
+                "window": "PT1M",
+                "gather": {"look": "PT0.1S", "quorum": WORKERS},
+            },
+            "cooldown": {"time": "PT1M"},
+            "follow": {"lease": "PT5S"},
+        },
+        "hand_over": {"job": f"{name}/final", "bucket": bucket},
+    }
+
+
+def here() -> dict[str, Any]:
+    """Workers as processes of this machine."""
+    return {"kind": "local", "folder": str(REPOSITORY)}
+
+
+def shards_of(store: Path, dataset: str) -> dict[str, tuple[int, int]]:
+    """Each shard's inode, and when it was written: another one would have others."""
+    found = sorted((store / dataset / "shards").glob("*.tar"))
+    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in found}
+
+
+def texts_of(store: Path, dataset: str) -> Counter[str]:
+    """What all shards say, by Python's own tar reader."""
+    said: Counter[str] = Counter()
+    for path in (store / dataset / "shards").glob("*.tar"):
+        with tarfile.open(fileobj=io.BytesIO(path.read_bytes())) as tar:
+            for member in tar:
+                file = tar.extractfile(member)
+                assert file is not None
+                said[file.read().decode()] += 1
+    return said
+
+
+def digests_of(store: Path, job: str) -> set[str]:
+    """The files of a job's newest checkpoint, by what they are called: their digests."""
+    newest = max((store / job / "checkpoints").glob("step_*/metadata.json"))
+    record = json.loads(newest.read_text())["record"]
+    return {part["sha256"] for part in record["parts"]}
+
+
+def wrong_with(store: Path, name: str, text: Counter[str]) -> list[str]:
+    """What is not as a campaign that has ended leaves it; by the store alone."""
+    wrong: list[str] = []
+    if texts_of(store, f"{name}-text") != text:
+        wrong.append("samples are lost, or doubled")
+    chain = sorted(path.name for path in (store / name / "run/gathers/1/chain").glob("*.json"))
+    if chain != [f"{number:09d}.json" for number in range(EPOCHS * WINDOWS + 1)]:
+        wrong.append(f"the chain is {chain}")
+    if digests_of(store, f"{name}/final") != digests_of(store, f"{name}/run/gathers/1"):
+        wrong.append("other weights were handed over than the chain has come to")
+    epochs = sorted(path.name for path in (store / name / "model/epochs").glob("*.json"))
+    if epochs != [f"{number:06d}.json" for number in range(EPOCHS)]:
+        wrong.append(f"the epochs are {epochs}")
+    if left := list((store / name / "run").glob("worker-*/gradient-*")):
+        wrong.append(f"{len(left)} gradients were not cleaned away")
+    return wrong
