@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from tasks.campaigning import Summary
     from tests.servers.vast import VastServer
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 HOME = Path(".millrace/demo").absolute()
 STORE = HOME / "store"
 UI_PORT = 4200
@@ -87,21 +86,6 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def repository() -> str:
-    """This project, as machines clone it: what it is now, committed or not."""
-    folder = HOME / "repository"
-    shutil.rmtree(folder, ignore_errors=True)
-    for name in ("millrace", "blocks", "tasks", "flows", "examples"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
-    for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, folder)
-    git = ["git", "-C", str(folder), "-c", "user.name=demo", "-c", "user.email=demo@example.org"]
-    for command in ("init -q -b main", "add -A", "commit -q -m demo"):
-        subprocess.run([*git, *command.split()], check=True)
-    return folder.as_uri()
-
-
 @contextmanager
 def cloud() -> Iterator["VastServer"]:
     """A provider of machines, with an account that is saved as the block ``demo``."""
@@ -119,6 +103,8 @@ def cloud() -> Iterator["VastServer"]:
 
 def plan_of(name: str) -> dict[str, Any]:
     """What is to be done: as `millrace campaign` reads it from a file, too."""
+    from tests.servers.repository import snapshot
+
     return {
         "name": name,
         "bucket": STORE.as_uri(),
@@ -139,7 +125,7 @@ def plan_of(name: str) -> dict[str, Any]:
             "machines": {
                 "request": {"max_hourly": 2.0, "max_total": 5.0, "disk": 10},
                 "vast": "demo",
-                "repo_url": repository(),
+                "repo_url": snapshot(HOME / "repository").as_uri(),
                 "poll": "PT2S",
                 "silence": "PT1M",
             },

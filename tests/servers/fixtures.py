@@ -10,6 +10,7 @@ import pytest
 from tests.servers.gcs import GCSServer
 from tests.servers.hub import HubServer
 from tests.servers.r2 import R2Proxy
+from tests.servers.repository import snapshot
 from tests.servers.rgw import RGW
 from tests.servers.vast import VastServer
 
@@ -69,3 +70,9 @@ def hub(server_folder: Path) -> Iterator[HubServer]:
 def bucket(rgw: RGW) -> str:
     """A bucket of `rgw`, and so of `r2`, made for one test, that `rgw.full` owns."""
     return rgw.create_bucket(f"bucket-{uuid.uuid4().hex[:12]}")
+
+
+@pytest.fixture(scope="session")
+def repository(server_folder: Path) -> Path:
+    """This project, as somebody would clone it."""
+    return snapshot(server_folder / "repository")

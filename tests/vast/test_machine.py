@@ -5,7 +5,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,21 +48,6 @@ def real(vast: VastServer) -> Iterator[str]:
     """A world whose machines are processes here; the account's key."""
     yield vast.reset(real=True, rate=1.0, strict=False)
     vast.reset()
-
-
-@pytest.fixture(scope="session")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This project, as somebody would clone it."""
-    folder = tmp_path_factory.mktemp("repository")
-    for name in ("millrace", "blocks", "flows", "tasks"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
-    for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, folder / name)
-    git = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@example.org"]
-    for command in ("init -q -b main", "add -A", "commit -q -m first"):
-        subprocess.run([*git, *command.split()], check=True)
-    return folder
 
 
 def settings_of(vast: VastServer, key: str, store: StoreSpec, **more: Any) -> RentSettings:
