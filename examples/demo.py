@@ -149,6 +149,7 @@ def run() -> None:
     from examples.tiny_lm.begin import begin
     from flows.campaign import campaign
     from flows.campaign_plan import Campaign
+    from millrace.storage import open_store
 
     STORE.mkdir(parents=True, exist_ok=True)
     number = 1
@@ -156,7 +157,7 @@ def run() -> None:
         number += 1
     name = f"tiny-{number}"
     began = time.monotonic()
-    weights = begin(STORE.as_uri(), f"{name}/first")
+    weights = begin(open_store(STORE.as_uri()), f"{name}/first")
     print(f"The campaign {name}: {weights:,} weights, {WORKERS} machines.", flush=True)
     with cloud() as server:
         found = campaign(Campaign.model_validate(plan_of(name)))

@@ -6,14 +6,14 @@ import torch
 
 from examples.tiny_lm.model import TinyLM
 from millrace.checkpoints import Saver
-from millrace.storage import open_store
+from millrace.storage import Store, open_store
 
 
-def begin(url: str, job: str, *, seed: int = 0) -> int:
+def begin(store: Store, job: str, *, seed: int = 0) -> int:
     """Save a model that has learnt nothing yet, as a job's step 0; how many weights it has."""
     torch.manual_seed(seed)
     model = TinyLM()
-    with Saver(open_store(url), job) as saver:
+    with Saver(store, job) as saver:
         saver.save({"model": model.state_dict()}, step=0)
     return sum(weight.numel() for weight in model.parameters())
 
@@ -24,5 +24,5 @@ if __name__ == "__main__":
     parser.add_argument("job", help="whose checkpoint it is there")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    weights = begin(arguments.url, arguments.job, seed=arguments.seed)
+    weights = begin(open_store(arguments.url), arguments.job, seed=arguments.seed)
     print(f"{arguments.job} at {arguments.url}: step 0 of {weights:,} weights.")

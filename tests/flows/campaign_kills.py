@@ -14,6 +14,7 @@ from pydantic import SecretStr
 
 from blocks import VastCredentials
 from examples.tiny_lm.begin import begin
+from millrace.storage import open_store
 from tests.flows.campaigns import make_text, plan_of, shards_of, wrong_with
 from tests.prefect_server import PrefectServer
 from tests.servers.process import REPOSITORY
@@ -47,9 +48,9 @@ class Site:
         self.store = folder / "store"
         self.text = make_text(folder / "text")
         packages = sysconfig.get_path("purelib")
-        key = vast.reset(real=True, rate=1.0, strict=False, image=packages)
+        self.key = key = vast.reset(real=True, rate=1.0, strict=False, image=packages)
         VastCredentials(api_key=SecretStr(key), server_url=vast.url).save(name, overwrite=True)
-        begin(self.store.as_uri(), f"{name}/first")
+        begin(open_store(self.store.as_uri()), f"{name}/first")
         machines = {
             "kind": "rented",
             "request": {"max_hourly": 2.0, "max_total": 5.0, "disk": 10},
