@@ -27,7 +27,7 @@ def offers(settings: Path) -> int:
     from millrace.vast import RentSettings, account, find_offers
 
     rent = load(settings, RentSettings)
-    found = find_offers(account(rent.account), rent.request)
+    found = find_offers(account(rent.account), rent.wanted)
     if not found:
         click.echo("No offer fits: ask for less, or grant more dollars an hour.", err=True)
         return 1

@@ -87,7 +87,7 @@ def stand_of(bucket: Bucket | str, vast: VastCredentials | str) -> StandSettings
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
 def look_for_offers(settings: RentSettings) -> list[Offer]:
     """What would be rented. Rents nothing."""
-    found = find_offers(account(settings.account), settings.request)
+    found = find_offers(account(settings.account), settings.wanted)
     fit = f"{count(len(found), 'offer')} of Vast.ai fit `{settings.name}`"
     lines = [f"**Nothing was rented.** {fit}, of which it needs {settings.count}."]
     lines += _offers(found[:_SHOWN])

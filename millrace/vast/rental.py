@@ -371,7 +371,7 @@ class Rental:
         for again in (False, True):
             taken = {one.attempt.intent.machine for one in self._machines.values()}
             if again:
-                found = find_offers(self._vast, self.settings.request, without=self._bad | taken)
+                found = find_offers(self._vast, self.settings.wanted, without=self._bad | taken)
                 self._found, self._searched = found, self._clock.elapsed()
             while self._found:
                 offer = self._found.pop(0)

@@ -128,6 +128,12 @@ class RentSettings(Patience):
         "last as long as max_lifetime.",
     )
 
+    @property
+    def wanted(self) -> OfferRequest:
+        """What each machine has to be, with as many open ports as the program listens on."""
+        ports = max(self.request.ports, len(self.program.ports))
+        return self.request.model_copy(update={"ports": ports})
+
 
 class StandSettings(BaseModel):
     """Where rentals are written down, and who pays; the rest of a settings file does not matter."""

@@ -16,6 +16,7 @@ from tests.servers.faults import Fault
 from tests.servers.r2 import R2Proxy
 from tests.servers.rgw import RGW
 from tests.soak import races, report, windows
+from tests.soak.campaigns import run_campaigns
 from tests.soak.case import Case, References
 from tests.soak.cleaning import clean, fill, list_by_boto3
 from tests.soak.faults import bad_weather, outlast, r2_place, rgw_place, run_faults
@@ -45,7 +46,18 @@ def main() -> int:
         "--objects", type=int, default=100_000, help="of the bucket that is cleaned"
     )
     parser.add_argument("--rentals", type=int, default=600, help="whose owners are killed")
-    parts = ["kills", "faults", "races", "windows", "fuzz", "cleaning", "rentals", "swarm"]
+    parser.add_argument("--campaigns", type=int, default=3, help="whose leaders are killed")
+    parts = [
+        "kills",
+        "faults",
+        "races",
+        "windows",
+        "fuzz",
+        "cleaning",
+        "rentals",
+        "campaigns",
+        "swarm",
+    ]
     parser.add_argument("--only", choices=parts)
     options = parser.parse_args()
     began = time.monotonic()
@@ -55,7 +67,7 @@ def main() -> int:
         good, summary = _shards(options)
     others = {
         "races": _races, "windows": _windows, "fuzz": _fuzz, "cleaning": _cleaning,
-        "rentals": _rentals, "swarm": _swarm,
+        "rentals": _rentals, "campaigns": _campaigns, "swarm": _swarm,
     }  # fmt: skip
     for name, part in others.items():
         if options.only in {None, name}:
@@ -121,6 +133,13 @@ def _rentals(options: argparse.Namespace) -> tuple[bool, str]:
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False, text=True)
     print(done.stdout)
     return not done.returncode, done.stdout.strip().rpartition("\n")[2]
+
+
+def _campaigns(options: argparse.Namespace) -> tuple[bool, str]:
+    """Campaigns whose leaders are killed."""
+    found = run_campaigns(options.campaigns, options.seed, _tell)
+    print(*found.wrong, sep="\n")
+    return not found.wrong, found.sentence()
 
 
 def _swarm(_: argparse.Namespace) -> tuple[bool, str]:

@@ -1,0 +1,77 @@
+"""Campaigns on rented machines whose leader is killed, again and again: ``NUMBER SEED``.
+
+Each is killed at boundaries that are drawn: before and after its stages, at commits of shards, at
+machines that are rented or come up, at windows. Judged by the store and by the provider's books.
+"""
+
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
+
+from tests.flows.campaign_child import STAGES
+from tests.flows.campaign_kills import Site, kill_and_go_on
+from tests.prefect_server import PrefectServer
+from tests.servers.repository import snapshot
+from tests.servers.vast import VastServer
+
+BOUNDARIES = [
+    *(f"{when} {stage}" for stage in STAGES for when in ("before", "after")),
+    "shard.committed 1", "shard.committed 3", "rental.rented 1", "rental.rented 2",
+    "window.merged 1", "window.merged 2",
+]  # fmt: skip
+KILLS = 8  # of each campaign
+
+
+@dataclass
+class Led:
+    """What all campaigns came to."""
+
+    campaigns: int = 0
+    machines: int = 0
+    kills: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    def sentence(self) -> str:
+        return (
+            f"campaigns {self.campaigns} (leaders killed {self.kills.total()} times at "
+            f"{len(self.kills)} boundaries, machines {self.machines}): wrong {len(self.wrong)}"
+        )
+
+
+def run_campaigns(number: int, seed: int, tell: Callable[[str], None]) -> Led:
+    """Run so many, one after the other."""
+    led = Led()
+    with tempfile.TemporaryDirectory(prefix="millrace-campaigns-") as name:
+        folder = Path(name)
+        server = PrefectServer(folder / "prefect")
+        settings = {PREFECT_API_URL: server.url, PREFECT_HOME: server.home}
+        try:
+            with VastServer.start(folder / "vast") as vast, temporary_settings(settings):
+                repository = snapshot(folder / "repository")
+                for one in range(number):
+                    at = Random(seed * 1000 + one).sample(BOUNDARIES, KILLS)
+                    site = Site(server, vast, repository, folder / f"{one}", f"soak-{one}")
+                    killed = kill_and_go_on(site, at)
+                    led.campaigns += 1
+                    led.machines += killed.machines
+                    led.kills.update(killed.at)
+                    led.wrong += [f"campaign {one}: {what}" for what in killed.wrong]
+                    tell(led.sentence())
+                vast.reset()
+        finally:
+            server.stop()
+    return led
+
+
+if __name__ == "__main__":
+    began = time.monotonic()
+    found = run_campaigns(int(sys.argv[1]), int(sys.argv[2]), print)
+    print(*found.wrong, found.sentence(), f"{time.monotonic() - began:.0f} s", sep="\n")
+    sys.exit(1 if found.wrong else 0)

@@ -1,0 +1,100 @@
+"""A worker's process: warmed by others, its script started again, ended with its leader."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from pydantic import SecretStr
+
+from millrace.keys import CampaignKeys
+from millrace.storage import Store, StoreSpec, put
+from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm
+from millrace.training import WorkerSettings
+from tests.prefect_server import until
+from tests.servers.process import free_ports
+from tests.training.conftest import Make
+
+COUNTS = """
+import os, pathlib, sys
+path = pathlib.Path("{path}")
+path.write_text(path.read_text() + "x" if path.exists() else "x")
+assert pathlib.Path(os.environ["MILLRACE_WORKER"]).is_absolute()
+{then}
+"""
+
+
+def written(folder: Path, settings: WorkerSettings) -> Path:
+    path = folder / "worker.yaml"
+    path.write_text(yaml.safe_dump(settings.model_dump(mode="json")))
+    return path
+
+
+def script(path: Path, then: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", COUNTS.format(path=path, then=then))
+
+
+@pytest.mark.parametrize(
+    ("then", "restarts", "runs", "code"),
+    [
+        ("sys.exit(0)", 3, 1, 0),
+        ("sys.exit(0 if len(path.read_text()) == 3 else 4)", 3, 3, 0),
+        ("sys.exit(4)", 2, 3, 4),
+        ("os.kill(os.getpid(), 9)", 0, 1, 137),
+    ],
+)
+def test_a_script_that_fails_is_started_again(
+    make: Make, tmp_path: Path, then: str, restarts: int, runs: int, code: int
+) -> None:
+    path = tmp_path / "runs"
+    settings = make(command=script(path, then), restarts=restarts)
+    assert started(written(tmp_path, settings)).wait() == code
+    assert len(path.read_text()) == runs
+
+
+def started(file: Path, *options: str, **more: Any) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-c", "from millrace.cli import main; main()", "work", str(file)]
+    return subprocess.Popen([*command, *options], start_new_session=True, **more)
+
+
+def test_a_machine_is_warmed_before_its_script_runs(
+    make: Make, store: Store, place: StoreSpec, tmp_path: Path
+) -> None:
+    put(store, "models/weights.bin", b"w" * 100_000)
+    brought = tmp_path / "data/weights.bin"
+    settings = make(
+        warm="PT5M", command=script(tmp_path / "ran", f'assert pathlib.Path("{brought}").exists()')
+    )
+    key, (port,) = "k" * 32, free_ports(1)
+    environment = {**os.environ, "MILLRACE_NODE_KEY": key, "VAST_TCP_PORT_70000": str(port)}
+    process = started(written(tmp_path, settings), env=environment)
+    try:
+        hosts = Hosts(hosts=(Host(url=f"http://127.0.0.1:{port}"),), key=SecretStr(key))
+        requests = (Request(prefix="models", store="s"),)
+        report = prewarm(
+            PrewarmSettings(requests=requests, stores={"s": place}, root=Path("/"), nodes=hosts)
+        )
+        assert [node.ready for node in report.nodes] == [True]
+        assert not (tmp_path / "ran").exists()
+        put(store, CampaignKeys("small").warmed, b"{}")
+        assert process.wait() == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert (tmp_path / "ran").exists()
+
+
+def test_what_is_attached_ends_with_whoever_started_it(make: Make, tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    then = f'pathlib.Path("{note}").write_text(str(os.getpid())); import time; time.sleep(600)'
+    settings = make(command=script(tmp_path / "ran", then))
+    process = started(written(tmp_path, settings), "--attached", stdin=subprocess.PIPE)
+    pid = until(lambda: (note.exists() and note.read_text()) or None, "the script")
+    assert process.stdin is not None
+    process.stdin.close()  # as the kernel does when the leader is killed
+    assert process.wait() == -9
+    until(lambda: not psutil.pid_exists(int(pid)), "the script's end")

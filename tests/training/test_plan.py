@@ -1,0 +1,101 @@
+"""What workers are sent, and what they reach."""
+
+import base64
+import json
+import secrets
+from datetime import timedelta
+
+import pytest
+from botocore.exceptions import ClientError
+from pydantic import SecretStr
+
+from millrace.gradients import RunSettings
+from millrace.remote import Repository
+from millrace.settings import validated
+from millrace.storage import StoreSpec, open_store
+from millrace.training import TrainingPlan, WorkerSettings, training_program, worker_file
+from millrace.vast import Account, Instance, OfferRequest, RentSettings, node_key
+from millrace.vast.hiring import environment
+from tests.servers.rgw import RGW, Key
+from tests.stores import credentials
+
+PLAN = TrainingPlan(
+    campaign="c", workers=3, run=RunSettings(run="c/run"), command=("true",), dataset="text",
+    warm=timedelta(minutes=5),
+)  # fmt: skip
+REPOSITORY = Repository(repo_url="https://example.org/x")
+
+
+def rent(store: StoreSpec, key: str = "account", **more: str) -> RentSettings:
+    program, reach = training_program(PLAN, store, REPOSITORY)
+    return RentSettings(
+        name="c", store=store, account=Account(api_key=SecretStr(key)), program=program,
+        reach=reach, request=OfferRequest(max_hourly=1.0, max_total=1.0), count=3, **more,
+    )  # fmt: skip
+
+
+def test_the_file_of_a_worker_has_no_secret_and_is_its_settings(rgw: RGW) -> None:
+    pair = credentials(rgw.full)
+    store = StoreSpec(url="s3://bucket", endpoint=rgw.endpoint, credentials=pair)
+    text = worker_file(PLAN, store, 2)
+    assert rgw.full.secret_access_key not in text
+    assert rgw.full.access_key_id not in text
+    local = worker_file(PLAN, StoreSpec(url="file:///x"), 2)
+    import yaml
+
+    data = yaml.safe_load(local.replace("${MILLRACE_STORE}", "file:///x"))
+    settings = validated(WorkerSettings, data, where="file")
+    assert (settings.uid, settings.number, settings.workers) == ("worker-2", 2, 3)
+
+
+def test_a_machine_writes_its_own_gradients_and_never_the_chain(rgw: RGW, bucket: str) -> None:
+    role = rgw.create_role(f"worker-{secrets.token_hex(4)}")
+    full = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=credentials(rgw.full))
+    settings = rent(full, role_arn=role)
+    found = environment(
+        open_store(full), settings, 0, 1, 0.0, lifetime=timedelta(hours=1), url="https://x"
+    )
+    order = json.loads(base64.b64decode(found["MILLRACE_ORDER"]))
+    given = order["write"]["credentials"]
+    pair = Key(given["access_key_id"], given["secret_access_key"], given["session_token"])
+    client = rgw.client(pair)
+    for key in ("c/run/worker-1/gradient", "c/model/checkpoints/x"):
+        client.put_object(Bucket=bucket, Key=key, Body=b"x")
+    for key in (
+        "c/run/worker-0/gradient", "c/run/worker-10/gradient", "c/run/gathers/1/chain/000000001",
+        "c/campaign/warmed.json", "c/lease/campaign/0", "text/manifest.json", "_rentals/c/x",
+    ):  # fmt: skip
+        with pytest.raises(ClientError, match=r"AccessDenied|403"):
+            client.put_object(Bucket=bucket, Key=key, Body=b"x")
+    assert order["node_key"] == node_key(settings.account, "c").get_secret_value()
+    assert "account" not in json.dumps(found)
+
+
+def test_machines_that_listen_have_a_port_that_is_open() -> None:
+    assert rent(StoreSpec(url="file:///x")).wanted.ports == 1
+
+
+def test_the_key_of_agents_is_found_again_and_is_not_the_accounts() -> None:
+    one = node_key(Account(api_key=SecretStr("a")), "c")
+    assert one == node_key(Account(api_key=SecretStr("a")), "c")
+    assert one != node_key(Account(api_key=SecretStr("a")), "d")
+    assert one != node_key(Account(api_key=SecretStr("b")), "c")
+
+
+@pytest.mark.parametrize(
+    ("ports", "asked", "found"),
+    [
+        ({"22/tcp": 40022, "8080/tcp": 40080}, 8080, "1.2.3.4:40080"),
+        ({"22/tcp": 40022}, 8080, ""),
+        ({"22/tcp": 40022, "41234/tcp": 41234}, 70000, "1.2.3.4:41234"),
+        ({"22/tcp": 22}, 70000, ""),
+        ({"41234/tcp": 41234, "41235/tcp": 41235}, 70000, ""),  # which, nobody says
+    ],
+)
+def test_where_a_machine_is_reached(ports: dict[str, int], asked: int, found: str) -> None:
+    row = {
+        "id": 1, "public_ipaddr": "1.2.3.4",
+        "ports": {name: [{"HostPort": str(port)}] for name, port in ports.items()},
+    }  # fmt: skip
+    assert Instance.of(row).reached_at(asked) == found
+    assert Instance.of({**row, "public_ipaddr": None}).reached_at(asked) == ""

@@ -1,0 +1,106 @@
+"""What a training script is told, and what it says."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from millrace import errors
+from millrace.checkpoints import load
+from millrace.gradients import Turn, begin_run, weights_of_model
+from millrace.models.checkpoint import Epoch
+from millrace.models.gradient import StartWindow
+from millrace.records import commit_once, fetch
+from millrace.storage import Store, put
+from millrace.training import Worker, measured
+from tests.training.conftest import Make, seal
+
+
+def test_a_worker_has_its_share_of_the_shards_on_its_disk(store: Store, make: Make) -> None:
+    seal(store, 5)
+    for number in range(2):
+        worker = Worker(make(number=number, workers=2))
+        mine = worker.shards("train", mine=True)
+        assert [path.name for path in mine] == [
+            f"train-00000-{n:06d}.tar" for n in range(number, 5, 2)
+        ]
+    assert len(worker.shards("train")) == 5
+    (held,) = worker.shards("val")
+    assert held.stat().st_size > 100
+    few = Worker(make(number=7, workers=8))
+    assert len(few.shards("train", mine=True)) == 5  # fewer than workers: all have all
+
+
+def test_what_was_brought_is_not_fetched_and_what_is_damaged_is_refused(
+    store: Store, make: Make
+) -> None:
+    seal(store, 2)
+    worker = Worker(make())
+    first, second = worker.shards()
+    whole = second.read_bytes()
+    put(store, "text/shards/train-00000-000000.tar", b"x" * first.stat().st_size)
+    assert worker.shards() == [first, second]  # they are here: the store is not asked
+    second.write_bytes(whole[:10])
+    assert worker.shards()[1].read_bytes() == whole
+    first.unlink()
+    with pytest.raises(errors.CorruptError, match="not what its manifest says"):
+        worker.shards()
+    assert not first.exists()
+    assert [path.name for path in first.parent.iterdir()] == [second.name]
+
+
+def test_a_worker_without_a_dataset_says_so(make: Make) -> None:
+    with pytest.raises(errors.ConfigurationError, match="names no dataset"):
+        Worker(make(dataset=None)).shards()
+
+
+def test_a_script_that_no_worker_started_is_told_how() -> None:
+    with pytest.raises(errors.ConfigurationError, match="started by `millrace work"):
+        Worker.here({})
+
+
+def test_an_epoch_ends_where_a_window_begins_that_follows_it(store: Store, make: Make) -> None:
+    model = torch.nn.Linear(3, 2)
+    settings = make()
+    with Worker(settings) as worker:
+        worker.begin(Turn(1, 0, 5), model.state_dict(), loss=3.0)
+        worker.begin(Turn(2, 5, 5), model.state_dict(), loss=float("nan"))
+        with pytest.raises(errors.NotFoundError):
+            fetch(store, "small/model/epochs/000000.json", Epoch)
+        worker.begin(Turn(3, 10, 5), model.state_dict(), loss=2.0)
+        worker.begin(Turn(3, 10, 5), model.state_dict(), loss=9.0)  # started again
+        worker.begin(Turn(5, 20, 5), model.state_dict(), loss=1.0)
+    assert fetch(store, "small/model/epochs/000000.json", Epoch).step == 10
+    assert fetch(store, "small/model/epochs/000001.json", Epoch).step == 20
+    found = load(store, "small/model")
+    assert found.checkpoint.step == 20
+    keys = settings.run.gradients
+    assert measured(store, keys, ["worker-0", "gone"], "loss") == {
+        1: {"worker-0": 3.0}, 3: {"worker-0": 2.0}, 5: {"worker-0": 1.0},
+    }  # fmt: skip
+
+
+def test_what_a_worker_says_that_is_nothing_is_passed_over(store: Store, make: Make) -> None:
+    keys = make().run.gradients
+    for uid in ("a", "b", "c", "d", "e"):
+        commit_once(
+            store, keys.start_window(uid, 1),
+            StartWindow(uid=uid, window=1, step=0, measured={"loss": 1.5}),
+        )  # fmt: skip
+    said = Path(store.url.removeprefix("file://"))
+    for uid, body in (
+        ("a", b"x"), ("b", b"[" * 5000), ("c", b'{"kind":"StartWindow"}'),
+        ("d", (said / keys.start_window("d", 1)).read_bytes().replace(b"1.5", b"NaN")),
+    ):  # fmt: skip
+        put(store, keys.start_window(uid, 1), body)
+    assert measured(store, keys, ["a", "b", "c", "d", "e"], "loss") == {1: {"e": 1.5}}
+
+
+def test_a_worker_waits_for_its_run_to_begin(store: Store, make: Make) -> None:
+    from datetime import timedelta
+
+    settings, model = make(), torch.nn.Linear(3, 2)
+    with pytest.raises(errors.UnavailableError, match="has not begun in 0:00:00"):
+        Worker(settings).join(patience=timedelta(0))
+    begin_run(store, settings.run.chain, weights_of_model(model))
+    assert Worker(settings).join().turn == Turn(1, 0, 30)
