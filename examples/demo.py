@@ -136,7 +136,7 @@ def plan_of(name: str) -> dict[str, Any]:
                 "decay": 0.95,
                 "outer": {"lr": 1.9},
                 "steps": STEPS,
-                "window": "PT2M",
+                "window": "PT10M",
                 "gather": {"quorum": 2, "look": "PT0.3S"},
             },
         },

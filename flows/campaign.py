@@ -1,7 +1,7 @@
 """A whole campaign: from a dataset's source to weights that are handed over."""
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,7 @@ from flows.release import release
 from flows.save_checkpoint import Saved, save_checkpoint
 from flows.shard_dataset import shard_dataset
 from millrace.errors import ConfigurationError, HeldError, MillraceError, UnavailableError, one_line
-from millrace.gradients import RunSettings
+from millrace.gradients import FollowSettings, RunSettings
 from millrace.housekeeping import Cleaned, Rule, What
 from millrace.keys import CampaignKeys
 from millrace.storage import Right, StoreSpec
@@ -32,14 +32,17 @@ from tasks.campaigning import (
     Standing,
     Summary,
     led,
+    pin_plan,
     refuse_unsealed,
     report_campaign,
+    say_cold,
     say_warm,
     standing_of,
     summarize,
 )
+from tasks.merging import Aggregated
 from tasks.places import check_right, known, spec_of
-from tasks.renting import Attended, give_back_now, is_out, stand_of
+from tasks.renting import Attended, is_out, stand_of
 from tasks.words import count
 from tasks.working import Workers
 
@@ -73,10 +76,11 @@ class _Site:
             workers=training.workers,
             run=self.run(training),
             command=training.command,
+            restarts=training.restarts,
             epoch=training.windows,
             cooldown=training.cooldown,
             dataset=self.plan.data.dataset if self.plan.data else None,
-            root=machines.root if local else "data",
+            root=machines.root if local else Path("data"),
             warm=_WARMING if not local and machines.warm else None,
         )
 
@@ -111,7 +115,8 @@ def campaign(plan: Campaign) -> Summary:
             _work(site)
         deleted = _clean(site)  # now that nobody leads it: what is led is protected
     except MillraceError as error:
-        report_campaign(_summary(site, monotonic() - began), one_line(error))
+        with suppress(MillraceError):  # what has ended it says more
+            report_campaign(_summary(site, monotonic() - began), one_line(error))
         raise
     found = replace(_summary(site, monotonic() - began), deleted=deleted)
     report_campaign(found)
@@ -148,6 +153,7 @@ def _shard(site: _Site, data: Data) -> None:
 
 def _train(site: _Site, training: Training) -> None:
     """Train what is not trained yet, with as many workers as there are to be."""
+    pin_plan(site.writes, site.work(training))
     stands, last = site.standing(training), training.epochs - 1
     if stands.window >= training.epochs * training.windows and last in stands.ended:
         if isinstance(training.machines, RentedWorkers) and is_out(site.writes, site.plan.name):
@@ -163,14 +169,18 @@ def _train_epoch(site: _Site, training: Training, epoch: int, crew: Attended | W
     """Merge the windows of an epoch, and see it end."""
     end = (epoch + 1) * training.windows
     stands = site.standing(training)
-    if stands.window < end:
+    last, alone = stands.window, 0
+    while last < end:
         crew.refuse()
-        last = _aggregate(site, training, end)
-        if last < end:
+        done = _aggregate(site, training, end)
+        # It ends before its time after a window that nobody's gradient was taken in.
+        alone = alone + 1 if done.windows == 1 else 1
+        last = done.last
+        if last < end and alone >= training.follow.idle:
             crew.refuse()
             raise UnavailableError(
-                f"In {count(training.follow.idle, 'window')} on end nobody's gradient was taken, "
-                f"and {last} of {end} windows are merged: see what the workers say."
+                f"In {count(alone, 'window')} on end nobody's gradient was taken, and {last} of "
+                f"{end} windows are merged: see what the workers say."
             )
     if epoch in stands.ended or stands.window > end:
         return
@@ -180,22 +190,23 @@ def _train_epoch(site: _Site, training: Training, epoch: int, crew: Attended | W
         get_run_logger().warning("The training goes on without: %s", one_line(error))
 
 
-def _aggregate(site: _Site, training: Training, end: int) -> int:
-    """Merge windows up to one; the last that is merged."""
+def _aggregate(site: _Site, training: Training, end: int) -> Aggregated:
+    """Merge windows up to one, or to one in which nobody's gradient is taken."""
     first = training.first
     place = known(first.bucket) if first.bucket is not None else site.bucket
     if place is None:
         raise ConfigurationError(f"There is no Millrace Bucket block {first.bucket}.")
+    care = FollowSettings(**{**training.follow.model_dump(), "until": end, "idle": 1})
     done = aggregate_gradients(
         site.bucket,
         site.run(training),
         [site.keys.uid(number) for number in range(training.workers)],
         first=First(**_place(place), job=first.job, step=first.step, tensors=first.tensors),
-        care=training.follow.model_copy(update={"windows": None, "until": end}),
+        care=care,
     )
     if done is None:
         raise HeldError(f"{site.keys.run} is aggregated by another process, which lives.")
-    return done.last
+    return done
 
 
 def _cooling(training: Training) -> timedelta:
@@ -218,7 +229,7 @@ def _crew(site: _Site, training: Training) -> Generator[Attended | Workers]:
 
 @contextmanager
 def _rented(site: _Site, training: Training, machines: RentedWorkers) -> Generator[Attended]:
-    """Rented machines that train, each given back whatever happens."""
+    """Rented machines that train: owned from the first to the last, given back whatever happens."""
     name, plan = site.plan.name, site.work(training)
     stand = stand_of(site.bucket, machines.vast)
     if stand is None:
@@ -236,18 +247,16 @@ def _rented(site: _Site, training: Training, machines: RentedWorkers) -> Generat
         role_arn=machines.role_arn,
         **patience.model_dump(),
     )
-    try:
+    with Attended(settings) as crew:
+        if plan.warm is not None:
+            say_cold(site.writes, name)  # of machines before these
         provision(
             name, site.bucket, machines.vast, machines.request, program, training.workers,
             list(reach), machines.role_arn, patience, dry_run=False,
         )  # fmt: skip
-        with Attended(settings) as crew:
-            if plan.warm is not None and plan.dataset is not None:
-                _warm(site, plan.dataset, machines)
-            yield crew
-    except BaseException:
-        give_back_now(stand, name)  # whatever state the run is in
-        raise
+        if plan.warm is not None and plan.dataset is not None:
+            _warm(site, plan.dataset, machines)
+        yield crew
     release(name, site.bucket, machines.vast)
 
 

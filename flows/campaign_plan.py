@@ -1,5 +1,6 @@
 """What a person says to have a campaign run: one model, from a form, a file or Python."""
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -8,11 +9,12 @@ from blocks import Bucket, VastCredentials
 from flows.save_checkpoint import Repository as HubRepository
 from millrace import shards
 from millrace.checkpoints import CooldownSettings
-from millrace.gradients import FollowSettings, RunRules, WeightsOf
+from millrace.gradients import FollowRules, RunRules, WeightsOf
 from millrace.housekeeping import Rule
 from millrace.keys import CampaignKeys
 from millrace.remote import Repository
 from millrace.shards import CutSettings
+from millrace.training import TrainingPlan
 from millrace.vast import OfferRequest, Patience
 from tasks.places import Source
 
@@ -45,6 +47,10 @@ class RentedWorkers(Repository, Patience):
     role_arn: str | None = Field(
         default=None, description="For S3: the role whose credentials machines are given."
     )
+    retry_failed: bool = Field(
+        default=True,
+        description="Whether a worker that fails again and again is tried on another machine.",
+    )
     warm: bool = Field(
         default=True,
         description="Bring the dataset to all machines, each byte out of the store once.",
@@ -56,7 +62,7 @@ class LocalWorkers(_Part):
 
     kind: Literal["local"] = "local"
     folder: str = Field(default=".", description="In which they run.")
-    root: str = Field(default=".millrace/data", description="Where they keep the dataset.")
+    root: Path = Field(default=Path(".millrace/data"), description="Where they keep the dataset.")
 
 
 class FirstWeights(WeightsOf):
@@ -72,8 +78,12 @@ class Training(_Part):
 
     command: tuple[str, ...] = Field(
         min_length=1,
-        description="The training script, such as `python -m examples.tiny_lm.train`: it finds "
-        "what it needs by `millrace.training.Worker.here()`.",
+        description=TrainingPlan.model_fields["command"].description,
+    )
+    restarts: int = Field(
+        default=TrainingPlan.model_fields["restarts"].default,
+        ge=0,
+        description=TrainingPlan.model_fields["restarts"].description,
     )
     first: FirstWeights = Field(description="With which weights it begins.")
     workers: int = Field(default=1, ge=1, le=256, description="How many.")
@@ -84,8 +94,8 @@ class Training(_Part):
     windows: int = Field(default=10, ge=1, description="Of each epoch.")
     rules: RunRules = Field(default=RunRules(), description="What all workers have alike.")
     cooldown: CooldownSettings = Field(default=CooldownSettings(), description="How an epoch ends.")
-    follow: FollowSettings = Field(
-        default=FollowSettings(), description="How long windows are followed, and what is kept."
+    follow: FollowRules = Field(
+        default=FollowRules(), description="How windows are followed, and what is kept."
     )
 
 

@@ -190,6 +190,8 @@ class _Lines:
                 click.echo(f"{event.subject}: rented, instance {figures['instance']}.")
             case "rental.ready":
                 click.echo(f"{event.subject}: its program runs.")
+            case "rental.missing":
+                click.echo(f"{event.subject}: not replaced yet: {figures['why']}", err=True)
             case "rental.returned":
                 click.echo(
                     f"{event.subject}: given back ({figures['why']}: {figures['said']}), "

@@ -502,8 +502,30 @@ class CampaignKeys:
 
     @property
     def warmed(self) -> str:
-        """That the machines have what they are to have: created once."""
+        """That the machines have what they are to have: there while that is so."""
         return f"{self.notes}warmed.json"
+
+    @property
+    def plan(self) -> str:
+        """What cannot change under the same name: created once."""
+        return f"{self.notes}plan.json"
+
+    def reads(self) -> list[str]:
+        """The prefixes that a worker reads, besides its dataset's: what is merged, and told."""
+        return [f"{self.run}/{_GATHERS}/", self.notes, f"{self.job}/"]
+
+    def writes(self, number: int | str) -> list[str]:
+        """The prefixes that a worker writes: its own, and what epochs end with.
+
+        Args:
+            number: The worker's, or what stands for it until it is known, such as ``{slot}``.
+        """
+        uid = self.uid(number)
+        leases_ = f"{self.job}/lease"
+        shared = [f"{self.job}/{folder}/" for folder in (CHECKPOINTS, "cooldowns", "epochs")]
+        return [
+            f"{self.run}/{uid}/", *shared, f"{leases_}/clock/", f"{leases_}/members/{uid}/",
+        ]  # fmt: skip
 
     def uid(self, number: int | str) -> str:
         """A worker's name, by its number."""

@@ -24,6 +24,7 @@ from millrace.keys import LeaseKeys, clock_probe, leases, parse_lease
 from millrace.records import commit_once, fetch
 from millrace.storage import Stat, Store, create, delete, head, list_objects, put
 
+LONGEST = timedelta(hours=1)  # that one is believed in, whatever its record says
 SHORTEST = timedelta(seconds=3)  # heartbeats come three times as often, and at most one a second
 _LOOK = 1.0  # seconds between two looks at a lease that another has
 _LEAVING = 3.0  # seconds that leaving waits for leases to be given back
@@ -237,7 +238,7 @@ def _taken(newest: Mapping[str, Stat]) -> bool:
 def _held(record: Epoch, newest: Mapping[str, Stat], clock: StoreClock) -> Held | None:
     """Who has a lease by its newest epoch, unless nothing was heard of it for too long."""
     heard = max(stat.last_modified for stat in newest.values())
-    until = heard.astimezone(UTC) + record.ttl + _RESOLUTION
+    until = heard.astimezone(UTC) + min(record.ttl, LONGEST) + _RESOLUTION
     if record.holder.seen_dead or until < clock.now():
         return None
     return Held(record.holder, until)
@@ -251,10 +252,13 @@ class Census:
         scope: What they stand under.
         group: The folder that their names begin with; empty for all.
         clock: The store's.
+        strict: Whether a record that cannot be read is an error; else it is nobody's.
     """
 
-    def __init__(self, store: Store, scope: str, group: str, clock: StoreClock) -> None:
-        self._store, self._scope, self._clock = store, scope, clock
+    def __init__(
+        self, store: Store, scope: str, group: str, clock: StoreClock, *, strict: bool = True
+    ) -> None:
+        self._store, self._scope, self._clock, self._strict = store, scope, clock, strict
         self._prefix = f"{leases(scope)}{group}/" if group else leases(scope)
         self._records: dict[str, Epoch] = {}
 
@@ -263,6 +267,7 @@ class Census:
 
         Raises:
             UnavailableError: The store does not answer.
+            CorruptError: What stands there is no lease.
         """
         found: dict[LeaseKeys, list[Stat]] = {}
         for stat in list_objects(self._store, self._prefix):
@@ -275,8 +280,13 @@ class Census:
             if not _taken(newest):
                 continue
             key = keys.epoch(number)
-            if key not in self._records:
-                self._records[key] = fetch(self._store, key, Epoch)
+            try:
+                if key not in self._records:
+                    self._records[key] = fetch(self._store, key, Epoch)
+            except errors.CorruptError:
+                if self._strict:
+                    raise
+                continue
             who = _held(self._records[key], newest, self._clock)
             if who is not None:
                 held[keys.name.rpartition("/")[2]] = who

@@ -1,7 +1,6 @@
 """A campaign, as Prefect sees it: who leads it, how far it is, and what came of it."""
 
 import math
-import statistics
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,16 +17,28 @@ from millrace.gradients import Link, RunSettings, links
 from millrace.gradients.chain import newest
 from millrace.keys import CampaignKeys, DatasetKeys
 from millrace.lease import Heartbeat, Held, Holder, StoreClock, await_lease
+from millrace.models.checkpoint import Epoch
 from millrace.models.dataset import Manifest
-from millrace.records import commit_once, fetch
-from millrace.storage import StoreSpec, exists, open_store
-from millrace.training import measured
+from millrace.records import commit_once, differences, fetch
+from millrace.storage import Store, StoreSpec, delete, exists, open_store
+from millrace.training import TrainingPlan, measured
 from millrace.vast import attempts_of
 from tasks.plot import line_plot
 from tasks.retries import PAUSES, passing
 from tasks.words import artifact_key, count, duration, size
 
 _TTL = timedelta(minutes=1)
+
+
+class Pinned(BaseModel):
+    """What of a campaign's training cannot change under the same name."""
+
+    model_config = ConfigDict(frozen=True)
+
+    workers: int
+    epoch: int
+    run: RunSettings
+    dataset: str | None
 
 
 class Warmed(BaseModel):
@@ -60,7 +71,7 @@ class Summary:
         url: Of its store.
         samples: Of its dataset; 0 if it has none, or it is not complete.
         shards: Likewise.
-        windows: That are merged.
+        windows: In which somebody's gradient was merged.
         step: That the weights are at.
         gradients: How many were taken.
         sent: Bytes of them.
@@ -123,8 +134,40 @@ def refuse_unsealed(place: StoreSpec, dataset: str) -> None:
 def standing_of(place: StoreSpec, run: RunSettings, job: str, epochs: int) -> Standing:
     """How far the training is."""
     store = open_store(place)
-    ended = {epoch for epoch in range(epochs) if moved_on(store, job, epoch) is not None}
+    ended = {epoch for epoch in range(epochs) if _end_of(store, job, epoch) is not None}
     return Standing(newest(store, run.chain), frozenset(ended))
+
+
+def _end_of(store: Store, job: str, epoch: int) -> Epoch | None:
+    """What an epoch has ended with; of a record that is none, that it has ended without."""
+    try:
+        return moved_on(store, job, epoch)
+    except errors.CorruptError:  # workers write it: one of them cannot end the campaign
+        return Epoch(job=job, epoch=epoch, step=0, root=None, why="its record cannot be read")
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def pin_plan(place: StoreSpec, plan: TrainingPlan) -> None:
+    """Refuse to go on with another training than was begun.
+
+    Raises:
+        ConflictError: It differs; the message says in what.
+    """
+    fields = {name: getattr(plan, name) for name in Pinned.model_fields}
+    pinned = Pinned(**fields)
+    found = commit_once(open_store(place), CampaignKeys(plan.campaign).plan, pinned).record
+    if found != pinned:
+        names = ", ".join(differences(found, pinned))
+        raise errors.ConflictError(
+            f"{plan.campaign} was begun with another plan: it differs in {names}. Go on as it was, "
+            "or give this one another name, and let it begin with the weights of that."
+        )
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def say_cold(place: StoreSpec, name: str) -> None:
+    """Have workers wait for their files."""
+    delete(open_store(place), [CampaignKeys(name).warmed])
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
@@ -162,9 +205,10 @@ def summarize(
     if run is not None and newest(store, run.chain) >= 0:
         found = _trained(found, list(links(store, run.chain)))
         uids = [keys.uid(number) for number in range(workers)]
-        said = measured(store, run.gradients, uids, "loss")
-        losses = {window - 1: statistics.median(each.values()) for window, each in said.items()}
-        ends = {epoch: moved_on(store, keys.job, epoch) for epoch in range(epochs)}
+        last = newest(store, run.chain) + 1
+        said = measured(store, run.gradients, uids, "loss", last=last)
+        losses = {window - 1: value for window, value in said.items()}
+        ends = {epoch: _end_of(store, keys.job, epoch) for epoch in range(epochs)}
         steps = {epoch: end.step if end.root else None for epoch, end in ends.items() if end}
         found = replace(found, losses=losses, epochs=steps)
     now = datetime.now(UTC)
@@ -179,7 +223,7 @@ def _trained(found: Summary, windows: Sequence[Link]) -> Summary:
     values = sum(math.prod(shape) for shape in windows[-1].shapes)
     return replace(
         found,
-        windows=len(windows),
+        windows=sum(bool(link.taken) for link in windows),
         step=windows[-1].step,
         gradients=len(taken),
         sent=sum(one.size for one in taken),

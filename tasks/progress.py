@@ -375,6 +375,8 @@ class RentalProgress(LiveProgress):
             case "rental.ready":
                 self._ready.add(event.subject)
                 self._log.info("%s: its program runs", event.subject)
+            case "rental.missing":
+                self._log.warning("%s: not replaced yet: %s", event.subject, figures["why"])
             case "rental.returned":
                 self._ready.discard(event.subject)
                 self._log.info("%s: given back, %s", event.subject, figures["said"])

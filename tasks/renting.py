@@ -11,7 +11,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from blocks import Bucket, VastCredentials
-from millrace.errors import ConfigurationError, MillraceError, NotFoundError, one_line
+from millrace.errors import ConfigurationError, NotFoundError, one_line
 from millrace.storage import Right, StoreSpec, open_store
 from millrace.swarm import Host, Hosts
 from millrace.vast import (
@@ -38,6 +38,9 @@ from tasks.retries import PAUSES, passing
 from tasks.words import artifact_key, count
 
 _SHOWN = 20  # offers in a report
+_ATTENDED: contextvars.ContextVar["Attended | None"] = contextvars.ContextVar(
+    "attended", default=None
+)
 
 
 def account_of(credentials: VastCredentials) -> Account:
@@ -102,11 +105,17 @@ def look_for_offers(settings: RentSettings) -> list[Offer]:
 
 @task(cache_policy=NO_CACHE)
 def rent_machines(settings: RentSettings) -> float:
-    """Rent machines, and leave them when all of their programs run; dollars so far."""
+    """Rent machines, and wait until all of their programs run; dollars so far.
+
+    They are left then, unless the caller attends them.
+    """
+    attended = _ATTENDED.get()
+    if attended is not None and attended.rental == settings.name:
+        return attended.until_ready()
     key = artifact_key("progress", "rental", settings.name)
     with (
         RentalProgress(key, settings.count) as progress,
-        Rental(settings, detached=True, progress=progress) as rental,
+        Rental(settings, detached=True, wait=True, progress=progress) as rental,
     ):
         rental.until_ready()
         return rental.cost
@@ -118,79 +127,88 @@ def is_out(place: StoreSpec, rental: str) -> bool:
     return any(one.returned is None for one in attempts_of(open_store(place), rental))
 
 
-def give_back_now(stand: StandSettings, rental: str) -> None:
-    """Give back all machines of a rental, while something else is raised."""
-    try:
-        release(stand, rental)
-    except NotFoundError:
-        pass  # nothing was rented
-    except MillraceError as error:
-        get_run_logger().error("%s: %s The reaper goes on.", rental, one_line(error))
+class Attended:
+    """Owns the machines of a rental: rents them, replaces what is lost, counts, and gives back.
 
-
-class Attended(threading.Thread):
-    """Owns the machines of a rental: replaces what is lost, and gives back what has ended.
-
-    Use it as a context: leaving it gives all back, and returns when a listing shows none.
+    Use it as a context, with `rent_machines` in it: leaving it gives all back, and returns when a
+    listing shows none. One owner from the first machine to the last: nobody but it leaves any.
 
     Args:
-        settings: What is rented; machines that `rent_machines` has left are gone on with.
+        settings: What is rented; machines of an owner that was killed are gone on with.
     """
 
     def __init__(self, settings: RentSettings) -> None:
-        context = contextvars.copy_context()
-        super().__init__(name="attended", target=context.run, args=(self._attend,))
         self._settings = settings
-        self._progress = RentalProgress(
-            artifact_key("progress", "attended", settings.name), settings.count
+        key = artifact_key("progress", "attended", settings.name)
+        self._progress = RentalProgress(key, settings.count)
+        self._log = get_run_logger()
+        self._given_up, self._ready = threading.Event(), threading.Event()
+        self._rental: Rental | None = None
+        self._error: BaseException | None = None
+        self._token: contextvars.Token[Attended | None] | None = None
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            name="attended", target=context.run, args=(self._attend,), daemon=True
         )
-        self._given_up = threading.Event()
-        self._owned = threading.Event()
-        self.error: BaseException | None = None
+
+    @property
+    def rental(self) -> str:
+        """The rental's name."""
+        return self._settings.name
 
     def __enter__(self) -> Self:
-        """Own them from now on.
-
-        Raises:
-            HeldError: Somebody else does.
-        """
-        self.start()
-        self._owned.wait()
-        self.refuse()
+        """Begin to own, and to rent."""
+        self._token = _ATTENDED.set(self)
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._token is not None:
+            _ATTENDED.reset(self._token)
         self._given_up.set()
-        self.join()
+        self._thread.join()
 
-    def refuse(self) -> None:
-        """Raise what has ended it, if something has.
+    def until_ready(self) -> float:
+        """Wait until all programs run, or have ended; dollars so far.
 
         Raises:
-            BudgetError: The money, or the time, is spent.
-            MachineError: Too many machines were lost, or a program failed.
+            HeldError: Somebody else has the rental.
+            BudgetError, MachineError, NotFoundError: As of `Rental.until_ready`.
         """
-        if self.error is not None:
-            raise self.error
+        self._ready.wait()
+        self.refuse()
+        return self._rental.cost if self._rental else 0.0
+
+    def refuse(self) -> None:
+        """Raise what has ended it, if something has."""
+        if self._error is not None:
+            raise self._error
 
     def finish(self, patience: timedelta) -> None:
         """Wait until all programs have ended, and their machines are given back.
 
+        What ended it otherwise is said, and no more: they have done what they were rented for.
+
         Args:
             patience: Then those that are left are given back all the same.
         """
-        self.join(patience.total_seconds())
-        self.refuse()
+        self._thread.join(patience.total_seconds())
 
     def _attend(self) -> None:
         try:
-            with self._progress, Rental(self._settings, progress=self._progress) as rental:
-                self._owned.set()
+            with (
+                self._progress,
+                Rental(self._settings, wait=True, progress=self._progress) as rental,
+            ):
+                self._rental = rental
+                rental.until_ready(self._given_up)
+                self._ready.set()
                 rental.until_done(self._given_up)
         except BaseException as error:  # noqa: BLE001 - raised where it is asked for
-            self.error = error
+            self._error = error
+            self._log.warning("%s: %s", self.rental, one_line(error))
         finally:
-            self._owned.set()
+            self._ready.set()
 
 
 def nodes_of(rental: str, bucket: Bucket | str, vast: VastCredentials | str) -> Hosts:
@@ -204,18 +222,21 @@ def nodes_of(rental: str, bucket: Bucket | str, vast: VastCredentials | str) -> 
     if stand is None:
         raise ConfigurationError("A block is missing: the log says which.")
     machines = [one for one in list_machines(stand) if one.rental == rental]
-    found = {
-        f"{rental}/{one.attempt.intent.slot}": one.instance.reached_at(IDENTITY)
+    hosts = [
+        Host(
+            url=f"http://{where}",
+            name=f"{rental}/{one.attempt.intent.slot}",
+            key=node_key(stand.account, rental, one.attempt.number),
+        )
         for one in machines
-        if one.attempt is not None
-    }
-    hosts = [Host(url=f"http://{where}", name=name) for name, where in found.items() if where]
+        if one.attempt is not None and (where := one.instance.reached_at(IDENTITY))
+    ]
     if not hosts:
         raise NotFoundError(
             f"None of {count(len(machines), 'machine')} of {rental} can be reached: rent them with "
             f"`ports: [{IDENTITY}]`."
         )
-    return Hosts(hosts=tuple(hosts), key=node_key(stand.account, rental))
+    return Hosts(hosts=tuple(hosts))
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
@@ -227,7 +248,7 @@ def list_machines(stand: StandSettings) -> list[Rented]:
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
 def release_machines(stand: StandSettings, rental: str) -> int:
     """Give back all machines of a rental."""
-    return release(stand, rental)
+    return release(stand, rental, wait=True)
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)

@@ -20,6 +20,7 @@ from millrace.keys import CampaignKeys
 from millrace.storage import StoreSpec
 from millrace.training import TrainingPlan, worker_environment, worker_file
 
+_LEAVING = 5.0  # seconds that those have to end that are asked to
 _LONGEST = 2000  # characters of a line that is shown
 
 
@@ -37,7 +38,8 @@ class Workers:
         self, plan: TrainingPlan, reads: StoreSpec, writes: StoreSpec, folder: Path
     ) -> None:
         self._plan, self._store, self._folder = plan, writes, folder
-        self._environment = {**os.environ, **worker_environment(reads, writes)}
+        found = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        self._environment = {**os.environ, "PATH": found, **worker_environment(reads, writes)}
         self._log = get_run_logger()
         self._home = tempfile.TemporaryDirectory(prefix="millrace-workers-")
         self._running: dict[str, subprocess.Popen[bytes]] = {}
@@ -54,12 +56,15 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._running.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        for thread in self._reading:
-            thread.join()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            deadline = time.monotonic() + _LEAVING
+            for process in self._running.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        for thread in self._reading:  # what a script has started may outlive it, and hold its pipe
+            thread.join(_LEAVING)
         self._home.cleanup()
 
     def refuse(self) -> None:
@@ -109,7 +114,9 @@ class Workers:
         self._running[uid] = process
         assert process.stdout is not None
         context = contextvars.copy_context()
-        thread = threading.Thread(target=context.run, args=(self._show, uid, process.stdout))
+        thread = threading.Thread(
+            target=context.run, args=(self._show, uid, process.stdout), daemon=True
+        )
         thread.start()
         self._reading.append(thread)
 

@@ -4,6 +4,7 @@ from millrace.gradients.aggregating import Step, aggregate
 from millrace.gradients.aggregator import (
     AggregatorSettings,
     Beginning,
+    FollowRules,
     FollowSettings,
     WeightsOf,
     aggregate_run,
@@ -47,6 +48,7 @@ __all__ = [
     "Encoder",
     "Expected",
     "Feedback",
+    "FollowRules",
     "FollowSettings",
     "GatherSettings",
     "Gathered",

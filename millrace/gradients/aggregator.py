@@ -46,17 +46,11 @@ class Beginning(WeightsOf):
     )
 
 
-class FollowSettings(BaseModel):
-    """How long a run is followed, and what is kept of it."""
+class FollowRules(BaseModel):
+    """How a run is followed, and what is kept of it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    windows: int | None = Field(
-        default=None, ge=1, description="How many to merge; left out, until the run is over."
-    )
-    until: int | None = Field(
-        default=None, ge=1, description="The number of the last window to merge."
-    )
     idle: int = Field(
         default=3,
         ge=1,
@@ -76,6 +70,17 @@ class FollowSettings(BaseModel):
         default=None,
         description="The address of a Ray cluster, `auto` for the one that this machine is in: "
         "weights and merging are spread over its nodes. Left out, this machine does it all.",
+    )
+
+
+class FollowSettings(FollowRules):
+    """How long a run is followed, and what is kept of it."""
+
+    windows: int | None = Field(
+        default=None, ge=1, description="How many to merge; left out, until the run is over."
+    )
+    until: int | None = Field(
+        default=None, ge=1, description="The number of the last window to merge."
     )
 
 

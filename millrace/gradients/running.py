@@ -5,7 +5,7 @@ whole or its time is up. The workers know it from the chain alone.
 """
 
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -75,7 +75,8 @@ def follow(
     """Aggregate window after window. Killed at any moment, it can be called again.
 
     Windows that are merged already are applied from the chain. One to which fewer than the quorum
-    came has a link too, which changes nothing.
+    came has a link too, which changes nothing. One whose time was over before anybody looked
+    is opened anew.
 
     Args:
         store: The aggregator's bucket, whose chain has begun.
@@ -110,7 +111,7 @@ def follow(
             figures = {"window": number, "step": before.step}
             progress(Event("chain.applied", settings.run, figures))
             continue
-        window = _window(store, settings, model.shapes, number, before.step)
+        window = _window(store, settings, model.shapes, number, before.step, clock.now())
         model.open(window)
         try:
             gathered = gather(
@@ -131,8 +132,11 @@ def follow(
         yield before
 
 
-def _window(store: Store, settings: RunSettings, shapes: Shapes, number: int, base: int) -> Window:
+def _window(
+    store: Store, settings: RunSettings, shapes: Shapes, number: int, base: int, now: datetime
+) -> Window:
     opens = head(store, settings.chain.link(number - 1)).last_modified
+    over = opens + settings.window <= now  # while there was no aggregator: it is opened anew
     return Window(
         keys=settings.gradients,
         number=number,
@@ -140,5 +144,5 @@ def _window(store: Store, settings: RunSettings, shapes: Shapes, number: int, ba
         codec=settings.codec,
         shapes=shapes,
         opens=opens,
-        closes=opens + settings.window,
+        closes=(now if over else opens) + settings.window,
     )

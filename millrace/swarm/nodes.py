@@ -79,11 +79,13 @@ def agents(settings: RayNodes | Hosts, root: Path, came: Came) -> Generator[int]
 
 
 def _hosts(settings: Hosts) -> Iterator[Node]:
-    key = settings.key.get_secret_value().encode()
     for host in settings.hosts:
+        secret = host.key or settings.key
+        assert secret is not None  # the settings see to it
         place, _ = Place.of(host.url)
         if place.scheme != "http" or not place.host:
             raise ConfigurationError(f"{host.url!r} is no agent's address: write http://host:port.")
+        key = secret.get_secret_value().encode()
         yield Node(host.name or f"{place.host}:{place.port}", place, key, host.zone)
 
 

@@ -110,14 +110,26 @@ class Host(_Settings):
     url: str = Field(description="Where its agent is reached: http://host:port.")
     name: str = Field(default="", description="What the report calls it; left out, host:port.")
     zone: str = Field(default="", description="Its zone or rack: one copy a zone, then local.")
+    key: SecretStr | None = Field(
+        default=None, min_length=16, description="MILLRACE_NODE_KEY, if it has one of its own."
+    )
 
 
 class Hosts(_Settings):
-    """Machines on which `millrace node` runs, with the key that all of them were given."""
+    """Machines on which `millrace node` runs, with the key that they were given."""
 
     kind: Literal["hosts"] = "hosts"
     hosts: tuple[Host, ...] = Field(min_length=1, description="The machines.")
-    key: SecretStr = Field(min_length=16, description="MILLRACE_NODE_KEY of the agents.")
+    key: SecretStr | None = Field(
+        default=None, min_length=16, description="MILLRACE_NODE_KEY of those that have no own."
+    )
+
+    @model_validator(mode="after")
+    def _each_has_a_key(self) -> "Hosts":
+        without = [host.url for host in self.hosts if host.key is None and self.key is None]
+        if without:
+            raise ValueError(f"{without[0]} has no key: give MILLRACE_NODE_KEY of the agents")
+        return self
 
 
 class PrewarmSettings(_Settings):

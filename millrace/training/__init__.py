@@ -3,12 +3,11 @@
 from millrace.training.launch import launch
 from millrace.training.measured import measured
 from millrace.training.plan import (
-    TrainingPlan,
     training_program,
     worker_environment,
     worker_file,
 )
-from millrace.training.settings import WorkerSettings
+from millrace.training.settings import TrainingPlan, WorkerSettings
 from millrace.training.worker import Worker
 
 __all__ = [

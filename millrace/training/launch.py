@@ -8,7 +8,7 @@ import logging
 import os
 import subprocess
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ from millrace.swarm.agent import Agent
 from millrace.training.settings import FILE, PORT, WorkerSettings
 
 _LOOK = 2.0  # seconds
+_WELL = 600.0  # seconds after which a script has worked, and what it failed at before is forgotten
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +36,10 @@ def launch(path: Path, environ: Mapping[str, str] | None = None) -> int:
     """
     environ = os.environ if environ is None else environ
     settings = load(path, WorkerSettings, environ)
-    with _agent(settings.root, environ):
-        if settings.warm is not None:
+    if settings.warm is not None:
+        with _agent(settings.root, environ):  # and no longer: nothing listens while it trains
             _until_warm(settings, settings.warm)
-        return _run(settings, {**environ, FILE: str(path.absolute())})
+    return _run(settings, {**environ, FILE: str(path.absolute())})
 
 
 @contextmanager
@@ -72,14 +73,24 @@ def _until_warm(settings: WorkerSettings, patience: timedelta) -> None:
 
 
 def _run(settings: WorkerSettings, environ: Mapping[str, str]) -> int:
-    pause = settings.pause.total_seconds()
-    for left in range(settings.restarts, -1, -1):
-        code = subprocess.run(
-            settings.command, env=dict(environ), stdin=subprocess.DEVNULL, check=False
-        ).returncode
+    pause, left = settings.pause.total_seconds(), settings.restarts
+    while True:
+        began = time.monotonic()
+        code = _code(settings.command, environ)
+        if time.monotonic() - began >= _WELL:
+            pause, left = settings.pause.total_seconds(), settings.restarts
         if code == 0 or not left:
-            return code if code >= 0 else 128 - code  # as a shell has it
+            return code
         log.warning("%s ended with %d: it is started again", " ".join(settings.command), code)
         time.sleep(pause)
-        pause *= 2
-    raise AssertionError
+        pause, left = 2 * pause, left - 1
+
+
+def _code(command: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run a command to its end; its exit code, as a shell has it."""
+    try:
+        done = subprocess.run(command, env=dict(environ), stdin=subprocess.DEVNULL, check=False)
+    except OSError as error:
+        log.warning("%s cannot be run: %s", command[0], error)
+        return 127
+    return done.returncode if done.returncode >= 0 else 128 - done.returncode

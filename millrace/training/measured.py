@@ -1,7 +1,8 @@
 """What workers say of the weights that they begin windows with."""
 
+import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from millrace import errors
 from millrace.keys import GradientKeys
@@ -10,36 +11,43 @@ from millrace.records import decoded
 from millrace.storage import Store, list_objects, read_range
 
 _LARGEST = 4096  # bytes of what one says
+_MOST = 1e12  # what is more is no measure of anything
 
 
 def measured(
-    store: Store, keys: GradientKeys, workers: Iterable[str], name: str
-) -> dict[int, dict[str, float]]:
-    """A measure of the weights, by the window that began with them, and by worker.
+    store: Store, keys: GradientKeys, workers: Sequence[str], name: str, *, last: int
+) -> dict[int, float]:
+    """A measure of the weights, by the window that began with them: what the median worker says.
 
-    What a worker says is its word only: of a window, the median bears liars. What cannot be read is
-    passed over.
+    What a worker says is its word only. Of a window that fewer than half speak of nothing is known.
+    What cannot be read is passed over.
 
     Args:
         store: Where the gradients are.
         keys: Of the run.
         workers: Who is heard.
         name: Of the measure, such as ``loss``.
+        last: The last window that can have begun; of later ones nobody is heard.
 
     Raises:
         UnavailableError: The store does not answer.
     """
-    found: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    found: defaultdict[int, list[float]] = defaultdict(list)
     for uid in workers:
         for stat in list_objects(store, f"{keys.worker(uid)}start_window-"):
             parsed = keys.parse_start(stat.key)
-            if parsed is None or stat.size > _LARGEST:
+            if parsed is None or not 1 <= parsed[1] <= last or stat.size > _LARGEST:
                 continue
             try:
                 body = read_range(store, stat.key, 0, _LARGEST)
                 said, _ = decoded(store.url_of(stat.key), StartWindow, body)
             except (errors.CorruptError, errors.NotFoundError):
                 continue
-            if name in said.measured:
-                found[parsed[1]][uid] = said.measured[name]
-    return {window: found[window] for window in sorted(found)}
+            value = said.measured.get(name)
+            if (said.uid, said.window) == parsed and value is not None and abs(value) <= _MOST:
+                found[parsed[1]].append(value)
+    return {
+        window: statistics.median(found[window])
+        for window in sorted(found)
+        if 2 * len(found[window]) >= len(workers)
+    }

@@ -1,40 +1,17 @@
 """What the workers of a campaign are sent, on rented machines and as processes of ours."""
 
-from datetime import timedelta
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
 
-from millrace.checkpoints.settings import CooldownSettings
-from millrace.gradients.running import RunSettings
 from millrace.keys import CampaignKeys
 from millrace.remote import Repository, place_of
 from millrace.storage import Right, StoreSpec
-from millrace.training.settings import PORT
+from millrace.training.settings import PORT, TrainingPlan
 from millrace.vast import Program, Reach
 from millrace.vast.wire import named
 
 _WORKER = "millrace-worker.yaml"
-
-
-class TrainingPlan(BaseModel):
-    """What the workers of a campaign do, wherever they are."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    campaign: str
-    workers: int = Field(default=1, ge=1, description="How many.")
-    run: RunSettings
-    command: tuple[str, ...] = Field(
-        min_length=1,
-        description="The training script, such as `python -m examples.tiny_lm.train`: it finds "
-        "what it needs by `millrace.training.Worker.here()`.",
-    )
-    epoch: int = Field(default=10, ge=1, description="Windows of an epoch.")
-    cooldown: CooldownSettings = CooldownSettings()
-    dataset: str | None = None
-    root: str = Field(default="data", description="The folder that files are put into.")
-    warm: timedelta | None = None
 
 
 def worker_file(plan: TrainingPlan, store: StoreSpec, number: int | str) -> str:
@@ -45,10 +22,24 @@ def worker_file(plan: TrainingPlan, store: StoreSpec, number: int | str) -> str:
         store: The campaign's.
         number: The worker's; ``{slot}`` is filled in on a rented machine.
     """
-    sent = plan.model_dump(mode="json", exclude_none=True)
-    sent |= {"uid": CampaignKeys(plan.campaign).uid(number), "number": number}
+    told = {**plan.model_dump(mode="json"), "uid": CampaignKeys(plan.campaign).uid(number)}
+    sent: dict[str, Any] = _literal(told, number)
+    sent |= {"number": number}
     sent |= {"reads": place_of(store, Right.READ), "writes": place_of(store, Right.WRITE)}
     return yaml.safe_dump(sent, sort_keys=False)
+
+
+def _literal(value: Any, number: int | str) -> Any:
+    """Settings of a person's, that nothing but the worker's number is filled into."""
+    match value:
+        case str():
+            return value.replace("${", "$${").replace("{slot}", str(number))
+        case dict():
+            return {name: _literal(each, number) for name, each in value.items()}  # pyright: ignore[reportUnknownVariableType]
+        case list():
+            return [_literal(each, number) for each in value]  # pyright: ignore[reportUnknownVariableType]
+        case _:
+            return value
 
 
 def worker_environment(reads: StoreSpec, writes: StoreSpec) -> dict[str, str]:
@@ -77,11 +68,10 @@ def training_program(
         files={_WORKER: worker_file(plan, store, "{slot}")},
         ports=(PORT,) if plan.warm else (),
     )
-    reads = [f"{plan.run.chain.job}/", keys.notes, f"{keys.job}/"]
+    reads = keys.reads()
     if plan.dataset is not None:
         reads.append(f"{plan.dataset}/")
-    own = plan.run.gradients.worker(keys.uid(0)).replace(keys.uid(0), keys.uid("{slot}"))
-    writes = [own, f"{keys.job}/"]
+    writes = keys.writes("{slot}")
     return program, (
         *(Reach(prefix=prefix) for prefix in reads),
         *(Reach(prefix=prefix, right=Right.WRITE) for prefix in writes),

@@ -16,21 +16,28 @@ PORT = IDENTITY
 """The port that a rented machine is asked for, for others to bring files."""
 
 
-class WorkerSettings(BaseModel):
-    """A worker of a campaign, and what it runs."""
+class TrainingPlan(BaseModel):
+    """What all workers of a campaign do, wherever they are."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     campaign: str = Field(description="Its name: a prefix below the store's URL.")
-    uid: str = Field(description="The worker's: no other has it.")
-    number: int = Field(default=0, ge=0, description="Which of the workers it is, from 0 on.")
     workers: int = Field(default=1, ge=1, description="How many there are.")
-    run: RunSettings = Field(description="What all workers have alike.")
-    reads: StoreSpec = Field(description="The campaign's store, with what may read it.")
-    writes: StoreSpec = Field(
-        description="The same, with what may write the worker's own prefix, and the checkpoints."
+    run: RunSettings = Field(description="What all have alike.")
+    command: tuple[str, ...] = Field(
+        min_length=1,
+        description="The training script, such as `python -m examples.tiny_lm.train`: it finds "
+        "what it needs by `millrace.training.Worker.here()`. `{slot}` is the worker's number.",
     )
-    command: tuple[str, ...] = Field(min_length=1, description="The training script.")
+    restarts: int = Field(
+        default=3,
+        ge=0,
+        description="How often the training script is started again on the same machine, if it "
+        "fails before it has run for ten minutes.",
+    )
+    pause: timedelta = Field(
+        default=timedelta(seconds=10), description="Before the first of them; twice, the next time."
+    )
     epoch: int = Field(default=10, ge=1, description="Windows of an epoch.")
     cooldown: CooldownSettings = Field(
         default=CooldownSettings(), description="How an epoch ends, with a checkpoint."
@@ -40,9 +47,14 @@ class WorkerSettings(BaseModel):
     warm: timedelta | None = Field(
         default=None, description="How long to wait for files that other machines bring."
     )
-    restarts: int = Field(
-        default=3, ge=0, description="How often the training script is started again, if it fails."
-    )
-    pause: timedelta = Field(
-        default=timedelta(seconds=10), description="Before the first of them; twice, the next time."
+
+
+class WorkerSettings(TrainingPlan):
+    """A worker of a campaign, and what it may reach."""
+
+    uid: str = Field(description="Its name: no other has it.")
+    number: int = Field(default=0, ge=0, description="Which of the workers it is, from 0 on.")
+    reads: StoreSpec = Field(description="The campaign's store, with what may read it.")
+    writes: StoreSpec = Field(
+        description="The same, with what may write the worker's own prefix, and the checkpoints."
     )

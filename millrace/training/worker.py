@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, Any, Self
 
 from millrace import errors
 from millrace.checkpoints.epochs import EpochSaver
@@ -24,11 +25,9 @@ from millrace.settings import load
 from millrace.storage import exists, open_store, stream
 from millrace.training.settings import FILE, WorkerSettings
 
-if TYPE_CHECKING:
-    from torch import distributed
-
 _LOOK = 1.0  # seconds between two looks for a run that has not begun
 _PATIENCE = timedelta(hours=2)  # that it is waited for
+_BLOCK = 1 << 20
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +49,7 @@ class Worker:
         self._reads, self._writes = open_store(settings.reads), open_store(settings.writes)
         self._stack = ExitStack()
         self._saver: EpochSaver | None = None
+        self._seen: set[str] = set()  # of shards: whose bytes were looked at
 
     @classmethod
     def here(
@@ -110,7 +110,8 @@ class Worker:
 
     def _brought(self, shard: ManifestShard) -> Path:
         path = self.settings.root / shard.key
-        if path.exists() and path.stat().st_size == shard.size:
+        if shard.key in self._seen or _is(path, shard):
+            self._seen.add(shard.key)
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.{os.getpid()}")
@@ -127,18 +128,13 @@ class Worker:
             part.unlink(missing_ok=True)
         return path
 
-    def join(
-        self,
-        *,
-        group: "distributed.ProcessGroup | None" = None,
-        threads: int | None = None,
-        patience: timedelta = _PATIENCE,
-    ) -> Participant:
+    def join(self, *, threads: int | None = None, patience: timedelta = _PATIENCE) -> Participant:
         """Take part in the campaign's run, from where it is; waited for until it has begun.
 
+        A worker is one process. One of several ranks uses `Participant` and `Membership` itself.
+
         Args:
-            group: As of `Participant`: each rank of one worker calls this.
-            threads: Likewise.
+            threads: As of `Participant`.
             patience: How long the run is waited for.
 
         Raises:
@@ -157,7 +153,6 @@ class Worker:
             self.settings.uid,
             self._writes,
             self._reads,
-            group=group,
             threads=threads,
             progress=self._progress,
         )
@@ -198,6 +193,14 @@ class Worker:
         log.info("epoch %d: %s %s", epoch, cooled.outcome, cooled.reason)
         if cooled.epoch is None:
             raise errors.UnavailableError(f"Epoch {epoch} has not ended: {cooled.reason}")
+
+
+def _is(path: Path, shard: ManifestShard) -> bool:
+    """Whether a file is a shard: whoever brought it may have brought anything."""
+    if not path.exists() or path.stat().st_size != shard.size:
+        return False
+    with path.open("rb") as file:
+        return sha256_of(iter(partial(file.read, _BLOCK), b""))[0] == shard.sha256
 
 
 def _written(file: IO[bytes], blocks: Iterable[bytes]) -> Iterator[bytes]:

@@ -51,7 +51,7 @@ def environment(
         beat=min(10.0, settings.silence.total_seconds() / 4),
         read=_reach(store, settings, slot, Right.READ, lasting),
         write=_reach(store, settings, slot, Right.WRITE, lasting),
-        node_key=node_key(settings.account, settings.name) if program.ports else None,
+        node_key=node_key(settings.account, settings.name, number) if program.ports else None,
     )
     found = {
         "MILLRACE_WATCHDOG": _encoded(_text("watchdog.py")),
@@ -90,13 +90,18 @@ def send_files(store: Store, settings: RentSettings, number: int, slot: int) -> 
     put(store, keys.files, files.model_dump_json().encode())
 
 
-def node_key(account: Account, rental: str) -> SecretStr:
-    """What agents of the swarm on a rental's machines are asked with.
+def node_key(account: Account, rental: str, attempt: int) -> SecretStr:
+    """What the agent of the swarm on a rented machine is asked with; each machine has another.
 
     Whoever has the account finds it again, and nobody finds the account's key by it.
+
+    Args:
+        account: Who pays.
+        rental: Its name.
+        attempt: Which of its machines.
     """
     key = account.api_key.get_secret_value().encode()
-    return SecretStr(hmac.digest(key, f"node of {rental}".encode(), "sha256").hex())
+    return SecretStr(hmac.digest(key, f"node {attempt} of {rental}".encode(), "sha256").hex())
 
 
 def _reach(

@@ -1,7 +1,7 @@
 """Runs in a rented machine: starts the program, and tells the bucket how it is.
 
-Nothing listens here, and no account's key is here: what the machine holds are credentials for its
-own folder and for the parts of the store that the program was given, and they end with the rental.
+No account's key is here: what the machine holds are credentials for its own folder and for the
+parts of the store that the program was given, and they end with the rental.
 """
 
 import contextlib

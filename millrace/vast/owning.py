@@ -7,22 +7,39 @@ from datetime import timedelta
 
 from millrace import errors
 from millrace.keys import RentalKeys
-from millrace.lease import Heartbeat, Held, Holder, Lease, StoreClock, acquire
+from millrace.lease import (
+    Heartbeat,
+    Held,
+    Holder,
+    Lease,
+    StoreClock,
+    acquire,
+    await_lease,
+)
 from millrace.storage import Store, put
 from millrace.vast.watchdog import LEFT
 
 _TTL = timedelta(minutes=3)
 
 
-def own(store: Store, keys: RentalKeys, stack: contextlib.ExitStack) -> Lease:
+def own(
+    store: Store, keys: RentalKeys, stack: contextlib.ExitStack, *, wait: bool = False
+) -> Lease:
     """Hold a rental for as long as a stack is.
+
+    Args:
+        store: Where it is written down.
+        keys: The rental's.
+        stack: Its end gives the rental up.
+        wait: Whether one that seems to have an owner is waited for, until that is heard of.
 
     Raises:
         HeldError: Somebody has it.
     """
     holder = Holder.this_process()
     clock = StoreClock.read(store, keys.scope, holder)
-    lease = acquire(store, keys.lease, holder, _TTL, clock)
+    seek = await_lease if wait else acquire
+    lease = seek(store, keys.lease, holder, _TTL, clock)
     if isinstance(lease, Held):
         raise errors.HeldError(
             f"{keys.name} is held by {lease.holder.host} (process {lease.holder.pid}): end that, "

@@ -113,13 +113,19 @@ def reap(
 
 
 def release(
-    settings: StandSettings, rental: str, *, vast: Vast | None = None, progress: Progress = silent
+    settings: StandSettings,
+    rental: str,
+    *,
+    wait: bool = False,
+    vast: Vast | None = None,
+    progress: Progress = silent,
 ) -> int:
     """Give back all machines of a rental; how many there were.
 
     Args:
         settings: Where rentals are written down, and who pays.
         rental: Its name.
+        wait: Whether an owner that was perhaps killed is waited for, until it is heard of.
         vast: The account; that of the settings by default.
         progress: Told ``rental.returned``, for each.
 
@@ -130,7 +136,7 @@ def release(
     """
     store, vast = open_store(settings.store), vast or account(settings.account)
     with ExitStack() as stack:
-        own(store, RentalKeys(rental), stack)
+        own(store, RentalKeys(rental), stack, wait=wait)
         attempts = attempts_of(store, rental)
         if not attempts:
             raise errors.NotFoundError(

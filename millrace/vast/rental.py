@@ -35,6 +35,7 @@ _BAD = {Ending.DEAD, Ending.OUTBID, Ending.DEARER}  # after which a host is not 
 _FOLLOWED = "Another process has gone on with {}, and has its machines: this one ends."
 _UNANSWERED = 3  # creates without an answer, one after the other, after which no more is tried
 _UNSEEN = 180.0  # seconds that one whose create was answered may be missing in the list
+_AGAIN = 60.0  # seconds until one that was lost, and could not be replaced, is looked for again
 _FRESH = 60.0  # seconds in which what a search has found is relied on
 _RESERVE = timedelta(minutes=2)  # of what all machines cost: what giving back them takes
 
@@ -93,10 +94,11 @@ class Rental:
     Args:
         settings: What is rented.
         detached: Leaving leaves the machines, each until its time is over or `release`.
+        wait: Whether an owner that was perhaps killed is waited for, until it is heard of.
         vast: The account; that of the settings by default.
-        progress: Told ``rental.offer``, ``rental.rented``, ``rental.ready``, ``rental.returned``
-            and ``machine.printed``, each with the machine as its subject, and ``rental.cost`` with
-            ``dollars`` so far.
+        progress: Told ``rental.offer``, ``rental.rented``, ``rental.ready``, ``rental.returned``,
+            ``rental.missing`` with ``why``, and ``machine.printed``, each with the machine as its
+            subject, and ``rental.cost`` with ``dollars`` so far.
     """
 
     def __init__(
@@ -104,11 +106,12 @@ class Rental:
         settings: RentSettings,
         *,
         detached: bool = False,
+        wait: bool = False,
         vast: Vast | None = None,
         progress: Progress = silent,
     ) -> None:
         self.settings = settings
-        self._detached, self._progress = detached, progress
+        self._detached, self._wait, self._progress = detached, wait, progress
         self._keys = RentalKeys(settings.name)
         self._store: Store = open_store(settings.store)
         self._vast = vast or account(settings.account)
@@ -118,6 +121,8 @@ class Rental:
         self._bad: set[int] = set()
         self._tries: dict[int, int] = {}
         self._past: dict[int, float] = {}
+        self._had: set[int] = set()
+        self._again: dict[int, float] = {}
         self._found: list[Offer] = []
         self._searched = 0.0
         self._installation = ""
@@ -133,7 +138,7 @@ class Rental:
             HeldError: Somebody else has it.
         """
         with contextlib.ExitStack() as stack:
-            self._lease = own(self._store, self._keys, stack)
+            self._lease = own(self._store, self._keys, stack, wait=self._wait)
             self._owner = Owner(self._store, self._keys, self.settings.silence)
             stack.enter_context(self._owner)
             self._installation = installation_of(self._store)
@@ -166,15 +171,18 @@ class Rental:
         now = self._clock.now()
         return sum(self._past.values()) + sum(one.cost(now) for one in self._machines.values())
 
-    def until_ready(self) -> tuple[Machine, ...]:
+    def until_ready(self, stop: threading.Event | None = None) -> tuple[Machine, ...]:
         """Rent what is missing, and wait until all programs run, or have ended.
+
+        Args:
+            stop: As of `until_done`.
 
         Raises:
             BudgetError: The money or the time is spent: all were given back.
             MachineError: No machine came up, or a program failed.
             NotFoundError: There is no offer that fits.
         """
-        self._attend(lambda: all(one.ready for one in self._machines.values()))
+        self._attend(lambda: all(one.ready for one in self._machines.values()), stop)
         return self.machines
 
     def until_done(self, stop: threading.Event | None = None) -> None:
@@ -199,23 +207,34 @@ class Rental:
         )
 
     def _attend(self, enough: Callable[[], bool], stop: threading.Event | None = None) -> None:
-        while stop is None or not stop.is_set():
+        stop = stop or threading.Event()
+        while not stop.is_set():
             self._look()
             missing = [
                 slot for slot in range(self.settings.count)
                 if slot not in self._machines and slot not in self._done
             ]  # fmt: skip
             for slot in missing:
-                try:
-                    self._rent(slot)
-                except errors.UnavailableError:
-                    if not self._machines:
-                        raise
-                    break  # others run: that one is tried again after the next look
+                if not stop.is_set():
+                    self._fill(slot)
             missing = [slot for slot in missing if slot not in self._machines]
             if not missing and enough():
                 return
             self._clock.sleep(self.settings.poll.total_seconds())
+
+    def _fill(self, slot: int) -> None:
+        """Rent a machine for a slot. While others run, one that was lost may stay missing."""
+        if self._machines and self._clock.elapsed() < self._again.get(slot, 0.0):
+            return
+        try:
+            self._rent(slot)
+        except (errors.UnavailableError, errors.NotFoundError, errors.MachineError) as error:
+            passing = isinstance(error, errors.UnavailableError)
+            if not self._machines or not (passing or slot in self._had):
+                raise
+            self._again[slot] = self._clock.elapsed() + (0.0 if passing else _AGAIN)
+            figures = {"why": errors.one_line(error)}
+            self._progress(Event("rental.missing", f"{self.settings.name}/{slot}", figures))
 
     def _look(self) -> None:
         """See how all machines are; give back what will not be used any more."""
@@ -232,12 +251,14 @@ class Rental:
         dollars = {"dollars": round(self.cost, 6)}
         self._progress(Event("rental.cost", self.settings.name, dollars))
         for machine, verdict in ended:
-            if verdict.why is Ending.FAILED:
+            if verdict.why is Ending.FAILED and not self.settings.retry_failed:
                 raise errors.MachineError(verdict.said)
             if verdict.why is Ending.DONE:
                 self._done[machine.slot] = machine
-            else:
-                self._bad.add(machine.attempt.intent.machine)
+                continue
+            self._bad.add(machine.attempt.intent.machine)
+            if machine.ready and verdict.why is not Ending.FAILED:
+                self._tries.pop(machine.slot, None)  # it was used: that it is lost counts for none
 
     def _rows(self) -> dict[str, Instance] | None:
         """The account's machines by their labels; None where that is not known."""
@@ -295,6 +316,7 @@ class Rental:
             return _Verdict(Ending.DEAD, f"it could not install the program: {said}")
         if report.beat is not None and row is not None and row.running:
             machine.ready = True
+            self._had.add(machine.slot)
             self._progress(Event("rental.ready", _name(machine), {"instance": row.id}))
         elif now - machine.since > self.settings.loading.total_seconds():
             state = report.setup.state if report.setup else row.status if row else "unknown"
@@ -338,8 +360,7 @@ class Rental:
             NotFoundError: No offer fits.
             MachineError: Too many did not come up.
         """
-        tries = self._tries[slot] = self._tries.get(slot, 0) + 1
-        if tries > self.settings.tries:
+        if self._tries.get(slot, 0) >= self.settings.tries:
             raise errors.MachineError(
                 f"{self.settings.tries} machines for slot {slot} of {self.settings.name} did not "
                 "come up, or were lost: see the reports of each, and ask for others."
@@ -350,6 +371,7 @@ class Rental:
             self._refuse_spending()
             before = self._clock.elapsed()
             if self._take(slot, offer):
+                self._tries[slot] = self._tries.get(slot, 0) + 1
                 return
             unanswered += self._clock.elapsed() - before >= SETTLING
             if unanswered == _UNANSWERED:

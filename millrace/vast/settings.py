@@ -105,6 +105,11 @@ class Patience(BaseModel):
     tries: int = Field(
         default=5, ge=1, description="Machines that are rented, at most, in place of one."
     )
+    retry_failed: bool = Field(
+        default=False,
+        description="Whether a program that fails is tried on another machine, as often as `tries` "
+        "says; else all machines are given back.",
+    )
 
 
 class RentSettings(Patience):

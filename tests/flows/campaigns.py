@@ -47,7 +47,7 @@ def plan_of(name: str, bucket: Any, text: Path, machines: dict[str, Any]) -> dic
             "rules": {
                 "codec": {"k": 112},
                 "steps": 3,
-                "window": "PT1M",
+                "window": "PT10M",
                 "gather": {"look": "PT0.1S", "quorum": WORKERS},
             },
             "cooldown": {"time": "PT1M"},
@@ -95,6 +95,10 @@ def wrong_with(store: Path, name: str, text: Counter[str]) -> list[str]:
     chain = sorted(path.name for path in (store / name / "run/gathers/1/chain").glob("*.json"))
     if chain != [f"{number:09d}.json" for number in range(EPOCHS * WINDOWS + 1)]:
         wrong.append(f"the chain is {chain}")
+    for path in sorted((store / name / "run/gathers/1/chain").glob("*.json"))[1:]:
+        taken = json.loads(path.read_text())["record"]["taken"]
+        if len(taken) != WORKERS:
+            wrong.append(f"in {path.stem} only {sorted(taken)} were taken")
     if digests_of(store, f"{name}/final") != digests_of(store, f"{name}/run/gathers/1"):
         wrong.append("other weights were handed over than the chain has come to")
     epochs = sorted(path.name for path in (store / name / "model/epochs").glob("*.json"))

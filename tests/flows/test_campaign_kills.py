@@ -38,6 +38,7 @@ def test_a_campaign_that_is_cancelled_gives_its_machines_back(
 ) -> None:  # fmt: skip
     site = Site(prefect_api, vast, repository, tmp_path, "cancelled")
     plan = json.loads(site.plan.read_text())
+    plan["training"]["windows"] = 1000  # it has not ended before it is cancelled
     run = deployed.start("campaign/campaign", watch=False, plan=plan).run
     chain = site.store / "cancelled/run/gathers/1/chain"
     until((chain / "000000001.json").exists, "the first window")

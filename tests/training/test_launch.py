@@ -45,15 +45,17 @@ def script(path: Path, then: str) -> tuple[str, ...]:
         ("sys.exit(0 if len(path.read_text()) == 3 else 4)", 3, 3, 0),
         ("sys.exit(4)", 2, 3, 4),
         ("os.kill(os.getpid(), 9)", 0, 1, 137),
+        (None, 0, 0, 127),
     ],
 )
 def test_a_script_that_fails_is_started_again(
-    make: Make, tmp_path: Path, then: str, restarts: int, runs: int, code: int
+    make: Make, tmp_path: Path, then: str | None, restarts: int, runs: int, code: int
 ) -> None:
     path = tmp_path / "runs"
-    settings = make(command=script(path, then), restarts=restarts)
+    command = ("no-such-program",) if then is None else script(path, then)
+    settings = make(command=command, restarts=restarts)
     assert started(written(tmp_path, settings)).wait() == code
-    assert len(path.read_text()) == runs
+    assert (len(path.read_text()) if path.exists() else 0) == runs
 
 
 def started(file: Path, *options: str, **more: Any) -> "subprocess.Popen[bytes]":

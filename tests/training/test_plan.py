@@ -4,14 +4,16 @@ import base64
 import json
 import secrets
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from botocore.exceptions import ClientError
 from pydantic import SecretStr
 
 from millrace.gradients import RunSettings
+from millrace.keys import CampaignKeys
 from millrace.remote import Repository
-from millrace.settings import validated
+from millrace.settings import load
 from millrace.storage import StoreSpec, open_store
 from millrace.training import TrainingPlan, WorkerSettings, training_program, worker_file
 from millrace.vast import Account, Instance, OfferRequest, RentSettings, node_key
@@ -34,18 +36,12 @@ def rent(store: StoreSpec, key: str = "account", **more: str) -> RentSettings:
     )  # fmt: skip
 
 
-def test_the_file_of_a_worker_has_no_secret_and_is_its_settings(rgw: RGW) -> None:
+def test_the_file_of_a_worker_has_no_secret(rgw: RGW) -> None:
     pair = credentials(rgw.full)
     store = StoreSpec(url="s3://bucket", endpoint=rgw.endpoint, credentials=pair)
     text = worker_file(PLAN, store, 2)
     assert rgw.full.secret_access_key not in text
     assert rgw.full.access_key_id not in text
-    local = worker_file(PLAN, StoreSpec(url="file:///x"), 2)
-    import yaml
-
-    data = yaml.safe_load(local.replace("${MILLRACE_STORE}", "file:///x"))
-    settings = validated(WorkerSettings, data, where="file")
-    assert (settings.uid, settings.number, settings.workers) == ("worker-2", 2, 3)
 
 
 def test_a_machine_writes_its_own_gradients_and_never_the_chain(rgw: RGW, bucket: str) -> None:
@@ -59,15 +55,19 @@ def test_a_machine_writes_its_own_gradients_and_never_the_chain(rgw: RGW, bucket
     given = order["write"]["credentials"]
     pair = Key(given["access_key_id"], given["secret_access_key"], given["session_token"])
     client = rgw.client(pair)
-    for key in ("c/run/worker-1/gradient", "c/model/checkpoints/x"):
+    for key in (
+        "c/run/worker-1/gradient", "c/model/checkpoints/x", "c/model/cooldowns/000000/roster.json",
+        "c/model/epochs/000000.json", "c/model/lease/members/worker-1/000000.json",
+    ):  # fmt: skip
         client.put_object(Bucket=bucket, Key=key, Body=b"x")
     for key in (
         "c/run/worker-0/gradient", "c/run/worker-10/gradient", "c/run/gathers/1/chain/000000001",
         "c/campaign/warmed.json", "c/lease/campaign/0", "text/manifest.json", "_rentals/c/x",
+        "c/model/lease/members/worker-0/000000.json", "c/campaign/plan.json",
     ):  # fmt: skip
         with pytest.raises(ClientError, match=r"AccessDenied|403"):
             client.put_object(Bucket=bucket, Key=key, Body=b"x")
-    assert order["node_key"] == node_key(settings.account, "c").get_secret_value()
+    assert order["node_key"] == node_key(settings.account, "c", 0).get_secret_value()
     assert "account" not in json.dumps(found)
 
 
@@ -75,11 +75,30 @@ def test_machines_that_listen_have_a_port_that_is_open() -> None:
     assert rent(StoreSpec(url="file:///x")).wanted.ports == 1
 
 
-def test_the_key_of_agents_is_found_again_and_is_not_the_accounts() -> None:
-    one = node_key(Account(api_key=SecretStr("a")), "c")
-    assert one == node_key(Account(api_key=SecretStr("a")), "c")
-    assert one != node_key(Account(api_key=SecretStr("a")), "d")
-    assert one != node_key(Account(api_key=SecretStr("b")), "c")
+def test_the_key_of_an_agent_is_found_again_and_is_its_own() -> None:
+    one = node_key(Account(api_key=SecretStr("a")), "c", 0)
+    assert one == node_key(Account(api_key=SecretStr("a")), "c", 0)
+    assert one != node_key(Account(api_key=SecretStr("a")), "c", 1)
+    assert one != node_key(Account(api_key=SecretStr("a")), "d", 0)
+    assert one != node_key(Account(api_key=SecretStr("b")), "c", 0)
+
+
+def test_what_a_person_writes_is_filled_in_with_the_workers_number_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    command = ("bash", "-c", "echo ${HOME} $${X} {slot}")
+    plan = PLAN.model_copy(update={"command": command})
+    path = tmp_path / "worker.yaml"
+    path.write_text(worker_file(plan, StoreSpec(url="file:///x"), 2))
+    settings = load(path, WorkerSettings, {"MILLRACE_STORE": "file:///x"})
+    assert settings.command == ("bash", "-c", "echo ${HOME} $${X} 2")
+    assert (settings.uid, settings.number, settings.workers) == ("worker-2", 2, 3)
+
+
+@pytest.mark.parametrize("name", ["worker-0-b", "my-worker-01"])
+def test_a_campaign_may_be_called_as_a_worker_is(name: str) -> None:
+    keys = CampaignKeys(name)
+    assert keys.writes("{slot}")[0] == f"{name}/run/worker-{{slot}}/"
 
 
 @pytest.mark.parametrize(

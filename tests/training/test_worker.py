@@ -40,9 +40,11 @@ def test_what_was_brought_is_not_fetched_and_what_is_damaged_is_refused(
     whole = second.read_bytes()
     put(store, "text/shards/train-00000-000000.tar", b"x" * first.stat().st_size)
     assert worker.shards() == [first, second]  # they are here: the store is not asked
-    second.write_bytes(whole[:10])
-    assert worker.shards()[1].read_bytes() == whole
+    second.write_bytes(b"y" * len(whole))  # whoever may bring files here
+    again = Worker(make())
+    assert again.shards()[1].read_bytes() == whole
     first.unlink()
+    worker = Worker(make())
     with pytest.raises(errors.CorruptError, match="not what its manifest says"):
         worker.shards()
     assert not first.exists()
@@ -75,25 +77,33 @@ def test_an_epoch_ends_where_a_window_begins_that_follows_it(store: Store, make:
     found = load(store, "small/model")
     assert found.checkpoint.step == 20
     keys = settings.run.gradients
-    assert measured(store, keys, ["worker-0", "gone"], "loss") == {
-        1: {"worker-0": 3.0}, 3: {"worker-0": 2.0}, 5: {"worker-0": 1.0},
-    }  # fmt: skip
+    said = {1: 3.0, 3: 2.0, 5: 1.0}
+    assert measured(store, keys, ["worker-0", "gone"], "loss", last=5) == said
+    assert measured(store, keys, ["worker-0"], "loss", last=4) == {1: 3.0, 3: 2.0}
+    assert measured(store, keys, ["worker-0", "gone", "too"], "loss", last=5) == {}  # one of three
 
 
 def test_what_a_worker_says_that_is_nothing_is_passed_over(store: Store, make: Make) -> None:
     keys = make().run.gradients
-    for uid in ("a", "b", "c", "d", "e"):
-        commit_once(
-            store, keys.start_window(uid, 1),
-            StartWindow(uid=uid, window=1, step=0, measured={"loss": 1.5}),
-        )  # fmt: skip
-    said = Path(store.url.removeprefix("file://"))
+    uids = ["a", "b", "c", "d", "e", "f", "g"]
+    for uid, loss in zip(uids, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 1e300], strict=True):
+        said = StartWindow(uid=uid, window=1, step=0, measured={"loss": loss})
+        commit_once(store, keys.start_window(uid, 1), said)
+    folder = Path(store.url.removeprefix("file://"))
+    another = (folder / keys.start_window("a", 1)).read_bytes()
     for uid, body in (
-        ("a", b"x"), ("b", b"[" * 5000), ("c", b'{"kind":"StartWindow"}'),
-        ("d", (said / keys.start_window("d", 1)).read_bytes().replace(b"1.5", b"NaN")),
+        ("b", another), ("c", b"[" * 5000), ("d", b'{"kind":"StartWindow"}'),
     ):  # fmt: skip
         put(store, keys.start_window(uid, 1), body)
-    assert measured(store, keys, ["a", "b", "c", "d", "e"], "loss") == {1: {"e": 1.5}}
+    assert measured(store, keys, ["a", "b", "c", "d"], "loss", last=1) == {}
+    assert measured(store, keys, ["a", "b", "e", "f", "g"], "loss", last=1) == {1: 5.0}
+
+
+def test_a_member_that_writes_nonsense_stops_no_other(store: Store, make: Make) -> None:
+    put(store, "small/model/lease/members/liar/000000.json", b"nonsense")
+    with Worker(make()) as worker:
+        worker.begin(Turn(3, 10, 5), torch.nn.Linear(3, 2).state_dict())
+    assert fetch(store, "small/model/epochs/000000.json", Epoch).step == 10
 
 
 def test_a_worker_waits_for_its_run_to_begin(store: Store, make: Make) -> None:

@@ -1,5 +1,6 @@
 """Machines are rented, used, and given back, whatever happens in between."""
 
+import threading
 from datetime import timedelta
 
 import pytest
@@ -84,6 +85,47 @@ def test_a_program_that_fails_is_said_with_its_last_words(world: Reset) -> None:
         rental.until_done()
     assert account.server.alive() == []
     assert endings(account) == [Ending.FAILED]
+
+
+def test_a_program_that_fails_is_tried_elsewhere_if_that_is_wanted(world: Reset) -> None:
+    account = world(program=100.0, first="failing")
+    with Rental(account.settings(retry_failed=True), vast=account.vast) as rental:
+        rental.until_done()
+    assert account.server.alive() == []
+    assert endings(account) == [Ending.FAILED, Ending.DONE]
+
+
+def test_one_that_is_lost_and_cannot_be_replaced_ends_no_other(world: Reset) -> None:
+    account = world(program=1000.0, machines=2)
+    settings = account.settings(count=2)
+    with Rental(settings, vast=account.vast, progress=account.progress) as rental:
+        first, _ = rental.until_ready()
+        assert first.instance
+        account.server.befall(first.instance.id, "exited")
+        rental.until_done()
+    assert account.server.alive() == []
+    # The other has done its work, and then its host is free for what was missing.
+    assert endings(account) == [Ending.DEAD, Ending.DONE, Ending.DONE]
+    assert 5 < account.count("rental.missing") < 20  # it was looked for all the time
+
+
+def test_waiting_is_ended_by_whoever_wants(world: Reset) -> None:
+    account = world()
+    stop = threading.Event()
+    with Rental(account.settings(), vast=account.vast) as rental:
+        rental.until_ready()
+        stop.set()
+        rental.until_done(stop)
+        assert len(account.server.alive()) == 1
+    assert account.server.alive() == []
+
+
+def test_machines_that_are_missing_are_found_by_one_search(world: Reset) -> None:
+    account = world(program=100.0)
+    with Rental(account.settings(count=4), vast=account.vast) as rental:
+        rental.until_done()
+    calls = [one["call"] for one in account.server.requests()]
+    assert (calls.count("create"), calls.count("search")) == (4, 1)
 
 
 def test_an_offer_that_is_gone_is_left_for_the_next(world: Reset) -> None:
