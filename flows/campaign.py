@@ -31,12 +31,13 @@ from millrace.vast import Patience, RentSettings
 from tasks.campaigning import (
     Standing,
     Summary,
+    begin_warming,
+    end_warming,
+    is_warming,
     led,
     pin_plan,
     refuse_unsealed,
     report_campaign,
-    say_cold,
-    say_warm,
     standing_of,
     summarize,
 )
@@ -247,14 +248,14 @@ def _rented(site: _Site, training: Training, machines: RentedWorkers) -> Generat
         role_arn=machines.role_arn,
         **patience.model_dump(),
     )
+    if plan.warm is not None:
+        begin_warming(site.writes, name)
     with Attended(settings) as crew:
-        if plan.warm is not None:
-            say_cold(site.writes, name)  # of machines before these
         provision(
             name, site.bucket, machines.vast, machines.request, program, training.workers,
             list(reach), machines.role_arn, patience, dry_run=False,
         )  # fmt: skip
-        if plan.warm is not None and plan.dataset is not None:
+        if plan.dataset is not None and is_warming(site.writes, name):
             _warm(site, plan.dataset, machines)
         yield crew
     release(name, site.bucket, machines.vast)
@@ -271,7 +272,7 @@ def _warm(site: _Site, dataset: str, machines: RentedWorkers) -> None:
         )
     except MillraceError as error:
         get_run_logger().warning("Workers read the store themselves: %s", one_line(error))
-    say_warm(site.writes, site.plan.name)
+    end_warming(site.writes, site.plan.name)
 
 
 def _hand_over(site: _Site, training: Training, wanted: HandOver) -> None:

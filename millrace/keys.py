@@ -501,9 +501,9 @@ class CampaignKeys:
         return f"{self.name}/campaign/"
 
     @property
-    def warmed(self) -> str:
-        """That the machines have what they are to have: there while that is so."""
-        return f"{self.notes}warmed.json"
+    def warming(self) -> str:
+        """That machines are to wait for their files: there while they are brought."""
+        return f"{self.notes}warming.json"
 
     @property
     def plan(self) -> str:

@@ -41,8 +41,8 @@ class Pinned(BaseModel):
     dataset: str | None
 
 
-class Warmed(BaseModel):
-    """That a campaign's machines have what they are to have."""
+class Warming(BaseModel):
+    """That a campaign's machines are to wait for their files."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -165,15 +165,23 @@ def pin_plan(place: StoreSpec, plan: TrainingPlan) -> None:
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def say_cold(place: StoreSpec, name: str) -> None:
-    """Have workers wait for their files."""
-    delete(open_store(place), [CampaignKeys(name).warmed])
+def begin_warming(place: StoreSpec, name: str) -> None:
+    """Have machines that come up wait for their files, unless some are out: those train."""
+    store = open_store(place)
+    if all(one.returned is not None for one in attempts_of(store, name)):
+        commit_once(store, CampaignKeys(name).warming, Warming(campaign=name))
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def say_warm(place: StoreSpec, name: str) -> None:
-    """Have workers that wait for their files wait no longer."""
-    commit_once(open_store(place), CampaignKeys(name).warmed, Warmed(campaign=name))
+def is_warming(place: StoreSpec, name: str) -> bool:
+    """Whether machines wait for their files."""
+    return exists(open_store(place), CampaignKeys(name).warming)
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def end_warming(place: StoreSpec, name: str) -> None:
+    """Have machines wait no longer."""
+    delete(open_store(place), [CampaignKeys(name).warming])
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)

@@ -8,6 +8,7 @@ os.environ["HF_HUB_DISABLE_XET"] = os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = 
 pytest_plugins = ["tests.prefect_server", "tests.ray_cluster", "tests.servers.fixtures"]
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of two processes (`-n 2 --dist loadgroup`) one has the Prefect server and all that needs it.
 

@@ -64,7 +64,7 @@ def _until_warm(settings: WorkerSettings, patience: timedelta) -> None:
     deadline = time.monotonic() + patience.total_seconds()
     while time.monotonic() < deadline:
         try:
-            if exists(store, keys.warmed):
+            if not exists(store, keys.warming):
                 return
         except errors.UnavailableError as error:
             log.warning("not known whether files are here: %s", errors.one_line(error))

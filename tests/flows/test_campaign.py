@@ -13,10 +13,10 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlo
 
 from examples.tiny_lm.begin import begin
 from millrace.storage import StoreSpec, open_store
-from tests.flows.browser import field, open_run_form
+from tests.flows.browser import field, open_run_form, press
 from tests.flows.campaigns import EPOCHS, WINDOWS, WORKERS, here, make_text, plan_of, wrong_with
 from tests.flows.conftest import MakeBlock
-from tests.prefect_server import PrefectServer, Worker, until
+from tests.prefect_server import PrefectServer, Worker
 from tests.servers.rgw import RGW
 from tests.stores import credentials
 
@@ -103,11 +103,14 @@ def test_a_campaign_is_started_from_the_form_and_its_summary_is_seen(
 ) -> None:  # fmt: skip
     posted: list[dict[str, Any]] = []
     runs: list[UUID] = []
+    refused: list[str] = []
 
     def answered(answer: Any) -> None:
         if answer.request.method == "POST" and answer.url.endswith("/create_flow_run"):
             posted.append(json.loads(answer.request.post_data or "{}"))
-            if answer.status < 400:
+            if answer.status >= 400:
+                refused.append(told(answer))
+            else:
                 runs.append(UUID(answer.json()["id"]))
 
     page.on("response", answered)
@@ -117,13 +120,8 @@ def test_a_campaign_is_started_from_the_form_and_its_summary_is_seen(
     expect(field(page, "Epochs")).to_contain_text("each ends with a checkpoint")
     name.get_by_role("textbox").fill("typed")
 
-    def submitted() -> bool | None:
-        page.wait_for_timeout(50)  # lets the browser's answers come in
-        return bool(runs) or None
-
-    page.get_by_role("button", name="Submit").click()
-    until(submitted, "the run that the form started")
-    assert [one["parameters"]["plan"]["name"] for one in posted] == ["typed"]
+    press(page, "Submit", lambda: runs, refused)
+    assert {one["parameters"]["plan"]["name"] for one in posted} == {"typed"}
     state = deployed.wait(runs[0], "Completed", "Failed").state
     assert state is not None
     assert state.name == "Completed", state.message

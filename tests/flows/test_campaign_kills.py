@@ -9,13 +9,10 @@ from tests.servers.vast import VastServer
 
 AT = [
     "shard.committed 2",
-    "before provision",
     "rental.rented 1",
-    "after provision",
     "before prewarm",
     "window.merged 1",
     "before cool_down",
-    "after cool_down",
     "before release",
     "before save_checkpoint",
     "before clean_bucket",

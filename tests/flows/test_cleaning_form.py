@@ -3,7 +3,7 @@
 import contextlib
 import json
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from uuid import UUID
 
@@ -12,10 +12,10 @@ from playwright.sync_api import Page, Response, expect
 
 from blocks import Bucket, Role
 from millrace.storage import Store, StoreSpec, list_objects, open_store
-from tests.flows.browser import field, open_run_form, told
+from tests.flows.browser import field, open_run_form, press, told
 from tests.flows.conftest import MakeBlock, aws_credentials
 from tests.housekeeping.material import Place
-from tests.prefect_server import PrefectServer, Worker, until
+from tests.prefect_server import PrefectServer, Worker
 from tests.servers.rgw import RGW
 from tests.stores import credentials
 
@@ -80,22 +80,6 @@ def open_form(server: PrefectServer, page: Page, name: str) -> Started:
     started = Started(page)
     open_run_form(server, page, name)
     return started
-
-
-def press(page: Page, button: str, seen: Callable[[], Any], refused: list[str]) -> None:
-    """Press a button; again if the server's SQLite was locked just then, as a person would."""
-    for _ in range(3):
-        refused.clear()
-        page.get_by_role("button", name=button, exact=True).last.click()
-
-        def came() -> bool | None:
-            page.wait_for_timeout(50)  # lets the browser's answers come in
-            return bool(seen() or refused) or None
-
-        until(came, f"what {button} does")
-        if seen():
-            return
-    raise AssertionError(refused)
 
 
 def test_a_dry_run_is_started_from_the_form_and_its_plan_is_seen(

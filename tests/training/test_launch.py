@@ -12,7 +12,7 @@ import yaml
 from pydantic import SecretStr
 
 from millrace.keys import CampaignKeys
-from millrace.storage import Store, StoreSpec, put
+from millrace.storage import Store, StoreSpec, delete, put
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm
 from millrace.training import WorkerSettings
 from tests.prefect_server import until
@@ -67,6 +67,7 @@ def test_a_machine_is_warmed_before_its_script_runs(
     make: Make, store: Store, place: StoreSpec, tmp_path: Path
 ) -> None:
     put(store, "models/weights.bin", b"w" * 100_000)
+    put(store, CampaignKeys("small").warming, b"{}")
     brought = tmp_path / "data/weights.bin"
     settings = make(
         warm="PT5M", command=script(tmp_path / "ran", f'assert pathlib.Path("{brought}").exists()')
@@ -82,7 +83,7 @@ def test_a_machine_is_warmed_before_its_script_runs(
         )
         assert [node.ready for node in report.nodes] == [True]
         assert not (tmp_path / "ran").exists()
-        put(store, CampaignKeys("small").warmed, b"{}")
+        delete(store, [CampaignKeys("small").warming])
         assert process.wait() == 0
     finally:
         process.kill()

@@ -62,7 +62,7 @@ def test_a_machine_writes_its_own_gradients_and_never_the_chain(rgw: RGW, bucket
         client.put_object(Bucket=bucket, Key=key, Body=b"x")
     for key in (
         "c/run/worker-0/gradient", "c/run/worker-10/gradient", "c/run/gathers/1/chain/000000001",
-        "c/campaign/warmed.json", "c/lease/campaign/0", "text/manifest.json", "_rentals/c/x",
+        "c/campaign/warming.json", "c/lease/campaign/0", "text/manifest.json", "_rentals/c/x",
         "c/model/lease/members/worker-0/000000.json", "c/campaign/plan.json",
     ):  # fmt: skip
         with pytest.raises(ClientError, match=r"AccessDenied|403"):
