@@ -21,7 +21,7 @@ from flows.provision import provision
 from flows.release import release
 from flows.save_checkpoint import Saved, save_checkpoint
 from flows.shard_dataset import shard_dataset
-from millrace.errors import ConfigurationError, HeldError, MillraceError, UnavailableError, one_line
+from millrace.errors import HeldError, MillraceError, UnavailableError, one_line
 from millrace.gradients import FollowSettings, RunSettings
 from millrace.housekeeping import Cleaned, Rule, What
 from millrace.keys import CampaignKeys
@@ -42,8 +42,8 @@ from tasks.campaigning import (
     summarize,
 )
 from tasks.merging import Aggregated
-from tasks.places import check_right, known, spec_of
-from tasks.renting import Attended, is_out, stand_of
+from tasks.places import check_right, needed, spec_of
+from tasks.renting import Attended, is_out, needed_stand
 from tasks.words import count
 from tasks.working import Workers
 
@@ -136,11 +136,7 @@ def _work(site: _Site) -> None:
 
 
 def _site(plan: Campaign) -> _Site:
-    bucket = known(plan.bucket)
-    if bucket is None:
-        raise ConfigurationError(
-            f"There is no Millrace Bucket block {plan.bucket}: make it with `millrace setup`."
-        )
+    bucket = needed(plan.bucket)
     return _Site(plan, bucket, spec_of(bucket, Right.READ), spec_of(bucket, Right.WRITE))
 
 
@@ -194,9 +190,7 @@ def _train_epoch(site: _Site, training: Training, epoch: int, crew: Attended | W
 def _aggregate(site: _Site, training: Training, end: int) -> Aggregated:
     """Merge windows up to one, or to one in which nobody's gradient is taken."""
     first = training.first
-    place = known(first.bucket) if first.bucket is not None else site.bucket
-    if place is None:
-        raise ConfigurationError(f"There is no Millrace Bucket block {first.bucket}.")
+    place = site.bucket if first.bucket is None else needed(first.bucket)
     care = FollowSettings(**{**training.follow.model_dump(), "until": end, "idle": 1})
     done = aggregate_gradients(
         site.bucket,
@@ -232,9 +226,7 @@ def _crew(site: _Site, training: Training) -> Generator[Attended | Workers]:
 def _rented(site: _Site, training: Training, machines: RentedWorkers) -> Generator[Attended]:
     """Rented machines that train: owned from the first to the last, given back whatever happens."""
     name, plan = site.plan.name, site.work(training)
-    stand = stand_of(site.bucket, machines.vast)
-    if stand is None:
-        raise ConfigurationError("Who pays is not known: the log says which block is missing.")
+    stand = needed_stand(site.bucket, machines.vast)
     program, reach = training_program(plan, site.writes, machines)
     patience = Patience.model_validate({f: getattr(machines, f) for f in Patience.model_fields})
     settings = RentSettings(
@@ -248,7 +240,7 @@ def _rented(site: _Site, training: Training, machines: RentedWorkers) -> Generat
         role_arn=machines.role_arn,
         **patience.model_dump(),
     )
-    if plan.warm is not None:
+    if plan.warm is not None and not is_out(site.writes, name):  # those that are out train
         begin_warming(site.writes, name)
     with Attended(settings) as crew:
         provision(
@@ -278,9 +270,7 @@ def _warm(site: _Site, dataset: str, machines: RentedWorkers) -> None:
 def _hand_over(site: _Site, training: Training, wanted: HandOver) -> None:
     """Bring the newest weights that the chain proves to where they are wanted."""
     saved = Saved(**_place(site.bucket), job=site.run(training).chain.job)
-    bucket = known(wanted.bucket) if wanted.bucket is not None else None
-    if bucket is None and wanted.bucket is not None:
-        raise ConfigurationError(f"There is no Millrace Bucket block {wanted.bucket}.")
+    bucket = None if wanted.bucket is None else needed(wanted.bucket)
     save_checkpoint(saved, wanted.job, bucket, wanted.hub)
 
 

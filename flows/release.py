@@ -3,8 +3,7 @@
 from prefect import flow
 
 from blocks import Bucket, VastCredentials
-from millrace.errors import ConfigurationError
-from tasks.renting import release_machines, report_rentals, stand_of
+from tasks.renting import needed_stand, release_machines, report_rentals
 from tasks.words import count
 
 
@@ -17,9 +16,7 @@ def release(name: str, bucket: Bucket | str, vast: VastCredentials | str = "vast
         bucket: The Millrace Bucket block, or its name, where the rental is written down.
         vast: The Vast.ai Credentials block that has paid, or its name.
     """
-    stand = stand_of(bucket, vast)
-    if stand is None:
-        raise ConfigurationError("A block is missing: the log says which.")
+    stand = needed_stand(bucket, vast)
     returned = release_machines(stand, name)
     said = f"{count(returned, 'machine')} given back; a listing shows none."
     report_rentals(f"**{name}**: {said}", [])

@@ -166,10 +166,8 @@ def pin_plan(place: StoreSpec, plan: TrainingPlan) -> None:
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
 def begin_warming(place: StoreSpec, name: str) -> None:
-    """Have machines that come up wait for their files, unless some are out: those train."""
-    store = open_store(place)
-    if all(one.returned is not None for one in attempts_of(store, name)):
-        commit_once(store, CampaignKeys(name).warming, Warming(campaign=name))
+    """Have machines that come up wait for their files."""
+    commit_once(open_store(place), CampaignKeys(name).warming, Warming(campaign=name))
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
@@ -210,11 +208,11 @@ def summarize(
         manifest = fetch(store, DatasetKeys(dataset).manifest, Manifest)
         samples = sum(manifest.samples.values())
         found = replace(found, samples=samples, shards=len(manifest.shards))
-    if run is not None and newest(store, run.chain) >= 0:
+    last = -1 if run is None else newest(store, run.chain)
+    if run is not None and last >= 0:
         found = _trained(found, list(links(store, run.chain)))
         uids = [keys.uid(number) for number in range(workers)]
-        last = newest(store, run.chain) + 1
-        said = measured(store, run.gradients, uids, "loss", last=last)
+        said = measured(store, run.gradients, uids, "loss", last=last + 1)
         losses = {window - 1: value for window, value in said.items()}
         ends = {epoch: _end_of(store, keys.job, epoch) for epoch in range(epochs)}
         steps = {epoch: end.step if end.root else None for epoch, end in ends.items() if end}
@@ -258,7 +256,7 @@ def describe(found: Summary, fault: str = "", *, picture: bool = True) -> str:
         picture: Whether the losses are drawn.
     """
     lines = [_headline(found, fault), "", "| | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in _rows(found).items() if value]
+    lines += [f"| {name} | {value} |" for name, value in _rows(found).items()]
     if found.losses and picture:
         lines += ["", f"![the loss over the windows]({_picture(found)})"]
     return "\n".join(lines) + "\n"

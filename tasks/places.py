@@ -8,6 +8,7 @@ from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from blocks import Bucket
+from millrace.errors import ConfigurationError
 from millrace.sources import SourceSettings
 from millrace.storage import Right, StoreSpec, check, open_store
 from tasks.retries import PAUSES, passing
@@ -33,6 +34,20 @@ def known(place: Bucket | str) -> Bucket | str | None:
     if isinstance(place, Bucket) or "://" in place or place.startswith(("/", "~", ".")):
         return place
     return block_of(Bucket, place)
+
+
+def needed(place: Bucket | str) -> Bucket | str:
+    """As `known`, where it has to be there.
+
+    Raises:
+        ConfigurationError: There is no block of this name.
+    """
+    found = known(place)
+    if found is None:
+        raise ConfigurationError(
+            f"There is no Millrace Bucket block {place}: make it with `millrace setup`."
+        )
+    return found
 
 
 def block_of(kind: type[B], name: str) -> B | None:

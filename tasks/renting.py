@@ -87,6 +87,18 @@ def stand_of(bucket: Bucket | str, vast: VastCredentials | str) -> StandSettings
     return StandSettings(store=spec_of(place, Right.WRITE), account=account_of(payer))
 
 
+def needed_stand(bucket: Bucket | str, vast: VastCredentials | str) -> StandSettings:
+    """As `stand_of`, where both blocks have to be there.
+
+    Raises:
+        ConfigurationError: One is not.
+    """
+    stand = stand_of(bucket, vast)
+    if stand is None:
+        raise ConfigurationError("A block is missing: the log says which.")
+    return stand
+
+
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
 def look_for_offers(settings: RentSettings) -> list[Offer]:
     """What would be rented. Rents nothing."""
@@ -218,9 +230,7 @@ def nodes_of(rental: str, bucket: Bucket | str, vast: VastCredentials | str) -> 
         ConfigurationError: A block is missing.
         NotFoundError: No machine of it has an address.
     """
-    stand = stand_of(bucket, vast)
-    if stand is None:
-        raise ConfigurationError("A block is missing: the log says which.")
+    stand = needed_stand(bucket, vast)
     machines = [one for one in list_machines(stand) if one.rental == rental]
     hosts = [
         Host(

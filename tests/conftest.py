@@ -8,14 +8,11 @@ os.environ["HF_HUB_DISABLE_XET"] = os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = 
 pytest_plugins = ["tests.prefect_server", "tests.ray_cluster", "tests.servers.fixtures"]
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Of two processes (`-n 2 --dist loadgroup`) one has the Prefect server and all that needs it.
 
     The other servers each has for itself, once: what stands in one folder stays together.
     """
-    for item in items:
-        fixtures = getattr(item, "fixturenames", ())
-        folder = item.path.relative_to(item.config.rootpath / "tests").parts[0]
-        group = "prefect" if "prefect_server" in fixtures else folder
-        item.add_marker(pytest.mark.xdist_group(group))
+    fixtures = getattr(item, "fixturenames", ())
+    folder = item.path.relative_to(item.config.rootpath / "tests").parts[0]
+    item.add_marker(pytest.mark.xdist_group("prefect" if "prefect_server" in fixtures else folder))

@@ -33,6 +33,10 @@ MakeBlock = Callable[..., dict[str, Any]]
 
 
 CHROMIUM = "/usr/bin/chromium"
+QUIET = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
 PATIENCE = 60_000  # milliseconds
 
 
@@ -40,7 +44,7 @@ PATIENCE = 60_000  # milliseconds
 def page() -> Iterator[Page]:
     """A window of Chromium."""
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=QUIET)
         page = browser.new_page(viewport={"width": 1400, "height": 3000})
         page.set_default_timeout(PATIENCE)
         expect.set_options(timeout=PATIENCE)

@@ -13,7 +13,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlo
 
 from examples.tiny_lm.begin import begin
 from millrace.storage import StoreSpec, open_store
-from tests.flows.browser import field, open_run_form, press
+from tests.flows.browser import field, open_run_form, press, told
 from tests.flows.campaigns import EPOCHS, WINDOWS, WORKERS, here, make_text, plan_of, wrong_with
 from tests.flows.conftest import MakeBlock
 from tests.prefect_server import PrefectServer, Worker
@@ -132,5 +132,5 @@ def test_a_campaign_is_started_from_the_form_and_its_summary_is_seen(
     keys = {one["Key"] for one in rgw.client(rgw.full).list_objects_v2(Bucket=bucket)["Contents"]}
     assert "other/final/checkpoints/step_000000012/metadata.json" in keys
     secrets = {rgw.full.secret_access_key, rgw.read_only.secret_access_key}
-    told = [table for table, text in deployed.tables() if any(one in text for one in secrets)]
-    assert told == []  # neither in a parameter of a stage, nor in what a worker printed
+    leaked = [table for table, text in deployed.tables() if any(one in text for one in secrets)]
+    assert leaked == []  # neither in a parameter of a stage, nor in what a worker printed

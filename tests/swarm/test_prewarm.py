@@ -197,10 +197,12 @@ def test_a_store_that_fails_for_a_while_is_asked_again(store, nodes, fault):
     contents = fill(store, f"fails-{fault.kind}")
     store.order(fault)
     report = prewarm(settings_of(store, nodes, **below(f"fails-{fault.kind}")))
+    assert [node.why for node in report.nodes] == [""] * 3
     assert [files_below(node.root) for node in nodes] == [contents] * 3
     fired = store.counts().fired[fault.kind]
     assert fired >= 2
-    assert sum(node.failures for node in report.nodes) >= fired
+    # Of two sources the slower is not heard any more when all is there.
+    assert sum(node.failures for node in report.nodes) >= fired - len(nodes)
 
 
 def test_a_store_that_keeps_refusing_is_said(store, nodes):
