@@ -50,7 +50,7 @@ format: .venv/dev
 
 test: .venv/dev
 	@deployments/test-servers.sh
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 bench: .venv/dev
 	@deployments/test-servers.sh

@@ -43,7 +43,7 @@ from tasks.campaigning import (
 )
 from tasks.merging import Aggregated
 from tasks.places import check_right, needed, spec_of
-from tasks.renting import Attended, is_out, needed_stand
+from tasks.renting import Attended, RentedBy, giving_back, is_out, needed_stand
 from tasks.words import count
 from tasks.working import Workers
 
@@ -98,7 +98,21 @@ def run_name() -> str:
     return f"campaign-{name}"
 
 
-@flow(name="campaign", flow_run_name=run_name)
+def rented(parameters: dict[str, Any]) -> RentedBy | None:
+    """What such a run has rented."""
+    plan: Campaign = parameters["plan"]
+    machines = plan.training.machines if plan.training else None
+    if not isinstance(machines, RentedWorkers):
+        return None
+    return plan.name, plan.bucket, machines.vast
+
+
+@flow(
+    name="campaign",
+    flow_run_name=run_name,
+    on_crashed=[giving_back(rented)],
+    on_cancellation=[giving_back(rented)],
+)
 def campaign(plan: Campaign) -> Summary:
     """Shard, rent, warm, train, give back, hand over, clean: each the flow that also runs alone.
 

@@ -1,5 +1,7 @@
 """Rent machines, and leave them with a program that runs."""
 
+from typing import Any
+
 from prefect import flow
 
 from blocks import Bucket, VastCredentials
@@ -16,7 +18,9 @@ from millrace.vast import (
 )
 from tasks.places import spec_of
 from tasks.renting import (
+    RentedBy,
     account_of,
+    giving_back,
     list_machines,
     look_for_offers,
     payer_of,
@@ -26,7 +30,19 @@ from tasks.renting import (
 from tasks.words import count
 
 
-@flow(name="provision", flow_run_name="provision-{name}")
+def rented(parameters: dict[str, Any]) -> RentedBy | None:
+    """What such a run has rented."""
+    if parameters["dry_run"]:
+        return None
+    return parameters["name"], parameters["bucket"], parameters["vast"]
+
+
+@flow(
+    name="provision",
+    flow_run_name="provision-{name}",
+    on_crashed=[giving_back(rented)],
+    on_cancellation=[giving_back(rented)],
+)
 def provision(
     name: str,
     bucket: Bucket | str,

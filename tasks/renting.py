@@ -2,16 +2,19 @@
 
 import contextvars
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Self
+from typing import Any, Self
 
-from prefect import get_run_logger, task
+from prefect import Flow, State, get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import FlowRun
+from prefect.flows import FlowStateHook
+from prefect.logging.loggers import flow_run_logger
 
 from blocks import Bucket, VastCredentials
-from millrace.errors import ConfigurationError, NotFoundError, one_line
+from millrace.errors import ConfigurationError, HeldError, NotFoundError, one_line
 from millrace.storage import Right, StoreSpec, open_store
 from millrace.swarm import Host, Hosts
 from millrace.vast import (
@@ -32,10 +35,13 @@ from millrace.vast import (
     reap,
     release,
 )
-from tasks.places import block_of, known, spec_of
+from tasks.places import block_of, known, needed, spec_of
 from tasks.progress import RentalProgress
 from tasks.retries import PAUSES, passing
 from tasks.words import artifact_key, count
+
+RentedBy = tuple[str, Bucket | str, VastCredentials | str]
+"""A rental's name, the bucket where it is written down, and who pays."""
 
 _SHOWN = 20  # offers in a report
 _ATTENDED: contextvars.ContextVar["Attended | None"] = contextvars.ContextVar(
@@ -259,6 +265,40 @@ def list_machines(stand: StandSettings) -> list[Rented]:
 def release_machines(stand: StandSettings, rental: str) -> int:
     """Give back all machines of a rental."""
     return release(stand, rental, wait=True)
+
+
+def giving_back(rented: Callable[[dict[str, Any]], RentedBy | None]) -> FlowStateHook[..., Any]:
+    """A hook for `on_crashed` and `on_cancellation`: what a flow has rented is given back.
+
+    A flow does that by itself in every way out of it. This is for one whose process was killed, and
+    is run by its worker. What was left to work stays; what somebody has gone on with is theirs.
+
+    Args:
+        rented: What is rented, by the flow's parameters; None if nothing is.
+    """
+
+    def give_back(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+        if (
+            flow_run.parent_task_run_id is not None
+        ):  # the flow that has called it owns what it rents
+            return
+        found = rented(flow.validate_parameters(flow_run.parameters))
+        if found is None:
+            return
+        name, bucket, vast = found
+        log = flow_run_logger(flow_run, flow)
+        store = spec_of(needed(bucket), Right.WRITE)
+        stand = StandSettings(store=store, account=account_of(payer_of(vast)))
+        try:
+            returned = release(stand, name, wait=True, left=False)
+        except NotFoundError:  # it had rented nothing yet
+            return
+        except HeldError as error:
+            log.info("%s is gone on with: %s", name, one_line(error))
+            return
+        log.info("%s of %s given back.", count(returned, "machine"), name)
+
+    return give_back
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)

@@ -8,11 +8,25 @@ os.environ["HF_HUB_DISABLE_XET"] = os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = 
 pytest_plugins = ["tests.prefect_server", "tests.ray_cluster", "tests.servers.fixtures"]
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Of two processes (`-n 2 --dist loadgroup`) one has the Prefect server and all that needs it.
+LONGEST = ["campaigns", "prefect"]
 
-    The other servers each has for itself, once: what stands in one folder stays together.
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What two processes share out by groups, those first that take longest.
+
+    Each starts what a group needs, once: campaigns, all else with a Prefect server, else a folder.
+    It goes with `-n 2 --dist loadgroup --no-loadscope-reorder`.
     """
-    fixtures = getattr(item, "fixturenames", ())
-    folder = item.path.relative_to(item.config.rootpath / "tests").parts[0]
-    item.add_marker(pytest.mark.xdist_group("prefect" if "prefect_server" in fixtures else folder))
+    grouped = {item: _group(item) for item in items}
+    for item, group in grouped.items():
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: [*LONGEST, grouped[item]].index(grouped[item]))
+
+
+def _group(item: pytest.Item) -> str:
+    if item.path.name.startswith("test_campaign"):
+        return "campaigns"
+    if "prefect_server" in getattr(item, "fixturenames", ()):
+        return "prefect"
+    return item.path.relative_to(item.config.rootpath / "tests").parts[0]

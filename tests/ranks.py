@@ -1,5 +1,6 @@
 """Ranks of a process group, as processes."""
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -25,3 +26,14 @@ def run_ranks(module: str, folder: Path, scenario: str, world: int) -> list[tupl
         for rank in ranks:
             rank.kill()
     return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+
+
+def leave() -> None:
+    """End the process group of this rank, and all that a model of it holds.
+
+    One that is held until the interpreter ends aborts it, at times: gloo's threads want the GIL.
+    """
+    from torch.distributed import destroy_process_group
+
+    destroy_process_group()
+    gc.collect()

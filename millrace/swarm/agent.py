@@ -9,6 +9,7 @@ else. Below ``/runs/{run}``:
 - ``GET .../pieces/{number}`` is for other nodes: signed with the run's own key.
 """
 
+import hashlib
 import http.client
 import json
 import os
@@ -29,7 +30,7 @@ from millrace.swarm.fetch import Buffers, FetchError, PeerReader, StoreReader, d
 from millrace.swarm.landing import Landing
 from millrace.swarm.made import CacheCheck
 from millrace.swarm.pieces import Catalogue, digest_of
-from millrace.swarm.wire import AUTH, Connections, Place, signed_by
+from millrace.swarm.wire import AUTH, Connections, Place, signed_body
 
 _HOLD = 1.0  # seconds that a request for events is held open at most: the heartbeat
 _STALLED = 10.0  # seconds without a byte after which a transfer has failed
@@ -296,9 +297,9 @@ class Agent:
             raise KeyError(name)
         return run
 
-    def controlled(self, header: str | None, method: str, path: str, body: bytes) -> bool:
-        """Whether a request comes from a driver."""
-        return signed_by(self._control, header, method, path, body)
+    def ordered(self, header: str | None, method: str, path: str) -> str | None:
+        """The SHA-256 of the body of a driver's request; None if it is not a driver's."""
+        return signed_body(self._control, header, method, path)
 
     def _watch_driver(self) -> None:
         while not self.ended.wait(_ORPHANED / 8):
@@ -369,11 +370,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self._send(http.client.REQUEST_ENTITY_TOO_LARGE)
             return
-        if size and self.command == "GET":
+        body = self._body(size)
+        if body is None:
             self.close_connection = True
-            self._send(http.client.BAD_REQUEST)
+            self._send(http.client.FORBIDDEN)
             return
-        body = self.rfile.read(size) if size else b""
         path, _, _ = self.path.partition("?")
         words = path.strip("/").split("/")
         if len(words) < 2 or words[0] != "runs":
@@ -388,42 +389,45 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError as error:
             self._send(http.client.INSUFFICIENT_STORAGE, {"why": _sentence(error)})
 
-    def _get(self, words: list[str], body: bytes) -> None:
+    def _body(self, size: int) -> bytes | None:
+        """What a driver has sent; None if it is nobody's. Of a stranger's body nothing is read."""
+        if self.command == "GET":
+            return None if size else b""
+        digest = self._ordered()
+        if digest is None:
+            return None
+        body = self.rfile.read(size)
+        return body if hashlib.sha256(body).hexdigest() == digest else None
+
+    def _ordered(self) -> str | None:
+        return self._agent.ordered(self.headers.get(AUTH), self.command, self.path)
+
+    def _get(self, words: list[str], _: bytes) -> None:
         match words:
             case [name, "pieces", number]:
                 run = self._agent.run(name)
-                if not signed_by(run.key, self.headers.get(AUTH), "GET", self.path):
+                if signed_body(run.key, self.headers.get(AUTH), "GET", self.path) is None:
                     self._send(http.client.FORBIDDEN)
                     return
                 self._give(run, int(number))
-            case [name, "events"] if self._controlled(body):
+            case [name, "events"] if self._ordered() is not None:
                 after = int(self.path.rpartition("after=")[2] or 0)
                 self._send(http.client.OK, self._agent.run(name).events(after))
             case [_, "events"]:
-                pass
+                self._send(http.client.FORBIDDEN)
             case _:
                 self._send(http.client.NOT_FOUND)
 
     def _put(self, words: list[str], body: bytes) -> None:
-        if self._controlled(body):
-            self._send(http.client.OK, {"have": self._agent.begin(words[0], body)})
+        self._send(http.client.OK, {"have": self._agent.begin(words[0], body)})
 
     def _post(self, words: list[str], body: bytes) -> None:
-        if self._controlled(body):
-            self._agent.run(words[0]).take(json.loads(body))
-            self._send(http.client.OK)
+        self._agent.run(words[0]).take(json.loads(body))
+        self._send(http.client.OK)
 
-    def _delete(self, words: list[str], body: bytes) -> None:
-        if self._controlled(body):
-            self._agent.end(words[0])
-            self._send(http.client.OK)
-
-    def _controlled(self, body: bytes) -> bool:
-        """Whether the driver asks; whoever else does is refused here."""
-        if self._agent.controlled(self.headers.get(AUTH), self.command, self.path, body):
-            return True
-        self._send(http.client.FORBIDDEN)
-        return False
+    def _delete(self, words: list[str], _: bytes) -> None:
+        self._agent.end(words[0])
+        self._send(http.client.OK)
 
     def _give(self, run: Run, number: int) -> None:
         if not 0 <= number < len(run.landing):

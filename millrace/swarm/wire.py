@@ -42,24 +42,32 @@ class RefusedError(Exception):
 
 
 def sign(key: bytes, method: str, path: str, body: bytes = b"", *, now: float | None = None) -> str:
-    """The `AUTH` header of a request: HMAC-SHA256 over method, path, time and body."""
+    """The `AUTH` header of a request: its time, SHA-256 of its body, HMAC-SHA256 over all of it."""
     moment = f"{time.time() if now is None else now:.3f}"
-    return f"{moment}:{_mac(key, method, path, moment, body)}"
+    digest = hashlib.sha256(body).hexdigest()
+    return f"{moment}:{digest}:{_mac(key, method, path, moment, digest)}"
 
 
-def signed_by(key: bytes, header: str | None, method: str, path: str, body: bytes = b"") -> bool:
-    """Whether a request was signed with this key, not longer ago than clocks may differ."""
-    moment, _, mac = (header or "").partition(":")
+def signed_body(key: bytes, header: str | None, method: str, path: str) -> str | None:
+    """What SHA-256 the body of a request must have, in hexadecimal digits.
+
+    So nothing need be read of a request that nobody has signed.
+
+    Returns:
+        None if it was not signed with this key, or longer ago than clocks may differ.
+    """
+    moment, _, rest = (header or "").partition(":")
+    digest, _, mac = rest.partition(":")
     try:
         recent = abs(time.time() - float(moment)) <= SKEW
-    except ValueError:
-        return False
-    return recent and hmac.compare_digest(mac, _mac(key, method, path, moment, body))
+        own = hmac.compare_digest(mac, _mac(key, method, path, moment, digest))
+    except (ValueError, TypeError):  # no number; not ASCII
+        return None
+    return digest if recent and own else None
 
 
-def _mac(key: bytes, method: str, path: str, moment: str, body: bytes) -> str:
-    text = f"{method}\n{path}\n{moment}\n{hashlib.sha256(body).hexdigest()}"
-    return hmac.digest(key, text.encode(), "sha256").hex()
+def _mac(key: bytes, method: str, path: str, moment: str, digest: str) -> str:
+    return hmac.digest(key, f"{method}\n{path}\n{moment}\n{digest}".encode(), "sha256").hex()
 
 
 @dataclass(slots=True, frozen=True)

@@ -117,6 +117,7 @@ def release(
     rental: str,
     *,
     wait: bool = False,
+    left: bool = True,
     vast: Vast | None = None,
     progress: Progress = silent,
 ) -> int:
@@ -126,6 +127,7 @@ def release(
         settings: Where rentals are written down, and who pays.
         rental: Its name.
         wait: Whether an owner that was perhaps killed is waited for, until it is heard of.
+        left: Those too that an owner has left to work.
         vast: The account; that of the settings by default.
         progress: Told ``rental.returned``, for each.
 
@@ -142,17 +144,18 @@ def release(
             raise errors.NotFoundError(
                 f"{store.url} knows no rental {rental!r}: `millrace rentals` lists them."
             )
-        left = {one.intent.label: one for one in attempts if one.returned is None}
+        out = [one for one in attempts if one.returned is None and (left or not one.left)]
+        going = {one.intent.label: one for one in out}
         keys = RentalKeys(rental)
-        delete(store, [keys.left(one.number) for one in left.values()])  # should this be killed
+        delete(store, [keys.left(one.number) for one in out])  # should this be killed
 
         def gone(label: str) -> None:
-            now, one = vast.clock.now(), left[label]
+            now, one = vast.clock.now(), going[label]
             write_off(store, rental, one, Ending.RELEASED, "it was released", one.cost(now), now)
             progress(Event("rental.returned", label, {"why": "released", "dollars": one.cost(now)}))
 
-        give_back(vast, {label: one.instance for label, one in left.items()}, gone)
-    return len(left)
+        give_back(vast, {label: one.instance for label, one in going.items()}, gone)
+    return len(going)
 
 
 def _give_back(store: Store, vast: Vast, going: list[Rented], progress: Progress) -> None:

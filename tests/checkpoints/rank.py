@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from millrace.checkpoints import Ranks, Saver, SaveSettings, load_into
 from millrace.progress import Event
 from millrace.storage import open_store
+from tests.ranks import leave
 
 SETTINGS = SaveSettings(part_bytes=2048, ranks_within=timedelta(seconds=30))
 SHORT = SETTINGS.model_copy(update={"ranks_within": timedelta(seconds=1)})
@@ -107,7 +108,7 @@ def main() -> None:
     else:
         save(folder, rank, deadly=scenario == "deadly")
     if scenario != "deadly":
-        dist.destroy_process_group()
+        leave()
 
 
 if __name__ == "__main__":

@@ -29,21 +29,35 @@ def test_a_campaign_killed_in_each_stage_ends_right(
     assert killed.wrong == [], killed.log[-3000:]
 
 
-def test_a_campaign_that_is_cancelled_gives_its_machines_back(
+def test_a_campaign_that_is_killed_or_cancelled_gives_its_machines_back(
     deployed: PrefectServer, prefect_api: PrefectServer, worker: Worker, vast: VastServer,
     repository: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
-    site = Site(prefect_api, vast, repository, tmp_path, "cancelled")
+    site = Site(prefect_api, vast, repository, tmp_path, "stopped")
     plan = json.loads(site.plan.read_text())
-    plan["training"]["windows"] = 1000  # it has not ended before it is cancelled
+    plan["training"]["windows"] = 1000  # it has not ended before it is stopped
+    chain = site.store / "stopped/run/gathers/1/chain"
+
+    def merged() -> int:
+        return len(list(chain.glob("*.json")))
+
     run = deployed.start("campaign/campaign", watch=False, plan=plan).run
-    chain = site.store / "cancelled/run/gathers/1/chain"
-    until((chain / "000000001.json").exists, "the first window")
-    assert len(vast.alive()) == 2
-    cancelled = deployed.prefect("flow-run", "cancel", str(run))
-    assert cancelled.returncode == 0, cancelled.stdout + cancelled.stderr
-    deployed.wait(run, "Cancelled")
+    until(lambda: len(vast.alive()) == 2, "two machines")
+    until(lambda: merged() > 1, "the first window")
+    for process in worker.descendants():
+        process.kill()
+    deployed.wait(run, "Crashed")
     until(lambda: vast.alive() == [], "the machines given back")
-    assert [one["by"] for one in vast.books()] == ["the account"] * 2
+    until(lambda: "2 machines of stopped given back" in deployed.logs(run), "what the hook says")
+
+    before = merged()
+    again = deployed.start("campaign/campaign", watch=False, plan=plan).run
+    until(lambda: len(vast.alive()) == 2, "two more machines")
+    until(lambda: merged() > before, "one more window")
+    cancelled = deployed.prefect("flow-run", "cancel", str(again))
+    assert cancelled.returncode == 0, cancelled.stdout + cancelled.stderr
+    deployed.wait(again, "Cancelled")
+    until(lambda: vast.alive() == [], "the machines given back")
+    assert [one["by"] for one in vast.books()] == ["the account"] * 4
     assert not [table for table, text in deployed.tables() if site.key in text]
     vast.reset()

@@ -18,6 +18,7 @@ from millrace.gradients import Codec, GatherSettings, Participant, RunSettings, 
 from millrace.gradients.state import State
 from millrace.gradients.together import Together
 from millrace.storage import open_store
+from tests.ranks import leave
 
 SETTINGS = RunSettings(
     run="runs/one",
@@ -119,6 +120,17 @@ def spoil(folder: Path, model: torch.nn.Module, rank: int, group: dist.ProcessGr
     participant.submit(model)
 
 
+def sharded(folder: Path, scenario: str, rank: int, world: int) -> None:
+    model = model_of()
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    if scenario == "spoil":
+        spoil(folder, model, rank, mesh.get_group())
+    else:
+        print(take_part(folder, model, mesh.get_group()).digest())
+
+
 def main() -> None:
     folder, scenario, rank, world = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
     torch.set_num_threads(1)
@@ -128,15 +140,8 @@ def main() -> None:
     if scenario == "differ":
         differ(dist.group.WORLD, rank)
     else:
-        model = model_of()
-        mesh = init_device_mesh("cpu", (world,))
-        for layer in (model[0], model[2], model):
-            fully_shard(layer, mesh=mesh)
-        if scenario == "spoil":
-            spoil(folder, model, rank, mesh.get_group())
-        else:
-            print(take_part(folder, model, mesh.get_group()).digest())
-    dist.destroy_process_group()
+        sharded(folder, scenario, rank, world)
+    leave()
 
 
 if __name__ == "__main__":

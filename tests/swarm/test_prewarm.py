@@ -4,6 +4,7 @@ import hashlib
 import http.client
 import io
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -474,6 +475,18 @@ def test_a_signature_is_for_one_request_and_for_a_while(nodes):
     assert refusal(place, None, "GET", path, {AUTH: other}) == 403
     changed = sign(KEY.encode(), "POST", "/runs/x/orders", b"[]")
     assert refusal(place, None, "POST", "/runs/x/orders", {AUTH: changed}, b"[1]") == 403
+
+
+def test_nothing_is_read_of_a_body_that_nobody_has_signed(nodes):
+    place, _ = Place.of(nodes[0].url)
+    other = sign(secrets.token_bytes(16), "PUT", "/runs/x", b"")
+    for header in ("", f"{AUTH}: {other}\r\n", f"{AUTH}: {time.time()}:é:é\r\n"):
+        head = f"PUT /runs/x HTTP/1.1\r\n{header}Content-Length: {200 * MIB}\r\n\r\n"
+        with socket.create_connection((place.host, place.port), timeout=30) as raw:
+            raw.sendall(head.encode("latin-1"))  # and no byte of the body
+            with raw.makefile("rb") as answer:
+                assert answer.readline().split()[1] == b"403"
+                answer.read()  # it hangs up
 
 
 def refusal(

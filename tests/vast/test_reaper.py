@@ -140,6 +140,8 @@ def test_a_rental_is_released_by_name(world: Reset) -> None:
             release(account.stand(), "fleet", vast=account.vast)
     with pytest.raises(errors.NotFoundError, match="knows no rental 'other'"):
         release(account.stand(), "other", vast=account.vast)
+    assert release(account.stand(), "fleet", vast=account.vast, left=False) == 0
+    assert len(account.server.alive()) == 2  # its owner has left both to work
     assert release(account.stand(), "fleet", vast=account.vast) == 2
     assert account.server.alive() == []
     assert release(account.stand(), "fleet", vast=account.vast) == 0
