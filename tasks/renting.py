@@ -3,7 +3,9 @@
 import contextvars
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from datetime import timedelta
+from time import monotonic
 from typing import Any, Self
 
 from prefect import Flow, State, get_run_logger, task
@@ -44,6 +46,8 @@ RentedBy = tuple[str, Bucket | str, VastCredentials | str]
 """A rental's name, the bucket where it is written down, and who pays."""
 
 _SHOWN = 20  # offers in a report
+_OTHERS = 600.0  # seconds that somebody else may have what is to be attended
+_LOOK = 10.0
 _ATTENDED: contextvars.ContextVar["Attended | None"] = contextvars.ContextVar(
     "attended", default=None
 )
@@ -212,13 +216,22 @@ class Attended:
         """
         self._thread.join(patience.total_seconds())
 
+    def _owned(self, stack: ExitStack) -> Rental:
+        """Own the rental: who still has it may be giving back what a run before this one rented."""
+        deadline = monotonic() + _OTHERS
+        while True:
+            rental = Rental(self._settings, wait=True, progress=self._progress)
+            try:
+                return stack.enter_context(rental)
+            except HeldError as error:
+                if monotonic() > deadline or self._given_up.wait(_LOOK):
+                    raise
+                self._log.info("%s is waited for: %s", self.rental, one_line(error))
+
     def _attend(self) -> None:
         try:
-            with (
-                self._progress,
-                Rental(self._settings, wait=True, progress=self._progress) as rental,
-            ):
-                self._rental = rental
+            with self._progress, ExitStack() as stack:
+                self._rental = rental = self._owned(stack)
                 rental.until_ready(self._given_up)
                 self._ready.set()
                 rental.until_done(self._given_up)
@@ -270,17 +283,15 @@ def release_machines(stand: StandSettings, rental: str) -> int:
 def giving_back(rented: Callable[[dict[str, Any]], RentedBy | None]) -> FlowStateHook[..., Any]:
     """A hook for `on_crashed` and `on_cancellation`: what a flow has rented is given back.
 
-    A flow does that by itself in every way out of it. This is for one whose process was killed, and
-    is run by its worker. What was left to work stays; what somebody has gone on with is theirs.
+    A flow does that by itself in every way out of it. This is for a deployment's whose process was
+    killed: its worker does it. What was left to work stays; what somebody has gone on with is his.
 
     Args:
         rented: What is rented, by the flow's parameters; None if nothing is.
     """
 
     def give_back(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-        if (
-            flow_run.parent_task_run_id is not None
-        ):  # the flow that has called it owns what it rents
+        if flow_run.deployment_id is None:  # no worker has run it; perhaps another flow, that owns
             return
         found = rented(flow.validate_parameters(flow_run.parameters))
         if found is None:
@@ -288,13 +299,13 @@ def giving_back(rented: Callable[[dict[str, Any]], RentedBy | None]) -> FlowStat
         name, bucket, vast = found
         log = flow_run_logger(flow_run, flow)
         store = spec_of(needed(bucket), Right.WRITE)
+        if not attempts_of(open_store(store), name):
+            return
         stand = StandSettings(store=store, account=account_of(payer_of(vast)))
         try:
             returned = release(stand, name, wait=True, left=False)
-        except NotFoundError:  # it had rented nothing yet
-            return
         except HeldError as error:
-            log.info("%s is gone on with: %s", name, one_line(error))
+            log.info("Nothing of %s is given back, it is gone on with: %s", name, one_line(error))
             return
         log.info("%s of %s given back.", count(returned, "machine"), name)
 

@@ -9,6 +9,7 @@ else. Below ``/runs/{run}``:
 - ``GET .../pieces/{number}`` is for other nodes: signed with the run's own key.
 """
 
+import contextlib
 import hashlib
 import http.client
 import json
@@ -16,6 +17,7 @@ import os
 import queue
 import select
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -36,6 +38,8 @@ _HOLD = 1.0  # seconds that a request for events is held open at most: the heart
 _STALLED = 10.0  # seconds without a byte after which a transfer has failed
 _ORPHANED = 120.0  # seconds without a driver after which a run is given up; what is here stays
 _LONGEST_BODY = 256 << 20
+_LINGER = 10.0  # seconds that the rest of a request that is refused is let go of
+_LET_GO = 256 * 1024  # bytes of it at a time
 _BACKLOG = 256
 
 _Event = dict[str, Any]
@@ -372,8 +376,6 @@ class _Handler(BaseHTTPRequestHandler):
             return
         body = self._body(size)
         if body is None:
-            self.close_connection = True
-            self._send(http.client.FORBIDDEN)
             return
         path, _, _ = self.path.partition("?")
         words = path.strip("/").split("/")
@@ -389,15 +391,34 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError as error:
             self._send(http.client.INSUFFICIENT_STORAGE, {"why": _sentence(error)})
 
+    def _refuse(self, size: int) -> None:
+        """Refuse, and let go of what is still sent: of a connection that is reset nobody hears why.
+
+        Args:
+            size: Bytes that nobody has read.
+        """
+        self.close_connection = True
+        self._send(http.client.FORBIDDEN)
+        deadline = time.monotonic() + _LINGER
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(_LINGER)
+            while size > 0 and time.monotonic() < deadline and (got := self.rfile.read1(_LET_GO)):
+                size -= len(got)
+
     def _body(self, size: int) -> bytes | None:
-        """What a driver has sent; None if it is nobody's. Of a stranger's body nothing is read."""
-        if self.command == "GET":
-            return None if size else b""
-        digest = self._ordered()
+        """What a driver has sent; None if it was refused. Of a stranger's body nothing is kept."""
+        if self.command == "GET" and not size:
+            return b""
+        digest = None if self.command == "GET" else self._ordered()
         if digest is None:
+            self._refuse(size)
             return None
         body = self.rfile.read(size)
-        return body if hashlib.sha256(body).hexdigest() == digest else None
+        if hashlib.sha256(body).hexdigest() != digest:
+            self._refuse(0)
+            return None
+        return body
 
     def _ordered(self) -> str | None:
         return self._agent.ordered(self.headers.get(AUTH), self.command, self.path)

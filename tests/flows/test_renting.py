@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.states import Crashed
 from pydantic import SecretStr
 
 from blocks import VastCredentials
-from tests.prefect_server import PrefectServer, Worker
+from flows.provision import provision
+from tests.prefect_server import PrefectServer, Worker, until
 from tests.servers.vast import VastServer
 
 RENT = {
@@ -46,6 +48,10 @@ def test_machines_are_rented_listed_and_released(
     assert "**fleet**: 2 machines run" in report
     assert report.count("| `fleet` |") == 2
 
+    (hook,) = provision.on_crashed_hooks
+    hook(provision, deployed.flow_run(done.run), Crashed())  # as a worker, had it been killed
+    assert len(vast.alive()) == 2  # both were left to work
+
     listed = deployed.start("list-rentals/list-rentals", **place)
     assert "2 machines rented, $" in deployed.artifacts(listed.run)["rentals"]
     kept = deployed.start("reap-instances/reap-instances", **place, dry_run=False)
@@ -55,6 +61,24 @@ def test_machines_are_rented_listed_and_released(
     assert back.code == 0, back.output
     assert "2 machines given back; a listing shows none." in deployed.artifacts(back.run)["rentals"]
     assert vast.alive() == []
+
+
+def test_a_run_that_hangs_and_is_cancelled_leaves_no_machine(
+    deployed: PrefectServer, worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
+) -> None:
+    key = vast.reset(rate=1.0, strict=False)  # it takes 20 s at least until a machine is up
+    VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
+    (tmp_path / "store").mkdir()
+    asked = {"bucket": (tmp_path / "store").as_uri(), "vast": payer, "name": "hung", **RENT}
+    run = deployed.start("provision/provision", watch=False, **asked, dry_run=False).run
+    until(lambda: len(vast.alive()) == 1, "a machine")
+    for process in worker.descendants():
+        if "prefect.engine" in process.cmdline():
+            process.suspend()  # so that it hears of nothing, and has to be killed
+    assert deployed.prefect("flow-run", "cancel", str(run)).returncode == 0
+    until(lambda: vast.alive() == [], "the machine given back")
+    deployed.wait(run, "Cancelled")
+    until(lambda: "1 machine of hung given back" in deployed.logs(run), "what the hook says")
 
 
 def test_a_reaper_without_blocks_looks_at_nothing_and_one_that_cannot_read_fails(
