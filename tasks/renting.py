@@ -307,7 +307,8 @@ def giving_back(rented: Callable[[dict[str, Any]], RentedBy | None]) -> FlowStat
         except HeldError as error:
             log.info("Nothing of %s is given back, it is gone on with: %s", name, one_line(error))
             return
-        log.info("%s of %s given back.", count(returned, "machine"), name)
+        if returned:  # else it had given all back by itself
+            log.info("%s of %s given back.", count(returned, "machine"), name)
 
     return give_back
 
