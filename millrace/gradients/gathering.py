@@ -330,7 +330,7 @@ class _Gathering:
                 self._said[uid] = Out(Refusal.UNAVAILABLE, unanswered(error))
         return found
 
-    def _one(self, uid: str, stat: Stat) -> _Read:
+    def _one(self, uid: str, stat: Stat, *, again: bool = True) -> _Read:
         window = self._window
         name = PurePosixPath(stat.key).name
         if stat.last_modified < window.opens:
@@ -346,8 +346,10 @@ class _Gathering:
             raise  # it is ours, and no fault of whoever sent this
         except errors.MillraceError as error:
             return _Read(None, Out(Refusal.UNAVAILABLE, unanswered(error)))
-        except Exception:  # noqa: BLE001 - whatever its bytes have done, it costs its own worker
-            return _Read(None, Out(Refusal.FORMAT, f"{name} cannot be read."))
+        except Exception as error:  # noqa: BLE001 - what its bytes have done costs its own worker
+            odd = Out(Refusal.FORMAT, f"{name} cannot be read ({type(error).__name__}).")
+            # Or was it not its bytes? What happens once costs nobody a gradient.
+            return self._one(uid, stat, again=False) if again else _Read(None, odd)
         return _Read(payload, None, stat.size, stat.last_modified)
 
     # -- what has come

@@ -9,9 +9,10 @@ import pytest
 
 from millrace.errors import ConfigurationError
 from millrace.gradients import GatherSettings, QuorumError, Refusal, Window, Worker, gather
+from millrace.gradients.payload import Expected, Payload, read_payload
 from millrace.keys import GradientKeys
 from millrace.progress import Event
-from millrace.storage import Store, open_store, put
+from millrace.storage import Stat, Store, open_store, put
 from tests.gradients.test_payload import CODEC, SHAPES, as_torch, bodies, made
 from tests.servers.faults import Fault
 from tests.stores import spec_of
@@ -185,6 +186,24 @@ def test_a_bucket_that_hangs_costs_its_own_workers_only(what, store, request):
     assert set(found.taken) == {"0", "2"}
     assert found.out["1"].reason is Refusal.UNAVAILABLE
     assert "had not answered when time was up" in found.out["1"].sentence
+
+
+def test_what_nobody_foresees_costs_a_gradient_its_place_when_it_happens_twice(store):
+    asked: list[str] = []
+
+    def reading(uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:
+        asked.append(uid)
+        if uid == "2" or (uid == "1" and asked.count(uid) == 1):
+            raise KeyError(uid)
+        return read_payload(store, stat, expected)
+
+    for uid in range(3):
+        send(store, str(uid))
+    found = gather(OPEN, workers(store, 0, 1, 2), QUICK, reading=reading)
+    assert set(found.taken) == {"0", "1"}
+    assert found.out["2"].reason is Refusal.FORMAT
+    assert found.out["2"].sentence.endswith("cannot be read (KeyError).")
+    assert sorted(asked) == ["0", "1", "1", "2", "2"]
 
 
 def test_without_a_quorum_it_has_failed(store):
