@@ -103,10 +103,8 @@ def needed_stand(bucket: Bucket | str, vast: VastCredentials | str) -> StandSett
     Raises:
         ConfigurationError: One is not.
     """
-    stand = stand_of(bucket, vast)
-    if stand is None:
-        raise ConfigurationError("A block is missing: the log says which.")
-    return stand
+    store = spec_of(needed(bucket), Right.WRITE)
+    return StandSettings(store=store, account=account_of(payer_of(vast)))
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
@@ -298,10 +296,9 @@ def giving_back(rented: Callable[[dict[str, Any]], RentedBy | None]) -> FlowStat
             return
         name, bucket, vast = found
         log = flow_run_logger(flow_run, flow)
-        store = spec_of(needed(bucket), Right.WRITE)
-        if not attempts_of(open_store(store), name):
+        stand = needed_stand(bucket, vast)
+        if not attempts_of(open_store(stand.store), name):
             return
-        stand = StandSettings(store=store, account=account_of(payer_of(vast)))
         try:
             returned = release(stand, name, wait=True, left=False)
         except HeldError as error:
