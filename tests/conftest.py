@@ -17,6 +17,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Each starts what a group needs, once: campaigns, all else with a Prefect server, else a folder.
     It goes with `-n 2 --dist loadgroup --no-loadscope-reorder`.
+    A third process gains nothing on two cores: Prefect's group then takes as long as all did.
     """
     grouped = {item: _group(item) for item in items}
     for item, group in grouped.items():

@@ -40,7 +40,7 @@ def test_a_campaign_is_run_by_a_deployment(
     begin(open_store(store.as_uri()), "small/first")
     plan = plan_of("small", store.as_uri(), tmp_path / "text", here())
 
-    done = deployed.start(CAMPAIGN, plan=plan)
+    done = deployed.command(CAMPAIGN, plan=plan)
 
     assert done.code == 0, done.output
     assert wrong_with(store, "small", text) == []

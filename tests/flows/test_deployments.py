@@ -23,7 +23,7 @@ def test_a_dataset_is_sharded_with_credentials_from_blocks(
     client = rgw.client(rgw.full)
     client.put_object(Bucket=source, Key="raw/rows.jsonl", Body=jsonl(texts()))
 
-    done = deployed.start(
+    done = deployed.command(
         SHARD,
         dataset="words",
         source={

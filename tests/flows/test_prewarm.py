@@ -74,7 +74,7 @@ def test_hosts_are_warmed_with_the_key_of_a_block(
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "a.bin").write_bytes(os.urandom(100_000))
     with running(tmp_path, 2) as agents:
-        done = deployed.start(
+        done = deployed.command(
             PREWARM,
             files=[{"url": (tmp_path / "source").as_uri()}],
             root="/as/the/agents/say",

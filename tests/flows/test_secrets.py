@@ -115,21 +115,21 @@ def test_a_run_leaves_no_secret_anywhere(
     source_block = {"bucket": block(source, read=planted.source), "columns": {"txt": "text"}}
     before = len(rgw.requests())
 
-    good = deployed.start(
+    good = deployed.command(
         SHARD, dataset="words", source=source_block, cut=CUT, run=RUN,
         destination=block(bucket, write=planted.destination),
     )  # fmt: skip
-    refused = deployed.start(
+    refused = deployed.command(
         SHARD, dataset="others", source=source_block,
         destination=block(bucket, write=planted.wrong),
     )  # fmt: skip
     # A fault while it runs, with credentials in hand: the same name, cut in another way.
-    failed = deployed.start(
+    failed = deployed.command(
         SHARD, dataset="words", source=source_block, cut=CUT | {"seed": 7},
         destination=block(bucket, write=planted.destination),
     )  # fmt: skip
     # Parameters that the server takes and the flow does not, with blocks among them.
-    wrong = deployed.start(
+    wrong = deployed.command(
         SHARD, dataset="words", source=source_block | {"url": "file:///x"},
         destination=block(bucket, write=planted.destination),
     )  # fmt: skip
