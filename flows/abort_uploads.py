@@ -4,23 +4,22 @@ from datetime import timedelta
 
 from prefect import flow, get_run_logger
 
-from blocks import Bucket
 from millrace.housekeeping import Aborted
 from millrace.storage import Right
 from tasks.cleaning import abort_stale, refuse_failures, report_uploads
-from tasks.places import known, spec_of
+from tasks.places import BucketLocation, known, spec_of
 
 
 @flow(name="abort-uploads")
 def abort_uploads(
-    buckets: list[Bucket | str],
+    buckets: list[BucketLocation],
     older_than: timedelta = timedelta(days=1),
     dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
 ) -> dict[str, Aborted]:
     """Abort unfinished uploads: no listing shows them, and they are billed.
 
     Args:
-        buckets: Millrace Bucket blocks with write credentials, their names, or URLs of folders.
+        buckets: Millrace Bucket blocks with write credentials, their names, or URLs.
         older_than: Those begun before this long, by the store's clock; longer than any upload
             takes.
         dry_run: Only show them.

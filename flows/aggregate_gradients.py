@@ -7,7 +7,6 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import BaseModel, ConfigDict, Field
 
-from blocks import Bucket
 from millrace.errors import ConfigurationError, HeldError, MillraceError
 from millrace.gradients import (
     AggregatorSettings,
@@ -18,7 +17,7 @@ from millrace.gradients import (
 )
 from millrace.storage import Right
 from tasks.merging import Aggregated, aggregate_windows, last_window, report_windows
-from tasks.places import Place, check_right, spec_of
+from tasks.places import BucketLocation, Place, check_right, spec_of
 
 
 class OwnBucket(BaseModel):
@@ -27,7 +26,9 @@ class OwnBucket(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     uid: str = Field(description="The worker's name.")
-    bucket: Bucket | str = Field(description="A Millrace Bucket block, to be read, or a URL.")
+    bucket: BucketLocation = Field(
+        description="A Millrace Bucket block, to be read, its name, or a URL."
+    )
 
 
 class First(Place, WeightsOf):
@@ -48,10 +49,10 @@ def run_name() -> str:
 
 @flow(name="aggregate-gradients", flow_run_name=run_name)
 def aggregate_gradients(
-    bucket: Bucket | str,
+    bucket: BucketLocation,
     run: RunSettings,
     workers: list[str],
-    gradients: Bucket | str | None = None,
+    gradients: BucketLocation | None = None,
     own: list[OwnBucket] | None = None,
     reserves: list[str] | None = None,
     first: First | None = None,
@@ -63,7 +64,7 @@ def aggregate_gradients(
     goes on from the newest checkpoint that the chain names; a second one beside it does nothing.
 
     Args:
-        bucket: A Millrace Bucket block with write credentials, or the URL of a folder: the chain
+        bucket: A Millrace Bucket block with write credentials, its name, or a URL: the chain
             is written there, below `{run}/gathers/`.
         run: What all who take part have alike.
         workers: The names of those who are asked first in each window.

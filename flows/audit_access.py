@@ -8,6 +8,7 @@ from millrace.errors import ConfigurationError, DeniedError
 from millrace.housekeeping import Audit, AuditSettings, Role
 from millrace.storage import Right, StoreSpec
 from tasks.auditing import audit_buckets, report_audit
+from tasks.places import BucketLocation, known, skipped
 
 
 class Audited(BaseModel):
@@ -15,30 +16,35 @@ class Audited(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    bucket: Bucket = Field(description="A Millrace Bucket block.")
+    bucket: BucketLocation = Field(description="A Millrace Bucket block, or its name.")
     scope: str = Field(
         default="",
         description="The prefix in it that its credentials are for. Left out: all of it.",
     )
 
-    def role(self) -> Role:
-        """The same, as the engine is told."""
-        specs = {right: spec for right in Right if (spec := self._spec(right)) is not None}
+    def role(self, bucket: Bucket) -> Role:
+        """Return the credentials of the block, as the engine takes them.
+
+        Raises:
+            ConfigurationError: The block has none.
+        """
+        specs = {right: spec for right in Right if (spec := _spec(bucket, right)) is not None}
         if not specs:
-            raise ConfigurationError(f"{self.bucket.url} has no credentials to audit: add some.")
+            raise ConfigurationError(f"{bucket.url} has no credentials to audit: add some.")
         keys = {f"{right}": spec.credentials for right, spec in specs.items()}
         store = next(iter(specs.values())).model_copy(update={"credentials": None})
         return Role(store=store, scope=self.scope, **keys)
 
-    def _spec(self, right: Right) -> StoreSpec | None:
-        try:
-            return self.bucket.spec(right)
-        except ConfigurationError:
-            return None
+
+def _spec(bucket: Bucket, right: Right) -> StoreSpec | None:
+    try:
+        return bucket.spec(right)
+    except ConfigurationError:
+        return None
 
 
 @flow(name="audit-access")
-def audit_access(buckets: list[Audited]) -> Audit:
+def audit_access(buckets: list[Audited]) -> Audit | None:
     """Prove that each credential can do what its role needs, and nothing else.
 
     Lists, reads, writes, overwrites, deletes: each is done once, on objects of its own that are
@@ -46,12 +52,25 @@ def audit_access(buckets: list[Audited]) -> Audit:
 
     Args:
         buckets: Whose credentials, of all roles together: it is tried whether those of one reach
-            the bucket of another.
+            the bucket of another. A block that does not exist yet is left out.
     """
     roles: dict[str, Role] = {}
+    missing: list[Bucket | str] = []
     for one in buckets:
-        alike = sum(name.partition(" ")[0] == one.bucket.role for name in roles)
-        roles[f"{one.bucket.role} {alike + 1}" if alike else f"{one.bucket.role}"] = one.role()
+        bucket = known(one.bucket)
+        if bucket is None:
+            missing.append(one.bucket)
+            continue
+        if not isinstance(bucket, Bucket):
+            raise ConfigurationError(
+                f"{bucket} has no credentials to audit: name a Millrace Bucket block."
+            )
+        alike = sum(name.partition(" ")[0] == bucket.role for name in roles)
+        roles[f"{bucket.role} {alike + 1}" if alike else f"{bucket.role}"] = one.role(bucket)
+    if missing:
+        nothing = skipped(missing, "no credential of it was tried")
+        if not roles:
+            return nothing  # pyright: ignore[reportReturnType] - Prefect's way
     found = audit_buckets(AuditSettings(roles=roles))
     report_audit(found)
     if found.wrong:

@@ -42,7 +42,7 @@ from tasks.campaigning import (
     summarize,
 )
 from tasks.merging import Aggregated
-from tasks.places import check_right, needed, spec_of
+from tasks.places import check_right, needed, refuse_temporary, spec_of
 from tasks.renting import Attended, RentedBy, giving_back, is_out, needed_stand
 from tasks.words import count
 from tasks.working import Workers
@@ -150,6 +150,8 @@ def _work(site: _Site) -> None:
 
 
 def _site(plan: Campaign) -> _Site:
+    if plan.training is not None and isinstance(plan.training.machines, LocalWorkers):
+        refuse_temporary(Path(plan.training.machines.folder))
     bucket = needed(plan.bucket)
     return _Site(plan, bucket, spec_of(bucket, Right.READ), spec_of(bucket, Right.WRITE))
 

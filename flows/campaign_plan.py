@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from blocks import Bucket, VastCredentials
+from blocks import VastCredentials
 from flows.save_checkpoint import Repository as HubRepository
 from millrace import shards
 from millrace.checkpoints import CooldownSettings
@@ -16,7 +16,7 @@ from millrace.remote import Repository
 from millrace.shards import CutSettings
 from millrace.training import TrainingPlan
 from millrace.vast import OfferRequest, Patience
-from tasks.places import Source
+from tasks.places import BucketLocation, Source
 
 
 class _Part(BaseModel):
@@ -68,7 +68,7 @@ class LocalWorkers(_Part):
 class FirstWeights(WeightsOf):
     """The checkpoint whose weights the run begins with."""
 
-    bucket: Bucket | str | None = Field(
+    bucket: BucketLocation | None = Field(
         default=None, description="Where it is; left out, in the campaign's bucket."
     )
 
@@ -103,8 +103,9 @@ class HandOver(_Part):
     """Where the weights are brought to in the end."""
 
     job: str = Field(description="Whose checkpoint it is there.")
-    bucket: Bucket | str | None = Field(
-        default=None, description="A Millrace Bucket block, or a URL; left out with `hub`."
+    bucket: BucketLocation | None = Field(
+        default=None,
+        description="A Millrace Bucket block, its name, or a URL; left out with `hub`.",
     )
     hub: HubRepository | None = Field(
         default=None, description="Or a repository of the Hugging Face Hub."
@@ -118,9 +119,9 @@ class Campaign(_Part):
     """
 
     name: str = Field(description="Its name: a prefix below the bucket's URL, and its rental's.")
-    bucket: Bucket | str = Field(
+    bucket: BucketLocation = Field(
         description="A Millrace Bucket block with credentials to read and to write, its name, or "
-        "the URL of a folder."
+        "a URL."
     )
     data: Data | None = Field(default=None, description="What is trained on.")
     training: Training | None = Field(default=None, description="Who trains, and how.")

@@ -2,17 +2,18 @@
 
 from prefect import flow
 
-from blocks import Bucket, CleaningRules
+from blocks import CleaningRules
 from millrace.housekeeping import Check, Cleaned, CleaningPlan, CleanupBucket, Rule
 from tasks.cleaning import clean_by
+from tasks.places import BucketLocation
 
 
 @flow(name="clean-bucket")
 def clean_bucket(
-    bucket: Bucket | str,
+    bucket: BucketLocation,
     rules: list[Rule] | CleaningRules = list(CleanupBucket().rules()),  # noqa: B006, B008 - it is drawn
     dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
-    beside: list[Bucket | str] = [],  # noqa: B006 - Prefect draws it
+    beside: list[BucketLocation] = [],  # noqa: B006 - Prefect draws it
     pinned: list[str] = [],  # noqa: B006
     plan: str = "",
     check: Check = Check.DIGESTS,
@@ -22,7 +23,7 @@ def clean_bucket(
     A dry run writes the plan into the bucket and shows it; that very plan can be executed.
 
     Args:
-        bucket: A Millrace Bucket block with write credentials, its name, or the URL of a folder.
+        bucket: A Millrace Bucket block with write credentials, its name, or a URL.
         rules: What may go, or a Millrace Cleaning Rules block. An object goes by the first rule
             that all of is true of it.
         dry_run: Only show what would be deleted.

@@ -4,24 +4,24 @@ from datetime import timedelta
 
 from prefect import flow
 
-from blocks import Bucket
 from millrace.housekeeping import Cleaned, CleaningPlan, CleanVersions
 from tasks.cleaning import clean_by
+from tasks.places import BucketLocation
 
 
 @flow(name="clean-versions")
 def clean_versions(
-    bucket: Bucket | str,
+    bucket: BucketLocation,
     current: str,
     run: str = "",
     older_than: timedelta = timedelta(0),
     dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
-    beside: list[Bucket | str] = [],  # noqa: B006 - Prefect draws it
+    beside: list[BucketLocation] = [],  # noqa: B006 - Prefect draws it
 ) -> Cleaned | CleaningPlan | None:
     """Delete gradients, start windows and gathers of every version but the current one.
 
     Args:
-        bucket: A Millrace Bucket block with write credentials, its name, or the URL of a folder.
+        bucket: A Millrace Bucket block with write credentials, its name, or a URL.
         current: The version whose objects stay, such as `0.2.11`.
         run: Only of this run.
         older_than: Only what is older than this, by the store's clock.

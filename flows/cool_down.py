@@ -7,13 +7,12 @@ from prefect import flow
 from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict, Field
 
-from blocks import Bucket
 from millrace.checkpoints import CooldownSettings, MemberSettings, SavedSource, Seen
 from millrace.errors import ConfigurationError, UnavailableError
 from millrace.keys import CheckpointKeys
 from millrace.storage import Right, StoreSpec
 from tasks.cooling import race_on_ray, report_epoch, watch_epoch
-from tasks.places import check_right, spec_of
+from tasks.places import BucketLocation, Url, check_right, spec_of
 
 
 class NodeCheckpoints(BaseModel):
@@ -21,7 +20,7 @@ class NodeCheckpoints(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: str = Field(
+    url: Url = Field(
         description="The folder on every node that it was saved to, such as "
         "`file:///$SCRATCH/checkpoints`; `$NAME` is filled in from the node's own environment."
     )
@@ -40,7 +39,7 @@ def run_name() -> str:
 
 @flow(name="cool-down", flow_run_name=run_name)
 def cool_down(
-    bucket: Bucket | str,
+    bucket: BucketLocation,
     job: str,
     epoch: int,
     nodes: NodeCheckpoints | None = None,
@@ -54,7 +53,7 @@ def cool_down(
     begun to commit, and reports. With `nodes`, it has the nodes of a Ray cluster do it.
 
     Args:
-        bucket: A Millrace Bucket block with write credentials, or the URL of a folder.
+        bucket: A Millrace Bucket block with write credentials, its name, or a URL.
         job: Which job: a prefix below the bucket's URL.
         epoch: The epoch that ends.
         nodes: The nodes of a Ray cluster that have the checkpoint on their disks.

@@ -4,14 +4,14 @@ from datetime import timedelta
 
 from prefect import flow
 
-from blocks import Bucket
 from millrace.housekeeping import Cleaned, CleaningPlan, DeleteGather
 from tasks.cleaning import clean_by
+from tasks.places import BucketLocation
 
 
 @flow(name="delete-gathers")
 def delete_gathers(
-    bucket: Bucket | str,
+    bucket: BucketLocation,
     version: str,
     run: str = "",
     older_than: timedelta = timedelta(0),

@@ -2,14 +2,15 @@
 
 from prefect import flow
 
-from blocks import Bucket, VastCredentials
+from blocks import VastCredentials
 from millrace.vast import Rented
+from tasks.places import BucketLocation
 from tasks.renting import list_machines, report_rentals, stand_of
 from tasks.words import count
 
 
 @flow(name="list-rentals")
-def list_rentals(bucket: Bucket | str, vast: VastCredentials | str = "vast") -> list[Rented]:
+def list_rentals(bucket: BucketLocation, vast: VastCredentials | str = "vast") -> list[Rented]:
     """Show what this installation has rented.
 
     Args:

@@ -7,7 +7,7 @@ from prefect import flow
 from prefect.blocks.system import Secret
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from blocks import Bucket, VastCredentials
+from blocks import VastCredentials
 from millrace.errors import ConfigurationError
 from millrace.storage import Right
 from millrace.swarm import (
@@ -21,7 +21,7 @@ from millrace.swarm import (
     Request,
     Unpacking,
 )
-from tasks.places import Place, check_right
+from tasks.places import BucketLocation, NodeFolder, Place, check_right
 from tasks.renting import nodes_of
 from tasks.warming import report_nodes, warm_nodes
 
@@ -88,7 +88,7 @@ class RentedMachines(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rental: str = Field(description="Its name.")
-    bucket: Bucket | str = Field(
+    bucket: BucketLocation = Field(
         description="The Millrace Bucket block, or its name, where the rental is written down."
     )
     vast: VastCredentials | str = Field(
@@ -118,7 +118,7 @@ class Care(BaseModel):
 @flow(name="prewarm", flow_run_name="prewarm")
 def prewarm(
     files: list[Files],
-    root: str,
+    root: NodeFolder,
     cluster: RayNodes | Machines | RentedMachines = RayNodes(),  # noqa: B008 - frozen
     care: Care = Care(),  # noqa: B008 - frozen
 ) -> PrewarmReport:

@@ -4,7 +4,7 @@ from typing import Any
 
 from prefect import flow
 
-from blocks import Bucket, VastCredentials
+from blocks import VastCredentials
 from millrace.storage import Right
 from millrace.vast import (
     Offer,
@@ -16,7 +16,7 @@ from millrace.vast import (
     RentSettings,
     StandSettings,
 )
-from tasks.places import spec_of
+from tasks.places import BucketLocation, spec_of
 from tasks.renting import (
     RentedBy,
     account_of,
@@ -45,7 +45,7 @@ def rented(parameters: dict[str, Any]) -> RentedBy | None:
 )
 def provision(
     name: str,
-    bucket: Bucket | str,
+    bucket: BucketLocation,
     vast: VastCredentials | str,
     request: OfferRequest,
     program: Program,
@@ -62,7 +62,7 @@ def provision(
 
     Args:
         name: The rental's: what `release` is told, and what goes on where it was stopped.
-        bucket: A Millrace Bucket block with write credentials, or the URL of a folder: where
+        bucket: A Millrace Bucket block with write credentials, its name, or a URL: where
             rentals are written down, and what the machines reach.
         vast: The Vast.ai Credentials block that pays, or its name.
         request: What each machine has to be, and may cost.

@@ -2,15 +2,16 @@
 
 from prefect import flow
 
-from blocks import Bucket, VastCredentials
+from blocks import VastCredentials
 from millrace.vast import Reaped
+from tasks.places import BucketLocation
 from tasks.renting import reap_machines, report_rentals, stand_of
 from tasks.words import count
 
 
 @flow(name="reap-instances")
 def reap_instances(
-    bucket: Bucket | str,
+    bucket: BucketLocation,
     vast: VastCredentials | str = "vast",
     dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
 ) -> Reaped | None:

@@ -2,13 +2,14 @@
 
 from prefect import flow
 
-from blocks import Bucket, VastCredentials
+from blocks import VastCredentials
+from tasks.places import BucketLocation
 from tasks.renting import needed_stand, release_machines, report_rentals
 from tasks.words import count
 
 
 @flow(name="release", flow_run_name="release-{name}")
-def release(name: str, bucket: Bucket | str, vast: VastCredentials | str = "vast") -> int:
+def release(name: str, bucket: BucketLocation, vast: VastCredentials | str = "vast") -> int:
     """Give back all machines of a rental, and see that they are gone.
 
     Args:

@@ -3,13 +3,13 @@
 from prefect import flow
 from pydantic import BaseModel, ConfigDict, Field
 
-from blocks import Bucket, HuggingFaceCredentials
+from blocks import HuggingFaceCredentials
 from millrace.checkpoints import HubSpec, SavedSource
 from millrace.errors import ConfigurationError
 from millrace.models.checkpoint import Checkpoint
 from millrace.storage import Right
 from tasks.checkpointing import check_destination, report_saved, transfer_checkpoint
-from tasks.places import Place, check_right, spec_of
+from tasks.places import BucketLocation, Place, check_right, spec_of
 
 
 class Saved(Place):
@@ -44,7 +44,7 @@ class Repository(BaseModel):
 
 @flow(name="save-checkpoint", flow_run_name="save-{job}")
 def save_checkpoint(
-    source: Saved, job: str, bucket: Bucket | str | None = None, hub: Repository | None = None
+    source: Saved, job: str, bucket: BucketLocation | None = None, hub: Repository | None = None
 ) -> Checkpoint:
     """Bring a checkpoint into a bucket, or the Hub: every file verified, and committed once.
 
@@ -53,7 +53,7 @@ def save_checkpoint(
     Args:
         source: Where it is: a folder of the worker that `Saver` saved to, or another bucket.
         job: Whose checkpoint it is there: a prefix below the bucket's URL, or in the repository.
-        bucket: A Millrace Bucket block with write credentials, or the URL of a folder.
+        bucket: A Millrace Bucket block with write credentials, its name, or a URL.
         hub: Or a repository of the Hugging Face Hub.
     """
     if hub is not None and bucket is None:

@@ -5,12 +5,11 @@ from typing import Any
 from prefect import flow
 from prefect.runtime import flow_run
 
-from blocks import Bucket
 from millrace.keys import DatasetKeys
 from millrace.shards import CutSettings, PipelineSettings, RunSettings, ShardReport, SourcePlace
 from millrace.storage import Right
 from tasks.limits import share_of_uploads
-from tasks.places import Source, check_right, spec_of
+from tasks.places import BucketLocation, Source, check_right, spec_of
 from tasks.sharding import cut_shards, report_shards
 
 
@@ -24,7 +23,7 @@ def run_name() -> str:
 def shard_dataset(
     dataset: str,
     source: Source,
-    destination: Bucket | str,
+    destination: BucketLocation,
     cut: CutSettings = CutSettings(),  # noqa: B008 - frozen
     run: RunSettings = RunSettings(),  # noqa: B008 - frozen
 ) -> ShardReport:
@@ -36,7 +35,7 @@ def shard_dataset(
     Args:
         dataset: Its name: what it will be called below the destination.
         source: Where the samples are, and which files to take.
-        destination: A Millrace Bucket block with write credentials, or the URL of a folder.
+        destination: A Millrace Bucket block with write credentials, its name, or a URL.
         cut: How it is cut. This cannot change under the same name.
         run: How the work is done. This never changes what comes out.
     """

@@ -2,17 +2,16 @@
 
 from prefect import flow
 
-from blocks import Bucket
 from millrace.checkpoints import Check
 from millrace.errors import CorruptError
 from millrace.storage import Right
 from tasks.checkpointing import SeenCheckpoint, all_jobs, report_checkpoints, verify_job
-from tasks.places import check_right, spec_of
+from tasks.places import BucketLocation, check_right, known, skipped, spec_of
 
 
 @flow(name="verify-checkpoints")
 def verify_checkpoints(
-    bucket: Bucket | str,
+    bucket: BucketLocation,
     jobs: list[str] | None = None,
     check: Check = Check.DIGESTS,
 ) -> list[SeenCheckpoint]:
@@ -21,12 +20,15 @@ def verify_checkpoints(
     Changes nothing: a damaged checkpoint is moved away by whoever loads next.
 
     Args:
-        bucket: A Millrace Bucket block with read credentials, or the URL of a folder.
+        bucket: A Millrace Bucket block with read credentials, its name, or a URL.
         jobs: Whose checkpoints. Left out: all jobs below the bucket's URL.
         check: `sizes` takes a request a file; `digests` reads all of it.
     """
-    place = spec_of(bucket, Right.READ)
-    check_right(bucket, Right.READ)
+    found_bucket = known(bucket)
+    if found_bucket is None:
+        return skipped([bucket], "nothing was verified")  # pyright: ignore[reportReturnType] - Prefect's way
+    place = spec_of(found_bucket, Right.READ)
+    check_right(found_bucket, Right.READ)
     found = [seen for job in jobs or all_jobs(place) for seen in verify_job(place, job, check)]
     report_checkpoints(place.url, found, check)
     damaged = [seen for seen in found if seen.damage]

@@ -4,11 +4,10 @@ from enum import StrEnum
 
 from prefect import flow
 
-from blocks import Bucket
 from millrace.errors import CorruptError
 from millrace.shards import Verification
 from millrace.storage import Right
-from tasks.places import check_right, spec_of
+from tasks.places import BucketLocation, check_right, known, skipped, spec_of
 from tasks.verifying import report_verifications, sealed_datasets, verify_shards
 
 
@@ -21,19 +20,22 @@ class Depth(StrEnum):
 
 @flow(name="verify-datasets")
 def verify_datasets(
-    bucket: Bucket | str,
+    bucket: BucketLocation,
     datasets: list[str] | None = None,
     depth: Depth = Depth.SIZES,
 ) -> dict[str, Verification]:
     """Check that every shard of sealed datasets is there, and is what was written.
 
     Args:
-        bucket: A Millrace Bucket block with read credentials, or the URL of a folder.
+        bucket: A Millrace Bucket block with read credentials, its name, or a URL.
         datasets: Which ones. Left out: all that are right below the bucket's URL.
         depth: `sizes` asks for each shard's size; `bytes` reads all of it and compares digests.
     """
-    place = spec_of(bucket, Right.READ)
-    check_right(bucket, Right.READ)
+    found_bucket = known(bucket)
+    if found_bucket is None:
+        return skipped([bucket], "nothing was verified")  # pyright: ignore[reportReturnType] - Prefect's way
+    place = spec_of(found_bucket, Right.READ)
+    check_right(found_bucket, Right.READ)
     found = {
         dataset: verify_shards(place, dataset, digests=depth is Depth.BYTES)
         for dataset in datasets or sealed_datasets(place)

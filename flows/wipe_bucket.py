@@ -7,12 +7,10 @@ from prefect.flow_runs import pause_flow_run
 from prefect.input import RunInput
 from pydantic import Field
 
-from blocks import Bucket
-from millrace.errors import ConfigurationError
 from millrace.housekeeping import Cleaned, CleaningPlan, name_to_type
 from millrace.storage import Right, open_store
 from tasks.cleaning import count_all, refuse_failures, report_cleaning, report_plan, wipe_all
-from tasks.places import known, spec_of
+from tasks.places import BucketLocation, spec_of
 from tasks.words import count, size
 
 _PATIENCE = timedelta(hours=1)
@@ -26,7 +24,7 @@ class Typed(RunInput):
 
 @flow(name="wipe-bucket")
 def wipe_bucket(
-    bucket: Bucket | str,
+    bucket: BucketLocation,
     dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
 ) -> Cleaned | CleaningPlan:
     """Delete all that is below a bucket's URL, also what rules protect.
@@ -34,13 +32,10 @@ def wipe_bucket(
     It pauses, and asks for the bucket's name. Refused while somebody works there.
 
     Args:
-        bucket: A Millrace Bucket block with write credentials, its name, or the URL of a folder.
+        bucket: A Millrace Bucket block with write credentials, its name, or a URL.
         dry_run: Only count what is there.
     """
-    known_bucket = known(bucket)
-    if known_bucket is None:
-        raise ConfigurationError(f"There is no Millrace Bucket block {bucket}: correct its name.")
-    place = spec_of(known_bucket, Right.WRITE)
+    place = spec_of(bucket, Right.WRITE)
     plan = count_all(place)
     if dry_run:
         report_plan(plan, [])

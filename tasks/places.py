@@ -1,53 +1,165 @@
-"""Places as a person names them, and whether we may do there what we must."""
+"""Locations as flows take them, and whether the credentials allow what a run needs there."""
 
-from typing import Any, TypeVar
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
-from prefect import task
+from prefect import State, get_client, get_run_logger, task
 from prefect.blocks.core import Block
 from prefect.cache_policies import NO_CACHE
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Completed
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from blocks import Bucket
 from millrace.errors import ConfigurationError
 from millrace.sources import SourceSettings
-from millrace.storage import Right, StoreSpec, check, open_store
+from millrace.storage import Location, Right, StoreSpec, check, open_store
 from tasks.retries import PAUSES, passing
 
 B = TypeVar("B", bound=Block)
 
+_NAME = re.compile(r"(millrace-bucket/)?[a-z0-9][a-z0-9-]*")
+_SHOWN = 20  # names of blocks in a sentence
 
-def spec_of(place: Bucket | str, right: Right) -> StoreSpec:
-    """The store of a block or a URL, with credentials for one right.
+
+def _checked_url(url: str) -> str:
+    """Refuse what is neither a URL nor an absolute path: a run's working folder is deleted.
 
     Raises:
-        ConfigurationError: The block has no credentials for it.
+        ValueError: It is a relative path.
     """
-    return place.spec(right) if isinstance(place, Bucket) else StoreSpec(url=place)
+    scheme, separator, rest = url.partition("://")
+    if url.startswith(("/", "~/")) or (
+        separator and scheme and (scheme != "file" or rest.startswith(("/", "localhost/")))
+    ):
+        return url
+    raise ValueError(
+        f"{url!r} is no location: the folder that a flow run works in is deleted when the run "
+        "ends. Write an absolute path (/folder), a URL (file:///folder, s3://bucket/prefix, "
+        "r2://account/bucket), or, of a bucket, the name of its Millrace Bucket block (dataset)."
+    )
 
 
-def known(place: Bucket | str) -> Bucket | str | None:
-    """What a schedule is given: a block, a URL, or a block's name, that may not be there yet.
+def _checked_folder(folder: str) -> str:
+    """Refuse a relative path.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if folder.startswith(("/", "~/", "$")):
+        return folder
+    raise ValueError(f"{folder!r} is a relative path: write an absolute one, or begin with $NAME")
+
+
+def _checked(location: Bucket | str) -> Bucket | str:
+    """Likewise, where a block and a block's name are right, too."""
+    if isinstance(location, Bucket) or _NAME.fullmatch(location):
+        return location
+    return _checked_url(location)
+
+
+Url = Annotated[str, AfterValidator(_checked_url)]
+"""A URL of a store, or an absolute path."""
+
+NodeFolder = Annotated[str, AfterValidator(_checked_folder)]
+"""A folder on other machines: an absolute path, `$NAME` filled in there."""
+
+BucketLocation = Annotated[Bucket | str, AfterValidator(_checked)]
+"""Every bucket that a flow takes: a block, a block's name, a URL, or an absolute path."""
+
+
+def spec_of(location: Bucket | str, right: Right) -> StoreSpec:
+    """Return the store of a location, with credentials for one right.
+
+    Raises:
+        ConfigurationError: There is no such block, it has no such credentials, or the location is
+            below the folder of a flow run, which is deleted when the run ends.
+    """
+    found = needed(location)
+    spec = found.spec(right) if isinstance(found, Bucket) else StoreSpec(url=found)
+    if spec.url.startswith(("/", "~", "file:")):
+        refuse_temporary(Path(Location.parse(spec.url).bucket))
+    return spec
+
+
+def refuse_temporary(folder: Path) -> None:
+    """Refuse a folder below the temporary one that a Prefect worker starts a flow run in.
+
+    Raises:
+        ConfigurationError: It is below that.
+    """
+    if "PREFECT__FLOW_RUN_ID" not in os.environ:
+        return  # a person's own process, and folder
+    here, temporary = Path.cwd().resolve(), Path(tempfile.gettempdir()).resolve()
+    if here.is_relative_to(temporary) and folder.resolve().is_relative_to(here):
+        raise ConfigurationError(
+            f"{folder} is below {here}, the temporary folder of this flow run, which is deleted "
+            "when the run ends. Write the absolute path of a folder elsewhere."
+        )
+
+
+def known(location: Bucket | str) -> Bucket | str | None:
+    """Look a block's name up, as a schedule is given one whose block may not exist yet.
 
     Returns:
         The block or the URL; None if there is no block of this name.
-    """
-    if isinstance(place, Bucket) or "://" in place or place.startswith(("/", "~", ".")):
-        return place
-    return block_of(Bucket, place)
-
-
-def needed(place: Bucket | str) -> Bucket | str:
-    """As `known`, where it has to be there.
 
     Raises:
-        ConfigurationError: There is no block of this name.
+        ConfigurationError: The location is a relative path.
     """
-    found = known(place)
+    if isinstance(location, Bucket):
+        return location
+    if _NAME.fullmatch(location):
+        return block_of(Bucket, location.removeprefix("millrace-bucket/"))
+    try:
+        return _checked_url(location)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+
+
+def needed(location: Bucket | str) -> Bucket | str:
+    """Look a block's name up, where the block must exist.
+
+    Raises:
+        ConfigurationError: There is no block of this name; the message names those that exist.
+    """
+    found = known(location)
     if found is None:
+        names = [repr(name) for name in bucket_names()]
+        more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        there = f"There are {', '.join(names[:_SHOWN])}{more}" if names else "There is none at all"
         raise ConfigurationError(
-            f"There is no Millrace Bucket block {place}: make it with `millrace setup`."
+            f"There is no Millrace Bucket block {location!r}. {there}. Correct the name, make the "
+            "block with `millrace setup`, or write a URL (file:///folder for a folder)."
         )
     return found
+
+
+def skipped(missing: Sequence[Bucket | str], what: str) -> State[None]:
+    """Log that blocks do not exist, and return the state of a run that does nothing for that.
+
+    Args:
+        missing: The names of the blocks.
+        what: What was not done, as the end of the sentence.
+    """
+    names = " and ".join(f"{name!r}" for name in missing)
+    said = f"There is no Millrace Bucket block {names}: {what}. `millrace setup` makes it."
+    get_run_logger().warning(said)
+    return Completed(message=said)
+
+
+def bucket_names() -> list[str]:
+    """Return the names of the Millrace Bucket blocks on the server."""
+    with get_client(sync_client=True) as client:
+        try:
+            found = client.read_block_documents_by_type("millrace-bucket", include_secrets=False)
+        except ObjectNotFound:
+            return []
+    return sorted(document.name for document in found if document.name)
 
 
 def block_of(kind: type[B], name: str) -> B | None:
@@ -63,25 +175,26 @@ def block_of(kind: type[B], name: str) -> B | None:
 class Place(BaseModel):
     """A place to read from: a URL, or a block and a prefix in it."""
 
-    url: str | None = Field(
+    url: Url | None = Field(
         default=None,
         title="URL",
         description="A place that needs no block: a folder on the worker as `file:///folder`, or "
         "`s3://bucket/prefix` with the credentials of the worker's environment.",
     )
-    bucket: Bucket | None = Field(
-        default=None, description="Or a Millrace Bucket block, opened for reading."
+    bucket: BucketLocation | None = Field(
+        default=None,
+        description="Or a Millrace Bucket block, or its name, opened for reading.",
     )
     prefix: str = Field(
-        default="", description="With a block: the part of the bucket that the files are in."
+        default="", description="With a bucket: the part of it that the files are in."
     )
 
     @model_validator(mode="after")
     def _one(self) -> "Place":
         if (self.url is None) == (self.bucket is None):
-            raise ValueError("name either a url or a bucket block as the source")
+            raise ValueError("name either a url or a bucket")
         if self.prefix and self.bucket is None:
-            raise ValueError("a prefix goes with a bucket block: write it into the url")
+            raise ValueError("a prefix goes with a bucket: write it into the url")
         return self
 
     @property
@@ -93,7 +206,9 @@ class Place(BaseModel):
         """Where the files are, with the credentials to read them."""
         spec = spec_of(self.place, Right.READ)
         prefix = self.prefix.strip("/")
-        return spec.model_copy(update={"url": f"{spec.url}/{prefix}"}) if prefix else spec
+        return (
+            spec.model_copy(update={"url": f"{spec.url.rstrip('/')}/{prefix}"}) if prefix else spec
+        )
 
 
 class Source(SourceSettings, Place):
@@ -111,11 +226,12 @@ def check_right(place: Bucket | str, right: Right, scope: str = "") -> None:
     """Refuse a run whose credentials will not do, before it has read anything.
 
     Args:
-        place: A block, or a URL for the credentials of the environment.
+        place: A block, its name, or a URL for the credentials of the environment.
         right: What the run must be able to do there.
         scope: The prefix that it works under.
     """
-    if isinstance(place, Bucket):
-        place.check(right, scope)
+    found = needed(place)
+    if isinstance(found, Bucket):
+        found.check(right, scope)
     else:
-        check(open_store(place, make_folder=right is Right.WRITE), right, scope)
+        check(open_store(found, make_folder=right is Right.WRITE), right, scope)

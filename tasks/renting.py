@@ -37,7 +37,7 @@ from millrace.vast import (
     reap,
     release,
 )
-from tasks.places import block_of, known, needed, spec_of
+from tasks.places import block_of, known, spec_of
 from tasks.progress import RentalProgress
 from tasks.retries import PAUSES, passing
 from tasks.words import artifact_key, count
@@ -103,7 +103,7 @@ def needed_stand(bucket: Bucket | str, vast: VastCredentials | str) -> StandSett
     Raises:
         ConfigurationError: One is not.
     """
-    store = spec_of(needed(bucket), Right.WRITE)
+    store = spec_of(bucket, Right.WRITE)
     return StandSettings(store=store, account=account_of(payer_of(vast)))
 
 
