@@ -47,6 +47,10 @@ class HeldError(MillraceError):
     """Another process does what was to be done, and lives."""
 
 
+class QuarantineError(MillraceError):
+    """Too many rows of a source make no sample, or none does."""
+
+
 class CorruptError(MillraceError):
     """Bytes that were read are not the bytes that were recorded."""
 

@@ -59,7 +59,7 @@ class ProgressBar(_Bar):
                 total = self._bar.tasks[self._task].total or 0.0
                 self._bar.update(self._task, completed=total - float(event.figures["splits"]))
             case "shard.committed":
-                self._shards += 1
+                self._shards += bool(event.figures["samples"])  # else only bad rows were committed
                 self._samples += int(event.figures["samples"])
                 self._bar.update(self._task, shards=self._shards, samples=self._samples)
             case "split.ended":

@@ -148,7 +148,7 @@ class ShardProgress(LiveProgress):
             case "split.opened":
                 self._through[event.subject] = float(figures.get("through", 0))
             case "shard.committed":
-                self._shards += 1
+                self._shards += bool(figures["samples"])  # else only bad rows were committed
                 self._size += int(figures["bytes"])
                 self._add(int(figures["bytes"]))
                 if "split" in figures:

@@ -56,7 +56,9 @@ def describe(made: Sharded) -> str:
         f"**{manifest.dataset}** is complete: {count(report.samples, 'sample')} in "
         f"{count(len(manifest.shards), 'shard')}, {size(manifest.size)}."
     )
-    own = "All of it was there before this run."
+    own = (
+        "All of it was there before this run." if manifest.shards else "It was allowed to be empty."
+    )
     if report.made:
         own = (
             f"This run made {count(report.made, 'shard')} of them in "

@@ -2,6 +2,10 @@
 
 import re
 
+from millrace.words import count
+
+__all__ = ["artifact_key", "count", "duration", "rate", "size"]
+
 
 def size(count: float) -> str:
     """Bytes: ``23.4 GB``."""
@@ -24,11 +28,6 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
-def count(number: int, thing: str) -> str:
-    """``1 shard``, ``1,200 shards``."""
-    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 def artifact_key(*parts: str) -> str:

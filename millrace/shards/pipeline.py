@@ -11,6 +11,7 @@ from millrace.progress import Event, Progress, silent
 from millrace.records import fetch
 from millrace.shards.plan import make_plan, pin_plan
 from millrace.shards.pool import run_splits
+from millrace.shards.quarantine import QuarantineLimit
 from millrace.shards.seal import seal
 from millrace.shards.settings import PipelineSettings
 from millrace.shards.worker import Job
@@ -72,6 +73,7 @@ def shard_dataset(config: PipelineSettings, *, progress: Progress = silent) -> S
     Raises:
         ConflictError: The dataset was planned otherwise.
         ChangedError: The source is not what it was when the dataset was planned.
+        QuarantineError: More rows make no sample than the settings allow, or none does.
         MillraceError: What else stopped it; its sentence says what to do.
     """
     began = time.monotonic()
@@ -92,15 +94,17 @@ def shard_dataset(config: PipelineSettings, *, progress: Progress = silent) -> S
     if exists(store, keys.manifest):
         manifest = fetch(store, keys.manifest, Manifest)
     else:
+        limit = QuarantineLimit(store, keys, plan, config.run)
+        limit.resume(plan)
         run_splits(
             store,
             keys,
             _jobs(config, plan),
             workers=config.run.workers,
             lease=config.run.lease,
-            progress=counted,
+            progress=limit.watch(counted),
         )
-        manifest = seal(store, keys, plan, progress)
+        manifest = seal(store, keys, plan, progress, check=limit.check)
     return ShardReport(
         url=store.url_of(config.dataset),
         manifest_key=keys.manifest,
@@ -167,7 +171,7 @@ class _Counted:
 
     def __call__(self, event: Event) -> None:
         if event.name == "shard.committed":
-            self.shards += 1
+            self.shards += bool(event.figures["samples"])  # else only bad rows were committed
             self.samples += int(event.figures["samples"])
             self.size += int(event.figures["bytes"])
         self._progress(event)

@@ -1,5 +1,6 @@
 """The seal: a manifest made from the ledger, when every split has ended."""
 
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import orjson
@@ -15,8 +16,22 @@ from millrace.shards.split import check_whole
 from millrace.storage import Store, put
 
 
-def seal(store: Store, keys: DatasetKeys, plan: Plan, progress: Progress) -> Manifest:
+def seal(
+    store: Store,
+    keys: DatasetKeys,
+    plan: Plan,
+    progress: Progress,
+    *,
+    check: Callable[[Iterable[ShardCommit]], None] = lambda _: None,
+) -> Manifest:
     """Commit the manifest, and write the index that readers of WebDataset know.
+
+    Args:
+        store: Store of the dataset.
+        keys: Names of the dataset.
+        plan: The dataset's plan.
+        progress: Called at each boundary.
+        check: Called with the ledger before anything is written; what it raises prevents that.
 
     Raises:
         ConflictError: The ledger is not whole, or another manifest is there.
@@ -29,6 +44,7 @@ def seal(store: Store, keys: DatasetKeys, plan: Plan, progress: Progress) -> Man
 
         ends = list(pool.map(end, plan.splits))
     _check(entries, ends)
+    check(entries)
     manifest = _manifest(keys, plan, entries)
     progress(Event("manifest.sealing", keys.manifest, {"shards": len(manifest.shards)}))
     put(store, keys.index, wids_index(manifest, keys))

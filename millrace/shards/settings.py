@@ -62,6 +62,16 @@ class RunSettings(BaseModel):
         ge=timedelta(seconds=3),
         description="How long a split stays claimed by a machine that is not heard of.",
     )
+    max_quarantined: float = Field(
+        default=0.01,
+        ge=0.0,
+        le=1.0,
+        description="The share of the rows that may make no sample, from 0 to 1. A run above it "
+        "fails with the first reasons. Ten rows are always allowed, unless it is 0.",
+    )
+    allow_empty: bool = Field(
+        default=False, description="Complete a dataset that has no samples; otherwise it fails."
+    )
 
 
 class SourcePlace(SourceSettings):

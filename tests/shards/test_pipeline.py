@@ -133,10 +133,63 @@ def test_bad_rows_are_kept_with_their_reasons(settings, tmp_path):
     ]
 
 
-def test_a_source_of_bad_rows_only_is_sealed_empty(settings, tmp_path):
-    (tmp_path / "source" / "a.jsonl").write_text("bad\n" * 10)
-    report = shard_dataset(settings)
-    assert (report.samples, report.manifest.shards, report.manifest.quarantined) == (0, (), 10)
+def test_a_column_that_no_row_has_fails_the_run_with_the_first_reasons(settings, tmp_path):
+    settings = changed(settings, cut={"seed": None}, run={"max_quarantined": 0.9})
+    typo = changed(settings, source={"columns": {"txt": "texd"}})
+    with pytest.raises(errors.QuarantineError) as caught:
+        shard_dataset(typo)
+    assert "2000 of 2000 rows" in str(caught.value)
+    assert "a.jsonl, byte 0: no column 'texd'" in str(caught.value)
+    assert not exists(open_store(settings.store), "sets/one/manifest.json")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_over_its_limit_of_bad_rows_goes_on_once_the_limit_is_raised(
+    settings, tmp_path, workers
+):
+    bad = "".join(f'{{"id": {i}}}\n' for i in range(60))
+    (tmp_path / "source" / "a.jsonl").write_text(bad + lines(2000))
+    settings = changed(settings, run={"workers": workers})
+    with pytest.raises(errors.QuarantineError, match=r"limit of 1%.*max_quarantined"):
+        shard_dataset(settings)
+    made = shard_dataset(changed(settings, run={"max_quarantined": 0.05}))
+    assert (made.samples, made.manifest.quarantined) == (2000, 60)
+    assert made.made < len(made.manifest.shards)  # the first run's shards were kept
+
+
+def test_a_run_that_can_no_longer_meet_its_limit_ends_early(settings, tmp_path):
+    (tmp_path / "source" / "a.jsonl").write_text("bad\n" * 300_000)
+    committed = []
+
+    def note(event: Event) -> None:
+        if event.name == "shard.committed":
+            committed.append(event.figures["quarantined"])
+
+    config = changed(settings, cut={"split_bytes": 10_000_000}, run={"workers": 0})
+    with pytest.raises(errors.QuarantineError, match="of about 300000 expected"):
+        shard_dataset(config, progress=note)
+    assert len(committed) == 1
+    with pytest.raises(errors.QuarantineError):  # and at once when it is started again
+        shard_dataset(config, progress=note)
+    assert len(committed) == 1
+
+
+def test_up_to_ten_bad_rows_are_allowed_in_a_small_dataset_unless_none_may_be(settings, tmp_path):
+    (tmp_path / "source" / "a.jsonl").write_text(lines(20) + "bad\n" * 10)
+    with pytest.raises(errors.QuarantineError, match="10 of 30 rows"):
+        shard_dataset(changed(settings, run={"max_quarantined": 0.0}))
+    assert shard_dataset(settings).manifest.quarantined == 10
+
+
+@pytest.mark.parametrize("content", ["", "\n", "bad\n" * 10])
+def test_a_dataset_of_no_samples_is_sealed_only_if_that_is_allowed(settings, tmp_path, content):
+    (tmp_path / "source" / "a.jsonl").write_text(content)
+    (tmp_path / "source" / "b.jsonl").write_text("\n\n")
+    with pytest.raises(errors.QuarantineError, match=r"no samples.*allow_empty"):
+        shard_dataset(settings)
+    allowed = changed(settings, run={"allow_empty": True, "max_quarantined": 1.0})
+    report = shard_dataset(allowed)
+    assert (report.samples, report.manifest.shards, report.made) == (0, (), 0)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,12 @@ class Case:
             "source": {**self.material.source, "store": source},
             "store": self.place.spec(self.name),
             "cut": self.material.cut,
-            "run": {"workers": self.workers, "uploads": self.uploads, "lease": 3},
+            "run": {
+                "workers": self.workers,
+                "uploads": self.uploads,
+                "lease": 3,
+                "max_quarantined": 0.2,  # the material has bad rows on purpose
+            },
         }
 
     def start(self, do: str = "shard") -> Child:

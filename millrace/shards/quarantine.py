@@ -1,0 +1,138 @@
+"""Fail a run when too many rows of its source make no sample."""
+
+import heapq
+from collections.abc import Iterable, Iterator
+
+import orjson
+
+from millrace import errors
+from millrace.keys import DatasetKeys
+from millrace.models.dataset import Plan, ShardCommit
+from millrace.models.ledger import ledger
+from millrace.progress import Event, Progress
+from millrace.shards.settings import RunSettings
+from millrace.storage import Store, list_objects, read
+
+_ALWAYS_ALLOWED = 10  # rows: one bad row of ten is no reason to stop
+_MARGIN = 2.0  # more rows than expected may follow; beyond this factor a run stops early
+_REASONS = 3  # shown in the error
+
+
+class QuarantineLimit:
+    """Counts the rows of a run, and raises when more are put aside than its settings allow.
+
+    Called with each event of the run, it stops a run early: when the limit would be exceeded even
+    if the rest of the source had twice as many rows as expected, all good. `check` is the final
+    decision. Commits stay, so a run with a higher limit continues.
+
+    Args:
+        store: Store of the dataset.
+        keys: Names of the dataset.
+        plan: The dataset's plan.
+        settings: The limits.
+    """
+
+    def __init__(self, store: Store, keys: DatasetKeys, plan: Plan, settings: RunSettings) -> None:
+        self._store, self._keys, self._settings = store, keys, settings
+        self._parts = {split.name: split.piece.size for split in plan.splits}
+        self._through: dict[str, float] = {}
+        self._good = self._bad = 0
+
+    def resume(self, plan: Plan) -> None:
+        """Count what earlier runs have committed. One GET a commit.
+
+        Raises:
+            QuarantineError: The limit is exceeded already.
+        """
+        pieces = {split.name: split.piece for split in plan.splits}
+        for entry in ledger(self._store, self._keys):
+            self._add(entry.samples, entry.quarantined)
+            through = pieces[entry.split].through(entry.next)
+            self._through[entry.split] = max(through, self._through.get(entry.split, 0.0))
+        self._stop_early()
+
+    def watch(self, progress: Progress) -> Progress:
+        """Return a progress that passes events on, and raises when the limit is exceeded."""
+
+        def passed_on(event: Event) -> None:
+            progress(event)
+            if event.name == "shard.committed":
+                figures = event.figures
+                self._add(int(figures["samples"]), int(figures["quarantined"]))
+                self._through[str(figures["split"])] = float(figures["through"])
+                self._stop_early()
+
+        return passed_on
+
+    def check(self, entries: Iterable[ShardCommit]) -> None:
+        """Decide over the whole ledger, before the dataset is completed.
+
+        Raises:
+            QuarantineError: More rows were put aside than allowed, or there are no samples.
+        """
+        self._good = self._bad = 0
+        for entry in entries:
+            self._add(entry.samples, entry.quarantined)
+        if not self._good and not self._settings.allow_empty:
+            raise self._empty()
+        if self._bad > self._allowed(self._good + self._bad):
+            raise self._exceeded(f"{self._bad} of {self._good + self._bad} rows")
+
+    def _add(self, good: int, bad: int) -> None:
+        self._good += good
+        self._bad += bad
+
+    def _allowed(self, rows: float) -> float:
+        share = self._settings.max_quarantined
+        return max(_ALWAYS_ALLOWED if share else 0, share * rows)
+
+    def _stop_early(self) -> None:
+        read = sum(self._parts[name] * through for name, through in self._through.items())
+        rest = max(0.0, sum(self._parts.values()) - read)
+        rows = self._good + self._bad
+        if not rows or not read:
+            return
+        expected = rows + rest * (rows / read) * _MARGIN
+        if self._bad > self._allowed(expected):
+            total = round(rows + rest * rows / read)
+            so_far = f" read so far, of about {total} expected," if rest else ""
+            raise self._exceeded(f"{self._bad} of {rows} rows{so_far}")
+
+    def _exceeded(self, rows: str) -> errors.QuarantineError:
+        limit = f"{self._settings.max_quarantined:.4%}".rstrip("%").rstrip("0").rstrip(".")
+        return errors.QuarantineError(
+            f"{self._keys.dataset}: {rows} made no sample, above the limit of {limit}%. "
+            f"{self._first_reasons()}Nothing is lost: correct the settings of the source under "
+            "another dataset name, or raise run.max_quarantined and run it again."
+        )
+
+    def _empty(self) -> errors.QuarantineError:
+        rows = (
+            f"{self._bad} of {self._bad} rows made none" if self._bad else "the source has no rows"
+        )
+        return errors.QuarantineError(
+            f"{self._keys.dataset} would have no samples: {rows}. {self._first_reasons()}Correct "
+            "the source under another dataset name, or set run.allow_empty and run it again."
+        )
+
+    def _first_reasons(self) -> str:
+        shown = "; ".join(_first_of_each(self._rows()))
+        where = self._store.url_of(self._keys.quarantined)
+        return f"First reasons: {shown} (all are below {where}). " if shown else ""
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        keys = (stat.key for stat in list_objects(self._store, self._keys.quarantined))
+        for key in heapq.nsmallest(_REASONS, keys):
+            for line in read(self._store, key).splitlines():
+                row = orjson.loads(line)
+                yield row["where"], row["reason"]
+
+
+def _first_of_each(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the first row of each reason, a few at most."""
+    found: dict[str, str] = {}
+    for where, reason in rows:
+        found.setdefault(reason, f"{where}: {reason}")
+        if len(found) == _REASONS:
+            break
+    return list(found.values())
