@@ -246,8 +246,14 @@ class Vast:
         if token:
             query["after_token"] = token
         page: Any = self._sdk.show_instances_v1(query)
-        rows = [Instance.of(row) for row in page["instances"]]
-        return {**page, "instances": rows, "total": int(page["total_instances"])}
+        if page.get("success", True) is not True:
+            said = _said(page) or "it does not say why"
+            raise _Again(f"the list is refused ({self._safe(said)})", done=True)
+        rows, total = page["instances"], int(page["total_instances"])
+        if not isinstance(rows, list) or total < 0:  # an empty object would be no rows
+            raise TypeError("instances")
+        instances = [Instance.of(row) for row in rows]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return {**page, "instances": instances, "total": total}
 
     def destroy(self, instance: int) -> None:
         """Destroy a machine. One that is gone is a success; whether it is says the listing.

@@ -154,7 +154,10 @@ def release(
             write_off(store, rental, one, Ending.RELEASED, "it was released", one.cost(now), now)
             progress(Event("rental.returned", label, {"why": "released", "dollars": one.cost(now)}))
 
-        give_back(vast, {label: one.instance for label, one in going.items()}, gone)
+        now = vast.clock.now()
+        settled = [label for label, one in going.items() if now - one.intent.begun > _YOUNG]
+        give_back(vast, {label: one.instance for label, one in going.items()}, gone,
+                  settled=settled)  # fmt: skip
     return len(going)
 
 

@@ -1,9 +1,10 @@
 """Rent machines, use them, and give them back: whatever happens in between.
 
-The order of things is what makes it safe. What is about to be rented is written down, under a label
-of its own, before it is; a create is sent once, and after a lost answer the label is looked for; a
-machine counts as given back once a listing of all machines shows none of its label. Whoever is
-killed in between leaves what the next owner, or the reaper, needs to go on.
+The order of the steps makes it safe. An intent with a label of its own is committed before a create
+is sent, and a create is sent once. After a lost answer every look searches the listing for the
+label: a machine that appears is adopted, or given back if its slot has another by then. A machine
+counts as given back once a listing of all machines lacks its label. An owner that is killed leaves
+records with which the next owner, or the reaper, goes on.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ from millrace.vast.settings import RentSettings, account
 
 _BAD = {Ending.DEAD, Ending.OUTBID, Ending.DEARER}  # after which a host is not taken again
 _FOLLOWED = "Another process has gone on with {}, and has its machines: this one ends."
-_UNANSWERED = 3  # creates without an answer, one after the other, after which no more is tried
+_UNANSWERED = 3  # creates in a row of which nothing came, before the rental stops to create
 _UNSEEN = 180.0  # seconds that one whose create was answered may be missing in the list
 _AGAIN = 60.0  # seconds until one that was lost, and could not be replaced, is looked for again
 _FRESH = 60.0  # seconds in which what a search has found is relied on
@@ -64,6 +65,11 @@ class Machine:
     def slot(self) -> int:
         """Which of the rental's machines it is."""
         return self.attempt.intent.slot
+
+    @property
+    def awaited(self) -> bool:
+        """Whether its create was not answered, and no listing has shown it."""
+        return self.attempt.contract is None
 
     @property
     def dph(self) -> float:
@@ -122,6 +128,9 @@ class Rental:
         self._tries: dict[int, int] = {}
         self._past: dict[int, float] = {}
         self._had: set[int] = set()
+        self._unseen: dict[int, Machine] = {}  # their creates were not answered
+        self._closed: dict[int, Machine] = {}  # written off, by this owner or one before
+        self._unanswered = 0
         self._again: dict[int, float] = {}
         self._found: list[Offer] = []
         self._searched = 0.0
@@ -159,6 +168,7 @@ class Rental:
                 for machine in self.machines:
                     left = self._keys.left(machine.attempt.number)
                     commit_once(self._store, left, Left(at=self._clock.now()))
+                self._return(self._unclaimed())
 
     @property
     def machines(self) -> tuple[Machine, ...]:
@@ -202,9 +212,16 @@ class Rental:
         Raises:
             UnavailableError: That could not be seen: the reaper goes on with it.
         """
-        self._return(
-            (one, _Verdict(Ending.RELEASED, "the rental is over")) for one in self.machines
-        )
+        over = _Verdict(Ending.RELEASED, "the rental is over")
+        self._return([*((one, over) for one in self.machines), *self._unclaimed()])
+
+    def _unclaimed(self) -> list[tuple[Machine, _Verdict]]:
+        """Look once more for machines that no slot has; what to give back, and to write off."""
+        if not self._unseen:
+            return []
+        late = self._appeared(self._rows() or {}, adopt=False)
+        never = _Verdict(Ending.NEVER, "its create was not answered, and no listing has shown it")
+        return [*late, *((one, never) for one in self._unseen.values())]
 
     def _attend(self, enough: Callable[[], bool], stop: threading.Event | None = None) -> None:
         stop = stop or threading.Event()
@@ -242,15 +259,19 @@ class Rental:
             self._refuse_if_followed()
         self._refuse_spending()
         rows = self._rows()
-        ended: list[tuple[Machine, _Verdict]] = []
+        ended = self._appeared(rows or {}, adopt=True)
         for machine in self.machines:
             verdict = self._judged(machine, rows)
-            if verdict is not None:
+            if verdict is not None and verdict.why is Ending.NEVER:
+                self._set_aside(machine)
+            elif verdict is not None:
                 ended.append((machine, verdict))
         self._return(ended)
         dollars = {"dollars": round(self.cost, 6)}
         self._progress(Event("rental.cost", self.settings.name, dollars))
         for machine, verdict in ended:
+            if verdict.why is Ending.RELEASED:
+                continue  # another has its slot
             if verdict.why is Ending.FAILED and not self.settings.retry_failed:
                 raise errors.MachineError(verdict.said)
             if verdict.why is Ending.DONE:
@@ -267,9 +288,56 @@ class Rental:
         except (errors.DeniedError, errors.UnavailableError):
             return None  # unknown: not that there is none
 
+    def _appeared(
+        self, rows: dict[str, Instance], *, adopt: bool
+    ) -> list[tuple[Machine, _Verdict]]:
+        """Find the machines in a listing that no slot has.
+
+        Args:
+            rows: The listing, by labels.
+            adopt: Whether a machine that was never written off gets its slot, if that is free.
+
+        Returns:
+            The machines to give back.
+        """
+        late = _Verdict(Ending.RELEASED, "it was listed after another was rented in its place")
+        back = _Verdict(Ending.RELEASED, "it was given back before, and is listed")
+        found: list[tuple[Machine, _Verdict]] = []
+        for machine in self._listed(self._unseen, rows):
+            slot = machine.slot
+            taken = slot in self._machines or slot in self._done or slot >= self.settings.count
+            if taken or not adopt:
+                found.append((machine, late))
+            else:
+                machine.since = machine.heard = self._clock.elapsed()
+                self._adopt(machine)
+        return [*found, *((one, back) for one in self._listed(self._closed, rows))]
+
+    def _listed(self, machines: dict[int, Machine], rows: dict[str, Instance]) -> list[Machine]:
+        """Take those of some machines out that a listing shows."""
+        there = [number for number, one in machines.items() if one.attempt.intent.label in rows]
+        found = [machines.pop(number) for number in there]
+        for machine in found:
+            machine.attempt = replace(machine.attempt, returned=None)  # it is billed
+            self._contract(machine, rows[machine.attempt.intent.label].id)
+        return found
+
+    def _set_aside(self, machine: Machine) -> None:
+        """Free the slot of a machine that no listing shows; each look goes on to search for it."""
+        del self._machines[machine.slot]
+        self._unseen[machine.attempt.number] = machine
+        self._unanswered += 1
+
     def _judged(self, machine: Machine, rows: dict[str, Instance] | None) -> _Verdict | None:
         """Why a machine is not to be had any longer; None if it is."""
         now = self._clock.elapsed()
+        if machine.awaited and rows is not None:
+            row = rows.get(machine.attempt.intent.label)
+            if row is not None:
+                self._contract(machine, row.id)
+                self._adopt(machine)
+            elif now - machine.since > SETTLING:
+                return _Verdict(Ending.NEVER, "its create was not answered")
         self._listen(machine, now)
         if machine.report.ended is not None:
             return self._ended(machine, machine.report.ended.code)
@@ -365,19 +433,16 @@ class Rental:
                 f"{self.settings.tries} machines for slot {slot} of {self.settings.name} did not "
                 "come up, or were lost: see the reports of each, and ask for others."
             )
-        unanswered = 0
+        if self._unanswered >= _UNANSWERED:
+            self._unanswered = 0
+            raise errors.UnavailableError(
+                "Vast.ai does not answer whether a machine was rented: wait, and start again."
+            )
         for offer in self._offers():
             self._refuse_if_followed()
             self._refuse_spending()
-            before = self._clock.elapsed()
             if self._take(slot, offer):
-                self._tries[slot] = self._tries.get(slot, 0) + 1
                 return
-            unanswered += self._clock.elapsed() - before >= SETTLING
-            if unanswered == _UNANSWERED:
-                raise errors.UnavailableError(
-                    "Vast.ai does not answer whether a machine was rented: wait, and start again."
-                )
         raise errors.NotFoundError(
             f"Vast.ai has no offer (any more) that fits {self.settings.name}: ask for less, or "
             "grant more dollars an hour."
@@ -401,7 +466,7 @@ class Rental:
                     yield offer
 
     def _take(self, slot: int, offer: Offer) -> bool:
-        """Take an offer; whether there is a machine now that may be used."""
+        """Take an offer; whether there is a machine now, or there may be one."""
         figures = {"gpu": offer.gpu, "dph": offer.dph, "place": offer.place}
         self._progress(Event("rental.offer", f"{self.settings.name}/{slot}", figures))
         attempt = self._intend(slot, offer)
@@ -412,21 +477,35 @@ class Rental:
         try:
             created = self._create(attempt, offer)
         except (errors.BudgetError, errors.ConfigurationError, errors.DeniedError) as error:
-            self._return([(machine, _Verdict(Ending.NEVER, errors.one_line(error)))])
+            self._return([(machine, _Verdict(Ending.NEVER, errors.one_line(error)))], settled=True)
             raise
-        if created is None:
-            self._written_off(
-                machine, Ending.NEVER, "the offer was gone, or nothing came of it", cost=0.0
-            )
+        except errors.NotFoundError:
+            self._written_off(machine, Ending.NEVER, "the offer was gone", cost=0.0)
             return False
-        contract = Contract(instance=created.instance)
-        machine.attempt = replace(attempt, contract=contract)
-        commit_once(self._store, self._keys.contract(attempt.number), contract)
+        except errors.UnavailableError:
+            # It may have been done. Sent again, it could be done twice: each look searches for it.
+            machine.since = machine.heard = self._clock.elapsed()
+            return True
+        self._contract(machine, created.instance)
         if created.refused:
             self._return([(machine, _Verdict(Ending.OUTBID, created.refused))])
             return False
-        self._progress(Event("rental.rented", _name(machine), {"instance": created.instance}))
+        self._adopt(machine)
         return True
+
+    def _contract(self, machine: Machine, instance: int) -> None:
+        """Write down the number of a machine that there is."""
+        contract = Contract(instance=instance)
+        machine.attempt = replace(machine.attempt, contract=contract)
+        commit_once(self._store, self._keys.contract(machine.attempt.number), contract)
+
+    def _adopt(self, machine: Machine) -> None:
+        """Have a machine that there is in its slot."""
+        self._machines[machine.slot] = machine
+        self._unanswered = 0
+        self._tries[machine.slot] = self._tries.get(machine.slot, 0) + 1
+        figures = {"instance": machine.attempt.instance or 0}
+        self._progress(Event("rental.rented", _name(machine), figures))
 
     def _intend(self, slot: int, offer: Offer) -> Attempt:
         """Write down what is about to be rented."""
@@ -469,8 +548,13 @@ class Rental:
             self._followed = True
             raise errors.HeldError(_FOLLOWED.format(self.settings.name))
 
-    def _create(self, attempt: Attempt, offer: Offer) -> Created | None:
-        """Have the machine created; None if the offer was gone, or nothing came of it."""
+    def _create(self, attempt: Attempt, offer: Offer) -> Created:
+        """Have the machine created.
+
+        Raises:
+            NotFoundError: The offer is gone.
+            UnavailableError: Whether there is a machine now is not known.
+        """
         request, program, intent = self.settings.request, self.settings.program, attempt.intent
         variables = environment(
             self._store,
@@ -483,42 +567,20 @@ class Rental:
         )
         send_files(self._store, self.settings, attempt.number, intent.slot)
         ports = {f"-p {port}:{port}": "1" for port in program.ports}
-        try:
-            return self._vast.create(
-                offer.id,
-                image=program.image,
-                disk=request.disk,
-                env={**variables, **ports},
-                label=intent.label,
-                onstart_cmd=onstart(),
-                bid_price=offer.bid,
-                runtype="ssh_direc",
-            )
-        except errors.NotFoundError:
-            return None
-        except errors.UnavailableError:
-            # It may have been done. Sent again, it could be done twice.
-            found = self._look_for(intent.label)
-            return Created(found.id) if found else None
-
-    def _look_for(self, label: str) -> Instance | None:
-        """A machine of a label, should one come to be seen.
-
-        Raises:
-            UnavailableError: That cannot be seen: the attempt stays as it is.
-        """
-        end = self._clock.elapsed() + SETTLING
-        while True:
-            found = [one for one in self._vast.instances() if one.label == label]
-            if found:
-                return found[0]
-            if self._clock.elapsed() >= end:
-                return None
-            self._clock.sleep(min(self.settings.poll.total_seconds(), SETTLING / 4))
+        return self._vast.create(
+            offer.id,
+            image=program.image,
+            disk=request.disk,
+            env={**variables, **ports},
+            label=intent.label,
+            onstart_cmd=onstart(),
+            bid_price=offer.bid,
+            runtype="ssh_direc",
+        )
 
     def _take_over(self) -> None:
         """Go on with what an owner before has left."""
-        now = self._clock.elapsed()
+        now, time = self._clock.elapsed(), self._clock.now()
         left = list[tuple[Machine, _Verdict]]()
         for attempt in attempts_of(self._store, self.settings.name):
             keys = MachineKeys(self._keys.machine(attempt.number))
@@ -526,34 +588,52 @@ class Rental:
             slot = attempt.intent.slot
             self._past[attempt.number] = attempt.returned.cost if attempt.returned else 0.0
             if attempt.returned is not None:
+                self._closed[attempt.number] = machine
                 if attempt.returned.why is Ending.DONE:
                     self._done[slot] = machine
                 elif attempt.returned.why in _BAD:
                     self._bad.add(attempt.intent.machine)
                 continue
             delete(self._store, [self._keys.left(attempt.number)])  # it has an owner again
-            if attempt.contract is None or slot in self._machines or slot >= self.settings.count:
-                left.append((machine, _Verdict(Ending.RELEASED, "its owner was lost")))
-            else:
+            if machine.awaited:  # an owner was killed before it knew of a machine
+                machine.since -= max(0.0, (time - attempt.intent.begun).total_seconds())
+            if slot not in self._machines and slot < self.settings.count:
                 self._machines[slot] = machine
+            elif machine.awaited:
+                self._unseen[attempt.number] = machine
+            else:
+                left.append((machine, _Verdict(Ending.RELEASED, "its owner was lost")))
         self._return(left)
 
-    def _return(self, machines: Iterable[tuple[Machine, _Verdict]]) -> None:
-        """Give machines back, and write it down."""
+    def _return(
+        self, machines: Iterable[tuple[Machine, _Verdict]], *, settled: bool = False
+    ) -> None:
+        """Give machines back, and write it down.
+
+        Args:
+            machines: Each with why it is given back.
+            settled: Whether one listing without a machine is enough, also right after its create.
+        """
         going = {one.attempt.intent.label: (one, verdict) for one, verdict in machines}
+        now = self._clock.elapsed()
+        old = [label for label, (one, _) in going.items() if now - one.since > SETTLING]
 
         def gone(label: str) -> None:
             machine, verdict = going[label]
-            cost = machine.cost(self._clock.now())
+            never = verdict.why is Ending.NEVER
+            cost = 0.0 if never else machine.cost(self._clock.now())
             self._written_off(machine, verdict.why, verdict.said, cost=cost)
 
-        give_back(self._vast, {one: of[0].attempt.instance for one, of in going.items()}, gone)
+        numbers = {label: one.attempt.instance for label, (one, _) in going.items()}
+        give_back(self._vast, numbers, gone, settled=going if settled else old)
 
     def _written_off(self, machine: Machine, why: Ending, said: str, *, cost: float) -> None:
         """Write down that nothing is left of a machine."""
         attempt = machine.attempt
         write_off(self._store, self.settings.name, attempt, why, said, cost, self._clock.now())
         self._past[attempt.number] = cost
+        self._unseen.pop(attempt.number, None)
+        self._closed[attempt.number] = machine
         if self._machines.get(machine.slot) is machine:
             del self._machines[machine.slot]
         figures = {"why": why, "said": said, "dollars": cost}

@@ -1,6 +1,6 @@
 """Give machines back, and see that they are gone."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import datetime, timedelta
 
 from millrace import errors
@@ -12,8 +12,8 @@ from millrace.vast.api import Vast
 from millrace.vast.instances import Instance
 from millrace.vast.ledger import Attempt
 
-SETTLING = 60.0
-"""Seconds in which a machine whose create was not answered comes to be seen."""
+SETTLING = 180.0
+"""Seconds after a create without an answer in which the listing may not yet show its machine."""
 _GIVING_BACK = timedelta(minutes=15)  # that it is tried for
 
 
@@ -25,13 +25,21 @@ def write_off(
     commit_once(store, RentalKeys(rental).returned(attempt.number), returned)
 
 
-def give_back(vast: Vast, machines: Mapping[str, int | None], gone: Callable[[str], None]) -> None:
+def give_back(
+    vast: Vast,
+    machines: Mapping[str, int | None],
+    gone: Callable[[str], None],
+    *,
+    settled: Collection[str] = (),
+) -> None:
     """Destroy machines until a listing shows none of their labels, nor of their numbers.
 
     Args:
         vast: The account.
         machines: What is to be gone: labels, each with its machine's number where it is known.
         gone: Told each label once nothing is left of it.
+        settled: The labels whose create was sent `SETTLING` seconds ago or earlier. A machine with
+            no known number counts as gone once a listing lacks its label; the others wait.
 
     Raises:
         UnavailableError: That could not be seen in 15 minutes: some may still be there.
@@ -52,7 +60,8 @@ def give_back(vast: Vast, machines: Mapping[str, int | None], gone: Callable[[st
             seen = {_label(one, left): one.id for one in vast.instances()}
         except errors.MillraceError as error:
             fault = errors.one_line(error)
-        for label in _unseen(vast, left, accepted, seen, clock.elapsed() - begun):
+        waited = clock.elapsed() - begun >= SETTLING
+        for label in _unseen(vast, left, accepted, seen, left if waited else settled):
             del left[label]
             try:
                 gone(label)
@@ -75,19 +84,17 @@ def _unseen(
     left: Mapping[str, int | None],
     accepted: set[str],
     seen: Mapping[str, int] | None,
-    seconds: float,
+    settled: Collection[str],
 ) -> list[str]:
     """The labels of which nothing is left; what is seen is destroyed once more."""
     if seen is None:
         return []
     for label in seen.keys() & left.keys():
         _destroyed(vast, seen[label])
-    # What was never answered may yet come to be seen.
-    settled = seconds >= SETTLING
     return [
         label
         for label, number in left.items()
-        if label not in seen and (settled if number is None else label in accepted)
+        if label not in seen and label in (settled if number is None else accepted)
     ]
 
 

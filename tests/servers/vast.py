@@ -48,7 +48,19 @@ REFUSALS: dict[str, tuple[int, Any]] = {
     "json429": (429, {"detail": "Too many requests"}),
     "quota": (429, {"success": False, "error": "search_quota_exceeded", "msg": "daily"}),
 }
-FAULTS = {*REFUSALS, "lost", "cut", "slow", "refused", "part", "gone", "low bid", "low bid, 400"}
+LISTS: dict[str, Any] = {  # what a list of instances is answered with, with status 200
+    "unsuccessful list": {
+        "success": False, "error": "db", "msg": "timeout", "instances": [], "total_instances": 0,
+    },
+    "null list": {"success": True, "instances": None, "total_instances": 0},
+    "no list": {"success": True, "total_instances": 0},
+    "object list": {"success": True, "instances": {}, "total_instances": 0},
+    "bare list": [],
+}  # fmt: skip
+FAULTS = {
+    *REFUSALS, *LISTS, "lost", "lost, listed late", "cut", "slow", "refused", "part", "gone",
+    "low bid", "low bid, 400",
+}  # fmt: skip
 
 
 class VastServer:
@@ -203,6 +215,7 @@ class Instance:
         fate: What becomes of it: ``exited``, ``offline``, ``unknown``, ``oci``, ``stuck``,
             ``outbid``, ``silent`` (it runs, and says nothing), ``failing`` (its program does),
             ``broken`` (nothing can be installed), ``dearer``, ``vanished``; empty: nothing.
+        lag: Seconds after its creation in which the listing does not show it.
     """
 
     id: int
@@ -213,6 +226,7 @@ class Instance:
     hourly: float
     storage_hourly: float
     fate: str = ""
+    lag: float = 0.0
     stopped: bool = False
     running: float | None = None
     destroyed: float | None = None
@@ -315,6 +329,7 @@ class World:
         image: Where the packages are that a real machine's image has, for its Python to find.
         credit: Dollars of the account; none left, and nothing can be rented.
         lag: Seconds after which a machine comes to be seen in the listing.
+        late: The same for a machine whose create is ``lost, listed late``.
         strict: Whether requests below the interval are refused.
     """
 
@@ -329,6 +344,7 @@ class World:
     image: str = ""
     credit: float = 100.0
     lag: float = 0.0
+    late: float = 90.0
     strict: bool = True
 
 
@@ -475,6 +491,7 @@ class _Server:
             "label": one.label,
             "machine": one.machine.id,
             "created": one.created,
+            "listed": one.created + one.lag,
             "running": one.running,
             "destroyed": one.destroyed,
             "by": one.by,
@@ -569,6 +586,22 @@ class _Server:
         self._pace(call)
         if fault in REFUSALS:
             raise _RefusedError(*REFUSALS[fault])
+        if fault == "cut":
+            return None
+        if fault == "lost" or (fault == "lost, listed late" and call == "create"):
+            with contextlib.suppress(_RefusedError):
+                answer = json.loads((await handler(request)).text)
+                if fault != "lost":
+                    self.instances[answer["new_contract"]].lag = self.world.late
+            return None
+        if fault in LISTS and call == "list":
+            return web.json_response(LISTS[fault])
+        return await self._changed(fault, request, handler, call)
+
+    async def _changed(
+        self, fault: str, request: web.Request, handler: Any, call: str
+    ) -> web.Response:
+        """Answer otherwise than without the fault."""
         match fault:
             case "refused" if call in {"delete", "create"}:
                 return web.json_response({"success": False, "error": "busy", "msg": "try again"})
@@ -586,12 +619,6 @@ class _Server:
                 page["next_token"] = None
                 page["total_instances"] = max(1, page["total_instances"])
                 return web.json_response(page)
-            case "cut":
-                return None
-            case "lost":
-                with contextlib.suppress(_RefusedError):
-                    await handler(request)
-                return None
             case "slow":
                 self.extra += 40.0
         return await handler(request)
@@ -675,7 +702,8 @@ class _Server:
         hourly = machine.total(disk) if price is None else price + machine.storage * disk / 730
         one = Instance(
             next(self.numbers), f"instance-{secrets.token_hex(16)}", machine, body, self.now,
-            hourly, machine.storage * disk / 730, fate=machine.fate, billed=self.now,
+            hourly, machine.storage * disk / 730, fate=machine.fate, lag=self.world.lag,
+            billed=self.now,
         )  # fmt: skip
         self.instances[one.id] = one
         return one
@@ -690,7 +718,7 @@ class _Server:
         after = int(request.query.get("after_token", 0))
         there = sorted(
             (one for one in self.instances.values()
-             if one.destroyed is None and self.now >= one.created + self.world.lag),
+             if one.destroyed is None and self.now >= one.created + one.lag),
             key=lambda one: one.id,
         )  # fmt: skip
         page = [one for one in there if one.id > after][:limit]

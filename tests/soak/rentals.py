@@ -35,6 +35,7 @@ from millrace.vast import (
     returning,
 )
 from millrace.vast import rental as renting
+from millrace.vast.returning import SETTLING
 from tests.servers.vast import StandInClock, VastServer
 
 FATES = {
@@ -44,7 +45,9 @@ FATES = {
 FAULTS = {
     "error500": 0.01, "error502": 0.01, "text429": 0.01, "json429": 0.01, "lost": 0.015,
     "cut": 0.01, "slow": 0.005, "refused": 0.01, "part": 0.01, "gone": 0.05, "low bid": 0.03,
-    "low bid, 400": 0.03,
+    "low bid, 400": 0.03, "lost, listed late": 0.02,
+    "unsuccessful list": 0.01, "null list": 0.005, "no list": 0.005, "object list": 0.005,
+    "bare list": 0.005,
 }  # fmt: skip
 LEASE = 180.0
 REAPED = 900.0  # seconds between two reapers
@@ -69,9 +72,11 @@ class Came:
         fired: Faults of the API.
         rented: Machines.
         alive: Machines of ours that were left, after the reaper.
-        late: Machines that were billed longer than the owner's lease and a reaper allow.
+        late: Machines that were billed longer than the owner's lease and a reaper allow, after
+            the listing showed them.
         foreign: Machines of others that are gone.
-        overspent: Rentals that nobody killed, and that cost more than was granted.
+        overspent: Rentals that nobody killed, and whose machines that a listing has shown in time
+            cost more than was granted.
         strange: Owners and reapers that ended as they never should.
     """
 
@@ -124,6 +129,7 @@ def _run(server: VastServer, store: Path, dice: random.Random, came: Came) -> No
     key = server.reset(
         seed=dice.randrange(1 << 30), machines=20, fates=FATES, faults=FAULTS,
         program=dice.uniform(100, 900), lag=dice.choice([0.0, 0.0, 20.0]),
+        late=dice.choice([90.0, 400.0, 900.0]),
     )  # fmt: skip
     planted = [server.plant(label) for label in FOREIGN]
     told = json.dumps(
@@ -190,11 +196,13 @@ def _judge(
     came.rented += len(ours)
     came.alive += len(_ours(server))
     came.foreign += sum(one["destroyed"] is not None for one in books if one["id"] in planted)
-    if died is None:
-        came.overspent += sum(one["cost"] for one in ours) > told["max_total"]
+    if died is None:  # what no listing shows, no owner can count
+        seen = [one["cost"] for one in ours if one["listed"] - one["created"] <= SETTLING]
+        came.overspent += sum(seen) > told["max_total"]
     else:
-        end = died + LEASE + REAPED
-        came.late += sum((one["destroyed"] or end + 1) > end for one in ours)
+        for one in ours:
+            end = max(died, one["listed"]) + LEASE + REAPED
+            came.late += (one["destroyed"] or end + 1) > end
 
 
 def _forked(work: Callable[[], None], store: Path) -> int:

@@ -9,7 +9,7 @@ from pydantic import SecretStr
 
 from millrace import errors
 from millrace.vast import Instance, Rental, Vast, find_offers
-from tests.servers.vast import StandInClock
+from tests.servers.vast import LISTS, StandInClock
 from tests.vast.conftest import Reset
 
 
@@ -130,6 +130,20 @@ def test_a_server_that_is_not_there_is_said_after_a_while(world: Reset) -> None:
     with pytest.raises(errors.UnavailableError, match="does not answer to list: ConnectionError"):
         vast.instances()
     assert 30 <= account.server.now() - before < 40
+
+
+@pytest.mark.parametrize("fault", sorted(LISTS))
+def test_a_list_that_is_none_is_asked_for_again_and_never_read_as_empty(
+    world: Reset, fault: str
+) -> None:
+    account = world()
+    number = account.server.plant("x")
+    account.server.fail_next(2, fault, "list")
+    assert [one.id for one in account.vast.instances()] == [number]
+    account.server.fail_next(1000, fault, "list")
+    with pytest.raises(errors.UnavailableError, match="does not answer to list"):
+        account.vast.instances()
+    assert account.server.fired()[fault] > 2
 
 
 @pytest.mark.parametrize(

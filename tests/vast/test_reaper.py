@@ -109,11 +109,11 @@ def test_a_list_that_cannot_be_read_is_unknown_and_the_reaper_says_so(
 
 
 def test_what_came_though_nobody_thought_so_is_given_back(world: Reset) -> None:
-    account = world(lag=90.0)  # longer than anybody waits for a create that was not answered
-    account.server.fail_next(1, "lost", "create")
+    account = world(late=900.0)  # longer than its rental lasts
+    account.server.fail_next(1, "lost, listed late", "create")
     with Rental(account.settings(), vast=account.vast) as rental:
         rental.until_ready()
-    account.server.advance(300)
+    account.server.advance(900)
     (ghost,) = account.server.alive()
     (gone,) = reap(account.stand(), vast=account.vast).returned
     assert gone.instance.id == ghost["id"]

@@ -7,8 +7,9 @@ import pytest
 
 from millrace import errors
 from millrace.models.rental import Ending
+from millrace.progress import Event
 from millrace.storage import open_store
-from millrace.vast import Rental
+from millrace.vast import Rental, reap
 from millrace.vast.ledger import attempts_of
 from tests.vast.conftest import Account_, Reset
 
@@ -150,6 +151,81 @@ def test_a_create_whose_answer_was_lost_is_looked_for_and_not_sent_again(
         assert len(creates) == 1
         assert machine.attempt.contract
         assert machine.attempt.contract.instance == account.server.alive()[0]["id"]
+    assert account.server.alive() == []
+
+
+def creates(account: Account_) -> int:
+    return sum(one["call"] == "create" for one in account.server.requests())
+
+
+def test_a_create_whose_answer_was_lost_is_waited_for_before_another_is_sent(world: Reset) -> None:
+    account = world(late=90.0)
+    account.server.fail_next(1, "lost, listed late", "create")
+    with Rental(account.settings(), vast=account.vast) as rental:
+        (machine,) = rental.until_ready()
+        assert creates(account) == 1
+        assert machine.attempt.instance == account.server.alive()[0]["id"]
+    assert account.server.alive() == []
+    assert endings(account) == [Ending.RELEASED]
+
+
+def test_a_machine_that_is_listed_after_another_was_rented_is_given_back(world: Reset) -> None:
+    account = world(late=400.0)
+    account.server.fail_next(1, "lost, listed late", "create")
+    with Rental(account.settings(), vast=account.vast) as rental:
+        rental.until_ready()
+        account.server.advance(400.0)
+        rental.until_ready()
+        late, other = account.server.books()
+        assert (late["destroyed"] is None, other["destroyed"] is None) == (False, True)
+        assert rental.cost >= late["cost"] > 0
+    assert account.server.alive() == []
+    assert endings(account) == [Ending.RELEASED, Ending.RELEASED]
+
+
+def test_a_machine_that_is_listed_while_none_can_be_rented_is_adopted(world: Reset) -> None:
+    account = world(late=400.0)
+    account.server.fail_next(1, "lost, listed late", "create")
+
+    def fail_searches(event: Event) -> None:
+        account.progress(event)
+        if event.name == "rental.rented":
+            account.server.fail_next(10_000, "error500", "search")
+
+    settings = account.settings(count=2)
+    with Rental(settings, vast=account.vast, progress=fail_searches) as rental:
+        assert [one.slot for one in rental.until_ready()] == [0, 1]
+        assert account.count("rental.missing") > 0
+        assert len(account.server.alive()) == len(account.server.books()) == 2
+    assert account.server.alive() == []
+    assert endings(account) == [Ending.RELEASED] * 2
+
+
+def test_a_machine_that_is_listed_late_is_given_back_by_the_next_owner(world: Reset) -> None:
+    account = world(late=900.0)
+    account.server.fail_next(1, "lost, listed late", "create")
+    with Rental(account.settings(), vast=account.vast) as rental:
+        rental.until_ready()
+    account.server.advance(900)
+    assert len(account.server.alive()) == 1
+    with Rental(account.settings(), vast=account.vast) as rental:
+        rental.until_ready()
+        assert len(account.server.alive()) == 1
+        assert account.server.books()[0]["destroyed"]
+    assert account.server.alive() == []
+
+
+def test_a_lost_create_is_not_called_given_back_while_no_list_can_be_read(world: Reset) -> None:
+    account = world()
+    account.server.fail_next(1, "lost", "create")
+    account.server.fail_next(10_000, "unsuccessful list", "list")
+    rental = Rental(account.settings(), vast=account.vast)
+    with pytest.raises(errors.UnavailableError, match="is given back is not known"), rental:
+        rental.until_ready()
+    (attempt,) = attempts_of(open_store(account.store), "fleet")
+    assert attempt.returned is None
+    account.server.ask("calm", {})
+    assert len(reap(account.stand(), vast=account.vast).returned) == 1
     assert account.server.alive() == []
 
 
