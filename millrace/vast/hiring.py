@@ -55,6 +55,7 @@ def environment(
     )
     found = {
         "MILLRACE_WATCHDOG": _encoded(_text("watchdog.py")),
+        "MILLRACE_TRAFFIC": _encoded(_text("traffic.py")),
         "MILLRACE_SETUP": _encoded(_text("install.py")),
         "MILLRACE_UNTIL": f"{until:.0f}",
         "MILLRACE_LIFETIME": f"{lifetime.total_seconds():.0f}",

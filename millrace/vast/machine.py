@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from millrace import errors
 from millrace.keys import MachineKeys
 from millrace.storage import Store, StoreSpec, create, exists, list_objects, open_store, put, read
+from millrace.vast.traffic import STATE, count_traffic
 from millrace.vast.wire import PIECE, Beat, Ended, Files, Order, environment_of
 
 _PATIENCE = timedelta(seconds=20)  # that one word to the bucket is tried for
@@ -101,7 +102,9 @@ class Machine:
 
     def _tell(self, printed: IO[bytes]) -> None:
         """Say that the machine lives, and what was printed meanwhile."""
-        received, sent = _network()  # since the machine began: also what was installed is billed
+        received = sent = 0
+        with contextlib.suppress(OSError, ValueError, IndexError, KeyError, TypeError):
+            received, sent = count_traffic(self._folder.parent / STATE)
         self._beats += 1
         beat = Beat(number=self._beats, received=received, sent=sent)
         self._say(self._keys.beat, beat)
@@ -141,18 +144,6 @@ def _stop(program: "subprocess.Popen[Any]") -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             program.wait(_WAIT)
             return
-
-
-def _network() -> tuple[int, int]:
-    """Bytes that this machine has received and sent, but for those to itself."""
-    received = sent = 0
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
-            name, _, numbers = line.partition(":")
-            if name.strip() != "lo":
-                fields = numbers.split()
-                received, sent = received + int(fields[0]), sent + int(fields[8])
-    return received, sent
 
 
 def main(environ: Mapping[str, str], folder: Path) -> None:

@@ -18,6 +18,7 @@ from pydantic import SecretStr
 
 from millrace.storage import Right, StoreSpec
 from millrace.vast import Account, OfferRequest, Program, Reach, Rental, RentSettings, Vast
+from millrace.vast.traffic import count_traffic
 from tests.prefect_server import until
 from tests.servers.process import REPOSITORY
 from tests.servers.rgw import RGW, Key
@@ -87,6 +88,55 @@ def _session(process: Path) -> int:
         return -1
 
 
+class Counters:
+    """The kernel's files that say what a machine has moved."""
+
+    def __init__(self, proc: Path) -> None:
+        self.proc = proc
+        (proc / "sys/kernel/random").mkdir(parents=True)
+        (proc / "sys/kernel/random/boot_id").write_text("0f0a\n")
+        (proc / "self/ns").mkdir(parents=True)
+        (proc / "net").mkdir()
+        self.enter("net:[4026531840]")
+
+    def enter(self, namespace: str) -> None:
+        """Have another network namespace."""
+        (self.proc / "self/ns/net").unlink(missing_ok=True)
+        (self.proc / "self/ns/net").symlink_to(namespace)
+
+    def show(self, **interfaces: tuple[int, int]) -> None:
+        lines = [f"{name:>6}: {down} 1 0 0 0 0 0 0 {up} 1 0 0 0 0 0 0"
+                 for name, (down, up) in interfaces.items()]  # fmt: skip
+        (self.proc / "net/dev").write_text("\n".join(["Inter-|", " face |", *lines]) + "\n")
+
+
+def test_bytes_count_from_the_start_of_a_machine_and_over_its_restarts(tmp_path: Path) -> None:
+    counters, state = Counters(tmp_path / "proc"), tmp_path / "traffic.json"
+
+    def count() -> tuple[int, int]:
+        return count_traffic(state, counters.proc)
+
+    counters.show(lo=(5, 5), eth0=(110 * 10**9, 7 * 10**9))  # a host that has moved much
+    assert count() == (0, 0)
+    counters.show(lo=(10**9, 10**9), eth0=(110 * 10**9 + 300, 7 * 10**9 + 20))
+    assert count() == (300, 20)
+    counters.show(eth0=(110 * 10**9 + 300, 7 * 10**9 + 20), veth1=(40, 4))
+    assert count() == (340, 24)
+    counters.enter("net:[4026532000]")  # the container was restarted: its counters are new
+    counters.show(eth0=(1000, 100))
+    assert count() == (1340, 124)
+    counters.show(eth0=(3, 1))  # likewise, and the namespace has the number of the one before
+    assert count() == (1343, 125)
+    state.write_text("{")
+    assert count() == (0, 0)
+
+
+def moved() -> int:
+    """Bytes that this machine has received over all interfaces but the loopback."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    return sum(int(line.split(":")[1].split()[0]) for line in lines if "lo:" not in line)
+
+
 def test_a_machine_installs_a_program_and_runs_it_with_what_it_may_reach(
     vast: VastServer, real: str, rgw: RGW, bucket: str, repository: Path,
 ) -> None:  # fmt: skip
@@ -103,6 +153,7 @@ def test_a_machine_installs_a_program_and_runs_it_with_what_it_may_reach(
         ),
     )  # fmt: skip
     told: list[str] = []
+    before = moved()
     account = Vast(SecretStr(real), vast.url)
     with Rental(
         settings, vast=account, progress=lambda event: told.append(str(event.figures.get("text")))
@@ -119,6 +170,8 @@ def test_a_machine_installs_a_program_and_runs_it_with_what_it_may_reach(
     manifest = client.get_object(Bucket=bucket, Key="data/words/manifest.json")["Body"].read()
     assert b"1000" in manifest
     assert any("samples" in line for line in told)
+    beat = client.get_object(Bucket=bucket, Key="_machines/fleet/000000/beat.json")["Body"].read()
+    assert json.loads(beat)["received"] <= moved() - before  # not what the host has moved before
 
     # What it held: nothing of ours but credentials for two prefixes, that end with the rental.
     for secret in (real, rgw.full.secret_access_key, rgw.read_only.secret_access_key):
