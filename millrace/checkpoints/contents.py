@@ -1,7 +1,12 @@
 """What is to be saved, wherever it is now: files by their digests, and the tensors in them."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import orjson
 
 from millrace import errors
 from millrace.checkpoints.find import root_of
@@ -63,6 +68,35 @@ def content(
     """What will be saved at a step."""
     there = tuple(Part(step=step, sha256=part.sha256, size=part.size) for part in parts)
     return Content(there, tensors, root_of(there, tensors), body)
+
+
+def plain_json(value: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
+    """Return a value as it comes back from JSON; numpy's scalars become plain numbers.
+
+    Args:
+        value: The value; None stands for an empty one.
+        what: Its name in the error message.
+
+    Raises:
+        ConfigurationError: JSON does not hold it.
+    """
+    whole = dict(value or {})
+    try:
+        json.dumps(whole, allow_nan=False, default=_plain_number)  # orjson writes NaN as null
+        return orjson.loads(orjson.dumps(whole, default=_plain_number))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise errors.ConfigurationError(
+            f"The {what} of a checkpoint is not JSON ({errors.one_line(error)}): give dicts with "
+            "text as keys, lists, text, and finite numbers of at most 64 bits."
+        ) from error
+
+
+def _plain_number(value: object) -> Any:
+    if isinstance(value, np.bool_ | np.integer | np.floating):
+        return cast("Any", value).item()
+    if isinstance(value, float):
+        return float(value)
+    raise TypeError(f"{type(value).__name__} is no kind of JSON value")
 
 
 def read_part(store: Store, job: str, part: Part, into: memoryview) -> memoryview:

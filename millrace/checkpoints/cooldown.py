@@ -19,7 +19,7 @@ from typing import Any
 
 from millrace import errors
 from millrace.checkpoints.choosing import Choice, number_of, order_of
-from millrace.checkpoints.contents import Content
+from millrace.checkpoints.contents import Content, plain_json
 from millrace.checkpoints.find import checkpoint_of
 from millrace.checkpoints.members import Membership, Statements, moved_on, roster_of
 from millrace.checkpoints.race import Race
@@ -100,6 +100,7 @@ def cool_down(
             ``epoch.without``; from several threads.
 
     Raises:
+        ConfigurationError: The position or the notes are no JSON.
         UnavailableError: The store does not answer at the beginning.
         DeniedError: The credentials may not write here.
     """
@@ -110,8 +111,8 @@ def cool_down(
         job=membership.job,
         step=content.parts[0].step,
         run=run,
-        position=dict(position or {}),
-        notes=dict(notes or {}),
+        position=plain_json(position, "position"),
+        notes=plain_json(notes, "notes"),
         saved=datetime.now(UTC),
         root=content.root,
         parts=content.parts,

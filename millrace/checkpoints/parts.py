@@ -7,7 +7,7 @@ equal tensors make equal files, wherever and whenever they are saved.
 
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -19,6 +19,7 @@ from millrace.errors import ConfigurationError, CorruptError
 
 _LENGTH = struct.Struct("<Q")
 _LONGEST_HEADER = 100_000_000  # bytes, safetensors' own limit
+_RESERVED = "__metadata__"  # what safetensors keeps for text
 _NAMES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -170,9 +171,14 @@ def _layout(boxes: list[Box]) -> Layout:
     # The widest types first, as safetensors does: so that each lies at a multiple of its width.
     ordered = sorted(boxes, key=lambda box: -box.dtype.itemsize)
     header: dict[str, Any] = {}
+    named: list[Box] = []
     at = 0
     for box in ordered:
-        header[box.name] = {
+        name = box.name
+        while name in header or name == _RESERVED:  # ``w[0:8]`` may be a tensor's own name too
+            name += "#"
+        named.append(replace(box, name=name))
+        header[name] = {
             "dtype": name_of(box.dtype),
             "shape": box.shape,
             "data_offsets": (at, at + box.size),
@@ -183,8 +189,8 @@ def _layout(boxes: list[Box]) -> Layout:
     head = _LENGTH.pack(len(text)) + text
     placed: list[Box] = []
     offset = len(head)
-    for box in ordered:
-        placed.append(Box(box.tensor, box.name, box.dtype, box.start, box.shape, offset, box.size))
+    for box in named:
+        placed.append(replace(box, offset=offset))
         offset += box.size
     return Layout(head, tuple(placed), offset)
 
@@ -195,7 +201,7 @@ def _views(body: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
         raise ValueError("its header is too long")
     header: dict[str, Any] = orjson.loads(body[_LENGTH.size : _LENGTH.size + length])
     data = body[_LENGTH.size + length :]
-    header.pop("__metadata__", None)
+    header.pop(_RESERVED, None)
     end = 0
     for name, said in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, stop = said["data_offsets"]

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from millrace import errors
+from millrace.checkpoints.contents import plain_json
 from millrace.checkpoints.find import check_content, newest
 from millrace.checkpoints.ranks import Ranks, assembled, has, save_together
 from millrace.checkpoints.settings import SaveSettings
@@ -124,10 +125,12 @@ class Saver:
             own: What this rank alone has: the state of its loader, its generators.
 
         Raises:
-            ConfigurationError: Something in the state cannot be saved; its path is named.
+            ConfigurationError: Something in the state cannot be saved, and its path is named; or
+                the position is no JSON. Nothing was sent.
             MillraceError: The save before this one failed, and nobody has asked for its result.
         """
         began = time.monotonic()
+        where, said = plain_json(position, "position"), plain_json(notes, "notes")
         if self._under_way is not None:
             self._under_way.settle()
         copied = self._memory.snapshot(
@@ -138,9 +141,7 @@ class Saver:
             own=own,
         )
         held = timedelta(seconds=time.monotonic() - began)
-        future = self._finisher.submit(
-            self._finish, copied, step, run, dict(position or {}), dict(notes or {})
-        )
+        future = self._finisher.submit(self._finish, copied, step, run, where, said)
         self._under_way = Saving(step, held, future)
         return self._under_way
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from millrace.checkpoints.contents import Content, content
-from millrace.checkpoints.parts import Box, Layout, laid_out, name_of
+from millrace.checkpoints.parts import Box, Layout, laid_out, name_of, read_boxes
 from millrace.checkpoints.pieces import Piece, is_distributed, piece_of
 from millrace.checkpoints.tree import is_skeleton, own_name, taken_apart
 from millrace.digest import sha256
-from millrace.errors import ConfigurationError
+from millrace.errors import ConfigurationError, CorruptError
 from millrace.memory import anonymous
 from millrace.models.checkpoint import Chunk, Part, TensorRecord
 
@@ -69,6 +69,8 @@ class Memory:
     ) -> Snapshot:
         """Copy a state; what was copied here before is overwritten.
 
+        The headers of the files are read back as `load` reads them.
+
         Args:
             state: Nested dicts, lists and tuples of tensors, numpy arrays and plain values.
             part_bytes: A file is closed before it would be larger.
@@ -100,6 +102,8 @@ class Memory:
             for box in layout.boxes:
                 _copy_box(pieces[box.tensor], box, buffer)
         del self._buffers[len(layouts) :]
+        for layout, buffer in zip(layouts, self._buffers, strict=True):
+            _check_readable(layout, memoryview(buffer)[: layout.size])
         return Snapshot(layouts, _recorded(layouts, held), tuple(self._buffers))
 
     def clear(self) -> None:
@@ -134,6 +138,27 @@ def _copy_box(piece: Piece, box: Box, buffer: mmap) -> None:
     count = box.size // box.dtype.itemsize
     place = torch.frombuffer(buffer, dtype=box.dtype, count=count, offset=box.offset)
     place.view(box.shape).copy_(source)
+
+
+def _check_readable(layout: Layout, file: memoryview) -> None:
+    """Read the header of a file as `load` will, and compare it with what was laid out.
+
+    Raises:
+        ConfigurationError: The file could not be loaded.
+    """
+    try:
+        found = read_boxes(file)
+    except CorruptError as error:
+        raise ConfigurationError(
+            f"The file with {layout.boxes[0].tensor} could not be loaded again: {error} Rename "
+            "this state's tensors, or save with smaller files."
+        ) from error
+    for box in layout.boxes:
+        there = found.get(box.name)
+        if there is None or (there.dtype, tuple(there.shape)) != (box.dtype, box.shape):
+            raise ConfigurationError(
+                f"{box.tensor} would not be found again in its file: give it another name."
+            )
 
 
 def _recorded(layouts: tuple[Layout, ...], held: Mapping[str, Piece]) -> dict[str, TensorRecord]:

@@ -3,7 +3,8 @@
 Each node of the skeleton is a plain JSON value, or a list that begins with a letter:
 ``["d", [key, value], ...]`` a dict, ``l`` a list, ``u`` a tuple, ``t`` a tensor by its name, ``n``
 a numpy array, ``b`` bytes in base64, ``f`` a float that JSON has no words for, ``i`` an integer of
-more than 64 bits, ``y`` a dtype.
+more than 64 bits in hexadecimal, ``y`` a dtype. Numbers and text of other classes (numpy's scalars,
+enumerations) are saved as plain ones, also where they are keys.
 """
 
 import base64
@@ -15,6 +16,7 @@ import numpy as np
 import orjson
 import torch
 
+from millrace import errors
 from millrace.checkpoints.pieces import is_distributed
 from millrace.errors import ConfigurationError, CorruptError
 
@@ -23,6 +25,9 @@ SKELETON = "#state"
 
 _OWN = "#own-"
 _INT64 = 1 << 63
+_DEEPEST = 100  # levels; the JSON library writes 254, and a dict takes two
+_LONGEST_PATH = 200  # characters of a path in a message
+_SEQUENCES = {list, tuple, torch.Size}
 _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
@@ -30,18 +35,24 @@ def taken_apart(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors of a state by their paths (``model.layers.0.weight``), and its skeleton.
 
     A tensor that stands in two places is there once, unless it is distributed. Tensors are not
-    copied.
+    copied. The skeleton is put together again and compared with the state before it is returned.
 
     Args:
         state: Nested dicts, lists and tuples of tensors, numpy arrays and plain values, such as
             the state dicts of a model, an optimizer, a scheduler and a loader.
 
     Raises:
-        ConfigurationError: Something in it is none of these; its path is named.
+        ConfigurationError: A value is none of these, contains itself, or would not come back; its
+            path is named.
     """
     tensors: dict[str, torch.Tensor] = {}
     skeleton = orjson.dumps(_Apart(tensors).node(state, ""))
     tensors[SKELETON] = torch.frombuffer(bytearray(skeleton), dtype=torch.uint8)
+    different = _difference(state, put_together(tensors), "")
+    if different:
+        raise ConfigurationError(
+            f"{different} would not come back as it is: give plain tensors, numbers and text."
+        )
     return tensors
 
 
@@ -83,56 +94,61 @@ class _Apart:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
         self._names: dict[tuple[Any, ...], str] = {}
+        self._around: list[int] = []  # the ids of what is being taken apart, outermost first
 
-    def node(self, value: Any, path: str) -> Any:  # noqa: PLR0911 - one a kind
+    def node(self, value: Any, path: str) -> Any:
         match value:
-            case None | bool() | str():
-                return value
-            case int():
-                return value if -_INT64 <= value < _INT64 else ["i", str(value)]
-            case float():
-                return value if math.isfinite(value) else ["f", str(value)]
             case torch.Tensor():
                 return ["t", self._named(value, path)]
-            case np.ndarray() | np.generic():
-                return ["n", self._named(self._from_numpy(cast("Any", value), path), path)]
-            case bytes():
-                return ["b", base64.b64encode(value).decode()]
-            case torch.dtype():
-                return ["y", str(value).removeprefix("torch.")]
-            case _:
+            case np.ndarray():
+                return ["n", self._named(_from_numpy(cast("Any", value), path), path)]
+            case _ if isinstance(value, Mapping) or type(value) in _SEQUENCES:
                 return self._inner(value, path)
+            case _:
+                return _leaf(value, path)
 
     def _inner(self, value: Any, path: str) -> Any:
-        if isinstance(value, Mapping):
-            items = cast("Mapping[Any, Any]", value).items()
-            pairs = ((self.node(k, path), self.node(v, _below(path, k))) for k, v in items)
-            return ["d", *pairs]
-        if type(value) in {list, tuple, torch.Size}:
+        if id(value) in self._around:
+            raise ConfigurationError(
+                f"{_shown(path)} is a {type(value).__name__} that contains itself, which a "
+                "checkpoint does not hold: leave it out."
+            )
+        if len(self._around) == _DEEPEST:
+            raise ConfigurationError(
+                f"{_shown(path)} is nested more than {_DEEPEST} levels deep, which a checkpoint "
+                "does not hold: flatten the state."
+            )
+        self._around.append(id(value))
+        try:
+            if isinstance(value, Mapping):
+                return self._pairs(cast("Mapping[Any, Any]", value), path)
             items = cast("list[Any]", value)
             inner = (self.node(item, _below(path, number)) for number, item in enumerate(items))
             return ["l" if isinstance(value, list) else "u", *inner]
-        raise ConfigurationError(
-            f"{path or 'The state'} is a {type(value).__name__}, which a checkpoint does not hold: "
-            "give tensors, numpy arrays, numbers, text, bytes, and dicts, lists and tuples of them."
-        )
+        finally:
+            self._around.pop()
 
-    def _from_numpy(self, value: "np.ndarray[Any, Any] | np.generic", path: str) -> torch.Tensor:
-        try:
-            return torch.from_numpy(np.array(value))  # pyright: ignore[reportUnknownMemberType]
-        except TypeError as error:
+    def _pairs(self, value: Mapping[Any, Any], path: str) -> list[Any]:
+        pairs = [
+            (_key(key, path), self.node(item, _below(path, key))) for key, item in value.items()
+        ]
+        seen = [orjson.dumps(key) for key, _ in pairs]
+        if len(set(seen)) < len(seen):
+            key = next(key for key, said in zip(value, seen, strict=True) if seen.count(said) > 1)
             raise ConfigurationError(
-                f"{path} is a numpy array of {value.dtype}, which a checkpoint does not hold."
-            ) from error
+                f"{_shown(path)} has the key {key!r} twice once keys are plain numbers and text: "
+                "rename one of them."
+            )
+        return ["d", *pairs]
 
     def _named(self, tensor: torch.Tensor, path: str) -> str:
         spread = is_distributed(tensor)
         plain = (spread or type(tensor) in _PLAIN) and tensor.layout is torch.strided
         if not plain or tensor.is_quantized:
             raise ConfigurationError(
-                f"{path} is a {type(tensor).__name__} that is sharded by other means than DTensor, "
-                "sparse or quantized, which a checkpoint does not hold: give the plain tensors "
-                "that it is made of, or DTensors."
+                f"{_shown(path)} is a {type(tensor).__name__} that is sharded by other "
+                "means than DTensor, sparse or quantized, which a checkpoint does not hold: give "
+                "the plain tensors that it is made of, or DTensors."
             )
         tensor = tensor.detach()
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
@@ -149,7 +165,135 @@ class _Apart:
 
 
 def _below(path: str, name: object) -> str:
+    name = _plain(name)
+    if isinstance(name, int) and not -_INT64 <= name < _INT64:
+        name = hex(name)  # Python refuses to write some in decimal
     return f"{path}.{name}" if path else str(name)
+
+
+def _shown(path: str) -> str:
+    """A path as an error message names it."""
+    whole = path.encode("utf-8", "backslashreplace").decode() or "The state"
+    return whole if len(whole) <= _LONGEST_PATH else f"{whole[:_LONGEST_PATH]}..."
+
+
+def _plain(value: Any) -> Any:
+    """A number or text of any class as Python's own; anything else as it is."""
+    if isinstance(value, np.bool_ | np.integer | np.floating):
+        value = cast("Any", value).item()
+    # The methods of the base classes: a subclass may print as something else.
+    match value:
+        case bool():
+            return value
+        case int():
+            return int.__index__(value)
+        case float():
+            return float.__float__(value)
+        case str():
+            return str.__str__(value)
+        case _:
+            return value
+
+
+def _leaf(value: Any, path: str) -> Any:
+    """The node of a value that contains no other."""
+    value = _plain(value)
+    match value:
+        case None | bool():
+            return value
+        case str():
+            return _text(value, path)
+        case int():
+            return value if -_INT64 <= value < _INT64 else ["i", hex(value)]
+        case float() if type(value) is float:  # not a longdouble, which has more digits
+            return value if math.isfinite(value) else ["f", str(value)]
+        case bytes():
+            return ["b", base64.b64encode(value).decode()]
+        case torch.dtype():
+            return ["y", str(value).removeprefix("torch.")]
+        case _:
+            raise ConfigurationError(
+                f"{_shown(path)} is a {type(value).__name__}, which a checkpoint does not hold: "
+                "give tensors, numpy arrays, numbers, text, bytes, and dicts, lists and tuples of "
+                "them."
+            )
+
+
+def _key(key: Any, path: str) -> Any:
+    """The node of a dict's key: what can be one again when the checkpoint is loaded."""
+    if type(key) in {tuple, torch.Size}:
+        return ["u", *(_key(item, path) for item in key)]
+    if isinstance(key, torch.Tensor | np.ndarray):
+        raise ConfigurationError(
+            f"{_shown(path)} has a {type(cast('Any', key)).__name__} as a key, which a checkpoint "
+            "does not hold: use numbers, text, bytes, or tuples of them."
+        )
+    return _leaf(key, _below(path, key))
+
+
+def _text(value: str, path: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(
+            f"{_shown(path)} is text with a lone surrogate ({value[error.start]!a}), which UTF-8 "
+            "cannot hold: decode it without `surrogateescape`, or give bytes."
+        ) from None
+    return value
+
+
+def _from_numpy(value: "np.ndarray[Any, Any]", path: str) -> torch.Tensor:
+    if isinstance(value, np.ma.MaskedArray):
+        raise ConfigurationError(
+            f"{_shown(path)} is a masked array, which a checkpoint does not hold: give its "
+            "data and its mask."
+        )
+    try:
+        return torch.from_numpy(np.array(value))  # pyright: ignore[reportUnknownMemberType]
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{_shown(path)} is a numpy array of {value.dtype} ({errors.one_line(error)}), which a "
+            "checkpoint does not hold: convert it."
+        ) from error
+
+
+def _difference(given: Any, back: Any, path: str) -> str:
+    """The path of the first value that differs from the one given; empty if none does."""
+    kind = cast("type[Any]", type(back))
+    if isinstance(given, Mapping):
+        items = list(cast("Mapping[Any, Any]", given).items())
+        found = list(cast("dict[Any, Any]", back).items()) if kind is dict else []
+        pairs = [
+            (one, other, _below(path, key))
+            for (key, item), its in zip(items, found, strict=False)
+            for one, other in ((key, its[0]), (item, its[1]))
+        ]
+        same = kind is dict and len(found) == len(items)
+    elif type(given) in _SEQUENCES:
+        wanted = list if isinstance(given, list) else tuple
+        inner: list[Any] = [*given]
+        there: list[Any] = [*back] if kind is wanted else []
+        both = zip(inner, there, strict=False)
+        pairs = [(one, other, _below(path, at)) for at, (one, other) in enumerate(both)]
+        same = kind is wanted and len(there) == len(inner)
+    else:
+        pairs, same = [], _is_same(given, back)
+    if not same:
+        return _shown(path)
+    different = (_difference(*pair) for pair in pairs)
+    return next(filter(None, different), "")
+
+
+def _is_same(given: Any, back: Any) -> bool:
+    """Whether a value that contains no other came back: of arrays their form is compared."""
+    if isinstance(given, torch.Tensor | np.ndarray):
+        one, other = cast("Any", given), back
+        kind = torch.Tensor if isinstance(given, torch.Tensor) else np.ndarray
+        return isinstance(back, kind) and (other.dtype, other.shape) == (one.dtype, one.shape)
+    plain = _plain(given)
+    if isinstance(plain, float) and math.isnan(plain):
+        return isinstance(back, float) and math.isnan(back)
+    return type(back) is type(plain) and back == plain
 
 
 _ABSENT = object()
@@ -177,7 +321,7 @@ def _together(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:  # noqa: P
         case "f":
             return float(rest[0])
         case "i":
-            return int(rest[0])
+            return int(rest[0], 16)
         case "y":
             return getattr(torch, rest[0])
         case _:

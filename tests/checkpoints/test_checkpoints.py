@@ -3,6 +3,7 @@
 import json
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -320,3 +321,46 @@ def test_names_of_jobs_that_cannot_be_are_refused():
     assert KEYS.parse_part(KEYS.part(12, "a" * 64)) == (12, "a" * 64)
     assert KEYS.parse_folder("step_000000012") == 12
     assert KEYS.parse_part(KEYS.metadata(12)) is KEYS.parse_folder("other") is None
+
+
+def test_names_that_the_format_has_for_itself_or_that_meet_in_a_file_come_back(folder):
+    state = {
+        "__metadata__": torch.arange(3.0),
+        "w": torch.arange(2048.0).view(64, 32),
+        "w[0:32]": torch.arange(5.0),
+        "w[32:64]": torch.arange(6.0),
+    }
+    save(folder, 1, state)
+    assert same(load(folder, KEYS.job, step=1).state, state)
+
+
+@pytest.mark.parametrize(
+    ("bad", "path"),
+    [
+        ({"state": {"m": torch.eye(2).to_sparse()}}, r"optimizer\.state\.m"),
+        ({"state": {"m": torch.empty(2, device="meta")}}, r"optimizer\.state\.m"),
+        ({"state": {"m": torch.ones(2, dtype=torch.complex128)}}, r"optimizer\.state\.m"),
+        ({"state": {"name": "\ud800"}}, r"optimizer\.state\.name"),
+    ],
+    ids=["sparse", "meta", "complex128", "surrogate"],
+)
+def test_what_cannot_be_loaded_again_is_refused_before_anything_is_sent(folder, bad, path):
+    with (
+        Saver(folder, KEYS.job, SMALL) as saver,
+        pytest.raises(errors.ConfigurationError, match=path),
+    ):
+        saver.save({"model": torch.ones(3), "optimizer": bad}, step=1)
+    assert list(list_objects(folder)) == []
+
+
+def test_a_position_comes_back_as_it_was_given_or_is_refused_before_anything_is_sent(folder):
+    saved = save(folder, 1, state_of(1), position={"row": np.int64(7), "at": np.float32(0.5)})
+    assert saved.position == {"row": 7, "at": 0.5}
+    assert load(folder, KEYS.job).checkpoint == saved
+    for bad in ({"at": float("nan")}, {"rows": {1, 2}}, {7: 1}, {"name": "\ud800"}):
+        with (
+            Saver(folder, KEYS.job, SMALL) as saver,
+            pytest.raises(errors.ConfigurationError, match="position"),
+        ):
+            saver.save(state_of(2), step=2, position=bad)
+    assert parts_of(folder, 2) == []

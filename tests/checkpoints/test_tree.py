@@ -3,6 +3,7 @@
 import math
 import random
 from collections import OrderedDict
+from enum import IntEnum
 
 import numpy as np
 import pytest
@@ -104,6 +105,13 @@ def test_what_was_not_loaded_is_left_out():
         (OrderedDict, "type"),
         ({1, 2}, "set"),
         (torch.eye(2).to_sparse(), "sparse"),
+        (np.ma.masked_array([1.0, 2.0], mask=[0, 1]), "masked"),
+        (np.array([1, 2], dtype=">i4"), "numpy array"),
+        (np.longdouble(1) / 3, "longdouble"),
+        (1j, "complex"),
+        ("broken \udc80", "surrogate"),
+        ({"broken \udc80": 1}, "surrogate"),
+        ({torch.ones(1): 1}, "key"),
         (np.array(["text"]), "numpy array"),
         (print, "builtin_function"),
     ],
@@ -112,6 +120,83 @@ def test_what_was_not_loaded_is_left_out():
 def test_what_cannot_be_saved_is_named_with_its_path(value, kind):
     with pytest.raises(ConfigurationError, match=rf"model\.0\.bad.*{kind}"):
         taken_apart({"model": [{"bad": value}]})
+
+
+class Level(IntEnum):
+    """An integer that is more than one."""
+
+    HIGH = 7
+
+
+class Celsius(float):
+    """A float of a class of its own."""
+
+
+class Shouted(str):
+    """Text that does not print as what it is."""
+
+    def __str__(self) -> str:
+        return self.upper()
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (np.int64(3), 3),
+        (np.uint64(2**64 - 1), 2**64 - 1),
+        (np.float32(0.1), float(np.float32(0.1))),
+        (np.float64("nan"), math.nan),
+        (np.bool_(True), True),
+        (np.str_("a"), "a"),
+        (Level.HIGH, 7),
+        (Celsius(1.5), 1.5),
+        (Shouted("a"), "a"),
+        (10**5000, 10**5000),
+        ((np.int64(1), Shouted("b")), (1, "b")),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_numbers_and_text_of_any_class_come_back_plain_also_as_keys(value, plain):
+    state = {"optimizer": {"state": {value: value}}}
+    back = put_together(taken_apart(state))
+    ((key, found),) = back["optimizer"]["state"].items()
+    assert equal([key, found], [plain, plain])
+
+
+def test_keys_that_would_be_saved_as_one_are_refused_with_their_path():
+    class Odd(str):
+        __slots__ = ()
+
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+        def __hash__(self) -> int:
+            return id(self)
+
+    with pytest.raises(ConfigurationError, match=r"optimizer\.state .*'a'.* twice"):
+        taken_apart({"optimizer": {"state": {Odd("a"): 1, Odd("a"): 2}}})
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_a_state_that_contains_itself_is_refused_with_its_path(kind):
+    loop = {} if kind is dict else [0]
+    state = {"model": {"loop": loop}}
+    if isinstance(loop, dict):
+        loop["again"] = state
+    else:
+        loop.append(loop)
+    with pytest.raises(ConfigurationError, match=r"model\.loop\.(again|1) .*contains itself"):
+        taken_apart(state)
+
+
+def test_what_is_nested_too_deeply_is_refused_and_a_value_in_two_places_is_not():
+    shared = [1]
+    assert put_together(taken_apart({"a": shared, "b": [shared]})) == {"a": [1], "b": [[1]]}
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(ConfigurationError, match=r"model\.0\.0.* nested"):
+        taken_apart({"model": deep})
 
 
 @pytest.mark.parametrize("skeleton", [b"", b"{", b'["x", 1]', b'["d", 1]', b"[]"])
