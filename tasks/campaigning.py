@@ -11,10 +11,9 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel, ConfigDict
 
-from millrace import errors
+from millrace import errors, gradients
 from millrace.checkpoints.members import moved_on
-from millrace.gradients import Link, RunSettings, links
-from millrace.gradients.chain import newest
+from millrace.gradients import Link, RunSettings
 from millrace.keys import CampaignKeys, DatasetKeys
 from millrace.lease import Heartbeat, Held, Holder, StoreClock, await_lease
 from millrace.models.checkpoint import Epoch
@@ -135,7 +134,7 @@ def standing_of(place: StoreSpec, run: RunSettings, job: str, epochs: int) -> St
     """How far the training is."""
     store = open_store(place)
     ended = {epoch for epoch in range(epochs) if _end_of(store, job, epoch) is not None}
-    return Standing(newest(store, run.chain), frozenset(ended))
+    return Standing(gradients.newest(store, run.chain), frozenset(ended))
 
 
 def _end_of(store: Store, job: str, epoch: int) -> Epoch | None:
@@ -208,9 +207,9 @@ def summarize(
         manifest = fetch(store, DatasetKeys(dataset).manifest, Manifest)
         samples = sum(manifest.samples.values())
         found = replace(found, samples=samples, shards=len(manifest.shards))
-    last = -1 if run is None else newest(store, run.chain)
+    last = -1 if run is None else gradients.newest(store, run.chain)
     if run is not None and last >= 0:
-        found = _trained(found, list(links(store, run.chain)))
+        found = _trained(found, list(gradients.links(store, run.chain)))
         uids = [keys.uid(number) for number in range(workers)]
         said = measured(store, run.gradients, uids, "loss", last=last + 1)
         losses = {window - 1: value for window, value in said.items()}

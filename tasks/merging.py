@@ -9,8 +9,8 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
-from millrace.gradients import AggregatorSettings, Link, aggregate_run, links
-from millrace.gradients.chain import newest
+from millrace import gradients
+from millrace.gradients import AggregatorSettings, Link
 from millrace.models.chain import reasons
 from millrace.progress import Event
 from millrace.storage import open_store
@@ -45,7 +45,7 @@ class Aggregated:
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
 def last_window(settings: AggregatorSettings) -> int:
     """The number of the newest window that is merged; 0 before the first."""
-    return max(0, newest(open_store(settings.store), settings.run.chain))
+    return max(0, gradients.newest(open_store(settings.store), settings.run.chain))
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
@@ -67,7 +67,7 @@ def aggregate_windows(settings: AggregatorSettings, before: int) -> Aggregated:
                 log.warning("%s: %s", event.subject, event.figures["damage"])
             progress(event)
 
-        for link in aggregate_run(settings, progress=tell):
+        for link in gradients.aggregate_run(settings, progress=tell):
             last = link
             log.info("Window %d: %d in, %d out", link.window, len(link.taken), len(link.out))
     seconds = round(time.monotonic() - began, 3)
@@ -80,9 +80,9 @@ def aggregate_windows(settings: AggregatorSettings, before: int) -> Aggregated:
 def report_windows(settings: AggregatorSettings, before: int) -> None:
     """Leave a report that a person wants to read, of the windows after one. The chain tells all."""
     store, keys = open_store(settings.store), settings.run.chain
-    last = newest(store, keys)
+    last = gradients.newest(store, keys)
     first = max(before, last - _SHOWN)
-    found = list(links(store, keys, after=first)) if last > first >= 0 else []
+    found = list(gradients.links(store, keys, after=first)) if last > first >= 0 else []
     create_markdown_artifact(
         describe(store.url_of(keys.job), found, skipped=first - before),
         key="aggregated-gradients",

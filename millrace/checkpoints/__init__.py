@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from millrace.extras import import_module_of
+
 if TYPE_CHECKING:
     from millrace.checkpoints.choosing import Choice
     from millrace.checkpoints.contents import Content, saved_content
@@ -143,7 +145,6 @@ _ROOMS = {
 def __getattr__(name: str) -> Any:
     # Imported when asked for: whoever lists, verifies or retains does not need torch.
     if name in __all__:
-        from importlib import import_module  # noqa: PLC0415
-
-        return getattr(import_module(f"millrace.checkpoints.{_ROOMS.get(name, 'find')}"), name)
+        module = f"millrace.checkpoints.{_ROOMS.get(name, 'find')}"
+        return getattr(import_module_of(module, "torch"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

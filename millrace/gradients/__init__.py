@@ -1,42 +1,44 @@
 """Gradients of many workers: compressed, checked, and merged through a bucket."""
 
-from millrace.gradients.aggregating import Step, aggregate
-from millrace.gradients.aggregator import (
+from typing import TYPE_CHECKING, Any
+
+from millrace.extras import import_module_of
+from millrace.gradients.settings import (
     AggregatorSettings,
     Beginning,
     FollowRules,
     FollowSettings,
-    WeightsOf,
-    aggregate_run,
-)
-from millrace.gradients.chain import ChainError, begin, catch_up, links
-from millrace.gradients.compress import Decoder, Encoder, Feedback, decode, encode
-from millrace.gradients.gathering import (
-    Gathered,
     GatherSettings,
-    Out,
-    QuorumError,
-    Window,
-    Worker,
-    gather,
+    MergeSettings,
+    Rule,
+    RunRules,
+    RunSettings,
+    WeightsOf,
 )
-from millrace.gradients.merging import Merged, MergeSettings, Rule, Weights, merge, weights_of
-from millrace.gradients.participant import Participant, Turn, weights_of_model
-from millrace.gradients.payload import (
-    Expected,
-    Payload,
-    PayloadError,
-    check_payload,
-    payload_bytes,
-    read_payload,
-)
-from millrace.gradients.running import RunRules, RunSettings, follow
-from millrace.gradients.shared import Mask
-from millrace.gradients.state import State, state_of
-from millrace.gradients.tensors import CodeError
-from millrace.gradients.weights import begin_run, newest_state, state_of_checkpoint
 from millrace.models.chain import Link, Outer, OuterKind, Start
 from millrace.models.gradient import Codec, GradientHeader, Refusal, Support, Transform
+
+if TYPE_CHECKING:
+    from millrace.gradients.aggregating import Step, aggregate
+    from millrace.gradients.aggregator import aggregate_run
+    from millrace.gradients.chain import ChainError, begin, catch_up, links, newest
+    from millrace.gradients.compress import Decoder, Encoder, Feedback, decode, encode
+    from millrace.gradients.gathering import Gathered, Out, QuorumError, Window, Worker, gather
+    from millrace.gradients.merging import Merged, Weights, merge, weights_of
+    from millrace.gradients.participant import Participant, Turn, weights_of_model
+    from millrace.gradients.payload import (
+        Expected,
+        Payload,
+        PayloadError,
+        check_payload,
+        payload_bytes,
+        read_payload,
+    )
+    from millrace.gradients.running import follow
+    from millrace.gradients.shared import Mask
+    from millrace.gradients.state import State, state_of
+    from millrace.gradients.tensors import CodeError
+    from millrace.gradients.weights import begin_run, newest_state, state_of_checkpoint
 
 __all__ = [
     "AggregatorSettings",
@@ -90,6 +92,7 @@ __all__ = [
     "gather",
     "links",
     "merge",
+    "newest",
     "newest_state",
     "payload_bytes",
     "read_payload",
@@ -98,3 +101,53 @@ __all__ = [
     "weights_of",
     "weights_of_model",
 ]
+
+_MODULES = {
+    "ChainError": "chain",
+    "CodeError": "tensors",
+    "Decoder": "compress",
+    "Encoder": "compress",
+    "Expected": "payload",
+    "Feedback": "compress",
+    "Gathered": "gathering",
+    "Mask": "shared",
+    "Merged": "merging",
+    "Out": "gathering",
+    "Participant": "participant",
+    "Payload": "payload",
+    "PayloadError": "payload",
+    "QuorumError": "gathering",
+    "State": "state",
+    "Step": "aggregating",
+    "Turn": "participant",
+    "Weights": "merging",
+    "Window": "gathering",
+    "Worker": "gathering",
+    "aggregate": "aggregating",
+    "aggregate_run": "aggregator",
+    "begin": "chain",
+    "begin_run": "weights",
+    "catch_up": "chain",
+    "check_payload": "payload",
+    "decode": "compress",
+    "encode": "compress",
+    "follow": "running",
+    "gather": "gathering",
+    "links": "chain",
+    "merge": "merging",
+    "newest": "chain",
+    "newest_state": "weights",
+    "payload_bytes": "payload",
+    "read_payload": "payload",
+    "state_of": "state",
+    "state_of_checkpoint": "weights",
+    "weights_of": "merging",
+    "weights_of_model": "participant",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use: settings and forms are read where numba and torch are not installed.
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module_of(f"millrace.gradients.{_MODULES[name]}", "gradients"), name)

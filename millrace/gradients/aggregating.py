@@ -7,8 +7,9 @@ from functools import partial
 from millrace import errors
 from millrace.gradients.chain import digest_of, names_and_shapes
 from millrace.gradients.gathering import Gathered, Window
-from millrace.gradients.merging import BY_PLACE, MergeSettings, Weights, apart, weights_of
+from millrace.gradients.merging import Weights, apart, weights_of
 from millrace.gradients.payload import Payload
+from millrace.gradients.settings import BY_PLACE, MergeSettings
 from millrace.gradients.spread import Spread, here
 from millrace.gradients.state import State
 from millrace.keys import ChainKeys

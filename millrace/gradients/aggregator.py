@@ -4,9 +4,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import Self
-
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from millrace import errors
 from millrace.checkpoints.find import Check
@@ -14,115 +11,15 @@ from millrace.checkpoints.retention import plan_retention, retain
 from millrace.checkpoints.settings import Retention
 from millrace.gradients.chain import newest
 from millrace.gradients.gathering import Worker
-from millrace.gradients.running import RunSettings, follow
+from millrace.gradients.running import follow
+from millrace.gradients.settings import AggregatorSettings
 from millrace.gradients.spread import Placing, Spread, placed_here, placed_on_ray
 from millrace.gradients.weights import begin_run, newest_weights, weights_of_checkpoint
 from millrace.keys import ChainKeys, LeaseKeys
 from millrace.lease import Heartbeat, Held, Holder, Lease, StoreClock, await_lease
 from millrace.models.chain import Link
 from millrace.progress import Progress, silent
-from millrace.storage import Store, StoreSpec, open_store
-
-
-class WeightsOf(BaseModel):
-    """A checkpoint's weights."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    job: str = Field(description="Whose it is.")
-    step: int | None = Field(default=None, description="Which; left out, the newest.")
-    tensors: str = Field(
-        default="",
-        description="What the names of the weights begin with there, such as `model.`; workers "
-        "call them by what follows.",
-    )
-
-
-class Beginning(WeightsOf):
-    """The checkpoint whose weights a run begins with."""
-
-    store: StoreSpec | None = Field(
-        default=None, description="Where it is; left out, in the aggregator's bucket."
-    )
-
-
-class FollowRules(BaseModel):
-    """How a run is followed, and what is kept of it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    idle: int = Field(
-        default=3,
-        ge=1,
-        description="The run is over when nobody's gradient was taken in so many windows on end.",
-    )
-    every: int = Field(default=10, ge=1, description="Windows from one checkpoint to the next.")
-    keep: int = Field(
-        default=3, ge=1, description="Checkpoints that are kept; that of the beginning always is."
-    )
-    lease: timedelta = Field(
-        default=timedelta(minutes=1),
-        ge=timedelta(seconds=3),
-        description="After this long without a sign of life another aggregator takes over.",
-    )
-    threads: int = Field(default=2, ge=1, le=64, description="How many work side by side.")
-    ray: str | None = Field(
-        default=None,
-        description="The address of a Ray cluster, `auto` for the one that this machine is in: "
-        "weights and merging are spread over its nodes. Left out, this machine does it all.",
-    )
-
-
-class FollowSettings(FollowRules):
-    """How long a run is followed, and what is kept of it."""
-
-    windows: int | None = Field(
-        default=None, ge=1, description="How many to merge; left out, until the run is over."
-    )
-    until: int | None = Field(
-        default=None, ge=1, description="The number of the last window to merge."
-    )
-
-
-class AggregatorSettings(FollowSettings):
-    """A run, where its gradients come from, and how long it is followed."""
-
-    run: RunSettings = Field(description="What all who take part have alike.")
-    store: StoreSpec = Field(description="The aggregator's bucket: the chain is written there.")
-    gradients: StoreSpec | None = Field(
-        default=None,
-        description="The bucket that the workers share, to be read; left out, the aggregator's.",
-    )
-    workers: tuple[str, ...] = Field(min_length=1, description="Who is asked first in each window.")
-    reserves: tuple[str, ...] = Field(default=(), description="Who stands in, in this order.")
-    buckets: dict[str, StoreSpec] = Field(
-        default_factory=dict[str, StoreSpec], description="Of workers that have one of their own."
-    )
-    begin: Beginning | None = Field(
-        default=None,
-        description="If the run has not begun: with which weights. Left out, it must have.",
-    )
-
-    @property
-    def last(self) -> int | None:
-        """The number of the last window, if that is known."""
-        ends = [end for end in (self.run.windows, self.until) if end is not None]
-        return min(ends, default=None)
-
-    @model_validator(mode="after")
-    def _fit_together(self) -> Self:
-        names = [*self.workers, *self.reserves]
-        twice = sorted({uid for uid in names if names.count(uid) > 1})
-        if twice:
-            raise ValueError(f"the worker {twice[0]!r} is named twice")
-        strange = sorted(set(self.buckets) - set(names))
-        if strange:
-            raise ValueError(f"{strange[0]!r} has a bucket, and is neither worker nor reserve")
-        gather = self.run.gather
-        most = max(gather.quorum, gather.wanted or 0)
-        if most > len(names):
-            raise ValueError(f"{most} gradients are wanted of {len(names)} workers and reserves")
-        return self
+from millrace.storage import Store, open_store
 
 
 def aggregate_run(settings: AggregatorSettings, *, progress: Progress = silent) -> Iterator[Link]:

@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import PurePosixPath
-
-from pydantic import BaseModel, ConfigDict, Field
 
 from millrace import errors
 from millrace.gradients.payload import (
@@ -25,6 +23,7 @@ from millrace.gradients.payload import (
     read_payload,
     unanswered,
 )
+from millrace.gradients.settings import GatherSettings
 from millrace.keys import GradientKeys
 from millrace.lease import StoreClock
 from millrace.models.gradient import Codec, Refusal
@@ -82,42 +81,6 @@ class Window:
             shapes=self.shapes,
             norm=self.norm,
         )
-
-
-class GatherSettings(BaseModel):
-    """How a window's gradients are gathered."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    wanted: int | None = Field(
-        default=None,
-        ge=1,
-        description="How many gradients make a window whole; left out, one of each worker that is "
-        "no reserve.",
-    )
-    quorum: int = Field(
-        default=1,
-        ge=0,
-        description="With fewer at the deadline nobody's is taken; 0 lets a window be empty.",
-    )
-    hedge: float = Field(
-        default=0.5,
-        ge=0,
-        le=1,
-        description="The share of the time after which reserves are read too; before it, if nobody "
-        "else is to come.",
-    )
-    look: timedelta = Field(
-        default=timedelta(seconds=2),
-        gt=timedelta(0),
-        description="How often the buckets are listed.",
-    )
-    grace: timedelta = Field(
-        default=timedelta(seconds=10),
-        ge=timedelta(0),
-        description="How long, when time is up, answers that are on their way are waited for.",
-    )
-    at_once: int = Field(default=8, ge=1, le=256, description="Gradients that are read at once.")
 
 
 @dataclass(frozen=True, slots=True)

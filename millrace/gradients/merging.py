@@ -9,74 +9,23 @@ number of threads or machines changes: the same set of gradients makes the same 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import partial
 from math import fsum, prod
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
 
 from millrace import errors
 from millrace.digest import sha256_of
 from millrace.gradients import kernels
 from millrace.gradients.chunks import Chunks
 from millrace.gradients.payload import Payload, Shapes
+from millrace.gradients.settings import BY_PLACE, MergeSettings, Rule
 from millrace.gradients.tensors import BLOCK, Sparse, side_by_side, values_of
 from millrace.models.gradient import Codec
 
 Vector = npt.NDArray[np.float64]
-
-
-class Rule(StrEnum):
-    """How gradients are merged."""
-
-    MEAN = "mean"  # over all workers: who does not send a value sends zero
-    SENDERS = "senders"  # over those that sent the value (Templar)
-    TOKENS = "tokens"  # over all, by the tokens that they saw (Decoupled DiLoCo)
-    SIGN = "sign"  # the sign that more of them have (signSGD with majority vote, 1810.05291)
-    CENTERED_CLIP = "centered clip"  # Karimireddy et al. 2021, 2012.10333
-    MULTI_KRUM = "multi-krum"  # Blanchard et al. 2017, 1703.02757
-    MEDIAN = "median"  # of each coordinate (Yin et al. 2018, 1803.01498)
-    TRIMMED = "trimmed mean"  # of each coordinate (Yin et al. 2018)
-
-
-BY_PLACE = frozenset({Rule.MEDIAN, Rule.TRIMMED})
-"""Rules that judge each place by itself: all workers must have sent it."""
-
-
-class MergeSettings(BaseModel):
-    """How the gradients of a window are merged."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    rule: Rule = Field(
-        default=Rule.MEAN,
-        description="`mean` over all workers; over the `senders` of each value; by `tokens`; the "
-        "`sign` of most; `centered clip` and `multi-krum` bear liars; `median` and `trimmed mean` "
-        "only where all workers send the same places.",
-    )
-    clip: bool = Field(
-        default=True,
-        description="Before the rule, scale whoever's norm is above the median down to it.",
-    )
-    faulty: int = Field(
-        default=0, ge=0, description="How many workers may lie, for the rules that bear it."
-    )
-    radius: float | None = Field(
-        default=None,
-        gt=0,
-        description="Of `centered clip`: how far from the centre a worker counts wholly; left out, "
-        "the median distance.",
-    )
-    steps: int = Field(default=20, ge=1, le=1000, description="Of `centered clip`: how often.")
-    values: int = Field(
-        default=1 << 28,
-        ge=1,
-        description="Of the weights, whose merged gradients are one object: a larger model's have "
-        "several.",
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from millrace.gradients.chain import link_after, link_at, newest
 from millrace.gradients.compress import Feedback
 from millrace.gradients.payload import Shapes, identity_of, payload_bytes
 from millrace.gradients.portion import Portion
-from millrace.gradients.running import RunSettings
+from millrace.gradients.settings import RunSettings
 from millrace.gradients.shared import Mask
 from millrace.gradients.spread import Spread, shares_of
 from millrace.gradients.state import State, state_of

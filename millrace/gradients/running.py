@@ -5,59 +5,19 @@ whole or its time is up. The workers know it from the chain alone.
 """
 
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timedelta
-
-from pydantic import BaseModel, ConfigDict, Field
+from datetime import datetime
 
 from millrace.gradients.aggregating import Step, aggregate
 from millrace.gradients.chain import link_after, link_at, newest
-from millrace.gradients.gathering import GatherSettings, QuorumError, Window, Worker, gather
-from millrace.gradients.merging import MergeSettings
+from millrace.gradients.gathering import QuorumError, Window, Worker, gather
 from millrace.gradients.payload import Shapes
+from millrace.gradients.settings import RunSettings
 from millrace.gradients.spread import Spread, here
 from millrace.gradients.state import State
-from millrace.keys import ChainKeys, GradientKeys
 from millrace.lease import Holder, StoreClock
-from millrace.models.chain import Link, Outer
-from millrace.models.gradient import Codec
+from millrace.models.chain import Link
 from millrace.progress import Event, Progress, silent
 from millrace.storage import Store, head
-
-
-class RunRules(BaseModel):
-    """How the windows of a run go, whatever it is called, and however many they are."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    version: str = Field(default="1", description="Of what the workers run; others are not heard.")
-    codec: Codec = Field(default=Codec(), description="How gradients are compressed.")
-    decay: float = Field(
-        default=1.0, ge=0, le=1, description="Of what a worker has not sent, from window to window."
-    )
-    outer: Outer = Field(default=Outer(), description="How what is merged changes the weights.")
-    merge: MergeSettings = Field(default=MergeSettings(), description="How they are merged.")
-    gather: GatherSettings = Field(default=GatherSettings(), description="How they are gathered.")
-    window: timedelta = Field(
-        default=timedelta(minutes=20), gt=timedelta(0), description="How long a window lasts."
-    )
-    steps: int = Field(default=30, ge=1, description="Steps of a worker in each window.")
-
-
-class RunSettings(RunRules):
-    """What all who take part in a run have alike."""
-
-    run: str = Field(description="Its name: a prefix below the buckets' URLs.")
-    windows: int | None = Field(
-        default=None, ge=1, description="After so many the run is over; left out, it never is."
-    )
-
-    @property
-    def gradients(self) -> GradientKeys:
-        return GradientKeys(self.run, self.version)
-
-    @property
-    def chain(self) -> ChainKeys:
-        return ChainKeys(self.run, self.version)
 
 
 def follow(

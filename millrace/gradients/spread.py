@@ -14,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 from millrace import cluster, errors
 from millrace.gradients.chain import check_state
 from millrace.gradients.gathering import Window
-from millrace.gradients.merging import Gradients, MergeSettings, Vector, Weights, objects_of
+from millrace.gradients.merging import Gradients, Vector, Weights, objects_of
 from millrace.gradients.payload import (
     Expected,
     Payload,
@@ -24,6 +24,7 @@ from millrace.gradients.payload import (
     read_header,
 )
 from millrace.gradients.portion import Portion
+from millrace.gradients.settings import MergeSettings
 from millrace.gradients.state import State, digest_of_all
 from millrace.keys import ChainKeys
 from millrace.models.chain import Link, Outer, Start, Update

@@ -10,11 +10,11 @@ After Owl (OSDI '22): the mechanism lies with the peers, every decision with the
 
 import heapq
 import random
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from millrace.swarm.rates import Durations, Outrun, Pace
+from millrace.swarm.rates import Durations, Outrun, Pace, Shares
 from millrace.swarm.settings import LimitSettings
 
 STORE = ""
@@ -23,6 +23,12 @@ STORE = ""
 _LOOKED_AT = 16  # pieces of a node's queue, and holders of a piece, that one decision looks at
 _FED = 8  # waiting nodes that are offered what one event has freed
 _VERY_LATE = 4.0  # times what is late
+_SLOW_READER = 2.0  # times as long as the quickest reader takes
+_SLOW_ZONE = 1.3  # and as long as the quickest zone takes
+_SLOW_FETCHER = 4.0  # times as long as the quickest node takes for a piece of another one
+_FIRST_FETCHES = 4  # of a node, until one is over
+_LAST_READ = 0.5  # seconds that a slow reader may keep the others waiting for a last piece
+_SLOW_LAST = 3.0  # times as long as the quickest reader takes that it may keep them waiting
 _ACCUSERS = 2  # nodes that must say that one gives wrong bytes, where there are as many
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
@@ -57,14 +63,26 @@ class _Node:
     alive: bool = True
     trusted: bool = True
     slow: bool = False
-    """Its last transfer was late: others are asked first, and it reads nothing for them."""
+    """Whether it gives late within its own zone: other givers come first."""
     down: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
     """Piece → source → since when."""
     reads: int = 0
+    began: dict[int, float] = field(default_factory=dict[int, float])
+    """Piece → when its read began, by the clock of `Shares`."""
     fetches: int = 0
     up: int = 0
-    rate: float = 0.0
-    """Bytes a second of one piece that it gives, smoothed; 0 before the first."""
+    yielding: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
+    """Receiver and piece of those transfers of `up` that leave slots to others."""
+    rates: dict[str, float] = field(default_factory=dict[str, float])
+    """Zone → bytes a second of one piece that the node gives to it, smoothed."""
+    read_pace: float = 0.0
+    """Seconds a byte of its reads from the store, had each been alone, smoothed; 0 before the
+    first."""
+    fetch_pace: float = 0.0
+    """Seconds a byte of what it gets from other nodes, smoothed; 0 before the first."""
+    one_read: float = 0.0
+    """Bytes a second of its last read from the store."""
+    outrun: Outrun = field(default_factory=Outrun)
     queue: deque[int] = field(default_factory=deque[int])
     """Pieces that some node has and this one lacks, oldest first."""
     shuns: set[str] = field(default_factory=set[str])
@@ -84,19 +102,39 @@ class _Piece:
     not_before: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Took:
+    """Time that a transfer took.
+
+    Attributes:
+        seconds: From the order to the end.
+        alone: Seconds that it would have taken alone, for a read from the store.
+    """
+
+    seconds: float
+    alone: float = 0.0
+
+
 @dataclass(slots=True)
 class _Late:
     """Transfers that take too long.
 
     Attributes:
         transfers: Node, piece and source of each.
-        nodes: Whose fault it would be.
-        very: One takes far too long.
+        nodes: The readers, or the givers.
+        very: Whether one takes far too long.
     """
 
     transfers: list[tuple[_Node, int, str]] = field(default_factory=list[tuple[_Node, int, str]])
     nodes: set[str] = field(default_factory=set[str])
     very: bool = False
+
+    def note(self, node: _Node, number: int, source: str, took: float, allowed: float) -> None:
+        """Add a transfer if it takes longer than allowed."""
+        if took > allowed:
+            self.transfers.append((node, number, source))
+            self.nodes.add(node.name if source == STORE else source)
+            self.very |= took > _VERY_LATE * allowed
 
 
 class Tracker:
@@ -121,16 +159,22 @@ class Tracker:
         self._pieces = [_Piece(size) for size in sizes]
         self._limits = limits or LimitSettings()
         self._pace = Pace(self._limits.node_store)
-        self._outrun = Outrun()
+        self._direct = ""
         self._accusers: dict[str, set[str]] = {}  # of a node → who says that it gives wrong bytes
         self._nodes: dict[str, _Node] = {}
+        self._zones: dict[str, list[_Node]] = {}  # the nodes that live
+        self._lacking: Counter[str] = Counter()  # zone → living nodes that lack something
+        self._zone_paces: dict[str, float] = {}  # as `_Node.read_pace`, of labelled zones
+        self._quickest = 0.0  # the least `_Node.read_pace`
+        self._least_fetch = 0.0  # and `_Node.fetch_pace`
         self._unread = list(range(len(sizes)))  # a heap: in no node, and nobody reads it
         self._offered = set(self._unread)  # what is in it
         self._delayed: list[int] = []  # failed at the store: read again later
-        self._reads = 0
+        self._shares = Shares()
         self._hungry: set[str] = set()
         self._random = random.Random(seed)
-        self._durations = {STORE: Durations(), "peer": Durations()}
+        self._from_store = Durations()
+        self._from_peers: dict[tuple[str, str], Durations] = {}  # by the giver's zone and the node
         self._orders: list[Order] = []
         self._begun = False
         self.disputed: list[int] = []
@@ -154,9 +198,14 @@ class Tracker:
         return [node.name for node in self._nodes.values() if not node.trusted]
 
     @property
+    def slow(self) -> list[str]:
+        """The nodes that give late within their own zone."""
+        return [node.name for node in self._nodes.values() if node.slow]
+
+    @property
     def direct(self) -> str:
         """Why nodes read from the store what others have; empty while they do not."""
-        return self._outrun.why
+        return self._direct
 
     def complete(self) -> bool:
         """Whether every living node has every piece."""
@@ -177,6 +226,8 @@ class Tracker:
         """A node has come, with the pieces (and their digests) that it holds already."""
         node = _Node(name, zone, bytearray(len(self._pieces)), len(self._pieces))
         self._nodes[name] = node
+        self._zones.setdefault(zone, []).append(node)
+        self._lacking[zone] += bool(node.missing)
         for number, piece in enumerate(self._pieces):
             if piece.holders:
                 node.queue.append(number)
@@ -198,9 +249,9 @@ class Tracker:
         from a node.
         """
         node, piece = self._nodes[name], self._pieces[number]
-        since = self._over(node, number, source)
-        if since is not None:
-            self._measure(node, piece, source, now - since, now)
+        took = self._over(node, number, source, now)
+        if took is not None:
+            self._measure(node, piece, source, took, now)
         if not node.alive or node.have[number]:
             return self._taken()
         if piece.digest not in {"", digest}:
@@ -220,14 +271,14 @@ class Tracker:
     ) -> list[Order]:
         """A node could not fetch a piece from a source; ``wrong``: the bytes were not right."""
         node, piece = self._nodes[name], self._pieces[number]
-        self._over(node, number, source)
+        self._over(node, number, source, now)
         if source == STORE:
             self._read_again(number, now)
         elif (giver := self._nodes.get(source)) is not None:
             if wrong:
                 self._accuse(node, giver)
             else:
-                giver.rate /= 2
+                giver.rates[node.zone] = giver.rates.get(node.zone, 0.0) / 2
         if node.alive and not node.have[number] and piece.holders:
             self._enqueue(node, number)
         if node.alive:
@@ -238,7 +289,7 @@ class Tracker:
     def ended(self, name: str, number: int, source: str, now: float) -> list[Order]:
         """A node needs a piece from this source no more: another one was quicker."""
         node = self._nodes[name]
-        self._over(node, number, source)
+        self._over(node, number, source, now)
         if node.alive:
             self._feed(node, now)
         self._feed_hungry(now)
@@ -250,16 +301,19 @@ class Tracker:
         if node is None or not node.alive:
             return []
         node.alive = False
+        self._zones[node.zone].remove(node)
+        self._lacking[node.zone] -= bool(node.missing)
+        self._find_quickest()
         for number, sources in list(node.down.items()):
             for source in list(sources):
-                self._over(node, number, source)
+                self._over(node, number, source, now)
             self._offer_if_nobody_has(number)
         self._forget_holder(node)
         for other in self._nodes.values():
             if other.alive:
                 for number, sources in list(other.down.items()):
                     if name in sources:
-                        self._over(other, number, name)
+                        self._over(other, number, name, now)
                         self._enqueue(other, number)
                 self._feed(other, now)
         return self._taken()
@@ -293,7 +347,7 @@ class Tracker:
     def corrected(self, name: str, number: int, digest: str, now: float) -> list[Order]:
         """A node has read a piece again, and this is its digest. Others drop what differs."""
         node, piece = self._nodes[name], self._pieces[number]
-        self._over(node, number, STORE)
+        self._over(node, number, STORE, now)
         if piece.digest != digest:
             piece.holders = []
             for other in self._nodes.values():
@@ -311,6 +365,7 @@ class Tracker:
         if not node.have[number]:
             node.have[number] = 1
             node.missing -= 1
+            self._lacking[node.zone] -= not node.missing
         if not node.trusted:
             self._offer_if_nobody_has(number)
             return
@@ -321,6 +376,15 @@ class Tracker:
             for other in self._nodes.values():
                 if other.alive and not other.have[number] and number not in other.down:
                     self._enqueue(other, number)
+        elif node.zone:
+            self._pass_on(node, number)
+
+    def _pass_on(self, node: _Node, number: int) -> None:
+        """Let the other nodes of a zone fetch a piece next that has just entered it."""
+        for mate in self._zones[node.zone]:
+            if not mate.have[number] and number not in mate.down:
+                mate.queue.appendleft(number)
+                self._await(mate)
 
     def _offer_if_nobody_has(self, number: int) -> None:
         piece = self._pieces[number]
@@ -367,6 +431,7 @@ class Tracker:
 
     def _lost_copy(self, node: _Node, number: int) -> None:
         if node.have[number]:
+            self._lacking[node.zone] += node.alive and not node.missing
             node.have[number] = 0
             node.missing += 1
             self._orders.append(Order(node.name, number, STORE, drop=True))
@@ -402,7 +467,7 @@ class Tracker:
         if not self._begun:
             return
         limits = self._limits
-        while node.reads < self._pace.reads and self._reads < limits.store:
+        while node.reads < self._pace.reads and self._shares.users < limits.store:
             number = self._next_alone(node, now)
             if number is None:
                 number = self._next_unread(node)
@@ -410,7 +475,8 @@ class Tracker:
                 break
             self._order(node, number, STORE, now)
         looked = 0
-        while node.queue and node.fetches < limits.down and looked < _LOOKED_AT:
+        down = limits.down if node.fetch_pace else min(limits.down, _FIRST_FETCHES)
+        while node.queue and node.fetches < down and looked < _LOOKED_AT:
             number = node.queue.popleft()
             if node.have[number] or number in node.down:
                 continue
@@ -424,14 +490,14 @@ class Tracker:
                 looked += 1
                 continue
             self._order(node, number, source.name, now)
-        if (node.queue and node.fetches < limits.down) or (
+        if (node.queue and node.fetches < down) or (
             (self._unread or node.alone) and node.reads < self._pace.reads
         ):
             self._await(node)
 
     def _next_alone(self, node: _Node, now: float) -> int | None:
         """A piece that others have, and that this node is to read from the store nevertheless."""
-        for waiting in (node.alone, node.queue) if self._outrun.why else (node.alone,):
+        for waiting in (node.alone, node.queue) if node.outrun.why else (node.alone,):
             for _ in range(min(len(waiting), _LOOKED_AT)):
                 number = waiting.pop()
                 if node.have[number] or number in node.down:
@@ -462,10 +528,38 @@ class Tracker:
         return found
 
     def _may_read(self, node: _Node) -> bool:
-        """Whether a node reads from the store for the others: it must be fit, if anybody is."""
-        return (node.trusted and not node.slow) or not any(
-            other.alive and other.trusted and not other.slow for other in self._nodes.values()
-        )
+        """Whether a node reads from the store for the others.
+
+        A node whose reads are slow (its link is thin, or the one that leads to its zone) does so
+        only while there is nothing that it could fetch from others instead: that takes the same
+        link, and all would wait for what it reads.
+        """
+        if not node.trusted and any(other.trusted for other in self._living()):
+            return False
+        if not (node.fetches or node.queue):
+            return not self._is_tried(node)
+        return not (self._is_tried(node) or self._reads_slowly(node))
+
+    def _is_tried(self, node: _Node) -> bool:
+        """Whether a first read is under way that will show how quick the node's reads are."""
+        if self._read_pace(node):
+            return False
+        mates = self._zones[node.zone] if node.zone else [node]
+        return any(mate.reads for mate in mates)
+
+    def _read_pace(self, node: _Node) -> float:
+        return self._zone_paces.get(node.zone, 0.0) if node.zone else node.read_pace
+
+    def _reads_slowly(self, node: _Node) -> bool:
+        slow = _SLOW_ZONE if node.zone else _SLOW_READER
+        return self._read_pace(node) > slow * self._quickest > 0.0
+
+    def _find_quickest(self) -> None:
+        paces = [pace for n in self._living() if n.trusted and (pace := self._read_pace(n))]
+        self._quickest = min(paces, default=0.0)
+
+    def _living(self) -> Iterator[_Node]:
+        return (node for node in self._nodes.values() if node.alive)
 
     def _well_held(self, number: int) -> bool:
         """Whether some node has a piece from which it comes in time."""
@@ -483,9 +577,10 @@ class Tracker:
                 continue
             same = holder.zone == node.zone
             near = near or same
-            if holder.up >= self._limits.up:
+            if not self._has_slot(holder, node):
                 continue
-            cost = (not same, holder.slow, (holder.up + 1) / (holder.rate or 1e12))
+            rate = holder.rates.get(node.zone, 0.0) or 1e12
+            cost = (not same, holder.slow, (holder.up + 1) / rate)
             if best is None or cost < best[0]:
                 best = cost, holder
         if best is None:
@@ -494,11 +589,25 @@ class Tracker:
             return None  # one copy a zone: the others take it from there
         return best[1]
 
+    def _has_slot(self, giver: _Node, node: _Node) -> bool:
+        """Whether a giver has a slot for a node.
+
+        Transfers over slow links take long: they leave half of the slots to neighbours that lack
+        something.
+        """
+        if giver.up >= self._limits.up:
+            return False
+        neighbours = self._lacking[giver.zone] - bool(giver.missing)
+        most = max(1, self._limits.up // 2)
+        return not neighbours or len(giver.yielding) < most or not self._yields(giver, node)
+
+    def _yields(self, giver: _Node, node: _Node) -> bool:
+        """Whether a transfer leaves slots to others: to another zone, or to a slow node."""
+        return giver.zone != node.zone or node.fetch_pace > _SLOW_FETCHER * self._least_fetch > 0.0
+
     def _arriving_near(self, node: _Node, number: int) -> bool:
         return bool(node.zone) and any(
-            number in other.down and other.zone == node.zone
-            for other in self._nodes.values()
-            if other.alive and other is not node
+            number in mate.down for mate in self._zones[node.zone] if mate is not node
         )
 
     def _order(self, node: _Node, number: int, source: str, now: float) -> None:
@@ -506,91 +615,158 @@ class Tracker:
         node.down.setdefault(number, {})[source] = now
         if source == STORE:
             node.reads += 1
-            self._reads += 1
+            node.began[number] = self._shares.at(now)
+            self._shares.change(1, now)
             piece.reading.add(node.name)
         else:
             node.fetches += 1
-            self._nodes[source].up += 1
+            giver = self._nodes[source]
+            giver.up += 1
+            if self._yields(giver, node):
+                giver.yielding.add((node.name, number))
         wanted = "" if source == STORE else piece.digest
         again = bool(node.have[number])
         self._orders.append(Order(node.name, number, source, wanted, again=again))
 
-    def _over(self, node: _Node, number: int, source: str) -> float | None:
-        """A transfer is over; returns when it began, None if it is not one that is known."""
+    def _over(self, node: _Node, number: int, source: str, now: float) -> "_Took | None":
+        """End a transfer; returns how long it took, None if it is not one that is known."""
         sources = node.down.get(number, {})
         since = sources.pop(source, None)
         if since is None:
             return None
         if not sources:
             del node.down[number]
-        if source == STORE:
-            node.reads -= 1
-            self._reads -= 1
-            self._pieces[number].reading.discard(node.name)
-        else:
-            node.fetches -= 1
-            self._nodes[source].up -= 1
-        return since
-
-    def _measure(self, node: _Node, piece: _Piece, source: str, seconds: float, now: float) -> None:
-        """Learn from a transfer how long one takes, and how quick a node is."""
-        self._durations[STORE if source == STORE else "peer"].took(piece.size, seconds)
-        if source == STORE:
-            self._pace.read(piece.size, len(self.nodes), now)
-            self._outrun.read(piece.size, now)
-        else:
-            self._outrun.given(piece.size)
-        other = node if source == STORE else self._nodes[source]
-        other.slow = False
         if source != STORE:
-            rate = piece.size / max(seconds, 1e-6)
-            other.rate = 0.8 * other.rate + 0.2 * rate if other.rate else rate
+            node.fetches -= 1
+            giver = self._nodes[source]
+            giver.up -= 1
+            giver.yielding.discard((node.name, number))
+            return _Took(now - since)
+        alone = self._shares.at(now) - node.began.pop(number)
+        node.reads -= 1
+        self._shares.change(-1, now)
+        self._pieces[number].reading.discard(node.name)
+        return _Took(now - since, alone)
+
+    def _measure(self, node: _Node, piece: _Piece, source: str, took: "_Took", now: float) -> None:
+        """Learn from a transfer how long one takes on its path."""
+        if source == STORE:
+            self._measure_read(node, piece.size, took, now)
+            return
+        seconds = max(took.seconds, 1e-6)
+        giver = self._nodes[source]
+        self._path(giver, node).took(piece.size, seconds)
+        node.outrun.given(piece.size)
+        pace = seconds / max(piece.size, 1)
+        node.fetch_pace = 0.7 * node.fetch_pace + 0.3 * pace if node.fetch_pace else pace
+        paces = [n.fetch_pace for n in self._living() if n.fetch_pace]
+        self._least_fetch = min(paces, default=0.0)
+        if giver.zone == node.zone:
+            giver.slow = False
+        rate = piece.size / seconds
+        before = giver.rates.get(node.zone)
+        giver.rates[node.zone] = 0.8 * before + 0.2 * rate if before else rate
+
+    def _measure_read(self, node: _Node, size: int, took: "_Took", now: float) -> None:
+        self._from_store.took(size, took.seconds)
+        node.outrun.read(size, now)
+        node.one_read = size / max(took.seconds, 1e-6)
+        self._note_pace(node, max(took.alone, 1e-6) / max(size, 1))
+        if not self._reads_slowly(node):
+            readers = sum(not self._reads_slowly(other) for other in self._living())
+            self._pace.read(size, readers, now)
+
+    def _note_pace(self, node: _Node, pace: float) -> None:
+        node.read_pace = 0.7 * node.read_pace + 0.3 * pace if node.read_pace else pace
+        if node.zone:
+            before = self._zone_paces.get(node.zone)
+            self._zone_paces[node.zone] = 0.7 * before + 0.3 * pace if before else pace
+        self._find_quickest()
+
+    def _path(self, giver: _Node, node: _Node) -> Durations:
+        """Durations of what a node gets from a zone: its own link, and the zones', set them."""
+        return self._from_peers.setdefault((giver.zone, node.name), Durations())
 
     def _look_at_rates(self, now: float) -> None:
         """See whether the store outruns the nodes, when nothing waits for the store."""
-        if not self._limits.direct or self._outrun.why:
+        if not self._limits.direct:
             return
-        if self._unread or self._reads or self._delayed:
-            self._outrun.supplied(now)
-            return
-        living = [node for node in self._nodes.values() if node.alive]
-        lacking = sum(node.fetches > 0 for node in living)
-        self._outrun.look(len(living), lacking, now)
+        supplied = self._unread or self._delayed or self._awaited_from_store()
+        for node in self._living():
+            if supplied:
+                node.outrun.supplied(now)
+            elif node.fetches and not node.outrun.why:
+                coming = sum(
+                    self._pieces[number].size
+                    for number, sources in node.down.items()
+                    if STORE not in sources
+                )
+                node.outrun.look(node.one_read, coming, now)
+                self._direct = self._direct or node.outrun.why
+
+    def _awaited_from_store(self) -> bool:
+        """Whether a piece that no node has is being read."""
+        return any(
+            STORE in sources and not self._pieces[number].holders
+            for node in self._living()
+            for number, sources in node.down.items()
+        )
 
     def _hedge(self, now: float) -> None:
         """Order what is late from somewhere else too; whichever comes first counts."""
-        late = {STORE: _Late(), "peer": _Late()}
-        for node in self._nodes.values():
-            if node.alive:
-                self._find_late(node, late, now)
+        reads, near, across = _Late(), _Late(), _Late()
+        for node in self._living():
+            for number, sources in node.down.items():
+                if len(sources) > 1 or node.have[number]:  # hedged already, or read again
+                    continue
+                source, since = next(iter(sources.items()))
+                giver = self._nodes.get(source)
+                size, took = self._pieces[number].size, now - since
+                if giver is None:
+                    reads.note(node, number, source, took, self._allowed_read(node, size))
+                else:
+                    late = near if giver.zone == node.zone else across
+                    late.note(node, number, source, took, self._allowed_fetch(giver, node, size))
         living = len(self.nodes)
-        for found in late.values():
+        for late in (reads, near, across):
             # Late at many at once is a crowded network, and more of the same would not help.
-            if len(found.nodes) <= max(1, living // 4) or found.very:
-                for node, number, source in found.transfers:
+            if len(late.nodes) <= max(1, living // 4) or late.very:
+                for node, number, source in late.transfers:
                     self._hedge_one(node, number, source, now)
 
-    def _find_late(self, node: _Node, late: "dict[str, _Late]", now: float) -> None:
-        for number, sources in node.down.items():
-            if len(sources) > 1 or node.have[number]:  # hedged already, or read again to be sure
-                continue
-            source, since = next(iter(sources.items()))
-            kind = STORE if source == STORE else "peer"
-            allowed = self._durations[kind].allowed(self._pieces[number].size)
-            if now - since > allowed:
-                late[kind].transfers.append((node, number, source))
-                late[kind].nodes.add(node.name if source == STORE else source)
-                late[kind].very |= now - since > _VERY_LATE * allowed
+    def _allowed_read(self, node: _Node, size: int) -> float:
+        """Seconds that a read may take: few where all others wait for a slow reader."""
+        allowed = self._from_store.allowed(size)
+        if self._unread or not self._quickest:
+            return allowed
+        if self._is_tried(node) or self._reads_slowly(node):
+            quick = self._quickest * size * self._shares.users
+            return min(allowed, max(_LAST_READ, _SLOW_LAST * quick))
+        return allowed
+
+    def _allowed_fetch(self, giver: _Node, node: _Node, size: int) -> float:
+        """Seconds that a fetch may take on its path.
+
+        While nothing is known of the path, several that are slow at once have a slow link.
+        """
+        path = self._path(giver, node)
+        return path.allowed(size) * (_VERY_LATE if not path.known and node.fetches > 1 else 1.0)
 
     def _hedge_one(self, node: _Node, number: int, source: str, now: float) -> None:
         piece = self._pieces[number]
-        self._mark_slow(node if source == STORE else self._nodes[source])
-        if source == STORE and not piece.holders:
-            self._offer_to_read(number)  # somebody else reads it too
-            return
+        if source == STORE:
+            alone = self._shares.at(now) - node.began[number]
+            self._note_pace(node, alone / max(piece.size, 1))
+            if not piece.holders:
+                self._offer_to_read(number)  # another node reads it too
+                return
+        elif self._nodes[source].zone == node.zone and self._path(self._nodes[source], node).known:
+            self._mark_slow(self._nodes[source])  # other givers serve this node better
         giver = self._source(node, number)
-        if giver is not None and giver.name != source and not giver.slow:
-            self._order(node, number, giver.name, now)
+        if giver is None or giver.name == source or giver.slow:
+            return
+        if source == STORE or giver.zone != self._nodes[source].zone or giver.zone == node.zone:
+            self._order(node, number, giver.name, now)  # never twice over one link between zones
 
     def _taken(self) -> list[Order]:
         orders, self._orders = self._orders, []

@@ -35,9 +35,13 @@ class Pace:
     _since: float | None = None
     _count: int = 0
     _bytes: int = 0
+    _nodes: int = 0
 
     def read(self, size: int, nodes: int, now: float) -> None:
         """So many bytes were read; after a while, see whether it was quicker than before."""
+        if nodes < self._nodes:  # each of those that are left may bring more
+            self._grows, self._before, self._since, self._count, self._bytes = True, 0.0, None, 0, 0
+        self._nodes = nodes
         if not self._grows:
             return
         if self._since is None:  # of the first, nobody knows how long it waited
@@ -58,6 +62,30 @@ class Pace:
             self.reads *= 2
 
 
+class Shares:
+    """A clock that runs slower the more share what it times, as each gets less of it.
+
+    The difference of two readings is the time that something would have taken alone, if all had
+    equal shares (the virtual time of processor sharing).
+
+    Attributes:
+        users: How many share now.
+    """
+
+    def __init__(self) -> None:
+        self.users = 0
+        self._reading, self._read_at = 0.0, 0.0
+
+    def at(self, now: float) -> float:
+        """Read the clock."""
+        return self._reading + max(0.0, now - self._read_at) / max(self.users, 1)
+
+    def change(self, by: int, now: float) -> None:
+        """Note that more, or fewer, share from now on."""
+        self._reading, self._read_at = self.at(now), max(now, self._read_at)
+        self.users += by
+
+
 class Durations:
     """How long a transfer may take before it is late, by the median of the last ones."""
 
@@ -70,9 +98,14 @@ class Durations:
         self._last.append(seconds / max(size, 1))
         self._median = None
 
+    @property
+    def known(self) -> bool:
+        """Whether there were enough transfers to compare with."""
+        return len(self._last) >= _KNOWN
+
     def allowed(self, size: int) -> float:
         """Seconds that one of so many bytes may take."""
-        if len(self._last) < _KNOWN:
+        if not self.known:
             return _LATE_UNKNOWN
         if self._median is None:
             self._median = sorted(self._last)[len(self._last) // 2]
@@ -80,13 +113,13 @@ class Durations:
 
 
 class Outrun:
-    """Whether the store gives a node more than the other nodes do.
+    """Whether the store gives a node more than the other nodes give it.
 
-    The store's rate is measured while pieces leave it for the first time; that of the nodes once
-    all have left it, when nothing but the nodes themselves holds them up.
+    What the store gives is measured while the node reads from it; what the nodes give once every
+    piece has left the store, when nothing but the nodes themselves holds them up.
 
     Attributes:
-        why: A sentence with the figures, once it is so.
+        why: A sentence with both rates, once the store gives more.
     """
 
     def __init__(self) -> None:
@@ -98,38 +131,40 @@ class Outrun:
         self._given = 0
 
     def read(self, size: int, now: float) -> None:
-        """So many bytes came out of the store, while pieces there were unread."""
-        if self._first is None:  # of it, nobody knows how long it waited
+        """Note a read of so many bytes from the store."""
+        if self._first is None:  # how long it waited is unknown
             self._first = now
         else:
             self._read += size
         self._last = now
 
     def given(self, size: int) -> None:
-        """So many bytes went from node to node."""
+        """Note so many bytes that came from other nodes."""
         self._given += size
 
     def supplied(self, now: float) -> None:
-        """The nodes wait for the store: their own rate cannot be seen now."""
+        """Begin again: the nodes wait for the store, so that their own rate cannot be seen."""
         self._since, self._given = now, 0
 
-    def look(self, nodes: int, lacking: int, now: float) -> None:
-        """See whether those that lack something should read it from the store themselves.
+    def look(self, one_read: float, coming: int, now: float) -> None:
+        """Compare the rates, once there has been time enough.
 
         Args:
-            nodes: How many live.
-            lacking: How many of them still lack something that others have.
-            now: The time.
+            one_read: Bytes a second of one read from the store; 0 if the node has read nothing.
+            coming: Bytes of the pieces that are on their way from other nodes; they count as
+                given, so that a slow link with many pieces on it is not taken for no link.
+            now: Time.
         """
         if self._since is None:
             self._since = now
-        if self._first is None or not lacking or now - self._since < _LOOK:
+        if now - self._since < _LOOK:
             return
-        from_store = self._read / max(self._last - self._first, 1e-6) / max(nodes, 1)
-        from_nodes = self._given / (now - self._since) / lacking
-        self._since, self._given = now, 0
-        if self._last - self._first >= _LOOK / 2 and from_store >= _OUTRUN * from_nodes:
+        from_store = one_read
+        if self._first is not None and self._last - self._first >= _LOOK / 2:
+            from_store = self._read / (self._last - self._first)
+        from_nodes = (self._given + coming) / (now - self._since)
+        if from_store > 0 and from_store >= _OUTRUN * from_nodes:
             self.why = (
-                f"the store gave each node {from_store / 1e6:.1f} MB/s, and the other nodes "
+                f"the store gave a node {from_store / 1e6:.1f} MB/s, and the other nodes "
                 f"{from_nodes / 1e6:.1f} MB/s"
             )

@@ -1,5 +1,8 @@
 """A worker of a campaign: what its training script is told, and how it is kept running."""
 
+from typing import TYPE_CHECKING, Any
+
+from millrace.extras import import_module_of
 from millrace.training.launch import launch
 from millrace.training.measured import measured
 from millrace.training.plan import (
@@ -8,7 +11,9 @@ from millrace.training.plan import (
     worker_file,
 )
 from millrace.training.settings import TrainingPlan, WorkerSettings
-from millrace.training.worker import Worker
+
+if TYPE_CHECKING:
+    from millrace.training.worker import Worker
 
 __all__ = [
     "TrainingPlan",
@@ -20,3 +25,10 @@ __all__ = [
     "worker_environment",
     "worker_file",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use: what plans a campaign does not need torch.
+    if name == "Worker":
+        return import_module_of("millrace.training.worker", "gradients").Worker
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

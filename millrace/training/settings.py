@@ -6,7 +6,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from millrace.checkpoints.settings import CooldownSettings
-from millrace.gradients.running import RunSettings
+from millrace.gradients.settings import RunSettings
 from millrace.storage import StoreSpec
 from millrace.vast.instances import IDENTITY
 

@@ -1,0 +1,27 @@
+"""Import modules whose libraries an extra of the package installs."""
+
+from importlib import import_module
+from types import ModuleType
+
+from millrace.errors import ConfigurationError
+
+
+def import_module_of(module: str, extra: str) -> ModuleType:
+    """Import a module of Millrace that needs the libraries of an extra.
+
+    Args:
+        module: Its full name, such as ``millrace.gradients.chain``.
+        extra: The extra of pyproject.toml that installs what it imports.
+
+    Raises:
+        ConfigurationError: A library is not installed; the sentence says how to install it.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if library in {"", "millrace"}:
+            raise
+        raise ConfigurationError(
+            f"{library} is not installed here: pip install 'millrace[{extra}]'."
+        ) from error
