@@ -95,7 +95,7 @@ def cloud() -> Iterator["VastServer"]:
     for gone in ("_rentals", "_machines"):  # of another cloud, which went with all that it had
         shutil.rmtree(STORE / gone, ignore_errors=True)
     with VastServer.start(HOME / "cloud") as server:
-        packages = sysconfig.get_path("purelib")  # what the image has: nothing is fetched twice
+        packages = sysconfig.get_path("purelib")  # what the image has: machines fetch nothing
         key = server.reset(real=True, rate=1.0, strict=False, image=packages)
         VastCredentials(api_key=key, server_url=server.url).save("demo", overwrite=True)
         yield server

@@ -824,7 +824,7 @@ def _run(one: Instance, home: Path, image: str) -> "subprocess.Popen[bytes]":
         "GPU_COUNT": "0",
         **variables,
         **{f"VAST_TCP_PORT_{port}": str(one.port) for port in one.ports},
-        **({"PYTHONPATH": image} if image else {}),
+        **(_image(image) if image else {}),
     }
     script = f"{one.body['onstart']}\nwait\nexec sleep infinity"
     with (home / "onstart.log").open("ab") as log:
@@ -833,6 +833,17 @@ def _run(one: Instance, home: Path, image: str) -> "subprocess.Popen[bytes]":
             cwd=home, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             start_new_session=True,
         )  # fmt: skip
+
+
+def _image(packages: str) -> dict[str, str]:
+    """What an image sets in which all packages are installed, setuptools among them: pip finds
+    everything there, and asks no index."""
+    return {
+        "PYTHONPATH": packages,
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",  # pip reads it the other way round: no isolation
+        "PIP_CONFIG_FILE": os.devnull,
+    }
 
 
 @cache

@@ -7,6 +7,7 @@ import re
 import secrets
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -194,6 +195,24 @@ def test_a_machine_installs_a_program_and_runs_it_with_what_it_may_reach(
         with pytest.raises(ClientError, match=r"AccessDenied|403"):
             its.list_objects_v2(Bucket=bucket)
     assert order["read"] is None
+
+
+def test_a_machine_whose_image_has_everything_fetches_nothing(
+    vast: VastServer, tmp_path: Path, repository: Path
+) -> None:
+    packages = sysconfig.get_path("purelib")
+    key = vast.reset(real=True, rate=1.0, strict=False, image=packages)  # as the demo's machines
+    program = Program(
+        repo_url=repository.as_uri(), extras=("gradients",), command=("millrace", "--help")
+    )
+    told: list[str] = []
+    with Rental(
+        settings_of(vast, key, StoreSpec(url=(tmp_path / "store").as_uri()), program=program),
+        progress=lambda event: told.append(str(event.figures.get("text"))),
+    ) as rental:
+        rental.until_done()
+    vast.reset()
+    assert any(line.startswith("Usage: ") for line in told)
 
 
 def test_what_cannot_be_installed_is_said(
