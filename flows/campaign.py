@@ -32,6 +32,7 @@ from tasks.campaigning import (
     Standing,
     Summary,
     begin_warming,
+    check_plan,
     end_warming,
     is_warming,
     led,
@@ -141,6 +142,8 @@ def campaign(plan: Campaign) -> Summary:
 def _work(site: _Site) -> None:
     """All that makes something."""
     plan = site.plan
+    if plan.training is not None:
+        check_plan(site.writes, site.work(plan.training))
     if plan.data is not None:
         _shard(site, plan.data)
     if plan.training is not None:

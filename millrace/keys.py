@@ -358,6 +358,10 @@ class ChainKeys:
         """What a window came to: created once. That of window 0 names a checkpoint."""
         return f"{self.links}{window:09d}.json"
 
+    def opening(self, window: int) -> str:
+        """Return the key of the rules that a window was opened with: created once."""
+        return f"{self.prefix}windows/{window:09d}.json"
+
     def update(self, step: int, sha256: str) -> str:
         """A merged gradient, by the step that it leads to and the digest of its bytes."""
         return f"{self.prefix}{step:09d}-{sha256}.npz"
@@ -632,6 +636,7 @@ class Kind(StrEnum):
     START_WINDOW = "start window"
     UPDATE = "merged gradient"
     LINK = "link"
+    OPENING = "opening"  # the rules that a window was opened with
     CHECKPOINT = "checkpoint"
     DATASET = "dataset"
     PASSING = "passing"  # a probe, a plan of cleaning, a rented machine's reports: used once
@@ -669,7 +674,8 @@ _OF_WORKER = re.compile(
 )
 _OF_CHAIN = re.compile(
     rf"(?P<scope>{_PARTS})/{_GATHERS}/(?P<version>{_PARTS})/"
-    r"(?:(?P<step>\d{9,})-[0-9a-f]{64}\.npz|chain/(?P<window>\d{9,})\.json)"
+    r"(?:(?P<step>\d{9,})-[0-9a-f]{64}\.npz|chain/(?P<window>\d{9,})\.json"
+    r"|windows/(?P<opening>\d{9,})\.json)"
 )
 _OF_JOB = re.compile(rf"(?P<scope>{_PARTS})/{CHECKPOINTS}/step_(?P<number>\d{{9,}})/.+")
 _OF_DATASET = re.compile(
@@ -710,7 +716,11 @@ def named(key: str) -> Named | None:
     match = _OF_CHAIN.fullmatch(key)
     if match and _can_be(CheckpointKeys, ChainKeys(match["scope"], match["version"]).job):
         kind, number = (
-            (Kind.UPDATE, match["step"]) if match["step"] else (Kind.LINK, match["window"])
+            (Kind.UPDATE, match["step"])
+            if match["step"]
+            else (Kind.LINK, match["window"])
+            if match["window"]
+            else (Kind.OPENING, match["opening"])
         )
         return Named(kind, match["scope"], match["version"], int(number))
     for kind, pattern in _KINDS:

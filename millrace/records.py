@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
@@ -85,6 +85,24 @@ def differences(one: BaseModel, other: BaseModel) -> list[str]:
     return [
         name for name in type(one).model_fields if getattr(one, name) != getattr(other, name, None)
     ]
+
+
+def changes(old: BaseModel, new: BaseModel, path: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the old and the new value of each field that differs, by its dotted path.
+
+    Args:
+        old: One model.
+        new: Another one of the same class; models in it are compared field by field.
+        path: The path of both, which the paths of their fields begin with.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in type(old).model_fields:
+        before, after, where = getattr(old, name), getattr(new, name), f"{path}{name}"
+        if isinstance(before, BaseModel) and type(before) is type(after):
+            found |= changes(before, after, f"{where}.")
+        elif before != after:
+            found[where] = before, after
+    return found
 
 
 def fetch(store: Store, key: str, kind: type[R]) -> R:

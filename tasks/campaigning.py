@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
@@ -13,12 +14,12 @@ from pydantic import BaseModel, ConfigDict
 
 from millrace import errors, gradients
 from millrace.checkpoints.members import moved_on
-from millrace.gradients import Link, RunSettings
+from millrace.gradients import Link, RunSettings, WindowRules
 from millrace.keys import CampaignKeys, DatasetKeys
 from millrace.lease import Heartbeat, Held, Holder, StoreClock, await_lease
 from millrace.models.checkpoint import Epoch
 from millrace.models.dataset import Manifest
-from millrace.records import commit_once, differences, fetch
+from millrace.records import changes, commit_once, fetch
 from millrace.storage import Store, StoreSpec, delete, exists, open_store
 from millrace.training import TrainingPlan, measured
 from millrace.vast import attempts_of
@@ -146,21 +147,60 @@ def _end_of(store: Store, job: str, epoch: int) -> Epoch | None:
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def pin_plan(place: StoreSpec, plan: TrainingPlan) -> None:
-    """Refuse to go on with another training than was begun.
+def check_plan(place: StoreSpec, plan: TrainingPlan) -> None:
+    """Refuse to go on with another training than was begun, before anything is made or rented.
 
     Raises:
-        ConflictError: It differs; the message says in what.
+        ConflictError: The plan differs in what cannot change; the message names the values.
     """
-    fields = {name: getattr(plan, name) for name in Pinned.model_fields}
-    pinned = Pinned(**fields)
-    found = commit_once(open_store(place), CampaignKeys(plan.campaign).plan, pinned).record
-    if found != pinned:
-        names = ", ".join(differences(found, pinned))
+    with suppress(errors.NotFoundError):  # nothing is pinned yet
+        store = open_store(place, make_folder=False)
+        _refuse_changes(plan, fetch(store, CampaignKeys(plan.campaign).plan, Pinned))
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def pin_plan(place: StoreSpec, plan: TrainingPlan) -> None:
+    """Commit what of a training cannot change, or refuse another one than was begun.
+
+    Raises:
+        ConflictError: The plan differs in what cannot change; the message names the values.
+    """
+    key = CampaignKeys(plan.campaign).plan
+    _refuse_changes(plan, commit_once(open_store(place), key, _pinned(plan)).record)
+
+
+def _pinned(plan: TrainingPlan) -> Pinned:
+    return Pinned(**{name: getattr(plan, name) for name in Pinned.model_fields})
+
+
+def _refuse_changes(plan: TrainingPlan, pinned: Pinned) -> None:
+    found = changes(pinned, _pinned(plan))
+    free = [f"run.{name}" for name in WindowRules.model_fields]
+    said = [
+        f"{_field(path)} was {_value(old)}, and is {_value(new)} now"
+        for path, (old, new) in found.items()
+        if not path.startswith(tuple(free))
+    ]
+    if said:
         raise errors.ConflictError(
-            f"{plan.campaign} was begun with another plan: it differs in {names}. Go on as it was, "
+            f"{plan.campaign} was begun with another plan: {'; '.join(said)}. Go on as it was, "
             "or give this one another name, and let it begin with the weights of that."
         )
+
+
+def _field(path: str) -> str:
+    """Return what a field of a pinned plan is called in the plan of a campaign."""
+    known = {
+        "workers": "training.workers",
+        "epoch": "training.windows (of each epoch)",
+        "run.windows": "the number of all windows (training.epochs x training.windows)",
+        "dataset": "data.dataset",
+    }
+    return known.get(path) or f"training.rules.{path.removeprefix('run.')}"
+
+
+def _value(value: Any) -> str:
+    return "nothing" if value is None else str(value)
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)

@@ -14,6 +14,7 @@ from millrace.gradients.settings import (
     RunRules,
     RunSettings,
     WeightsOf,
+    WindowRules,
 )
 from millrace.models.chain import Link, Outer, OuterKind, Start
 from millrace.models.gradient import Codec, GradientHeader, Refusal, Support, Transform
@@ -79,6 +80,7 @@ __all__ = [
     "Weights",
     "WeightsOf",
     "Window",
+    "WindowRules",
     "Worker",
     "aggregate",
     "aggregate_run",

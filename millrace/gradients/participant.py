@@ -19,7 +19,7 @@ from millrace.gradients.chain import link_after, link_at, newest
 from millrace.gradients.compress import Feedback
 from millrace.gradients.payload import Shapes, identity_of, payload_bytes
 from millrace.gradients.portion import Portion
-from millrace.gradients.settings import RunSettings
+from millrace.gradients.settings import Opening, RunSettings
 from millrace.gradients.shared import Mask
 from millrace.gradients.spread import Spread, shares_of
 from millrace.gradients.state import State, state_of
@@ -27,6 +27,7 @@ from millrace.gradients.together import Together
 from millrace.gradients.weights import newest_weights
 from millrace.models.chain import Link, Start
 from millrace.progress import Event, Progress, silent
+from millrace.records import fetch
 from millrace.storage import Store, exists, put
 
 P = ParamSpec("P")
@@ -183,7 +184,7 @@ class Participant:
         last = self._settings.windows
         while last is None or self._number < last:
             if self._submitted > self._number:  # by this worker before it was started again
-                self._wait(2 * self._settings.window)
+                self._wait()
                 continue
             yield self.turn
 
@@ -275,28 +276,37 @@ class Participant:
 
         Args:
             model: Its weights are overwritten.
-            patience: How long; by default twice a window.
+            patience: How long; by default twice as long as the window lasts.
 
         Raises:
             UnavailableError: It was not merged by then.
             ChainError: The chain is broken.
         """
-        self._wait(2 * self._settings.window if patience is None else patience)
+        self._wait(patience)
         self.load(model)
         assert isinstance(self._before, Link)
         return self._before
 
-    def _wait(self, patience: timedelta) -> None:
-        """Until this window is merged; then it is applied."""
+    def _wait(self, patience: timedelta | None = None) -> None:
+        """Wait until this window is merged, and apply it.
+
+        Args:
+            patience: How long; by default twice as long as the window lasts.
+        """
         number, keys = self._number + 1, self._settings.chain
-        deadline = time.monotonic() + patience.total_seconds()
+        began = time.monotonic()
 
         def merged() -> bool:
             if exists(self._aggregator, keys.link(number)):
                 return True
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            usual = 2 * self._settings.window if patience is None else patience
+            if waited <= usual.total_seconds():
+                return False
+            last = usual if patience is not None else max(usual, 2 * self._lasts(number))
+            if waited > last.total_seconds():
                 raise errors.UnavailableError(
-                    f"Window {number} of {keys.run} was not merged in {patience}: is there an "
+                    f"Window {number} of {keys.run} was not merged in {last}: is there an "
                     "aggregator? Wait again, or stop; nothing is lost."
                 )
             return False
@@ -304,6 +314,14 @@ class Participant:
         while not self._ranks.first(merged):  # a collective does not wait for ever
             time.sleep(self._settings.gather.look.total_seconds())
         self.catch_up()
+
+    def _lasts(self, number: int) -> timedelta:
+        """Return how long a window lasts: the aggregator may have been given other rules."""
+        try:
+            opening = self._settings.chain.opening(number)
+            return fetch(self._aggregator, opening, Opening).window
+        except (errors.NotFoundError, errors.CorruptError):
+            return self._settings.window
 
     def load(self, model: torch.nn.Module) -> None:
         """Give the model the weights of all, as they are after the last window."""

@@ -1,22 +1,23 @@
 """A run as its aggregator does it: window after window.
 
-A window opens when the link before it was committed, by the store's clock, and is merged when it is
-whole or its time is up. The workers know it from the chain alone.
+A window begins when the link before it was committed. The aggregator opens it by a record of its
+rules, and merges it when it is whole or its time is up, counted from that record by the store's
+clock. The workers know it from the chain alone.
 """
 
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 
 from millrace.gradients.aggregating import Step, aggregate
 from millrace.gradients.chain import link_after, link_at, newest
 from millrace.gradients.gathering import QuorumError, Window, Worker, gather
 from millrace.gradients.payload import Shapes
-from millrace.gradients.settings import RunSettings
+from millrace.gradients.settings import Opening, RunSettings
 from millrace.gradients.spread import Spread, here
 from millrace.gradients.state import State
 from millrace.lease import Holder, StoreClock
 from millrace.models.chain import Link
 from millrace.progress import Event, Progress, silent
+from millrace.records import commit_once
 from millrace.storage import Store, head
 
 
@@ -71,13 +72,13 @@ def follow(
             figures = {"window": number, "step": before.step}
             progress(Event("chain.applied", settings.run, figures))
             continue
-        window = _window(store, settings, model.shapes, number, before.step, clock.now())
+        rules, window = _open(store, settings, model.shapes, number, before.step, clock)
         model.open(window)
         try:
             gathered = gather(
                 window,
                 workers,
-                settings.gather,
+                rules.gather,
                 reserves=reserves,
                 reading=model.read,
                 clock=clock,
@@ -92,17 +93,28 @@ def follow(
         yield before
 
 
-def _window(
-    store: Store, settings: RunSettings, shapes: Shapes, number: int, base: int, now: datetime
-) -> Window:
-    opens = head(store, settings.chain.link(number - 1)).last_modified
-    over = opens + settings.window <= now  # while there was no aggregator: it is opened anew
-    return Window(
+def _open(
+    store: Store,
+    settings: RunSettings,
+    shapes: Shapes,
+    number: int,
+    base: int,
+    clock: StoreClock,
+) -> tuple[Opening, Window]:
+    """Open a window, or find it open: then the rules hold that it was opened with."""
+    keys = settings.chain
+    ours = Opening(run=settings.run, number=number, window=settings.window, gather=settings.gather)
+    rules = commit_once(store, keys.opening(number), ours).record
+    began = head(store, keys.link(number - 1)).last_modified  # workers send from then on
+    opened = head(store, keys.opening(number)).last_modified
+    now = clock.now()
+    over = opened + rules.window <= now  # while there was no aggregator: it is opened anew
+    return rules, Window(
         keys=settings.gradients,
         number=number,
         base=base,
         codec=settings.codec,
         shapes=shapes,
-        opens=opens,
-        closes=(now if over else opens) + settings.window,
+        opens=began,
+        closes=(now if over else opened) + rules.window,
     )

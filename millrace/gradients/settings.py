@@ -102,10 +102,35 @@ class GatherSettings(BaseModel):
     at_once: int = Field(default=8, ge=1, le=256, description="Gradients that are read at once.")
 
 
-class RunRules(BaseModel):
-    """How the windows of a run go, whatever it is called, and however many they are."""
+class WindowRules(BaseModel):
+    """How long a window lasts, and how it is gathered: may change from one window to the next.
+
+    What was merged follows from what a link names, whatever these rules were. So a run that goes
+    on with other ones is the same run.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    window: timedelta = Field(
+        default=timedelta(minutes=20), gt=timedelta(0), description="How long a window lasts."
+    )
+    gather: GatherSettings = Field(default=GatherSettings(), description="How they are gathered.")
+
+
+class Opening(WindowRules):
+    """Record of a window that was opened: the rules that hold for it until it is merged.
+
+    Attributes:
+        run: Name of the run.
+        number: Number of the window.
+    """
+
+    run: str
+    number: int
+
+
+class RunRules(WindowRules):
+    """How the windows of a run go, whatever it is called, and however many they are."""
 
     version: str = Field(default="1", description="Of what the workers run; others are not heard.")
     codec: Codec = Field(default=Codec(), description="How gradients are compressed.")
@@ -114,10 +139,6 @@ class RunRules(BaseModel):
     )
     outer: Outer = Field(default=Outer(), description="How what is merged changes the weights.")
     merge: MergeSettings = Field(default=MergeSettings(), description="How they are merged.")
-    gather: GatherSettings = Field(default=GatherSettings(), description="How they are gathered.")
-    window: timedelta = Field(
-        default=timedelta(minutes=20), gt=timedelta(0), description="How long a window lasts."
-    )
     steps: int = Field(default=30, ge=1, description="Steps of a worker in each window.")
 
 

@@ -82,7 +82,7 @@ class Guard:
         if what is None:
             return self.live(key.rpartition("/")[0])
         live = self.live(what.leases)
-        if live or what.kind not in {Kind.UPDATE, Kind.LINK}:
+        if live or what.kind not in {Kind.UPDATE, Kind.LINK, Kind.OPENING}:
             return live
         return self._needed(what)
 
@@ -125,7 +125,7 @@ class Guard:
             return head
         if what.kind is Kind.UPDATE and what.number > head.step:
             return f"{what.scope} goes on from step {head.step}, its newest checkpoint"
-        if what.kind is Kind.LINK and what.number >= head.window:
+        if what.kind is not Kind.UPDATE and what.number >= head.window:
             return f"{what.scope} goes on from window {head.window}, its newest checkpoint"
         return ""
 

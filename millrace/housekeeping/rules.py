@@ -73,6 +73,7 @@ OBJECTS = {
     Kind.START_WINDOW: What.START_WINDOWS,
     Kind.UPDATE: What.GATHERS,
     Kind.LINK: What.GATHERS,
+    Kind.OPENING: What.GATHERS,
     Kind.PASSING: What.PASSING,
 }
 """What goes by itself, each object as a rule says."""

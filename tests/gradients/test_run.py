@@ -28,6 +28,8 @@ from millrace.gradients import (
     state_of_checkpoint,
     weights_of_model,
 )
+from millrace.gradients.settings import Opening
+from millrace.records import commit_once, fetch
 from millrace.storage import Store, delete, open_store
 
 WINDOWS = 4
@@ -278,3 +280,43 @@ def test_a_chain_with_a_gap_stops_the_aggregator(store):
     delete(store, [settings.chain.link(1)])
     with pytest.raises(ChainError, match="Window 1 of runs/one is missing"):
         list(follow(store, settings, everybody(store), weights_of_model(model()), until=3))
+
+
+def test_what_may_change_between_windows_holds_from_the_next_one_on(store):
+    state = weights_of_model(model())
+    alone = settings_of(1).model_copy(update={"window": timedelta(minutes=3)})
+    with ThreadPoolExecutor(1) as pool:
+        trained = pool.submit(take_part, store, 0, 2)
+        one = everybody(store)[:1]
+        made = list(follow(store, alone, one, state, until=1))
+        fewer = alone.gather.model_copy(update={"quorum": 0})
+        later = alone.model_copy(update={"window": timedelta(minutes=7), "gather": fewer})
+        made += list(follow(store, later, one, state, after=1, until=2))
+        trained.result()
+    assert [link.window for link in made] == [1, 2]
+    openings = [fetch(store, alone.chain.opening(number), Opening) for number in (1, 2)]
+    assert [one.window for one in openings] == [timedelta(minutes=3), timedelta(minutes=7)]
+    assert [one.gather.quorum for one in openings] == [1, 0]
+
+
+def test_a_window_that_is_open_keeps_the_rules_it_was_opened_with(store):
+    short = settings_of(0).model_copy(update={"window": timedelta(milliseconds=1)})
+    opening = short.chain.opening(1)
+    rules = short.model_dump(include={"window", "gather"})
+    commit_once(store, opening, Opening(run=short.run, number=1, **rules))
+    longer = short.model_copy(update={"window": timedelta(days=1)})  # never ends in this test
+    made = list(follow(store, longer, everybody(store), weights_of_model(model()), until=1))
+    assert [(link.window, len(link.taken)) for link in made] == [(1, 0)]
+    assert fetch(store, opening, Opening).window == timedelta(milliseconds=1)
+
+
+def test_a_worker_waits_as_long_as_the_aggregator_says(store):
+    """Its own settings are those of the run's beginning: a rented machine keeps its file."""
+    mine, settings = model(), settings_of().model_copy(update={"window": timedelta(0)})
+    participant = Participant(settings, "0", store, store, weights_of_model(mine))
+    with pytest.raises(errors.UnavailableError, match=r"not merged in 0:00:00"):
+        participant.apply(mine)
+    rules = {"window": timedelta(milliseconds=5), "gather": settings.gather}
+    commit_once(store, settings.chain.opening(1), Opening(run=settings.run, number=1, **rules))
+    with pytest.raises(errors.UnavailableError, match=r"not merged in 0:00:00\.01"):
+        participant.apply(mine)
