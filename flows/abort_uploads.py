@@ -2,12 +2,12 @@
 
 from datetime import timedelta
 
-from prefect import flow, get_run_logger
+from prefect import flow
 
 from millrace.housekeeping import Aborted
 from millrace.storage import Right
 from tasks.cleaning import abort_stale, refuse_failures, report_uploads
-from tasks.places import BucketLocation, known, spec_of
+from tasks.places import BucketLocation, known, named_bucket, skipped, spec_of
 
 
 @flow(name="abort-uploads")
@@ -15,7 +15,7 @@ def abort_uploads(
     buckets: list[BucketLocation],
     older_than: timedelta = timedelta(days=1),
     dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
-) -> dict[str, Aborted]:
+) -> dict[str, Aborted] | None:
     """Abort unfinished uploads: no listing shows them, and they are billed.
 
     Args:
@@ -25,13 +25,18 @@ def abort_uploads(
         dry_run: Only show them.
     """
     found: dict[str, Aborted] = {}
+    missing: list[str] = []
     for bucket in buckets:
         place = known(bucket)
         if place is None:
-            get_run_logger().warning("There is no Millrace Bucket block %s: passed over.", bucket)
+            missing.append(named_bucket(bucket))
             continue
         spec = spec_of(place, Right.WRITE)
         found[spec.url] = abort_stale(spec, older_than, dry_run=dry_run)
+    if missing:
+        nothing = skipped(missing, "nothing was looked at there, and nothing aborted")
+        if not found:
+            return nothing  # pyright: ignore[reportReturnType] - Prefect's way
     if found:
         report_uploads(found)
     for url, one in found.items():

@@ -8,7 +8,7 @@ from millrace.errors import ConfigurationError, DeniedError
 from millrace.housekeeping import Audit, AuditSettings, Role
 from millrace.storage import Right, StoreSpec
 from tasks.auditing import audit_buckets, report_audit
-from tasks.places import BucketLocation, known, skipped
+from tasks.places import BucketLocation, known, named_bucket, skipped
 
 
 class Audited(BaseModel):
@@ -55,11 +55,11 @@ def audit_access(buckets: list[Audited]) -> Audit | None:
             the bucket of another. A block that does not exist yet is left out.
     """
     roles: dict[str, Role] = {}
-    missing: list[Bucket | str] = []
+    missing: list[str] = []
     for one in buckets:
         bucket = known(one.bucket)
         if bucket is None:
-            missing.append(one.bucket)
+            missing.append(named_bucket(one.bucket))
             continue
         if not isinstance(bucket, Bucket):
             raise ConfigurationError(

@@ -5,7 +5,7 @@ from prefect import flow
 from blocks import VastCredentials
 from millrace.vast import Rented
 from tasks.places import BucketLocation
-from tasks.renting import list_machines, report_rentals, stand_of
+from tasks.renting import list_machines, needed_stand, report_rentals
 from tasks.words import count
 
 
@@ -17,8 +17,8 @@ def list_rentals(bucket: BucketLocation, vast: VastCredentials | str = "vast") -
         bucket: The Millrace Bucket block, or its name, where rentals are written down.
         vast: The Vast.ai Credentials block that pays, or its name.
     """
-    stand = stand_of(bucket, vast)
-    found = list_machines(stand) if stand else []
+    stand = needed_stand(bucket, vast)
+    found = list_machines(stand)
     dollars, hourly = sum(one.cost for one in found), sum(one.instance.dph for one in found)
     said = f"{count(len(found), 'machine')} rented, ${hourly:.2f} an hour, ${dollars:.2f} so far."
     report_rentals(said, found)

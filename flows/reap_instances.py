@@ -1,6 +1,6 @@
 """Give back what nobody has any more, by hand or every quarter of an hour."""
 
-from prefect import flow
+from prefect import State, flow
 
 from blocks import VastCredentials
 from millrace.vast import Reaped
@@ -26,8 +26,8 @@ def reap_instances(
         dry_run: Only show what would be given back.
     """
     stand = stand_of(bucket, vast)
-    if stand is None:
-        return None
+    if isinstance(stand, State):
+        return stand  # pyright: ignore[reportReturnType] - Prefect's way
     found = reap_machines(stand, dry_run=dry_run)
     word = "would be given back" if dry_run else "given back"
     headline = f"{count(len(found.returned), 'machine')} {word}, {len(found.kept)} stay."

@@ -6,7 +6,7 @@ from millrace.checkpoints import Check
 from millrace.errors import CorruptError
 from millrace.storage import Right
 from tasks.checkpointing import SeenCheckpoint, all_jobs, report_checkpoints, verify_job
-from tasks.places import BucketLocation, check_right, known, skipped, spec_of
+from tasks.places import BucketLocation, check_right, known, named_bucket, skipped, spec_of
 
 
 @flow(name="verify-checkpoints")
@@ -14,7 +14,7 @@ def verify_checkpoints(
     bucket: BucketLocation,
     jobs: list[str] | None = None,
     check: Check = Check.DIGESTS,
-) -> list[SeenCheckpoint]:
+) -> list[SeenCheckpoint] | None:
     """Check that every file of every checkpoint is there, and is what was saved.
 
     Changes nothing: a damaged checkpoint is moved away by whoever loads next.
@@ -26,7 +26,7 @@ def verify_checkpoints(
     """
     found_bucket = known(bucket)
     if found_bucket is None:
-        return skipped([bucket], "nothing was verified")  # pyright: ignore[reportReturnType] - Prefect's way
+        return skipped([named_bucket(bucket)], "nothing was verified")  # pyright: ignore[reportReturnType] - Prefect's way
     place = spec_of(found_bucket, Right.READ)
     check_right(found_bucket, Right.READ)
     found = [seen for job in jobs or all_jobs(place) for seen in verify_job(place, job, check)]

@@ -7,7 +7,7 @@ from prefect import flow
 from millrace.errors import CorruptError
 from millrace.shards import Verification
 from millrace.storage import Right
-from tasks.places import BucketLocation, check_right, known, skipped, spec_of
+from tasks.places import BucketLocation, check_right, known, named_bucket, skipped, spec_of
 from tasks.verifying import report_verifications, sealed_datasets, verify_shards
 
 
@@ -23,7 +23,7 @@ def verify_datasets(
     bucket: BucketLocation,
     datasets: list[str] | None = None,
     depth: Depth = Depth.SIZES,
-) -> dict[str, Verification]:
+) -> dict[str, Verification] | None:
     """Check that every shard of sealed datasets is there, and is what was written.
 
     Args:
@@ -33,7 +33,7 @@ def verify_datasets(
     """
     found_bucket = known(bucket)
     if found_bucket is None:
-        return skipped([bucket], "nothing was verified")  # pyright: ignore[reportReturnType] - Prefect's way
+        return skipped([named_bucket(bucket)], "nothing was verified")  # pyright: ignore[reportReturnType] - Prefect's way
     place = spec_of(found_bucket, Right.READ)
     check_right(found_bucket, Right.READ)
     found = {

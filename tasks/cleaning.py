@@ -25,7 +25,7 @@ from millrace.housekeeping import (
     saved_a_month,
 )
 from millrace.storage import DeleteFailure, Right, StoreSpec, open_store
-from tasks.places import known, spec_of
+from tasks.places import known, named_bucket, skipped, spec_of
 from tasks.progress import CleaningProgress
 from tasks.retries import PAUSES, passing
 from tasks.words import artifact_key, count, duration, size
@@ -61,14 +61,11 @@ def clean_by(
         MillraceError: Some objects could not be deleted: the report names them.
     """
     places = [known(place) for place in (bucket, *beside)]
-    missing = [name for name, place in zip((bucket, *beside), places, strict=True) if place is None]
-    if missing:
-        get_run_logger().warning(
-            "There is no Millrace Bucket block %s: nothing was looked at, and nothing deleted. "
-            "Make it with `millrace setup`.",
-            " nor ".join(str(name) for name in missing),
+    named = zip((bucket, *beside), places, strict=True)
+    if missing := [named_bucket(name) for name, place in named if place is None]:
+        return skipped(  # pyright: ignore[reportReturnType] - Prefect's way
+            missing, "nothing was looked at, and nothing deleted"
         )
-        return None
     store, *others = [
         spec_of(place, Right.READ if number else Right.WRITE)
         for number, place in enumerate(places)

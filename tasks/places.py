@@ -139,17 +139,21 @@ def needed(location: Bucket | str) -> Bucket | str:
     return found
 
 
-def skipped(missing: Sequence[Bucket | str], what: str) -> State[None]:
+def skipped(missing: Sequence[str], what: str) -> State[None]:
     """Log that blocks do not exist, and return the state of a run that does nothing for that.
 
     Args:
-        missing: The names of the blocks.
+        missing: The blocks, each with its type.
         what: What was not done, as the end of the sentence.
     """
-    names = " and ".join(f"{name!r}" for name in missing)
-    said = f"There is no Millrace Bucket block {names}: {what}. `millrace setup` makes it."
-    get_run_logger().warning(said)
+    said = f"There is no {' and no '.join(missing)}: {what}. `millrace setup` makes blocks."
+    get_run_logger().info(said)
     return Completed(message=said)
+
+
+def named_bucket(location: Bucket | str) -> str:
+    """Return a bucket's name, as messages call it."""
+    return f"Millrace Bucket block {location}"
 
 
 def bucket_names() -> list[str]:

@@ -37,7 +37,7 @@ from millrace.vast import (
     reap,
     release,
 )
-from tasks.places import block_of, known, spec_of
+from tasks.places import block_of, known, named_bucket, skipped, spec_of
 from tasks.progress import RentalProgress
 from tasks.retries import PAUSES, passing
 from tasks.words import artifact_key, count
@@ -72,15 +72,18 @@ def payer_of(vast: VastCredentials | str) -> VastCredentials:
     return found
 
 
-def stand_of(bucket: Bucket | str, vast: VastCredentials | str) -> StandSettings | None:
-    """Where rentals are written down, and who pays; None while one of the blocks is not there.
+def stand_of(bucket: Bucket | str, vast: VastCredentials | str) -> StandSettings | State[None]:
+    """Return where rentals are written down and who pays, as far as both blocks exist.
+
+    Returns:
+        The settings, or the state of a run that does nothing for want of a block.
 
     Raises:
         ConfigurationError: Something is rented, and the block of who pays is not there.
     """
     place = known(bucket)
     payer = vast if isinstance(vast, VastCredentials) else block_of(VastCredentials, vast)
-    missing = [f"Millrace Bucket block {bucket}"] if place is None else []
+    missing = [named_bucket(bucket)] if place is None else []
     missing += [f"Vast.ai Credentials block {vast}"] if payer is None else []
     if place is not None and payer is None and is_rented(spec_of(place, Right.WRITE)):
         raise ConfigurationError(
@@ -88,12 +91,7 @@ def stand_of(bucket: Bucket | str, vast: VastCredentials | str) -> StandSettings
             "nobody can give them back. Make the block, with the API key that has rented them."
         )
     if place is None or payer is None:
-        get_run_logger().warning(
-            "There is no %s: nothing was looked at, and nothing given back. Make it with "
-            "`millrace setup`.",
-            " and no ".join(missing),
-        )
-        return None
+        return skipped(missing, "nothing was looked at, and nothing given back")
     return StandSettings(store=spec_of(place, Right.WRITE), account=account_of(payer))
 
 

@@ -99,11 +99,12 @@ def test_a_bucket_without_a_block_is_left_alone_and_that_is_said(
     done = deployed.start(CLEAN, dry_run=False)
     assert done.code == 0, done.output
     assert "cleaning" not in deployed.artifacts(done.run)
-    said = "There is no Millrace Bucket block gradients nor aggregator: nothing was looked at"
+    none = "There is no Millrace Bucket block"
+    said = f"{none} gradients and no Millrace Bucket block aggregator: nothing was looked at"
     until(lambda: said in deployed.logs(done.run) or None, "that there is no block")
     done = deployed.start("abort-uploads/abort-uploads", dry_run=False)
     assert done.code == 0, done.output
-    said = "There is no Millrace Bucket block dataset: passed over."
+    said = "Millrace Bucket block dataset and no"
     until(lambda: said in deployed.logs(done.run) or None, "that there is no block")
 
 

@@ -1,0 +1,101 @@
+"""What the schedules of prefect.yaml do, by the flows that they start and on a server of tests."""
+
+import importlib
+import logging
+import re
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import yaml
+from prefect import Flow, State
+
+from blocks import Bucket, Role
+from flows.list_rentals import list_rentals
+from flows.reap_instances import reap_instances
+from millrace.errors import ConfigurationError
+from tests.prefect_server import PrefectServer
+from tests.servers.process import REPOSITORY
+
+BLOCKS = {"gradients", "dataset", "aggregator"}
+
+
+def schedules() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """The name of each schedule that is on, its deployment, and the schedule itself."""
+    made = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
+    return [
+        (f"{one['name']}/{schedule['slug']}", one, schedule)
+        for one in made
+        for schedule in one.get("schedules", [])
+        if schedule.get("active", True)
+    ]
+
+
+def renamed(value: Any, names: dict[str, str]) -> Any:
+    """The same parameters, with other names of blocks."""
+    match value:
+        case str():
+            return names.get(value, value)
+        case list():
+            return [renamed(one, names) for one in value]
+        case dict():
+            return {key: renamed(one, names) for key, one in value.items()}
+        case _:
+            return value
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in schedules()])
+def test_a_scheduled_run_without_its_blocks_completes_and_says_so(
+    prefect_api: PrefectServer, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = next((one, schedule) for each, one, schedule in schedules() if each == name)
+    parameters = {**found[0].get("parameters", {}), **found[1].get("parameters", {})}
+    names = {each: f"{each}-{uuid4().hex[:8]}" for each in BLOCKS}  # none has such a block
+    module, _, function = found[0]["entrypoint"].rpartition(".")
+    run: Flow[..., Any] = getattr(importlib.import_module(module), function)
+
+    state: State[Any] = run(**renamed(parameters, names), return_state=True)
+
+    assert state.is_completed(), state.message
+    said = re.fullmatch(
+        r"There is no Millrace Bucket block [a-z]+-[0-9a-f]{8}.*: n.+\. "
+        "`millrace setup` makes blocks.",
+        state.message or "",
+    )
+    assert said, state.message
+    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
+
+
+def test_the_reaper_is_quiet_where_there_is_no_account(
+    prefect_api: PrefectServer, caplog: pytest.LogCaptureFixture, tmp_path: Any
+) -> None:
+    """And who asks by hand what is rented hears that it is not known, not that it is nothing."""
+    (tmp_path / "store").mkdir()
+    name = f"dataset-{uuid4().hex[:8]}"
+    Bucket(role=Role.DATASET, url=(tmp_path / "store").as_uri()).save(name)
+    nobody = f"vast-{uuid4().hex[:8]}"
+    state: State[Any] = reap_instances(name, nobody, dry_run=False, return_state=True)
+    assert state.is_completed()
+    assert f"no Vast.ai Credentials block {nobody}: nothing was looked at" in (state.message or "")
+    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
+    with pytest.raises(ConfigurationError, match=r"no Vast\.ai Credentials block"):
+        list_rentals(name, nobody)
+    Bucket.delete(name)
+
+
+EVERY = {
+    r"\*/(\d+) \* \* \* \*": "every-{}-minutes",
+    r"\d+ \d+ \* \* \*": "(daily|nightly|{}nightly)",
+    r"\d+ \d+ \* \* \d": "weekly",
+}
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in schedules()])
+def test_a_schedule_is_called_by_when_it_runs(name: str) -> None:
+    _, schedule = next((one, schedule) for each, one, schedule in schedules() if each == name)
+    for cron, called in EVERY.items():
+        if match := re.fullmatch(cron, schedule["cron"]):
+            wanted = called.format(match[1] if match.groups() else "[a-z]+-")
+            assert re.fullmatch(wanted, schedule["slug"])
+            return
+    raise AssertionError(schedule)
