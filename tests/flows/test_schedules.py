@@ -3,6 +3,7 @@
 import importlib
 import logging
 import re
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -99,3 +100,21 @@ def test_a_schedule_is_called_by_when_it_runs(name: str) -> None:
             assert re.fullmatch(wanted, schedule["slug"])
             return
     raise AssertionError(schedule)
+
+
+def test_what_deploying_before_setup_says_is_explained(
+    deployed: PrefectServer, tmp_path: Path
+) -> None:
+    made = (
+        (REPOSITORY / "prefect.yaml")
+        .read_text()
+        .replace("name: millrace\n    job", "name: none\n    job")
+    )
+    (tmp_path / "prefect.yaml").write_text(made)
+    said = deployed.prefect("deploy", "--all", "--prefect-file", str(tmp_path / "prefect.yaml"))
+    assert said.returncode == 1
+    sentence = "This deployment configuration references work pool 'none' which does not exist"
+    assert sentence in " ".join(said.stdout.split())
+    explained = " ".join((REPOSITORY / "docs/operations.md").read_text().split())
+    at = explained.index(sentence.replace("none", "millrace"))
+    assert "`millrace setup`" in explained[at : at + 300]
