@@ -186,6 +186,9 @@ class _Lines:
             case "rental.offer":
                 price = f"{figures['gpu']} in {figures['place']} for ${figures['dph']:.3f} an hour"
                 click.echo(f"{event.subject}: takes {price}.")
+            case "rental.raised":
+                prices = f"${figures['dph']:.3f} an hour, and was offered for"
+                click.echo(f"{event.subject}: costs {prices} ${figures['offered']:.3f}.", err=True)
             case "rental.rented":
                 click.echo(f"{event.subject}: rented, instance {figures['instance']}.")
             case "rental.ready":

@@ -372,6 +372,11 @@ class RentalProgress(LiveProgress):
                     "%s: takes %s in %s for $%.3f an hour",
                     event.subject, figures["gpu"], figures["place"], figures["dph"],
                 )  # fmt: skip
+            case "rental.raised":
+                self._log.warning(
+                    "%s: costs $%.3f an hour, and was offered for $%.3f",
+                    event.subject, figures["dph"], figures["offered"],
+                )  # fmt: skip
             case "rental.ready":
                 self._ready.add(event.subject)
                 self._log.info("%s: its program runs", event.subject)

@@ -8,7 +8,9 @@ records with which the next owner, or the reaper, goes on.
 """
 
 import contextlib
+import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -28,7 +30,7 @@ from millrace.vast.labels import Label
 from millrace.vast.ledger import Attempt, attempts_of, installation_of
 from millrace.vast.offers import LONGEST, Offer, find_offers
 from millrace.vast.owning import Owner, own
-from millrace.vast.reports import Report, printable
+from millrace.vast.reports import Report, cause_of
 from millrace.vast.returning import SETTLING, give_back, write_off
 from millrace.vast.settings import RentSettings, account
 
@@ -38,6 +40,8 @@ _UNANSWERED = 3  # creates in a row of which nothing came, before the rental sto
 _UNSEEN = 180.0  # seconds that one whose create was answered may be missing in the list
 _AGAIN = 60.0  # seconds until one that was lost, and could not be replaced, is looked for again
 _FRESH = 60.0  # seconds in which what a search has found is relied on
+_ALIKE = 2  # machines on which the installation fails alike, after which no more are rented
+_RAISED = 1.1  # times the offered price that a machine may cost before that is reported
 _RESERVE = timedelta(minutes=2)  # of what all machines cost: what giving back them takes
 
 
@@ -52,6 +56,7 @@ class Machine:
         since: When it was rented, or gone on with, by `Clock.elapsed`.
         heard: When it last gave a sign of life.
         ready: Whether it runs, and its program does.
+        told: Dollars an hour that were last reported to be more than was offered.
     """
 
     attempt: Attempt
@@ -60,6 +65,7 @@ class Machine:
     heard: float
     instance: Instance | None = None
     ready: bool = False
+    told: float = 0.0
 
     @property
     def slot(self) -> int:
@@ -85,10 +91,17 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """That a machine is not to be had any longer."""
+    """Reason to give a machine back.
+
+    Attributes:
+        why: The kind of it.
+        said: The same in words.
+        fault: Why the program could not be installed, if it could not.
+    """
 
     why: Ending
     said: str
+    fault: str = ""
 
 
 class Rental:
@@ -103,8 +116,9 @@ class Rental:
         wait: Whether an owner that was perhaps killed is waited for, until it is heard of.
         vast: The account; that of the settings by default.
         progress: Told ``rental.offer``, ``rental.rented``, ``rental.ready``, ``rental.returned``,
-            ``rental.missing`` with ``why``, and ``machine.printed``, each with the machine as its
-            subject, and ``rental.cost`` with ``dollars`` so far.
+            ``rental.missing`` with ``why``, ``rental.raised`` with the prices ``offered`` and
+            ``dph`` where the second is higher, and ``machine.printed``, each with the machine as
+            its subject, and ``rental.cost`` with ``dollars`` so far.
     """
 
     def __init__(
@@ -131,6 +145,8 @@ class Rental:
         self._unseen: dict[int, Machine] = {}  # their creates were not answered
         self._closed: dict[int, Machine] = {}  # written off, by this owner or one before
         self._unanswered = 0
+        self._faults: list[str] = []  # why programs could not be installed
+        self._lost_by: dict[int, str] = {}  # why the last machine of a slot was given back
         self._again: dict[int, float] = {}
         self._found: list[Offer] = []
         self._searched = 0.0
@@ -243,6 +259,8 @@ class Rental:
         """Rent a machine for a slot. While others run, one that was lost may stay missing."""
         if self._machines and self._clock.elapsed() < self._again.get(slot, 0.0):
             return
+        if self._machines and self._faults and not self._had:
+            return  # the others will show whether the program can be installed
         try:
             self._rent(slot)
         except (errors.UnavailableError, errors.NotFoundError, errors.MachineError) as error:
@@ -277,9 +295,29 @@ class Rental:
             if verdict.why is Ending.DONE:
                 self._done[machine.slot] = machine
                 continue
+            if verdict.fault:
+                self._faults.append(verdict.fault)
             self._bad.add(machine.attempt.intent.machine)
+            self._lost_by[machine.slot] = verdict.said
             if machine.ready and verdict.why is not Ending.FAILED:
                 self._tries.pop(machine.slot, None)  # it was used: that it is lost counts for none
+
+        self._refuse_uninstallable()
+
+    def _refuse_uninstallable(self) -> None:
+        """End where the installation fails alike on two machines, and has never succeeded.
+
+        Raises:
+            MachineError: It does.
+        """
+        alike = Counter(re.sub(r"[0-9a-f]{7,}|\d+", "", fault) for fault in self._faults)
+        if self._had or not alike or max(alike.values()) < _ALIKE:
+            return
+        raise errors.MachineError(
+            f"The program of {self.settings.name} cannot be installed: it failed alike on {_ALIKE} "
+            f"machines: {self._faults[-1].rstrip('.')}. Change repo_url, repo_ref, extras or "
+            "image, and start again."
+        )
 
     def _rows(self) -> dict[str, Instance] | None:
         """The account's machines by their labels; None where that is not known."""
@@ -366,11 +404,30 @@ class Rental:
             return None
         if row.outbid:
             return _Verdict(Ending.OUTBID, "somebody pays more for it")
-        if row.dph > self.settings.request.max_hourly:
-            return _Verdict(Ending.DEARER, f"it costs ${row.dph:.3f} an hour by now")
+        if said := self._too_dear(machine, row.dph):
+            return _Verdict(Ending.DEARER, said)
         if row.dead and not (machine.ready and row.status == "unknown"):
             return _Verdict(Ending.DEAD, row.dead)
         return None
+
+    def _too_dear(self, machine: Machine, dph: float) -> str:
+        """Why a machine costs more than was granted; empty if it does not. Report a raised price.
+
+        A host can raise its price between search and create, and later.
+        """
+        intent, request = machine.attempt.intent, self.settings.request
+        said = f"it costs ${dph:.3f} an hour, and was offered for ${intent.dph:.3f}"
+        if dph > request.max_hourly:
+            return said
+        if dph > max(intent.dph, machine.told) * _RAISED:
+            machine.told = dph
+            figures = {"offered": intent.dph, "dph": dph}
+            self._progress(Event("rental.raised", _name(machine), figures))
+        share = request.max_total / self.settings.count
+        lasts = (intent.until - intent.begun) / timedelta(hours=1)
+        if self._detached and dph > intent.dph * _RAISED and dph * lasts > share:
+            return f"{said}: left until its time is over, it would cost more than was granted"
+        return ""
 
     def _silent(self, machine: Machine, now: float) -> _Verdict | None:
         if now - machine.heard <= self.settings.silence.total_seconds():
@@ -380,8 +437,8 @@ class Rental:
     def _coming_up(self, machine: Machine, now: float) -> _Verdict | None:
         report, row = machine.report, machine.instance
         if report.setup is not None and report.setup.state == "failed":
-            said = " ".join(printable(line) for line in report.setup.said.splitlines()[-5:])
-            return _Verdict(Ending.DEAD, f"it could not install the program: {said}")
+            fault = cause_of(report.setup.said)
+            return _Verdict(Ending.DEAD, f"it could not install the program: {fault}", fault)
         if report.beat is not None and row is not None and row.running:
             machine.ready = True
             self._had.add(machine.slot)
@@ -431,7 +488,8 @@ class Rental:
         if self._tries.get(slot, 0) >= self.settings.tries:
             raise errors.MachineError(
                 f"{self.settings.tries} machines for slot {slot} of {self.settings.name} did not "
-                "come up, or were lost: see the reports of each, and ask for others."
+                f"come up, or were lost: {self._lost_by.get(slot, '').rstrip('.')}. See the "
+                "reports of each, and ask for others."
             )
         if self._unanswered >= _UNANSWERED:
             self._unanswered = 0

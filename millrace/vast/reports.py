@@ -1,5 +1,6 @@
 """What rented machines say of themselves, read anew only where it has changed."""
 
+import re
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
@@ -19,6 +20,9 @@ _AT_ONCE = 20  # pieces of a log that are read in one look
 _OBJECTS = 20_000  # below a machine's folder: what is beyond is not looked at
 _LINES_A_PIECE = 2000
 _COLUMNS = 500
+_TOLD = 5  # lines of what a failed command printed
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_SECRETS = re.compile(r"://[^/@\s]+@")
 
 
 @dataclass(slots=True)
@@ -87,6 +91,17 @@ class Report:
             return read_range(self.store, stat.key, 0, end).decode(errors="replace")
         except errors.NotFoundError:
             return ""
+
+
+def cause_of(printed: str) -> str:
+    """Return the last lines of what a failed command printed, in one line, without secrets.
+
+    Colours, blank lines and pip's notices are left out, and passwords in URLs are hidden.
+    """
+    plain = _SECRETS.sub("://…@", _COLOURS.sub("", printed))
+    lines = [printable(line).strip() for line in plain.splitlines()]
+    told = [line for line in lines if line and not line.startswith(("[notice]", "WARNING:"))]
+    return " ".join(told[-_TOLD:])[-_COLUMNS:]
 
 
 def printable(text: str) -> str:

@@ -214,7 +214,8 @@ class Instance:
     Attributes:
         fate: What becomes of it: ``exited``, ``offline``, ``unknown``, ``oci``, ``stuck``,
             ``outbid``, ``silent`` (it runs, and says nothing), ``failing`` (its program does),
-            ``broken`` (nothing can be installed), ``dearer``, ``vanished``; empty: nothing.
+            ``broken`` (nothing can be installed), ``raised`` (it costs half as much again as was
+            offered), ``dearer``, ``vanished``; empty: nothing.
         lag: Seconds after its creation in which the listing does not show it.
     """
 
@@ -700,6 +701,8 @@ class _Server:
         disk = float(body["disk"])
         price = body.get("price")
         hourly = machine.total(disk) if price is None else price + machine.storage * disk / 730
+        if machine.fate == "raised":
+            hourly *= 1.5
         one = Instance(
             next(self.numbers), f"instance-{secrets.token_hex(16)}", machine, body, self.now,
             hourly, machine.storage * disk / 730, fate=machine.fate, lag=self.world.lag,

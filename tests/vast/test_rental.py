@@ -1,6 +1,7 @@
 """Machines are rented, used, and given back, whatever happens in between."""
 
 import threading
+from collections import Counter
 from datetime import timedelta
 
 import pytest
@@ -9,7 +10,7 @@ from millrace import errors
 from millrace.models.rental import Ending
 from millrace.progress import Event
 from millrace.storage import open_store
-from millrace.vast import Rental, reap
+from millrace.vast import Rental, find_offers, reap
 from millrace.vast.ledger import attempts_of
 from tests.vast.conftest import Account_, Reset
 
@@ -94,6 +95,69 @@ def test_a_program_that_fails_is_tried_elsewhere_if_that_is_wanted(world: Reset)
         rental.until_done()
     assert account.server.alive() == []
     assert endings(account) == [Ending.FAILED, Ending.DONE]
+
+
+@pytest.mark.parametrize(("count", "tries"), [(1, 2), (4, 4)])
+def test_a_program_that_cannot_be_installed_is_tried_twice_and_the_cause_is_said(
+    world: Reset, count: int, tries: int
+) -> None:
+    account = world(fates={"broken": 1.0}, machines=30)
+    rental = Rental(account.settings(count=count), vast=account.vast)
+    said = "cannot be installed.* 2 machines.*: pip: no such package"
+    with pytest.raises(errors.MachineError, match=said), rental:
+        rental.until_ready()
+    assert len(account.server.books()) == tries  # those that were rented at once
+    assert account.server.alive() == []
+    assert Counter(endings(account)) == Counter(dead=2, released=tries - 2)
+
+
+def test_one_bad_host_does_not_end_a_rental_whose_program_can_be_installed(world: Reset) -> None:
+    account = world(first="broken")
+    with Rental(account.settings(count=2), vast=account.vast) as rental:
+        rental.until_ready()
+        for _ in range(2):
+            account.server.befall(account.server.alive()[0]["id"], "exited")
+            rental.until_ready()
+    assert account.server.alive() == []
+
+
+def test_a_price_that_rose_between_search_and_create_is_said(world: Reset) -> None:
+    account = world(first="raised")
+    settings = account.settings()
+    with Rental(settings, vast=account.vast, progress=account.progress) as rental:
+        (machine,) = rental.until_ready()
+    (said,) = [event.figures for event in account.told if event.name == "rental.raised"]
+    offered = machine.attempt.intent.dph
+    assert said == {"offered": offered, "dph": pytest.approx(offered * 1.5)}
+    assert endings(account) == [Ending.RELEASED]
+    (one,) = account.server.books()
+    assert rental.cost >= one["cost"]
+
+
+def test_a_price_that_rose_above_what_was_granted_is_not_paid(world: Reset) -> None:
+    account = world(first="raised")
+    (offer, *_) = find_offers(account.vast, account.settings().request)
+    settings = account.settings(request={"max_hourly": offer.dph * 1.4, "hours": 0.01})
+    with Rental(settings, vast=account.vast) as rental:
+        rental.until_ready()
+        first, _ = account.server.books()
+        assert first["destroyed"] - first["created"] < 60
+    assert endings(account) == [Ending.DEARER, Ending.RELEASED]
+
+
+def test_what_is_left_at_a_price_that_rose_does_not_cost_more_than_was_granted(
+    world: Reset,
+) -> None:
+    account = world(first="raised")
+    settings = account.settings(request={"max_total": 1.0})
+    with Rental(settings, vast=account.vast, detached=True) as rental:
+        (machine,) = rental.until_ready()
+    account.server.advance(20 * 3600)
+    reap(account.stand(), vast=account.vast)
+    assert account.server.alive() == []
+    raised, left = account.server.books()
+    lasts = float(left["body"]["env"]["MILLRACE_LIFETIME"]) / 3600
+    assert raised["cost"] + lasts * machine.dph <= 1.001
 
 
 def test_one_that_is_lost_and_cannot_be_replaced_ends_no_other(world: Reset) -> None:
