@@ -27,8 +27,9 @@ _SLOW_READER = 2.0  # times as long as the quickest reader takes
 _SLOW_ZONE = 1.3  # and as long as the quickest zone takes
 _SLOW_FETCHER = 4.0  # times as long as the quickest node takes for a piece of another one
 _FIRST_FETCHES = 4  # of a node, until one is over
-_LAST_READ = 0.5  # seconds that a slow reader may keep the others waiting for a last piece
-_SLOW_LAST = 3.0  # times as long as the quickest reader takes that it may keep them waiting
+_SLOW_LEAST = 1.5  # seconds after which a slow reader's piece is read by another node too
+_SLOW_LAST = 0.5  # and where it is one of the last
+_SLOW_READ = 3.0  # and times as long as the quickest reader takes
 _ACCUSERS = 2  # nodes that must say that one gives wrong bytes, where there are as many
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
@@ -715,7 +716,9 @@ class Tracker:
     def _hedge(self, now: float) -> None:
         """Order what is late from somewhere else too; whichever comes first counts."""
         reads, near, across = _Late(), _Late(), _Late()
+        slow_reads = _Late()
         for node in self._living():
+            slow = self._is_tried(node) or self._reads_slowly(node)
             for number, sources in node.down.items():
                 if len(sources) > 1 or node.have[number]:  # hedged already, or read again
                     continue
@@ -723,10 +726,13 @@ class Tracker:
                 giver = self._nodes.get(source)
                 size, took = self._pieces[number].size, now - since
                 if giver is None:
-                    reads.note(node, number, source, took, self._allowed_read(node, size))
+                    late = slow_reads if slow else reads
+                    late.note(node, number, source, took, self._allowed_read(size, slow=slow))
                 else:
                     late = near if giver.zone == node.zone else across
                     late.note(node, number, source, took, self._allowed_fetch(giver, node, size))
+        for node, number, source in slow_reads.transfers:
+            self._hedge_one(node, number, source, now)
         living = len(self.nodes)
         for late in (reads, near, across):
             # Late at many at once is a crowded network, and more of the same would not help.
@@ -734,15 +740,13 @@ class Tracker:
                 for node, number, source in late.transfers:
                     self._hedge_one(node, number, source, now)
 
-    def _allowed_read(self, node: _Node, size: int) -> float:
-        """Seconds that a read may take: few where all others wait for a slow reader."""
+    def _allowed_read(self, size: int, *, slow: bool) -> float:
+        """Seconds that a read may take: fewer for a slow reader, as all others wait for it."""
         allowed = self._from_store.allowed(size)
-        if self._unread or not self._quickest:
+        if not slow or not self._quickest:
             return allowed
-        if self._is_tried(node) or self._reads_slowly(node):
-            quick = self._quickest * size * self._shares.users
-            return min(allowed, max(_LAST_READ, _SLOW_LAST * quick))
-        return allowed
+        quick = self._quickest * size * self._shares.users
+        return min(allowed, max(_SLOW_LEAST if self._unread else _SLOW_LAST, _SLOW_READ * quick))
 
     def _allowed_fetch(self, giver: _Node, node: _Node, size: int) -> float:
         """Seconds that a fetch may take on its path.

@@ -165,6 +165,6 @@ class Outrun:
         from_nodes = (self._given + coming) / (now - self._since)
         if from_store > 0 and from_store >= _OUTRUN * from_nodes:
             self.why = (
-                f"the store gave a node {from_store / 1e6:.1f} MB/s, and the other nodes "
+                f"the store gave each node {from_store / 1e6:.1f} MB/s, and the other nodes "
                 f"{from_nodes / 1e6:.1f} MB/s"
             )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from millrace.swarm.plan import STORE, Order, Tracker
 from millrace.swarm.settings import LimitSettings
+from tests.swarm.network import Network
 
 
 @dataclass
@@ -289,3 +290,75 @@ def test_a_correction_replaces_what_everybody_has():
     assert Order("b", 0, "a", "right") in orders
     assert tracker.done("b", 0, "a", "right", 12.0) == []
     assert tracker.complete()
+
+
+MIB = 1 << 20
+MBIT = 1e6 / 8
+
+
+def zones_over_a_link(
+    mbit: float, pieces: int, *, near: int = 2, far: int = 2, direct: bool = True
+) -> Network:
+    """Two zones of nodes at 200 Mbit/s, the second one behind a shared link."""
+    zones = {f"n{i}": "near" if i < near else "far" for i in range(near + far)}
+    rates = {f"{name} {way}": 200 * MBIT for name in zones for way in ("up", "down")}
+    rates |= {STORE: 200 * MBIT, "near>far": mbit * MBIT, "far>near": mbit * MBIT}
+    tracker = Tracker([MIB] * pieces, LimitSettings(direct=direct))
+    return Network(tracker, pieces, MIB, rates, zones, "near")
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(("near", "far"), [(2, 2), (3, 3), (1, 3)])
+@pytest.mark.parametrize(("mbit", "pieces"), [(50, 256), (20, 128), (4, 64)])
+def test_a_piece_crosses_a_thin_link_once_and_the_near_zone_does_not_wait(
+    mbit, pieces, near, far, direct
+):
+    network = zones_over_a_link(mbit, pieces, near=near, far=far, direct=direct)
+    network.run(2000)
+    size = pieces * MIB
+    ready = {
+        zone: max(network.ready[name] for name in network.zones if network.zones[name] == zone)
+        for zone in ("near", "far")
+    }
+    assert network.store_bytes <= 1.02 * size
+    assert sum(network.crossed.values()) <= 1.04 * size
+    assert ready["near"] <= 1.3 * size / (200 * MBIT)
+    assert ready["far"] <= 1.15 * size / (mbit * MBIT)
+    assert network.tracker.direct == ""
+
+
+def test_a_slow_link_between_zones_is_not_blamed_on_those_who_give_over_it():
+    network = zones_over_a_link(4, 64)
+    blamed: set[str] = set()
+    network.watch = lambda: blamed.update(network.tracker.slow, network.tracker.quarantined)
+    network.run(2000)
+    assert blamed == set()
+
+
+def nodes_of(mbits: list[float], pieces: int, *, zones: int = 1, up: float = 1.0) -> Network:
+    """Nodes of set rates, in zones that are as near to each other as to the store."""
+    names = {f"n{i}": f"z{i % zones}" if zones > 1 else "" for i in range(len(mbits))}
+    rates = {STORE: max(mbits) * MBIT}
+    for name, mbit in zip(names, mbits, strict=True):
+        rates |= {f"{name} down": mbit * MBIT, f"{name} up": up * mbit * MBIT}
+    rates |= {f"{a}>{b}": 1e12 for a in ("", *names.values()) for b in names.values()}
+    return Network(Tracker([MIB] * pieces), pieces, MIB, rates, names)
+
+
+@pytest.mark.parametrize("mbits", [[200, 200, 50, 4], [200, 200, 4, 4], [200, 50, 50, 50]])
+def test_slow_nodes_hold_nobody_up(mbits):
+    network = nodes_of(mbits, 256)
+    network.run(2000)
+    size = 256 * MIB
+    assert network.store_bytes <= 1.02 * size
+    for name, mbit in zip(network.zones, mbits, strict=True):
+        assert network.ready[name] <= 1.3 * size / (mbit * MBIT)
+    assert network.tracker.direct == ""
+
+
+@pytest.mark.parametrize("zones", [1, 2, 4])
+def test_zones_that_are_equally_near_share_the_reads(zones):
+    network = nodes_of([100] * 8, 128, zones=zones)
+    network.run(100)
+    assert network.store_bytes == pytest.approx(128 * MIB)
+    assert max(network.ready.values()) <= 1.2 * 128 * MIB / (100 * MBIT)

@@ -1,0 +1,132 @@
+"""A network for the tracker's tests: links of set rates, shared fairly, in simulated time.
+
+Every transfer is a flow over the links between its source and its node. At each moment the flows
+have max-min fair rates (progressive filling), as long-lived TCP connections roughly have.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from millrace.swarm.plan import STORE, Order, Tracker
+
+_TICK = 0.25  # seconds between two ticks of the tracker, as the driver gives them
+_LATENCY = 0.01  # seconds from an event to the first byte of what it orders
+
+
+@dataclass
+class _Flow:
+    order: Order
+    links: tuple[str, ...]
+    left: float
+    begins: float
+    rate: float = 0.0
+
+
+@dataclass
+class Network:
+    """Nodes that carry out a tracker's orders over links.
+
+    Attributes:
+        tracker: Tracker that gives the orders.
+        pieces: Number of pieces.
+        size: Bytes of every piece.
+        rates: Bytes a second of each link: ``NODE up`` and ``NODE down``, `STORE` for the store's
+            uplink, ``A>B`` for the link that zones A and B share in this direction.
+        zones: Zone of each node; nodes of one zone reach each other by their own links alone.
+        store_zone: Zone of the store.
+        watch: Called after every event.
+        now: Simulated time in seconds.
+        ready: When each node had every piece.
+        store_bytes: Bytes that left the store.
+        crossed: Bytes that crossed each shared link.
+    """
+
+    tracker: Tracker
+    pieces: int
+    size: int
+    rates: dict[str, float]
+    zones: dict[str, str]
+    store_zone: str = ""
+    watch: Callable[[], None] = lambda: None
+    now: float = 0.0
+    ready: dict[str, float] = field(default_factory=dict)
+    store_bytes: float = 0.0
+    crossed: dict[str, float] = field(default_factory=dict)
+    _flows: list[_Flow] = field(default_factory=list)
+    _has: dict[str, set[int]] = field(default_factory=dict)
+
+    def run(self, limit: float) -> None:
+        """Bring every piece to every node, or fail after so many simulated seconds."""
+        for name, zone in self.zones.items():
+            self._has[name] = set()
+            self._give(self.tracker.joined(name, [], 0.0, zone=zone))
+        self._give(self.tracker.begin(0.0))
+        tick = _TICK
+        while not self.tracker.complete():
+            assert self.now < limit, f"not ready after {limit} s: {self.ready}"
+            self._share()
+            due = [f.begins - self.now for f in self._flows if f.begins > self.now]
+            due += [f.left / f.rate for f in self._flows if f.rate > 0]
+            self._advance(min([tick - self.now, *due]))
+            for flow in [f for f in self._flows if f.left <= 1e-3]:
+                self._flows.remove(flow)
+                self._land(flow.order)
+                self.watch()
+            if self.now >= tick - 1e-9:
+                self._give(self.tracker.tick(self.now))
+                self.watch()
+                tick += _TICK
+
+    def _give(self, orders: list[Order]) -> None:
+        for order in orders:
+            assert not order.drop
+            links = self._route(order)
+            self._flows.append(_Flow(order, links, self.size, self.now + _LATENCY))
+
+    def _route(self, order: Order) -> tuple[str, ...]:
+        there = self.zones[order.node]
+        store = order.source == STORE
+        here = self.store_zone if store else self.zones[order.source]
+        first = STORE if store else f"{order.source} up"
+        shared = () if here == there else (f"{here}>{there}",)
+        return (first, *shared, f"{order.node} down")
+
+    def _share(self) -> None:
+        """Give each flow its max-min fair rate."""
+        room = dict(self.rates)
+        open_flows = [f for f in self._flows if f.begins <= self.now]
+        for flow in self._flows:
+            flow.rate = 0.0
+        while open_flows:
+            users: dict[str, int] = {}
+            for flow in open_flows:
+                for link in flow.links:
+                    users[link] = users.get(link, 0) + 1
+            tight = min(users, key=lambda link: room[link] / users[link])
+            fair = room[tight] / users[tight]
+            for flow in [f for f in open_flows if tight in f.links]:
+                flow.rate = fair
+                open_flows.remove(flow)
+                for link in flow.links:
+                    room[link] = max(0.0, room[link] - fair)
+
+    def _advance(self, seconds: float) -> None:
+        self.now += seconds
+        for flow in self._flows:
+            moved = min(flow.left, flow.rate * seconds)
+            flow.left -= moved
+            if flow.order.source == STORE:
+                self.store_bytes += moved
+            for link in flow.links:
+                if ">" in link:
+                    self.crossed[link] = self.crossed.get(link, 0.0) + moved
+
+    def _land(self, order: Order) -> None:
+        name, number, source = order.node, order.piece, order.source
+        if number in self._has[name]:
+            self._give(self.tracker.ended(name, number, source, self.now))
+            return
+        self._has[name].add(number)
+        if len(self._has[name]) == self.pieces:
+            self.ready[name] = self.now
+        self._give(self.tracker.done(name, number, source, f"d{number}", self.now))
