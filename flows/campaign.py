@@ -22,7 +22,7 @@ from flows.release import release
 from flows.save_checkpoint import Saved, save_checkpoint
 from flows.shard_dataset import shard_dataset
 from millrace.errors import HeldError, MillraceError, UnavailableError, one_line
-from millrace.gradients import FollowSettings, RunSettings
+from millrace.gradients import AggregatorSettings, FollowSettings, RunSettings
 from millrace.housekeeping import Cleaned, Rule, What
 from millrace.keys import CampaignKeys
 from millrace.storage import Right, StoreSpec
@@ -31,9 +31,12 @@ from millrace.vast import Patience, RentSettings
 from tasks.campaigning import (
     Standing,
     Summary,
+    await_workers,
     begin_warming,
+    check_command,
     check_plan,
     end_warming,
+    has_joined,
     is_warming,
     led,
     pin_plan,
@@ -42,7 +45,7 @@ from tasks.campaigning import (
     standing_of,
     summarize,
 )
-from tasks.merging import Aggregated
+from tasks.merging import Aggregated, begin_chain, check_weights
 from tasks.places import check_right, needed, refuse_temporary, spec_of
 from tasks.renting import Attended, RentedBy, giving_back, is_out, needed_stand
 from tasks.words import count
@@ -68,6 +71,10 @@ class _Site:
         """What all who take part have alike."""
         windows = training.epochs * training.windows
         return RunSettings(run=self.keys.run, windows=windows, **training.rules.model_dump())
+
+    def uids(self, training: Training) -> tuple[str, ...]:
+        """Return the names of all workers."""
+        return tuple(self.keys.uid(number) for number in range(training.workers))
 
     def work(self, training: Training) -> TrainingPlan:
         """What the workers do."""
@@ -143,7 +150,7 @@ def _work(site: _Site) -> None:
     """All that makes something."""
     plan = site.plan
     if plan.training is not None:
-        check_plan(site.writes, site.work(plan.training))
+        _check_training(site, plan.training)
     if plan.data is not None:
         _shard(site, plan.data)
     if plan.training is not None:
@@ -157,6 +164,17 @@ def _site(plan: Campaign) -> _Site:
         refuse_temporary(Path(plan.training.machines.folder))
     bucket = needed(plan.bucket)
     return _Site(plan, bucket, spec_of(bucket, Right.READ), spec_of(bucket, Right.WRITE))
+
+
+def _check_training(site: _Site, training: Training) -> None:
+    """Check what can be known of a training before anything is made or rented for it."""
+    check_plan(site.writes, site.work(training))
+    if site.standing(training).window < 0:
+        first = _first(site, training)
+        check_weights(first.beginning(), first.store())
+    machines = training.machines
+    local = isinstance(machines, LocalWorkers)
+    check_command(training.command, Path(machines.folder) if local else machines)
 
 
 def _shard(site: _Site, data: Data) -> None:
@@ -176,9 +194,33 @@ def _train(site: _Site, training: Training) -> None:
             release(site.plan.name, site.bucket, training.machines.vast)
         return
     with _crew(site, training) as crew:
+        if stands.window < 1:
+            _await_workers(site, training, crew)
         for epoch in range(training.epochs):
             _train_epoch(site, training, epoch, crew)
         crew.finish(_cooling(training))
+
+
+def _await_workers(site: _Site, training: Training, crew: Attended | Workers) -> None:
+    """Begin the run, and open no window before workers have joined it."""
+    uids = site.uids(training)
+    begin_chain(
+        AggregatorSettings(
+            run=site.run(training),
+            store=site.writes,
+            workers=uids,
+            begin=_first(site, training).beginning(),
+            **training.follow.model_dump(),
+        )
+    )
+    await_workers(site.reads, site.run(training), crew, uids, training.arrival)
+
+
+def _first(site: _Site, training: Training) -> First:
+    """Return the checkpoint whose weights the run begins with, as the aggregator takes it."""
+    first = training.first
+    place = site.bucket if first.bucket is None else needed(first.bucket)
+    return First(**_place(place), job=first.job, step=first.step, tensors=first.tensors)
 
 
 def _train_epoch(site: _Site, training: Training, epoch: int, crew: Attended | Workers) -> None:
@@ -208,14 +250,12 @@ def _train_epoch(site: _Site, training: Training, epoch: int, crew: Attended | W
 
 def _aggregate(site: _Site, training: Training, end: int) -> Aggregated:
     """Merge windows up to one, or to one in which nobody's gradient is taken."""
-    first = training.first
-    place = site.bucket if first.bucket is None else needed(first.bucket)
     care = FollowSettings(**{**training.follow.model_dump(), "until": end, "idle": 1})
     done = aggregate_gradients(
         site.bucket,
         site.run(training),
-        [site.keys.uid(number) for number in range(training.workers)],
-        first=First(**_place(place), job=first.job, step=first.step, tensors=first.tensors),
+        list(site.uids(training)),
+        first=_first(site, training),
         care=care,
     )
     if done is None:
@@ -261,7 +301,7 @@ def _rented(site: _Site, training: Training, machines: RentedWorkers) -> Generat
     )
     if plan.warm is not None and not is_out(site.writes, name):  # those that are out train
         begin_warming(site.writes, name)
-    with Attended(settings) as crew:
+    with Attended(settings, lambda: has_joined(site.reads, plan.run, site.uids(training))) as crew:
         provision(
             name, site.bucket, machines.vast, machines.request, program, training.workers,
             list(reach), machines.role_arn, patience, dry_run=False,

@@ -1,5 +1,6 @@
 """What a person says to have a campaign run: one model, from a form, a file or Python."""
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal, Self
 
@@ -90,6 +91,12 @@ class Training(_Part):
     machines: RentedWorkers | LocalWorkers = Field(
         default=LocalWorkers(), description="Where they run."
     )
+    arrival: timedelta = Field(
+        default=timedelta(hours=1),
+        gt=timedelta(0),
+        description="How long workers are waited for before the first window opens: it opens when "
+        "as many have joined as the quorum says, or when this is over and at least one has.",
+    )
     epochs: int = Field(default=1, ge=1, description="How many; each ends with a checkpoint.")
     windows: int = Field(default=10, ge=1, description="Of each epoch.")
     rules: RunRules = Field(default=RunRules(), description="What all workers have alike.")
@@ -97,6 +104,16 @@ class Training(_Part):
     follow: FollowRules = Field(
         default=FollowRules(), description="How windows are followed, and what is kept."
     )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        gather = self.rules.gather
+        if max(gather.quorum, gather.wanted or 0) > self.workers:
+            raise ValueError(
+                f"rules.gather wants more gradients than there are workers ({self.workers}): lower "
+                "`quorum` or `wanted`, or raise `workers`"
+            )
+        return self
 
 
 class HandOver(_Part):

@@ -1,11 +1,13 @@
 """A campaign, as Prefect sees it: who leads it, how far it is, and what came of it."""
 
 import math
+import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
@@ -20,14 +22,33 @@ from millrace.lease import Heartbeat, Held, Holder, StoreClock, await_lease
 from millrace.models.checkpoint import Epoch
 from millrace.models.dataset import Manifest
 from millrace.records import changes, commit_once, fetch
+from millrace.remote import Repository
 from millrace.storage import Store, StoreSpec, delete, exists, open_store
-from millrace.training import TrainingPlan, measured
+from millrace.training import TrainingPlan, check_here, check_repository, joined, measured
 from millrace.vast import attempts_of
 from tasks.plot import line_plot
 from tasks.retries import PAUSES, passing
 from tasks.words import artifact_key, count, duration, size
 
 _TTL = timedelta(minutes=1)
+_LOOK = 1.0  # seconds between two looks for workers that join
+
+
+class Crew(Protocol):
+    """The workers of a campaign, wherever they run."""
+
+    @property
+    def over(self) -> bool:
+        """Whether all of them have ended."""
+        ...
+
+    def refuse(self) -> None:
+        """Raise what has ended them, if something has."""
+        ...
+
+    def last_words(self) -> str:
+        """Return how they ended, and what was printed last."""
+        ...
 
 
 class Pinned(BaseModel):
@@ -201,6 +222,75 @@ def _field(path: str) -> str:
 
 def _value(value: Any) -> str:
     return "nothing" if value is None else str(value)
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def check_command(command: tuple[str, ...], where: Path | Repository) -> None:
+    """Refuse a training command that certainly cannot be run, before anything is made or rented.
+
+    Args:
+        command: Program and arguments.
+        where: The folder that local workers run in, or the repository that machines clone.
+
+    Raises:
+        ConfigurationError: The program, the file or the module does not exist.
+    """
+    if isinstance(where, Path):
+        check_here(command, where)
+    else:
+        check_repository(command, where)
+
+
+def has_joined(place: StoreSpec, run: RunSettings, uids: Sequence[str]) -> bool:
+    """Decide whether any worker has ever joined a run."""
+    try:
+        return bool(joined(open_store(place, make_folder=False), run, uids))
+    except errors.NotFoundError:
+        return False  # the run has not begun
+
+
+@task(cache_policy=NO_CACHE)
+def await_workers(
+    place: StoreSpec, run: RunSettings, crew: Crew, uids: Sequence[str], patience: timedelta
+) -> int:
+    """Wait until enough workers have joined a run for its first window to open.
+
+    Enough are those of the quorum. When the time is up, one is enough.
+
+    Args:
+        place: The campaign's store, to be read.
+        run: The run, which has begun.
+        crew: The workers' processes or machines.
+        uids: The workers' names.
+        patience: How long to wait.
+
+    Returns:
+        How many have joined.
+
+    Raises:
+        UnavailableError: No worker has joined in this time.
+        WorkerError, MachineError: The workers have failed, or have ended.
+    """
+    store = open_store(place, make_folder=False)
+    deadline = time.monotonic() + patience.total_seconds()
+    enough = min(max(1, run.gather.quorum), len(uids))
+    while True:
+        found = len(joined(store, run, uids))
+        if found >= enough:
+            return found
+        crew.refuse()
+        if crew.over:
+            raise errors.WorkerError(
+                f"All workers have ended, and none has joined the run. {crew.last_words()}"
+            )
+        if time.monotonic() > deadline:
+            if found:
+                return found
+            raise errors.UnavailableError(
+                f"No worker has joined {run.run} in {patience}: see the lines that they print. "
+                "Let the script call `Worker.join` and `begin`, or raise `training.arrival`."
+            )
+        time.sleep(_LOOK)
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)

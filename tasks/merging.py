@@ -10,10 +10,10 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from millrace import gradients
-from millrace.gradients import AggregatorSettings, Link
+from millrace.gradients import AggregatorSettings, Link, WeightsOf
 from millrace.models.chain import reasons
 from millrace.progress import Event
-from millrace.storage import open_store
+from millrace.storage import StoreSpec, open_store
 from tasks.plot import windows_plot
 from tasks.progress import WindowProgress
 from tasks.retries import PAUSES, passing
@@ -46,6 +46,24 @@ class Aggregated:
 def last_window(settings: AggregatorSettings) -> int:
     """The number of the newest window that is merged; 0 before the first."""
     return max(0, gradients.newest(open_store(settings.store), settings.run.chain))
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def check_weights(settings: WeightsOf, place: StoreSpec) -> None:
+    """Refuse a checkpoint that no run can begin with, before anything is made or rented.
+
+    Raises:
+        NotFoundError, CorruptError: The checkpoint does not exist, or is damaged.
+        ConfigurationError: It has no tensors of these names.
+    """
+    store = open_store(place, make_folder=False)
+    gradients.check_weights(store, settings.job, step=settings.step, tensors=settings.tensors)
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def begin_chain(settings: AggregatorSettings) -> None:
+    """Commit the first link of a run, which workers wait for; open no window."""
+    gradients.begin_chain(settings)
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)

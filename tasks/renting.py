@@ -16,7 +16,16 @@ from prefect.flows import FlowStateHook
 from prefect.logging.loggers import flow_run_logger
 
 from blocks import Bucket, VastCredentials
-from millrace.errors import ConfigurationError, HeldError, NotFoundError, one_line
+from millrace.errors import (
+    ConfigurationError,
+    HeldError,
+    MachineError,
+    MillraceError,
+    NotFoundError,
+    one_line,
+)
+from millrace.models.rental import Ending
+from millrace.progress import Event
 from millrace.storage import Right, StoreSpec, open_store
 from millrace.swarm import Host, Hosts
 from millrace.vast import (
@@ -48,6 +57,7 @@ RentedBy = tuple[str, Bucket | str, VastCredentials | str]
 _SHOWN = 20  # offers in a report
 _OTHERS = 600.0  # seconds that somebody else may have what is to be attended
 _LOOK = 10.0
+_FAILURES = 2  # programs that fail before any has worked: then the next would fail, too
 _ATTENDED: contextvars.ContextVar["Attended | None"] = contextvars.ContextVar(
     "attended", default=None
 )
@@ -153,10 +163,13 @@ class Attended:
 
     Args:
         settings: What is rented; machines of an owner that was killed are gone on with.
+        proven: Whether a program of them is known to work. While none is, the second one that
+            fails ends the rental: its command is wrong, on whatever machine.
     """
 
-    def __init__(self, settings: RentSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: RentSettings, proven: Callable[[], bool] = lambda: True) -> None:
+        self._settings, self._proven = settings, proven
+        self._failed: list[str] = []
         key = artifact_key("progress", "attended", settings.name)
         self._progress = RentalProgress(key, settings.count)
         self._log = get_run_logger()
@@ -197,6 +210,15 @@ class Attended:
         self.refuse()
         return self._rental.cost if self._rental else 0.0
 
+    @property
+    def over(self) -> bool:
+        """Whether all programs have ended, or the rental has."""
+        return not self._thread.is_alive()
+
+    def last_words(self) -> str:
+        """Return what is known of how the programs ended."""
+        return "\n".join(self._failed[-1:]) or "The programs ended with 0."
+
     def refuse(self) -> None:
         """Raise what has ended it, if something has."""
         if self._error is not None:
@@ -216,13 +238,32 @@ class Attended:
         """Own the rental: who still has it may be giving back what a run before this one rented."""
         deadline = monotonic() + _OTHERS
         while True:
-            rental = Rental(self._settings, wait=True, progress=self._progress)
+            rental = Rental(self._settings, wait=True, progress=self._hear)
             try:
                 return stack.enter_context(rental)
             except HeldError as error:
                 if monotonic() > deadline or self._given_up.wait(_LOOK):
                     raise
                 self._log.info("%s is waited for: %s", self.rental, one_line(error))
+
+    def _hear(self, event: Event) -> None:
+        """Listen to the rental: end it when programs fail of which none has ever worked."""
+        self._progress(event)
+        if event.name != "rental.returned" or event.figures["why"] != Ending.FAILED:
+            return
+        self._failed.append(str(event.figures["said"]))
+        if len(self._failed) < _FAILURES or self._error is not None:
+            return
+        try:
+            proven = self._proven()
+        except MillraceError:
+            return  # not known: the next failure tells
+        if not proven:
+            self._error = MachineError(
+                f"On {len(self._failed)} machines the program failed, and on none has it joined "
+                f"the run. {self._failed[-1]}"
+            )
+            self._given_up.set()
 
     def _attend(self) -> None:
         try:
@@ -232,7 +273,7 @@ class Attended:
                 self._ready.set()
                 rental.until_done(self._given_up)
         except BaseException as error:  # noqa: BLE001 - raised where it is asked for
-            self._error = error
+            self._error = self._error or error
             self._log.warning("%s: %s", self.rental, one_line(error))
         finally:
             self._ready.set()

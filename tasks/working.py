@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Self
@@ -18,10 +19,11 @@ from prefect import get_run_logger
 from millrace.errors import WorkerError
 from millrace.keys import CampaignKeys
 from millrace.storage import StoreSpec
-from millrace.training import TrainingPlan, worker_environment, worker_file
+from millrace.training import TrainingPlan, worker_environment, worker_file, worker_path
 
 _LEAVING = 5.0  # seconds that those have to end that are asked to
 _LONGEST = 2000  # characters of a line that is shown
+_TAIL = 10  # lines of a worker that has failed, in the message
 
 
 class Workers:
@@ -38,12 +40,14 @@ class Workers:
         self, plan: TrainingPlan, reads: StoreSpec, writes: StoreSpec, folder: Path
     ) -> None:
         self._plan, self._store, self._folder = plan, writes, folder
-        found = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        self._environment = {**os.environ, "PATH": found, **worker_environment(reads, writes)}
+        self._environment = {
+            **os.environ, "PATH": worker_path(), **worker_environment(reads, writes),
+        }  # fmt: skip
         self._log = get_run_logger()
         self._home = tempfile.TemporaryDirectory(prefix="millrace-workers-")
         self._running: dict[str, subprocess.Popen[bytes]] = {}
-        self._reading: list[threading.Thread] = []
+        self._reading: dict[str, threading.Thread] = {}
+        self._tails: dict[str, deque[str]] = {}
 
     def __enter__(self) -> Self:
         """Start them."""
@@ -63,22 +67,32 @@ class Workers:
                     os.killpg(process.pid, number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, deadline - time.monotonic()))
-        for thread in self._reading:  # what a script has started may outlive it, and hold its pipe
+        for thread in self._reading.values():  # a process of the script may still hold the pipe
             thread.join(_LEAVING)
         self._home.cleanup()
 
+    @property
+    def over(self) -> bool:
+        """Whether all workers have ended."""
+        return all(process.poll() is not None for process in self._running.values())
+
     def refuse(self) -> None:
-        """Raise when nobody trains any more.
+        """Raise if all workers have failed.
 
         Raises:
-            WorkerError: All have failed.
+            WorkerError: They have; the message has the last lines of one of them.
         """
+        if all(process.poll() for process in self._running.values()):
+            raise WorkerError(f"All workers have failed: {self.last_words()}")
+
+    def last_words(self) -> str:
+        """Return how the workers ended, and the last lines that one of them printed."""
         codes = {uid: process.poll() for uid, process in self._running.items()}
-        if all(codes.values()):
-            raise WorkerError(
-                f"All workers have failed ({', '.join(f'{u}: {c}' for u, c in codes.items())}): "
-                "what they print, above, says why."
-            )
+        ends = ", ".join(f"{uid} ended with {code}" for uid, code in codes.items())
+        uid = max(codes, key=lambda uid: bool(codes[uid]))
+        self._reading[uid].join(_LEAVING)  # its last lines may be on their way
+        lines = "\n".join(self._tails[uid])
+        return f"{ends}. The last lines of {uid}:\n{lines}" if lines else f"{ends}, with no output."
 
     def finish(self, patience: timedelta) -> None:
         """Wait until all have ended by themselves.
@@ -112,16 +126,18 @@ class Workers:
             start_new_session=True,
         )
         self._running[uid] = process
+        self._tails[uid] = deque(maxlen=_TAIL)
         assert process.stdout is not None
         context = contextvars.copy_context()
         thread = threading.Thread(
             target=context.run, args=(self._show, uid, process.stdout), daemon=True
         )
         thread.start()
-        self._reading.append(thread)
+        self._reading[uid] = thread
 
     def _show(self, uid: str, printed: IO[bytes]) -> None:
         with printed:
             for line in printed:
                 text = line[:_LONGEST].decode(errors="replace").rstrip()
+                self._tails[uid].append(text)
                 self._log.info("%s| %s", uid, text)

@@ -21,7 +21,7 @@ from millrace.models.gradient import Codec, GradientHeader, Refusal, Support, Tr
 
 if TYPE_CHECKING:
     from millrace.gradients.aggregating import Step, aggregate
-    from millrace.gradients.aggregator import aggregate_run
+    from millrace.gradients.aggregator import aggregate_run, begin_chain
     from millrace.gradients.chain import ChainError, begin, catch_up, links, newest
     from millrace.gradients.compress import Decoder, Encoder, Feedback, decode, encode
     from millrace.gradients.gathering import Gathered, Out, QuorumError, Window, Worker, gather
@@ -39,7 +39,12 @@ if TYPE_CHECKING:
     from millrace.gradients.shared import Mask
     from millrace.gradients.state import State, state_of
     from millrace.gradients.tensors import CodeError
-    from millrace.gradients.weights import begin_run, newest_state, state_of_checkpoint
+    from millrace.gradients.weights import (
+        begin_run,
+        check_weights,
+        newest_state,
+        state_of_checkpoint,
+    )
 
 __all__ = [
     "AggregatorSettings",
@@ -85,9 +90,11 @@ __all__ = [
     "aggregate",
     "aggregate_run",
     "begin",
+    "begin_chain",
     "begin_run",
     "catch_up",
     "check_payload",
+    "check_weights",
     "decode",
     "encode",
     "follow",
@@ -128,9 +135,11 @@ _MODULES = {
     "aggregate": "aggregating",
     "aggregate_run": "aggregator",
     "begin": "chain",
+    "begin_chain": "aggregator",
     "begin_run": "weights",
     "catch_up": "chain",
     "check_payload": "payload",
+    "check_weights": "weights",
     "decode": "compress",
     "encode": "compress",
     "follow": "running",

@@ -78,6 +78,28 @@ def aggregate_run(settings: AggregatorSettings, *, progress: Progress = silent) 
                 return
 
 
+def begin_chain(settings: AggregatorSettings, *, progress: Progress = silent) -> int:
+    """Commit the first link of a run if the run has not begun; no window is opened.
+
+    Args:
+        settings: Which run, and with which weights it begins.
+        progress: As of `newest_weights`.
+
+    Returns:
+        Number of the newest window that is merged; 0 before the first.
+
+    Raises:
+        NotFoundError: The run has not begun, and nothing says with which weights.
+    """
+    store = open_store(settings.store)
+    last = newest(store, settings.run.chain)
+    if last < 0:
+        with _placing(settings, progress) as place:
+            model, last = beginning(settings, store, place, progress=progress)
+            model.close()
+    return last
+
+
 def _placing(settings: AggregatorSettings, progress: Progress) -> AbstractContextManager[Placing]:
     if settings.ray is None:
         return nullcontext(placed_here(threads=settings.threads, progress=progress))

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from millrace import errors
-from millrace.checkpoints.find import checkpoint_of, checkpoints, steps
+from millrace.checkpoints.find import Check, checkpoint_of, checkpoints, steps, verify
 from millrace.checkpoints.parts import dtype_of
 from millrace.checkpoints.retention import pin
 from millrace.checkpoints.tree import own_rank
@@ -197,10 +197,7 @@ def weights_of_checkpoint(
     for found in _asked(store, job, step):
         shapes = _shapes(found, tensors)
         if not shapes:
-            raise errors.ConfigurationError(
-                f"Step {found.step} of {job} has no weights whose names begin with {tensors!r}: "
-                f"one of its tensors is {next(iter(found.tensors))!r}."
-            )
+            raise _unlike(found, tensors)
         if model is None or model.shapes != shapes:
             model = place(shapes)
         try:
@@ -211,6 +208,40 @@ def weights_of_checkpoint(
             continue
         return model, found.step
     raise errors.NotFoundError(f"{store.url_of(job)} has no checkpoint that is undamaged.")
+
+
+def check_weights(
+    store: Store, job: str, *, step: int | None = None, tensors: str = ""
+) -> Checkpoint:
+    """Find the checkpoint that `weights_of_checkpoint` would take first; read its metadata only.
+
+    Args:
+        store: Where it is.
+        job: Whose.
+        step: Which; by default the newest.
+        tensors: What the names of the weights begin with there.
+
+    Raises:
+        NotFoundError: There is no such checkpoint.
+        CorruptError: Its metadata cannot be read, or one of its files is missing or cut.
+        ConfigurationError: It has no such tensors.
+    """
+    for found in _asked(store, job, step):
+        if not _shapes(found, tensors):
+            raise _unlike(found, tensors)
+        damage = verify(store, found, check=Check.SIZES)
+        if not damage:
+            return found
+        if step is not None:
+            raise errors.CorruptError(f"Step {step} of {job}: {next(iter(damage.values()))}")
+    raise errors.NotFoundError(f"{store.url_of(job)} has no checkpoint that is undamaged.")
+
+
+def _unlike(found: Checkpoint, tensors: str) -> errors.ConfigurationError:
+    return errors.ConfigurationError(
+        f"Step {found.step} of {found.job} has no weights whose names begin with {tensors!r}: "
+        f"one of its tensors is {next(iter(found.tensors), None)!r}."
+    )
 
 
 def _asked(store: Store, job: str, step: int | None) -> Iterable[Checkpoint]:

@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from millrace.extras import import_module_of
+from millrace.training.command import check_here, check_repository, worker_path
 from millrace.training.launch import launch
-from millrace.training.measured import measured
+from millrace.training.measured import joined, measured
 from millrace.training.plan import (
     training_program,
     worker_environment,
@@ -19,11 +20,15 @@ __all__ = [
     "TrainingPlan",
     "Worker",
     "WorkerSettings",
+    "check_here",
+    "check_repository",
+    "joined",
     "launch",
     "measured",
     "training_program",
     "worker_environment",
     "worker_file",
+    "worker_path",
 ]
 
 

@@ -1,17 +1,38 @@
-"""What workers say of the weights that they begin windows with."""
+"""What workers have written: who has joined a run, and how good the weights are."""
 
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
 from millrace import errors
+from millrace.gradients.settings import RunSettings
 from millrace.keys import GradientKeys
 from millrace.models.gradient import StartWindow
 from millrace.records import decoded
-from millrace.storage import Store, list_objects, read_range
+from millrace.storage import Store, head, list_objects, read_range
 
 _LARGEST = 4096  # bytes of what one says
 _MOST = 1e12  # what is more is no measure of anything
+
+
+def joined(store: Store, run: RunSettings, workers: Sequence[str]) -> set[str]:
+    """Return the workers that have written anything since a run began.
+
+    Args:
+        store: Where the gradients and the chain are.
+        run: Settings of the run.
+        workers: Names of the workers that are looked for.
+
+    Raises:
+        NotFoundError: The run has not begun.
+        UnavailableError: The store does not answer.
+    """
+    began = head(store, run.chain.link(0)).last_modified
+    return {
+        uid
+        for uid in workers
+        if any(one.last_modified >= began for one in list_objects(store, run.gradients.worker(uid)))
+    }
 
 
 def measured(

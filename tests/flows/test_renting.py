@@ -1,15 +1,21 @@
 """Machines are rented, listed, released and reaped by deployments."""
 
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect import flow
 from prefect.states import Crashed
 from pydantic import SecretStr
 
 from blocks import VastCredentials
 from flows.provision import provision
+from millrace.errors import MachineError
+from millrace.storage import StoreSpec
+from millrace.vast import Account, RentSettings
+from tasks.renting import Attended
 from tests.prefect_server import PrefectServer, Worker, until
 from tests.servers.vast import VastServer
 
@@ -99,3 +105,30 @@ def test_a_reaper_without_blocks_looks_at_nothing_and_one_that_cannot_read_fails
     state = deployed.flow_run(failed.run).state
     assert state is not None
     assert "Vast.ai does not know the API key" in (state.message or "")
+
+
+@pytest.mark.parametrize(("proven", "rented"), [(False, 2), (True, 5)])
+def test_a_program_that_has_never_worked_is_tried_twice(
+    prefect_api: PrefectServer, vast: VastServer, tmp_path: Path, proven: bool, rented: int
+) -> None:
+    key = vast.reset(rate=100.0, strict=False, program=100.0, fates={"failing": 1.0})
+    settings = RentSettings(
+        name="fleet",
+        store=StoreSpec(url=tmp_path.as_uri()),
+        account=Account(api_key=SecretStr(key), server_url=vast.url),
+        retry_failed=True,
+        poll=timedelta(milliseconds=100),
+        **RENT,
+    )
+
+    @flow
+    def attend() -> None:
+        with Attended(settings, lambda: proven) as crew:
+            crew.until_ready()
+            crew.finish(timedelta(minutes=1))
+            crew.refuse()
+
+    with pytest.raises(MachineError, match="the last words" if not proven else "did not come up"):
+        attend()
+    assert (vast.alive(), len(vast.books())) == ([], rented)
+    vast.reset()

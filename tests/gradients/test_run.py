@@ -23,6 +23,7 @@ from millrace.gradients import (
     Worker,
     begin,
     begin_run,
+    check_weights,
     follow,
     links,
     state_of_checkpoint,
@@ -320,3 +321,20 @@ def test_a_worker_waits_as_long_as_the_aggregator_says(store):
     commit_once(store, settings.chain.opening(1), Opening(run=settings.run, number=1, **rules))
     with pytest.raises(errors.UnavailableError, match=r"not merged in 0:00:00\.01"):
         participant.apply(mine)
+
+
+def test_a_checkpoint_to_begin_with_is_checked_by_its_metadata(tmp_path):
+    store = open_store(tmp_path.as_uri())
+    with pytest.raises(errors.NotFoundError, match="has no checkpoint"):
+        check_weights(store, "trained")
+    with Saver(store, "trained") as saver:
+        saver.save({"model": model().state_dict()}, step=3).result()
+    assert check_weights(store, "trained", tensors="model.").step == 3
+    with pytest.raises(errors.ConfigurationError, match=r"'modle\.': one of its tensors is"):
+        check_weights(store, "trained", tensors="modle.")
+    with pytest.raises(errors.NotFoundError):
+        check_weights(store, "trained", step=4)
+    part = next((tmp_path / "trained").rglob("*.safetensors"))
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(errors.NotFoundError, match="no checkpoint that is undamaged"):
+        check_weights(store, "trained")

@@ -12,7 +12,7 @@ from millrace.models.checkpoint import Epoch
 from millrace.models.gradient import StartWindow
 from millrace.records import commit_once, fetch
 from millrace.storage import Store, put
-from millrace.training import Worker, measured
+from millrace.training import Worker, joined, measured
 from tests.training.conftest import Make, seal
 
 
@@ -114,3 +114,16 @@ def test_a_worker_waits_for_its_run_to_begin(store: Store, make: Make) -> None:
         Worker(settings).join(patience=timedelta(0))
     begin_run(store, settings.run.chain, weights_of_model(model))
     assert Worker(settings).join().turn == Turn(1, 0, 30)
+
+
+def test_who_has_joined_is_who_has_written_since_the_run_began(store: Store, make: Make) -> None:
+    settings, model = make(), torch.nn.Linear(3, 2)
+    uids = ["worker-0", "worker-1"]
+    with pytest.raises(errors.NotFoundError):
+        joined(store, settings.run, uids)
+    put(store, settings.run.gradients.gradient("worker-1", 1), b"of a run before")
+    begin_run(store, settings.run.chain, weights_of_model(model))
+    assert joined(store, settings.run, uids) == set()
+    with Worker(settings) as worker:
+        worker.begin(worker.join().turn, model.state_dict())
+    assert joined(store, settings.run, uids) == {"worker-0"}

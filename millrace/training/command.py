@@ -1,0 +1,188 @@
+"""Check a training command before anything is made or rented for it.
+
+Only what is certainly wrong is refused. What cannot be known from here, such as a module that a
+rented machine has yet to install, passes.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from millrace import errors
+from millrace.remote import Repository
+
+_PATIENCE = 60  # seconds for one look
+_PYTHON = re.compile(r"python(3(\.\d+)?)?")
+_WITH_VALUE = {"-W", "-X"}  # options of Python that take the next word
+_COMMIT = re.compile(r"[0-9a-f]{7,40}")
+_FIND = """\
+import importlib.util, sys
+found = importlib.util.find_spec(sys.argv[1])
+if found and found.submodule_search_locations is not None:
+    found = importlib.util.find_spec(sys.argv[1] + ".__main__")
+sys.exit(0 if found else 3)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What a command runs: a program, and a Python module or file if the program is Python."""
+
+    program: str
+    module: str | None = None
+    file: str | None = None
+
+
+def worker_path() -> str:
+    """Return the search path of local workers: programs beside this Python come first."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+
+
+def check_here(
+    command: Sequence[str], folder: Path, environ: Mapping[str, str] | None = None
+) -> None:
+    """Refuse a command that a process of this machine cannot run.
+
+    Args:
+        command: Program and arguments.
+        folder: Folder that the process runs in.
+        environ: Environment of the process; by default that of this process with `worker_path`.
+
+    Raises:
+        ConfigurationError: The folder, the program, or the Python file or module does not exist.
+    """
+    environ = {**os.environ, "PATH": worker_path()} if environ is None else environ
+    target = _target(command)
+    if not folder.is_dir():
+        raise errors.ConfigurationError(
+            f"training.machines.folder: there is no folder {folder.absolute()}. Name the folder "
+            "that the training command runs in."
+        )
+    at = folder / target.program if "/" in target.program else target.program
+    program = shutil.which(at, path=environ.get("PATH"))
+    if program is None:
+        where = f"at {at}" if "/" in target.program else "on the PATH"
+        raise _refusal(command, f"there is no program {target.program} {where}")
+    if target.file is not None and not (folder / target.file).exists():
+        raise _refusal(command, f"there is no file {target.file} in {folder.absolute()}")
+    if target.module is not None:
+        _check_module(command, target.module, program, folder, environ)
+
+
+def _check_module(
+    command: Sequence[str], module: str, program: str, folder: Path, environ: Mapping[str, str]
+) -> None:
+    look = [str(Path(program).absolute()), "-c", _FIND, module]
+    try:
+        done = subprocess.run(
+            look, cwd=folder, env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True,
+            timeout=_PATIENCE, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return  # not known
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        why = "" if done.returncode == 3 or not said else f" ({said[-1]})"
+        raise _refusal(command, f"{program} finds no module {module} from {folder.absolute()}{why}")
+
+
+def check_repository(command: Sequence[str], repository: Repository) -> None:
+    """Refuse a command whose file is not in the repository that rented machines clone.
+
+    Without git, or where the repository cannot be read from here, nothing is known and the command
+    passes.
+
+    Args:
+        command: Program and arguments.
+        repository: What the machines clone.
+
+    Raises:
+        ConfigurationError: The repository has no such branch or tag, or no such file.
+    """
+    target = _target(command)
+    files = _files(repository)
+    if files is None:
+        return
+    where = f"{repository.repo_url} at {repository.repo_ref}"
+    named = target.program if "/" in target.program else target.file
+    if named is not None and not named.startswith("/"):
+        path = os.path.normpath(named)
+        if path not in files and not any(one.startswith(f"{path}/") for one in files):
+            raise _refusal(command, f"{where} has no file {named}")
+    if target.module is not None and not _may_have(files, target.module):
+        raise _refusal(command, f"{where} has no module {target.module}")
+
+
+def _may_have(files: set[str], module: str) -> bool:
+    """Whether a module may exist: in the repository, or in a package that is not part of it."""
+    parts = PurePosixPath(*module.split("."))
+    for root in ("", "src/"):
+        package = f"{root}{parts.parts[0]}/"
+        if not any(one.startswith(package) for one in files):
+            continue
+        if not {f"{root}{parts}.py", f"{root}{parts}/__main__.py"} & files:
+            return False
+    return True
+
+
+def _files(repository: Repository) -> set[str] | None:
+    """Return the paths of a repository's files; None if they cannot be known from here."""
+    if shutil.which("git") is None:
+        return None
+    with tempfile.TemporaryDirectory(prefix="millrace-repository-") as folder:
+        git = ["git", "-C", folder]
+        ref = repository.repo_ref
+        fetch = [*git, "fetch", "-q", "--depth", "1", "--filter=blob:none", "--",
+                 repository.repo_url, ref]  # fmt: skip
+        try:
+            _run([*git, "init", "-q"])
+            _run(fetch)
+            listed = _run([*git, "ls-tree", "-r", "-z", "--name-only", "FETCH_HEAD"])
+        except subprocess.CalledProcessError as error:
+            said = error.stderr.decode(errors="replace")
+            if "couldn't find remote ref" in said and not _COMMIT.fullmatch(ref):
+                raise errors.ConfigurationError(
+                    f"{repository.repo_url} has no {ref}: name a branch, a tag or a commit of it "
+                    "in training.machines.repo_ref."
+                ) from None
+            return None
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+    return set(listed.decode(errors="replace").split("\0"))
+
+
+def _run(command: Sequence[str]) -> bytes:
+    done = subprocess.run(
+        command, env={**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"},
+        stdin=subprocess.DEVNULL, capture_output=True, timeout=_PATIENCE, check=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+def _target(command: Sequence[str]) -> _Target:
+    program, *words = (word.replace("{slot}", "0") for word in command)
+    if not _PYTHON.fullmatch(PurePosixPath(program).name):
+        return _Target(program)
+    while words:
+        word = words.pop(0)
+        if word == "-m":
+            return _Target(program, module=words[0] if words else None)
+        if word in {"-c", "-"} or word.startswith("--"):
+            return _Target(program)
+        if not word.startswith("-"):
+            return _Target(program, file=word)
+        if word in _WITH_VALUE and words:
+            words.pop(0)
+    return _Target(program)
+
+
+def _refusal(command: Sequence[str], why: str) -> errors.ConfigurationError:
+    return errors.ConfigurationError(
+        f"training.command: `{' '.join(command)}` cannot be run: {why}. Correct the command."
+    )
