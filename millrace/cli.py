@@ -581,7 +581,12 @@ def prewarm(settings: Path, *, dry_run: bool) -> int:
 @main.command()
 @click.option("--root", type=click.Path(path_type=Path), required=True, help="Files go below it.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option("--port", default=0, help="The port; 0 takes a free one, and says which.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    help="The port; 0 takes a free one, and says which.",
+)
 @said
 def node(root: Path, host: str, port: int) -> int:
     """Let this machine be warmed, until it is stopped. The key is MILLRACE_NODE_KEY."""

@@ -7,6 +7,8 @@ else. Below ``/runs/{run}``:
 - ``PUT`` starts the run (its plan), ``POST .../orders`` gives orders, ``GET .../events?after=N``
   waits for what happened, ``DELETE`` ends it: signed with the control key;
 - ``GET .../pieces/{number}`` is for other nodes: signed with the run's own key.
+
+``GET /agent`` answers anybody with the agent's identity, which every signature names.
 """
 
 import contextlib
@@ -15,6 +17,8 @@ import http.client
 import json
 import os
 import queue
+import resource
+import secrets
 import select
 import signal
 import socket
@@ -22,17 +26,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, cast
 
-from millrace.errors import ChangedError, MillraceError
+from millrace.errors import ChangedError, ConfigurationError, MillraceError, one_line
 from millrace.swarm.archives import Archives
 from millrace.swarm.fetch import Buffers, FetchError, PeerReader, StoreReader, digests
 from millrace.swarm.landing import Landing
 from millrace.swarm.made import CacheCheck
 from millrace.swarm.pieces import Catalogue, digest_of
-from millrace.swarm.wire import AUTH, Connections, Place, signed_body
+from millrace.swarm.wire import AUTH, Connections, Place, SignatureError, check_signature
 
 _HOLD = 1.0  # seconds that a request for events is held open at most: the heartbeat
 _STALLED = 10.0  # seconds without a byte after which a transfer has failed
@@ -41,6 +46,8 @@ _LONGEST_BODY = 256 << 20
 _LINGER = 10.0  # seconds that the rest of a request that is refused is let go of
 _LET_GO = 256 * 1024  # bytes of it at a time
 _BACKLOG = 256
+_MOST_IDLE = 1024  # connections that are kept without a request
+_DRIVEN = 6.0  # seconds after which a driver that asks for no events counts as gone
 
 _Event = dict[str, Any]
 
@@ -94,6 +101,7 @@ class Run:
         self._orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._sizes = plan.catalogue.sizes()
         self._buffers = Buffers(max(self._sizes, default=0))
+        self.began = datetime.now(UTC)
         self.heard = time.monotonic()
         self.landing = Landing(
             root,
@@ -146,6 +154,10 @@ class Run:
         self.landing.close()
         with self._news:
             self._news.notify_all()
+
+    def is_driven(self) -> bool:
+        """Tell whether the driver has asked for events a short while ago."""
+        return time.monotonic() - self.heard <= _DRIVEN
 
     def take(self, orders: list[dict[str, Any]]) -> None:
         """Take orders, and nodes that have joined."""
@@ -239,9 +251,11 @@ class Agent:
     def __init__(self, root: Path, control: bytes, *, host: str = "", port: int = 0) -> None:
         root.mkdir(parents=True, exist_ok=True)
         self.root, self._control = root, control
+        self.identity = secrets.token_hex(8)
         self._run: Run | None = None
+        self._starting = False
         self._lock = threading.Lock()
-        self._server = _Server((host, port), _Handler)
+        self._server = _listen(host, port)
         self._server.agent = self
         self.ended = threading.Event()
         self._thread = threading.Thread(
@@ -268,17 +282,37 @@ class Agent:
         self.end(None)
 
     def begin(self, name: str, body: bytes) -> list[tuple[int, str]]:
-        """Start a run; one that is still there was left by a driver that died."""
+        """Start a run. A run whose driver is gone is ended first.
+
+        Returns:
+            Pieces that are on this node already, with their digests.
+
+        Raises:
+            _BusyError: Another driver uses this agent.
+        """
         plan = _Plan.parse(body)
-        self.end(None)
-        run = Run(name, self.root, plan)
-        try:
-            have = run.open()
-        except BaseException:
-            run.close()
-            raise
         with self._lock:
-            self._run = run
+            if self._starting:
+                raise _BusyError("another run is being started on this node")
+            if self._run is not None and self._run.name != name and self._run.is_driven():
+                raise _BusyError(
+                    f"another run uses this node, since {self._run.began:%Y-%m-%d %H:%M:%S} UTC, "
+                    "and its driver is alive: wait for it, or stop it"
+                )
+            self._starting = True
+        try:
+            self.end(None)
+            run = Run(name, self.root, plan)
+            try:
+                have = run.open()
+            except BaseException:
+                run.close()
+                raise
+            run.heard = time.monotonic()  # looking at what is here may have taken long
+            with self._lock:
+                self._run = run
+        finally:
+            self._starting = False
         return have
 
     def end(self, name: str | None) -> None:
@@ -301,9 +335,13 @@ class Agent:
             raise KeyError(name)
         return run
 
-    def ordered(self, header: str | None, method: str, path: str) -> str | None:
-        """The SHA-256 of the body of a driver's request; None if it is not a driver's."""
-        return signed_body(self._control, header, method, path)
+    def check_driver(self, header: str | None, method: str, path: str) -> str:
+        """Return the SHA-256 of the body of a driver's request.
+
+        Raises:
+            SignatureError: It is not signed with the control key for this agent.
+        """
+        return check_signature(self._control, header, method, path, to=self.identity)
 
     def _watch_driver(self) -> None:
         while not self.ended.wait(_ORPHANED / 8):
@@ -330,9 +368,13 @@ def serve(root: Path, key: bytes, host: str, port: int, told: Callable[[str], No
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     agent.start()
-    told(f"http://{host}:{agent.port}")
+    told(f"http://{Place('http', host, agent.port).netloc}")
     agent.ended.wait()
     agent.close()
+
+
+class _BusyError(MillraceError):
+    """The agent takes part in the run of another driver."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -340,8 +382,58 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = _BACKLOG
     agent: Agent
 
+    def __init__(self, family: socket.AddressFamily, address: tuple[str, int]) -> None:
+        self.address_family = family
+        self._idle: dict[socket.socket, None] = {}  # connections without a request, oldest first
+        self._most_idle = min(_MOST_IDLE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self._lock = threading.Lock()
+        super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection. Where there are too many idle ones, the oldest is closed."""
+        self.set_idle(request, idle=True)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self.set_idle(request, idle=False)
+        super().shutdown_request(request)
+
+    def set_idle(self, connection: socket.socket, *, idle: bool) -> None:
+        """Note whether a connection waits for a request, which anybody can let it do."""
+        with self._lock:
+            self._idle.pop(connection, None)
+            if not idle:
+                return
+            self._idle[connection] = None
+            if len(self._idle) > self._most_idle:
+                oldest = next(iter(self._idle))
+                del self._idle[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A peer that has gone away is no news: it asks again, or the driver is told."""
+
+
+def _listen(host: str, port: int) -> _Server:
+    """Make the server of an agent, for IPv4 or IPv6 as the host is.
+
+    Raises:
+        ConfigurationError: It cannot listen there.
+    """
+    try:
+        found = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        # Without a host the first may be IPv6, which this machine may lack.
+        family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+        return _Server(family, (str(address[0]), int(address[1])))
+    except (OSError, OverflowError) as error:
+        raise ConfigurationError(
+            f"The agent cannot listen at {host or '*'}, port {port}: {one_line(error)}. Choose an "
+            "address of this machine and a free port."
+        ) from error
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -369,6 +461,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(self._delete)
 
     def _answer(self, verb: Callable[[list[str], bytes], None]) -> None:
+        server = cast("_Server", self.server)
+        server.set_idle(self.connection, idle=False)
+        try:
+            self._answer_one(verb)
+        finally:
+            server.set_idle(self.connection, idle=not self.close_connection)
+
+    def _answer_one(self, verb: Callable[[list[str], bytes], None]) -> None:
         size = int(self.headers.get("Content-Length") or 0)
         if not 0 <= size <= _LONGEST_BODY:
             self.close_connection = True
@@ -379,6 +479,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         path, _, _ = self.path.partition("?")
         words = path.strip("/").split("/")
+        if words == ["agent"] and self.command == "GET":
+            self._send(http.client.OK, {"identity": self._agent.identity})
+            return
         if len(words) < 2 or words[0] != "runs":
             self._send(http.client.NOT_FOUND)
             return
@@ -386,19 +489,26 @@ class _Handler(BaseHTTPRequestHandler):
             verb(words[1:], body)
         except (KeyError, ValueError) as error:
             self._send(http.client.NOT_FOUND, {"why": f"no such thing: {error}"})
+        except SignatureError as error:
+            self._send(http.client.FORBIDDEN, {"why": str(error)})
+        except _BusyError as error:
+            self._send(http.client.LOCKED, {"why": str(error)})
         except MillraceError as error:
             self._send(http.client.CONFLICT, {"why": str(error)})
         except OSError as error:
             self._send(http.client.INSUFFICIENT_STORAGE, {"why": _sentence(error)})
 
-    def _refuse(self, size: int) -> None:
-        """Refuse, and let go of what is still sent: of a connection that is reset nobody hears why.
+    def _refuse(self, why: str, size: int) -> None:
+        """Refuse a request, and discard what is still sent of it.
+
+        A sender whose connection is reset does not read the answer.
 
         Args:
-            size: Bytes that nobody has read.
+            why: Reason, for the sender.
+            size: Bytes that were not read yet.
         """
         self.close_connection = True
-        self._send(http.client.FORBIDDEN)
+        self._send(http.client.FORBIDDEN, {"why": why})
         deadline = time.monotonic() + _LINGER
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
@@ -407,35 +517,36 @@ class _Handler(BaseHTTPRequestHandler):
                 size -= len(got)
 
     def _body(self, size: int) -> bytes | None:
-        """What a driver has sent; None if it was refused. Of a stranger's body nothing is kept."""
+        """Read the body of a driver's request; None if it was refused, and nothing was kept."""
         if self.command == "GET" and not size:
             return b""
-        digest = None if self.command == "GET" else self._ordered()
-        if digest is None:
-            self._refuse(size)
+        if self.command == "GET":
+            self._refuse("a GET request has no body here", size)
+            return None
+        try:
+            digest = self._check_driver()
+        except SignatureError as error:
+            self._refuse(str(error), size)
             return None
         body = self.rfile.read(size)
         if hashlib.sha256(body).hexdigest() != digest:
-            self._refuse(0)
+            self._refuse("the body is not the one that was signed", 0)
             return None
         return body
 
-    def _ordered(self) -> str | None:
-        return self._agent.ordered(self.headers.get(AUTH), self.command, self.path)
+    def _check_driver(self) -> str:
+        return self._agent.check_driver(self.headers.get(AUTH), self.command, self.path)
 
     def _get(self, words: list[str], _: bytes) -> None:
         match words:
             case [name, "pieces", number]:
-                run = self._agent.run(name)
-                if signed_body(run.key, self.headers.get(AUTH), "GET", self.path) is None:
-                    self._send(http.client.FORBIDDEN)
-                    return
+                run, identity = self._agent.run(name), self._agent.identity
+                check_signature(run.key, self.headers.get(AUTH), "GET", self.path, to=identity)
                 self._give(run, int(number))
-            case [name, "events"] if self._ordered() is not None:
+            case [name, "events"]:
+                self._check_driver()
                 after = int(self.path.rpartition("after=")[2] or 0)
                 self._send(http.client.OK, self._agent.run(name).events(after))
-            case [_, "events"]:
-                self._send(http.client.FORBIDDEN)
             case _:
                 self._send(http.client.NOT_FOUND)
 

@@ -6,7 +6,7 @@ import queue
 import secrets
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,7 @@ from millrace.swarm.wire import AUTH, Connections, RefusedError, sign
 _READABLE_FOR = timedelta(hours=24)  # that signed URLs are valid
 _SILENT = 6.0  # seconds without an answer after which a node is lost
 _TICK = 0.25
+_LATECOMER = 5.0  # seconds that a missing host is waited for when all others are ready
 _KNOCK = 1.0  # seconds between two tries to reach a host that does not answer yet
 _DENIED = {http.client.UNAUTHORIZED, http.client.FORBIDDEN}
 _REREADS = 2  # times that an object is read again because it is not what its digest says
@@ -183,6 +184,7 @@ class _Drive:
         self._news = threading.Condition(self._lock)
         self._members: dict[str, _Member] = {}
         self._absent: dict[str, str] = {}
+        self._identities: dict[str, str] = {}  # identity of an agent → name of its node
         self._knocking: set[str] = set()  # of them, those that may yet come
         self._fatal: errors.MillraceError | None = None
         self._ending = False
@@ -260,7 +262,8 @@ class _Drive:
         if not self._startup or not all(member.ready for member in living):
             return False
         coming = self._knocking & self._absent.keys()
-        return not coming or self._arrival_is_over(time.monotonic())
+        waited = time.monotonic() - self._began
+        return not coming or waited > min(_LATECOMER, self._settings.arrival.total_seconds())
 
     def _status(self) -> Event:
         self._curve.append((time.monotonic() - self._began, self._had))
@@ -347,25 +350,44 @@ class _Drive:
         body = b"\n".join((json.dumps(known).encode(), self._plan))
         while True:
             try:
+                if not self._identify(member):
+                    return False
                 have = self._ask(member, "PUT", "", body, timeout=3600.0)["have"]
                 break
             except RefusedError as error:
-                self._lost(member, _why(error))
-                return False
+                if error.status != http.client.LOCKED:
+                    self._lost(member, _why(error))
+                    return False
+                if not self._knock_again(member, _why(error)):
+                    return False
             except (OSError, http.client.HTTPException) as error:
-                if not self._knock_again(member, error):
+                if not self._knock_again(
+                    member, f"it cannot be reached ({errors.one_line(error)})"
+                ):
                     return False
         with self._lock:
             self._join(member, have, set(peers))
         return True
 
-    def _knock_again(self, member: _Member, error: BaseException) -> bool:
-        """Whether to try again to reach a host: it may come late, while others still work."""
+    def _identify(self, member: _Member) -> bool:
+        """Ask an agent for its identity, which signatures name. False if it is another node's."""
+        place, name = member.node.place, member.node.name
+        with self._connections.request(place, "GET", "/agent", timeout=_SILENT) as answer:
+            identity = str(json.loads(answer.read(4096))["identity"])
+        member.node = replace(member.node, place=replace(place, identity=identity))
+        with self._lock:
+            twin = self._identities.setdefault(identity, name)
+            if twin != name:
+                self._lose(member, f"its address leads to the agent of {twin}: name each node once")
+        return twin == name
+
+    def _knock_again(self, member: _Member, why: str) -> bool:
+        """Wait a moment, and tell whether to try a host again that did not answer or was busy."""
         with self._lock:
             if self._ending:
                 return False
             name = member.node.name
-            self._absent[name] = f"it cannot be reached ({errors.one_line(error)})"
+            self._absent[name] = why
             self._knocking.add(name)
             self._members.pop(name, None)
             self._news.wait(_KNOCK)
@@ -444,7 +466,7 @@ class _Drive:
         timeout: float = _SILENT,
     ) -> Any:
         path = f"/runs/{self._name}{tail}"
-        headers = {AUTH: sign(member.node.key, method, path, body)}
+        headers = {AUTH: sign(member.node.key, method, path, body, to=member.node.place.identity)}
         with self._connections.request(
             member.node.place, method, path, headers, body or None, timeout=timeout
         ) as answer:
@@ -701,7 +723,7 @@ class _Audit:
 
 
 def _place(node: Node) -> list[Any]:
-    return [node.place.scheme, node.place.host, node.place.port]
+    return [node.place.scheme, node.place.host, node.place.port, node.place.identity]
 
 
 def _why(error: BaseException) -> str:

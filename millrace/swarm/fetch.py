@@ -152,7 +152,7 @@ class PeerReader:
             FetchError: It did not give it.
         """
         place, path = self._peers[source], f"/runs/{self._run}/pieces/{number}"
-        headers = {AUTH: sign(self._key, "GET", path)}
+        headers = {AUTH: sign(self._key, "GET", path, to=place.identity)}
         try:
             self._connections.fill(place, path, headers, into)
         except RefusedError as error:

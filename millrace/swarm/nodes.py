@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from millrace import cluster
 from millrace.digest import sha256
-from millrace.errors import ConfigurationError, one_line
+from millrace.errors import one_line
 from millrace.swarm.actor import Actor
 from millrace.swarm.settings import Hosts, RayNodes
 from millrace.swarm.wire import Place
@@ -83,10 +83,7 @@ def _hosts(settings: Hosts) -> Iterator[Node]:
         secret = host.key or settings.key
         assert secret is not None  # the settings see to it
         place, _ = Place.of(host.url)
-        if place.scheme != "http" or not place.host:
-            raise ConfigurationError(f"{host.url!r} is no agent's address: write http://host:port.")
-        key = secret.get_secret_value().encode()
-        yield Node(host.name or f"{place.host}:{place.port}", place, key, host.zone)
+        yield Node(host.name, place, secret.get_secret_value().encode(), host.zone)
 
 
 class _Cluster:

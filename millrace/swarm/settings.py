@@ -3,6 +3,7 @@
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -10,6 +11,7 @@ from pydantic import (
     ConfigDict,
     Field,
     SecretStr,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -108,11 +110,34 @@ class Host(_Settings):
     """A machine on which `millrace node` runs."""
 
     url: str = Field(description="Where its agent is reached: http://host:port.")
-    name: str = Field(default="", description="What the report calls it; left out, host:port.")
+    name: str = Field(
+        default="",
+        validate_default=True,
+        description="Its name in the report; left out, host:port.",
+    )
     zone: str = Field(default="", description="Its zone or rack: one copy a zone, then local.")
     key: SecretStr | None = Field(
         default=None, min_length=16, description="MILLRACE_NODE_KEY, if it has one of its own."
     )
+
+    @field_validator("name")
+    @classmethod
+    def _name_by_default(cls, value: str, info: ValidationInfo) -> str:
+        return value or urlsplit(info.data.get("url", "")).netloc
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_agents_address(cls, value: str) -> str:
+        """Return the address in one form, so that two of one agent can be seen to be the same."""
+        try:
+            parts = urlsplit(value)
+            port = parts.port or 80
+        except ValueError as error:
+            raise ValueError(f"{value!r} is no agent's address: {error}") from None
+        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query:
+            raise ValueError(f"{value!r} is no agent's address: write http://host:port")
+        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        return f"http://{host}:{port}"
 
 
 class Hosts(_Settings):
@@ -123,6 +148,16 @@ class Hosts(_Settings):
     key: SecretStr | None = Field(
         default=None, min_length=16, description="MILLRACE_NODE_KEY of those that have no own."
     )
+
+    @model_validator(mode="after")
+    def _each_is_named_once(self) -> "Hosts":
+        urls = [host.url for host in self.hosts]
+        names = [host.name for host in self.hosts]
+        for what, found in (("address", urls), ("name", names)):
+            twice = next((each for each in found if found.count(each) > 1), None)
+            if twice is not None:
+                raise ValueError(f"two hosts have the {what} {twice}: give each its own")
+        return self
 
     @model_validator(mode="after")
     def _each_has_a_key(self) -> "Hosts":

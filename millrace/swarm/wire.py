@@ -41,33 +41,77 @@ class RefusedError(Exception):
         self.status = status
 
 
-def sign(key: bytes, method: str, path: str, body: bytes = b"", *, now: float | None = None) -> str:
-    """The `AUTH` header of a request: its time, SHA-256 of its body, HMAC-SHA256 over all of it."""
+class SignatureError(Exception):
+    """A request is not signed as it must be; the text says what is wrong."""
+
+
+def sign(
+    key: bytes,
+    method: str,
+    path: str,
+    body: bytes = b"",
+    *,
+    to: str,
+    now: float | None = None,
+) -> str:
+    """Return the `AUTH` header of a request.
+
+    It has the time, SHA-256 of the body, and HMAC-SHA256 over both, the request and its recipient.
+
+    Args:
+        key: Secret that sender and recipient share.
+        method: HTTP method.
+        path: Path with its query.
+        body: Body of the request.
+        to: Identity of the agent that the request is for: no other agent accepts it.
+        now: Seconds since the epoch; by default the clock's.
+    """
     moment = f"{time.time() if now is None else now:.3f}"
     digest = hashlib.sha256(body).hexdigest()
-    return f"{moment}:{digest}:{_mac(key, method, path, moment, digest)}"
+    return f"{moment}:{digest}:{_mac(key, method, path, to, moment, digest)}"
 
 
-def signed_body(key: bytes, header: str | None, method: str, path: str) -> str | None:
-    """What SHA-256 the body of a request must have, in hexadecimal digits.
+def check_signature(key: bytes, header: str | None, method: str, path: str, *, to: str) -> str:
+    """Return the SHA-256 that the body of a request must have, in hexadecimal digits.
 
-    So nothing need be read of a request that nobody has signed.
+    The body need not be read for it, so that nothing is read of an unsigned request.
 
-    Returns:
-        None if it was not signed with this key, or longer ago than clocks may differ.
+    Args:
+        key: Secret that sender and recipient share.
+        header: `AUTH` header of the request, if it has one.
+        method: HTTP method.
+        path: Path with its query.
+        to: Identity of the agent that checks.
+
+    Raises:
+        SignatureError: There is no signature, it was made with another key or for another agent,
+            or at a time that differs by more than `SKEW`.
     """
     moment, _, rest = (header or "").partition(":")
     digest, _, mac = rest.partition(":")
+    if not mac:
+        raise SignatureError("the request is not signed")
     try:
-        recent = abs(time.time() - float(moment)) <= SKEW
-        own = hmac.compare_digest(mac, _mac(key, method, path, moment, digest))
+        behind = time.time() - float(moment)
+        own = hmac.compare_digest(mac, _mac(key, method, path, to, moment, digest))
     except (ValueError, TypeError):  # no number; not ASCII
-        return None
-    return digest if recent and own else None
+        own, behind = False, 0.0
+    if not own:
+        raise SignatureError(
+            "the request is signed with another key, or for another agent: give the driver this "
+            "agent's MILLRACE_NODE_KEY"
+        )
+    if not abs(behind) <= SKEW:
+        raise SignatureError(
+            f"the key is right, but the clocks of driver and agent differ by {abs(behind):.0f} s, "
+            f"and {SKEW:.0f} s are allowed: set both clocks"
+        )
+    return digest
 
 
-def _mac(key: bytes, method: str, path: str, moment: str, digest: str) -> str:
-    return hmac.digest(key, f"{method}\n{path}\n{moment}\n{digest}".encode(), "sha256").hex()
+def _mac(key: bytes, method: str, path: str, to: str, moment: str, digest: str) -> str:
+    text = f"{method}\n{path}\n{to}\n{moment}\n{digest}"
+    return hmac.digest(key, text.encode(), "sha256").hex()
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,11 +122,13 @@ class Place:
         scheme: ``http`` or ``https``.
         host: Its name or address.
         port: Its port.
+        identity: Identity of the agent there, which signatures name; empty if it is no agent.
     """
 
     scheme: str
     host: str
     port: int
+    identity: str = ""
 
     @property
     def netloc(self) -> str:

@@ -3,7 +3,9 @@
 import hashlib
 import http.client
 import io
+import json
 import os
+import resource
 import secrets
 import shutil
 import socket
@@ -14,15 +16,28 @@ import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
+from pydantic import SecretStr, ValidationError
 
 from benchmarks.rig.store import Fault, FaultKind, Store
 from millrace import errors
 from millrace.storage import StoreSpec, create, kept_sha256, open_store
-from millrace.swarm import CacheCheck, LimitSettings, Request, Unpacking, preview, prewarm
+from millrace.swarm import (
+    CacheCheck,
+    Host,
+    Hosts,
+    LimitSettings,
+    Request,
+    Unpacking,
+    preview,
+    prewarm,
+)
+from millrace.swarm import agent as agents
 from millrace.swarm.wire import AUTH, SKEW, Connections, Place, RefusedError, sign
 from tests.swarm.swarms import (
     KEY,
@@ -452,7 +467,7 @@ def test_a_hostile_archive_leaves_nothing_behind(store, nodes, kind):
 
 
 def test_requests_that_nobody_signed_are_refused(store, nodes):
-    place, _ = Place.of(nodes[0].url)
+    place = agent_at(nodes[0].url)
     ours, others = KEY.encode(), b"another key, long enough"
     for key in (others, None):
         for method, path in (
@@ -468,19 +483,19 @@ def test_requests_that_nobody_signed_are_refused(store, nodes):
 
 
 def test_a_signature_is_for_one_request_and_for_a_while(nodes):
-    place, _ = Place.of(nodes[0].url)
-    path = "/runs/x/events?after=0"
-    old = sign(KEY.encode(), "GET", path, now=time.time() - 2 * SKEW)
+    place, key = agent_at(nodes[0].url), KEY.encode()
+    path, to = "/runs/x/events?after=0", place.identity
+    old = sign(key, "GET", path, to=to, now=time.time() - 2 * SKEW)
     assert refusal(place, None, "GET", path, {AUTH: old}) == 403
-    other = sign(KEY.encode(), "GET", "/runs/y/events?after=0")
+    other = sign(key, "GET", "/runs/y/events?after=0", to=to)
     assert refusal(place, None, "GET", path, {AUTH: other}) == 403
-    changed = sign(KEY.encode(), "POST", "/runs/x/orders", b"[]")
+    changed = sign(key, "POST", "/runs/x/orders", b"[]", to=to)
     assert refusal(place, None, "POST", "/runs/x/orders", {AUTH: changed}, b"[1]") == 403
 
 
 def test_nothing_is_read_of_a_body_that_nobody_has_signed(nodes):
     place, _ = Place.of(nodes[0].url)
-    other = sign(secrets.token_bytes(16), "PUT", "/runs/x", b"")
+    other = sign(secrets.token_bytes(16), "PUT", "/runs/x", b"", to="")
     for header in ("", f"{AUTH}: {other}\r\n", f"{AUTH}: {time.time()}:é:é\r\n"):
         head = f"PUT /runs/x HTTP/1.1\r\n{header}Content-Length: {200 * MIB}\r\n\r\n"
         with socket.create_connection((place.host, place.port), timeout=30) as raw:
@@ -495,6 +510,136 @@ def test_who_is_refused_while_sending_much_hears_why(nodes):
     assert refusal(place, secrets.token_bytes(16), "PUT", "/runs/x", body=bytes(20 * MIB)) == 403
 
 
+def test_a_signature_is_for_one_agent(nodes):
+    ours, others = (agent_at(node.url) for node in nodes[:2])
+    path = "/runs/x/events?after=0"
+    signed = {AUTH: sign(KEY.encode(), "GET", path, to=others.identity)}
+    assert refusal(others, None, "GET", path, signed) == 404  # accepted: there is no such run
+    assert refusal(ours, None, "GET", path, signed) == 403
+
+
+def test_who_is_refused_hears_whether_it_is_the_key_or_the_clock(nodes):
+    place, path = agent_at(nodes[0].url), "/runs/x/events?after=0"
+    late = sign(KEY.encode(), "GET", path, to=place.identity, now=time.time() - 2 * SKEW)
+    said = answer_of(place, "GET", path, {AUTH: late})
+    assert "the key is right, but the clocks of driver and agent differ by 600 s" in str(said)
+    other = sign(b"another key, long enough", "GET", path, to=place.identity)
+    assert "signed with another key" in str(answer_of(place, "GET", path, {AUTH: other}))
+    assert "not signed" in str(answer_of(place, "GET", path, {}))
+
+
+def test_the_report_of_a_run_with_the_wrong_key_names_the_key(store, nodes):
+    fill(store, "key")
+    settings = settings_of(store, nodes, **below("key"))
+    wrong = settings.nodes.model_copy(update={"key": SecretStr("another key, long enough")})
+    with pytest.raises(errors.WorkerError, match="signed with another key"):
+        prewarm(settings.model_copy(update={"nodes": wrong}))
+
+
+def test_two_addresses_of_one_agent_are_one_node(store, nodes):
+    fill(store, "twins")
+    twin = nodes[0].url.replace("127.0.0.1", "localhost")
+    settings = settings_of(store, nodes[:2], **below("twins"))
+    hosts = Hosts(hosts=(*settings.nodes.hosts, Host(url=twin, name="twin")), key=SecretStr(KEY))
+    report = prewarm(settings.model_copy(update={"nodes": hosts}))
+    assert sum(node.ready for node in report.nodes) == 2
+    assert len(report.nodes) == 3
+    assert any("leads to the agent of" in node.why for node in report.nodes)
+
+
+def test_a_second_driver_is_refused_while_the_first_one_works(store, nodes):
+    contents = fill(store, "second")
+    settings = settings_of(store, nodes, **below("second"))
+    refused: list[str] = []
+
+    def come() -> None:
+        with pytest.raises(errors.WorkerError) as error:
+            prewarm(settings.model_copy(update={"arrival": timedelta(seconds=1)}))
+        refused.append(str(error.value))
+
+    report = prewarm(settings, progress=Heard(0.05, come))
+    assert [node.ready for node in report.nodes] == [True] * 3
+    assert files_below(nodes[2].root) == contents
+    assert "another run uses this node, since 2" in refused[0]
+
+
+def test_a_missing_host_does_not_hold_up_the_others(store, nodes):
+    fill(store, "missing")
+    settings = settings_of(store, nodes, **below("missing"))
+    stop(nodes[2])
+    report = prewarm(settings.model_copy(update={"arrival": timedelta(minutes=5)}))
+    assert [node.ready for node in report.nodes] == [True, True, False]
+    assert report.seconds < settings.arrival.total_seconds()
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:7000", "http://127.0.0.1:99999", "https://a:1", "a"])
+def test_an_address_that_is_none_is_a_sentence(url):
+    with pytest.raises(ValidationError, match="is no agent's address"):
+        Host(url=url)
+
+
+def test_hosts_are_named_once():
+    for hosts, what in (
+        (("http://a:7000", "http://A:7000/"), "address http://a:7000"),
+        (("http://a", "http://a:80"), "address http://a:80"),
+    ):
+        with pytest.raises(ValidationError, match=f"two hosts have the {what}"):
+            Hosts(hosts=tuple(Host(url=url) for url in hosts), key=SecretStr(KEY))
+    with pytest.raises(ValidationError, match="two hosts have the name a"):
+        Hosts(hosts=(Host(url="http://x:1", name="a"), Host(url="http://x:2", name="a")), key=KEY)
+
+
+def test_an_agent_listens_on_ipv6(store, nodes, tmp_path):
+    contents = fill(store, "six")
+    agent = agents.Agent(tmp_path / "six", KEY.encode(), host="::1")
+    agent.start()
+    try:
+        host = Host(url=f"http://[::1]:{agent.port}")
+        settings = settings_of(store, nodes, **below("six"))
+        hosts = Hosts(hosts=(*settings.nodes.hosts, host), key=SecretStr(KEY))
+        report = prewarm(settings.model_copy(update={"nodes": hosts}))
+        assert [node.ready for node in report.nodes] == [True] * 4
+    finally:
+        agent.close()
+    assert files_below(tmp_path / "six") == contents
+
+
+def test_an_agent_that_cannot_listen_says_where(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            errors.ConfigurationError, match=f"cannot listen at 127.0.0.1, port {port}"
+        ):
+            agents.Agent(tmp_path, b"key", host="127.0.0.1", port=port)
+
+
+def test_idle_connections_do_not_keep_the_agent_from_a_run(store, nodes):
+    contents = fill(store, "idle")
+    place, _ = Place.of(nodes[0].url)
+    stop(nodes[0])
+    few = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, few[1]))  # the agent inherits it
+    try:
+        nodes[0] = start_agent("n0", nodes[0].root, port=place.port)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, few)
+    idle = [socket.create_connection((place.host, place.port), timeout=30) for _ in range(300)]
+    try:
+        report = prewarm(settings_of(store, nodes, **below("idle")))
+        assert [node.ready for node in report.nodes] == [True] * 3
+        assert files_below(nodes[0].root) == contents
+    finally:
+        for each in idle:
+            each.close()
+
+
+def agent_at(url: str) -> Place:
+    """The place of an agent, with its identity, as a driver asks for it."""
+    place, _ = Place.of(url)
+    with urlopen(f"{url}/agent", timeout=30) as answer:
+        return replace(place, identity=json.load(answer)["identity"])
+
+
 def refusal(
     place: Place,
     key: bytes | None,
@@ -504,13 +649,21 @@ def refusal(
     body: bytes = b"",
 ) -> int:
     """The status of an answer that is none."""
+    signed = {AUTH: sign(key, method, path, body, to=place.identity)} if key else {}
+    return answer_of(place, method, path, signed | (headers or {}), body).status
+
+
+def answer_of(
+    place: Place, method: str, path: str, headers: dict[str, str], body: bytes = b""
+) -> RefusedError:
     connections = Connections(10.0)
-    signed = {AUTH: sign(key, method, path, body)} if key else {}
     try:
-        with connections.request(place, method, path, signed | (headers or {}), body or None):
-            raise AssertionError("it was answered")
-    except RefusedError as error:
-        return error.status
+        with (
+            pytest.raises(RefusedError) as refused,
+            connections.request(place, method, path, headers, body or None),
+        ):
+            pass
+        return refused.value
     finally:
         connections.close()
 
