@@ -33,6 +33,7 @@ class ByteRange(Committed):
         number: The file's place in the source's listing, for the samples' keys.
         start: Where the range begins, in bytes.
         end: One past its last byte.
+        reason: Why the file cannot be read by its name; empty if it can.
     """
 
     kind: Literal["bytes"] = "bytes"
@@ -40,6 +41,7 @@ class ByteRange(Committed):
     number: int
     start: int
     end: int
+    reason: str = ""
 
     @property
     def size(self) -> int:
@@ -99,6 +101,7 @@ class SourceRecord(Committed):
         files: How many files.
         size: Bytes of all of them.
         sha256: Of the listing: paths, sizes, ETags.
+        markers: Empty objects that only show a folder, and were left out.
     """
 
     kind: str
@@ -107,6 +110,7 @@ class SourceRecord(Committed):
     files: int
     size: int
     sha256: str
+    markers: int = 0
 
 
 class Layout(Committed):
@@ -136,6 +140,7 @@ class Plan(Committed):
         holdout: The share of the bytes that is held out for validation.
         split_bytes: About how many bytes of the source make a split.
         splits: All of them, in the order of their names.
+        split_files: At most about how many files make a split, for sources of many files.
     """
 
     dataset: str
@@ -145,6 +150,7 @@ class Plan(Committed):
     holdout: float
     split_bytes: int
     splits: tuple[Split, ...]
+    split_files: int | None = None
 
 
 class ShardCommit(Committed):

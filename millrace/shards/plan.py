@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 from millrace import errors
@@ -14,6 +15,7 @@ from millrace.shards.settings import CutSettings
 from millrace.sources import Cut, SourceSettings, cut
 from millrace.storage import Store, create
 
+_AT_ONCE = 16  # listings on their way to the store
 # Versions of what turns a row into the bytes of a sample: a change of the bytes is a change here.
 _ROWS = {"rows": "2", "json": "orjson-3"}
 
@@ -31,6 +33,7 @@ def make_plan(
         source_store,
         keys,
         split_bytes=settings.split_bytes,
+        split_files=settings.split_files,
         seed=settings.seed,
         holdout=settings.holdout,
     )
@@ -47,6 +50,7 @@ def make_plan(
         holdout=settings.holdout,
         split_bytes=settings.split_bytes,
         splits=pieces.splits,
+        split_files=settings.split_files,
     )
     return plan, pieces.listings
 
@@ -74,8 +78,10 @@ def pin_plan(store: Store, keys: DatasetKeys, plan: Plan, listings: Mapping[str,
         with contextlib.suppress(errors.ExistsError):
             create(store, *listing)
 
-    with ThreadPoolExecutor(16, thread_name_prefix="listings") as pool:
-        list(pool.map(keep, listings.items()))
+    bodies = iter(listings.items())
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="listings") as pool:
+        while batch := list(islice(bodies, _AT_ONCE)):
+            list(pool.map(keep, batch))
     commit = commit_once(store, keys.plan, plan)
     if not commit.mine:
         _same(commit.record, plan)

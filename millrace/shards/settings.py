@@ -32,6 +32,11 @@ class CutSettings(BaseModel):
         ge=1024,
         description="About how many bytes of the source one worker takes at a time.",
     )
+    split_files: int = Field(
+        default=10_000,
+        ge=1,
+        description="For `files`: at most about how many files one worker takes at a time.",
+    )
     seed: int | None = Field(
         default=0, description="Of the shuffle; null keeps the source's own order."
     )

@@ -1,19 +1,24 @@
 """A sample on its way in: sources, and how each is cut into splits."""
 
 import random
+from array import array
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from millrace import errors
+from millrace.digest import sha256
 from millrace.keys import DatasetKeys, split_name
-from millrace.models.dataset import ByteRange, FileRef, Piece, SourceRecord, Split
+from millrace.models.dataset import ByteRange, FileGroup, Piece, SourceRecord, Split
 from millrace.models.sample import BadRow, Row, Sample
 from millrace.sources.base import Source
-from millrace.sources.files import list_files, listing_sha256
-from millrace.sources.folder import RESERVED, Folder, Group, encode_listing, groups_of, piece_of
+from millrace.sources.files import is_local, list_files
+from millrace.sources.folder import RESERVED, Folder, Groups, encode_listing
 from millrace.sources.jsonl import JsonLines, cut_file, divide
+from millrace.sources.table import Files, path_text, unpack, unreadable
 from millrace.storage import Store
 
 __all__ = [
@@ -73,20 +78,36 @@ class SourceSettings(BaseModel):
         return columns
 
 
-class Cut(BaseModel):
+@dataclass(frozen=True, slots=True)
+class Cut:
     """A source cut into splits.
 
     Attributes:
         record: The source at its revision.
         splits: In the order of their names.
-        listings: What must be in the store before the plan is: key → body.
+        listings: Objects that must be in the store before the plan is: key → body. A body is made
+            when it is asked for.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     record: SourceRecord
     splits: tuple[Split, ...]
-    listings: dict[str, bytes]
+    listings: Mapping[str, bytes]
+
+
+class _Listings(Mapping[str, bytes]):
+    """The listings of the splits of a source of many files."""
+
+    def __init__(self, groups: Groups, batches: Mapping[str, Sequence[int]]) -> None:
+        self._groups, self._batches = groups, batches
+
+    def __getitem__(self, key: str) -> bytes:
+        return encode_listing(self._groups[place] for place in self._batches[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
 
 
 def cut(
@@ -95,6 +116,7 @@ def cut(
     keys: DatasetKeys,
     *,
     split_bytes: int,
+    split_files: int,
     seed: int | None,
     holdout: float,
 ) -> Cut:
@@ -105,6 +127,7 @@ def cut(
         store: Where they are.
         keys: The dataset's names.
         split_bytes: About how many bytes of the source make a split.
+        split_files: At most about how many files make a split, of a source of many files.
         seed: Of the shuffle: of the splits for JSON lines, of all samples for files. None keeps
             the source's order.
         holdout: The share of the bytes that becomes the partition ``val``.
@@ -119,24 +142,30 @@ def cut(
         url=store.url,
         settings={"columns": settings.columns} if settings.kind is SourceKind.JSONL else {},
         files=len(files),
-        size=sum(file.size for file in files),
-        sha256=listing_sha256(files),
+        size=files.size,
+        sha256=files.sha256(),
+        markers=files.markers,
     )
-    listings: dict[str, bytes] = {}
+    local = is_local(store)
     splits: list[Split] = []
     match settings.kind:
         case SourceKind.JSONL:
-            for partition, pieces in _cut_lines(files, split_bytes, seed, holdout).items():
+            ranges = _ranges(files, split_bytes, local=local)
+            for partition, pieces in _cut_lines(ranges, seed, holdout).items():
                 splits += [_split(partition, i, piece) for i, piece in enumerate(pieces)]
+            return Cut(record, tuple(splits), {})
         case SourceKind.FILES:
-            for partition, batches in _cut_groups(files, split_bytes, seed, holdout).items():
-                for i, batch in enumerate(batches):
-                    body = encode_listing(batch)
-                    piece = piece_of(batch, "", body)
-                    key = keys.listing(split_name(partition, i), piece.sha256)
-                    listings[key] = body
-                    splits.append(_split(partition, i, piece.model_copy(update={"listing": key})))
-    return Cut(record=record, splits=tuple(splits), listings=listings)
+            groups = Groups(files, local=local)
+            listed: dict[str, Sequence[int]] = {}
+            for partition, order in _cut_groups(groups, seed, holdout).items():
+                for i, batch in enumerate(_batches(groups, order, split_bytes, split_files)):
+                    digest = sha256(encode_listing(groups[place] for place in batch))
+                    key = keys.listing(split_name(partition, i), digest)
+                    size = sum(groups.sizes[place] for place in batch)
+                    piece = FileGroup(listing=key, sha256=digest, samples=len(batch), size=size)
+                    listed[key] = batch
+                    splits.append(_split(partition, i, piece))
+            return Cut(record, tuple(splits), _Listings(groups, listed))
 
 
 def open_source(record: SourceRecord, store: Store, dataset: Store) -> Source:
@@ -158,16 +187,23 @@ def _split(partition: str, number: int, piece: Piece) -> Split:
     return Split(name=split_name(partition, number), partition=partition, piece=piece)
 
 
+def _ranges(files: Files, split_bytes: int, *, local: bool) -> list[ByteRange]:
+    ranges: list[ByteRange] = []
+    for number, row in enumerate(files.rows):
+        reason = unreadable(path_text(row.partition(b"\0")[0]), local=local)
+        ranges += cut_file(unpack(row), number, split_bytes, reason=reason)
+    return ranges
+
+
 def _cut_lines(
-    files: list[FileRef], split_bytes: int, seed: int | None, holdout: float
+    ranges: list[ByteRange], seed: int | None, holdout: float
 ) -> dict[str, list[ByteRange]]:
-    ranges = [piece for i, file in enumerate(files) for piece in cut_file(file, i, split_bytes)]
     _shuffle(ranges, seed)
     wanted = round(sum(piece.size for piece in ranges) * holdout)
     held: list[ByteRange] = []
     while wanted > 0:
         piece = ranges.pop()
-        if piece.size > wanted:
+        if piece.size > wanted and not piece.reason:
             first, piece = divide(piece, piece.size - wanted)
             ranges.append(first)
         held.append(piece)
@@ -175,37 +211,37 @@ def _cut_lines(
     return {"train": ranges, "val": held}
 
 
-def _cut_groups(
-    files: list[FileRef], split_bytes: int, seed: int | None, holdout: float
-) -> dict[str, list[list[Group]]]:
-    groups = groups_of(files)
-    for group in groups:
-        if group.size > LARGEST_FILE:
+def _cut_groups(groups: Groups, seed: int | None, holdout: float) -> dict[str, "array[int]"]:
+    for place, size in enumerate(groups.sizes):
+        if size > LARGEST_FILE:
             raise errors.ConfigurationError(
-                f"{group.files[0].path}: a sample of {group.size} bytes is larger than a shard can "
-                f"be ({LARGEST_FILE} bytes). Leave it out with exclude, or cut it up."
+                f"{groups[place].files[0].path}: a sample of {size} bytes is larger than a shard "
+                f"can be ({LARGEST_FILE} bytes). Leave it out with exclude, or cut it up."
             )
-    _shuffle(groups, seed)
-    wanted = round(sum(group.size for group in groups) * holdout)
-    held: list[Group] = []
+    order = array("I", range(len(groups)))
+    _shuffle(order, seed)
+    wanted = round(sum(groups.sizes) * holdout)
+    held = array("I")
     while wanted > 0:
-        held.append(groups.pop())
-        wanted -= held[-1].size
-    return {"train": _batches(groups, split_bytes), "val": _batches(held, split_bytes)}
+        held.append(order.pop())
+        wanted -= groups.sizes[held[-1]]
+    return {"train": order, "val": held}
 
 
-def _batches(groups: list[Group], size: int) -> list[list[Group]]:
-    batches: list[list[Group]] = []
-    room = 0
-    for group in groups:
-        if room <= 0:
-            batches.append([])
-            room = size
-        batches[-1].append(group)
-        room -= group.size
-    return batches
+def _batches(groups: Groups, order: "array[int]", size: int, files: int) -> Iterator["array[int]"]:
+    """Cut samples, in their order, into batches of about so many bytes, or so many files."""
+    begin = room = places = 0
+    for at, place in enumerate(order):
+        if room <= 0 or places <= 0:
+            if at:
+                yield order[begin:at]
+            begin, room, places = at, size, files
+        room -= groups.sizes[place]
+        places -= groups.files_of(place)
+    if order:
+        yield order[begin:]
 
 
-def _shuffle(items: list[T], seed: int | None) -> None:
+def _shuffle(items: MutableSequence[T], seed: int | None) -> None:
     if seed is not None:
         random.Random(seed).shuffle(items)

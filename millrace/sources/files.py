@@ -1,7 +1,7 @@
 """The files of a source: a folder or a prefix, listed with what tells a change."""
 
-import hashlib
 import os
+import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +11,7 @@ from pathlib import Path
 from millrace import errors
 from millrace.digest import local_etag
 from millrace.models.dataset import FileRef
+from millrace.sources.table import Files
 from millrace.storage import Backend, Store, list_objects, read, stream
 from millrace.storage.read import BLOCK
 
@@ -22,8 +23,10 @@ _AHEAD = 64 * 1024 * 1024
 
 def list_files(
     store: Store, *, include: Iterable[str] = ("*",), exclude: Iterable[str] = ()
-) -> list[FileRef]:
-    """The files of a source, in the order of their paths.
+) -> Files:
+    """List the files of a source, in the order of their paths.
+
+    Empty objects that consoles make to show a folder are left out, and counted.
 
     Args:
         store: The source's store: its URL is the folder.
@@ -40,34 +43,14 @@ def list_files(
             fnmatchcase(path, p) for p in exclude
         )
 
-    found = _walk(Path(store.location.bucket), taken) if _local(store) else _objects(store, taken)
-    files = _without_markers(sorted(found, key=lambda f: f.path))
+    found = _walk(store.location.bucket, taken) if is_local(store) else _objects(store, taken)
+    files = Files.collect(found)
     if not files:
         raise errors.NotFoundError(
             f"{store.url} has no files that match {', '.join(include)}. Correct the source's "
             "url, or its include patterns."
         )
     return files
-
-
-def _without_markers(files: list[FileRef]) -> list[FileRef]:
-    """Without the empty objects that consoles make to show a folder."""
-    folders = {parent for file in files for parent in _parents(file.path)}
-    return [file for file in files if file.size or file.path not in folders]
-
-
-def _parents(path: str) -> Iterator[str]:
-    while "/" in path:
-        path = path.rpartition("/")[0]
-        yield path
-
-
-def listing_sha256(files: Iterable[FileRef]) -> str:
-    """SHA-256 of a listing: another file, size or ETag gives another digest."""
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.path}\0{file.size}\0{file.etag}\n".encode())
-    return digest.hexdigest()
 
 
 def read_file(store: Store, file: FileRef) -> bytes:
@@ -77,7 +60,7 @@ def read_file(store: Store, file: FileRef) -> bytes:
         ChangedError: It is another now, or gone.
     """
     try:
-        if not _local(store):
+        if not is_local(store):
             data = read(store, file.path, etag=file.etag)
         else:
             with (Path(store.location.bucket) / file.path).open("rb") as opened:
@@ -98,7 +81,7 @@ def read_ahead(store: Store, files: Iterable[FileRef], *, at_once: int = 16) -> 
     Raises:
         ChangedError: One is another now, or gone.
     """
-    if _local(store):
+    if is_local(store):
         yield from (read_file(store, file) for file in files)
         return
     remaining = deque(files)
@@ -127,7 +110,7 @@ def file_blocks(
             may be of another content is handed on.
     """
     try:
-        if not _local(store):
+        if not is_local(store):
             yield from stream(store, file.path, start=start, end=end, etag=file.etag, block=block)
             return
         with (Path(store.location.bucket) / file.path).open("rb") as opened:
@@ -152,7 +135,8 @@ def changed(store: Store, file: FileRef) -> errors.ChangedError:
     )
 
 
-def _local(store: Store) -> bool:
+def is_local(store: Store) -> bool:
+    """Return whether a store is a folder of this machine."""
     return store.location.backend is Backend.FILE
 
 
@@ -162,16 +146,16 @@ def _check(store: Store, file: FileRef, descriptor: int) -> None:
         raise changed(store, file)
 
 
-def _objects(store: Store, taken: Callable[[str], bool]) -> Iterator[FileRef]:
-    for stat in list_objects(store):
-        if not taken(stat.key):
+def _objects(store: Store, taken: Callable[[str], bool]) -> Iterator[tuple[str, int, str]]:
+    for found in list_objects(store, exact=True):
+        if not taken(found.key):
             continue
-        if stat.etag is None:
+        if found.etag is None:
             raise errors.ConfigurationError(
-                f"{store.url_of(stat.key)} has no ETag, so a change could not be seen: "
+                f"{store.url_of(found.key)} has no ETag, so a change could not be seen: "
                 "copy the source to a store that gives one."
             )
-        yield FileRef(path=stat.key, size=stat.size, etag=stat.etag)
+        yield found.key, found.size, found.etag
 
 
 def _unlisted(error: OSError) -> None:
@@ -181,24 +165,28 @@ def _unlisted(error: OSError) -> None:
     ) from error
 
 
-def _first_seen(folder: Path, seen: set[tuple[int, int]]) -> bool:
-    """Whether a folder was not met before: links may lead round in a circle."""
-    stat = folder.stat()
-    place = stat.st_dev, stat.st_ino
+def _first_seen(folder: str, seen: set[tuple[int, int]]) -> bool:
+    """Return whether a folder was not met before: links may lead round in a circle."""
+    found = os.stat(folder)  # noqa: PTH116 - a Path costs more than the call
+    place = found.st_dev, found.st_ino
     if place in seen:
         return False
     seen.add(place)
     return True
 
 
-def _walk(folder: Path, taken: Callable[[str], bool]) -> Iterator[FileRef]:
+def _walk(folder: str, taken: Callable[[str], bool]) -> Iterator[tuple[str, int, str]]:
     seen: set[tuple[int, int]] = set()
     for parent, folders, names in os.walk(folder, onerror=_unlisted, followlinks=True):
-        folders[:] = sorted(name for name in folders if _first_seen(Path(parent, name), seen))
+        folders[:] = sorted(name for name in folders if _first_seen(f"{parent}/{name}", seen))
+        below = os.path.relpath(parent, folder)
         for name in names:
-            file = Path(parent, name)
-            path = file.relative_to(folder).as_posix()
-            if not taken(path) or not file.is_file():  # a link that leads nowhere is no file
+            path = name if below == "." else f"{below}/{name}"
+            if not taken(path):
                 continue
-            stat = file.stat()
-            yield FileRef(path=path, size=stat.st_size, etag=local_etag(stat))
+            try:
+                found = os.stat(f"{parent}/{name}")  # noqa: PTH116 - a Path costs more
+            except FileNotFoundError:  # a link that leads nowhere is no file
+                continue
+            if stat.S_ISREG(found.st_mode):
+                yield path, found.st_size, local_etag(found)

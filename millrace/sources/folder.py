@@ -4,11 +4,10 @@ That is webdataset's own rule (``a/cat.jpg`` and ``a/cat.json`` are the sample `
 fields ``jpg`` and ``json``), so what is read back has the names that the files had.
 """
 
-import hashlib
 import re
-from collections.abc import Iterator
-from itertools import groupby
-from typing import NamedTuple
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -17,6 +16,7 @@ from millrace.digest import sha256
 from millrace.models.dataset import FileGroup, FileRef, Piece
 from millrace.models.sample import BadRow, Row, Sample
 from millrace.sources.files import read_ahead
+from millrace.sources.table import Files, path_bytes, path_text, shown, unreadable
 from millrace.storage import Store, read
 
 _NAME = re.compile(r"(?P<key>(?:.*/)?[^./][^./]*)\.(?P<extension>[^/]+)", re.DOTALL)
@@ -40,15 +40,58 @@ class Group(NamedTuple):
         return sum(file.size for file in self.files)
 
 
-def groups_of(files: list[FileRef]) -> list[Group]:
-    """Group files into samples, in the order of their keys."""
-    named = sorted(
-        ((*_parsed(file.path), file) for file in files), key=lambda n: (n[0], n[1], n[2].path)
-    )
-    return [
-        _group(key, [(extension, file) for _, extension, file in members])
-        for key, members in groupby(named, key=lambda n: n[0])
-    ]
+class Groups(Sequence[Group]):
+    """The samples of a source in the order of their keys, each made when it is asked for.
+
+    Memory: that of `Files`, and 12 bytes a sample. The rows of the files are taken over.
+
+    Args:
+        files: The files; their rows are packed anew, in place.
+        local: Whether they are in a folder of this machine.
+    """
+
+    def __init__(self, files: Files, *, local: bool) -> None:
+        self._local = local
+        self._rows = rows = files.rows
+        for place, row in enumerate(rows):
+            rows[place] = _keyed(row)
+        rows.sort()
+        self._starts, self.sizes = array("I"), array("Q")
+        before: bytes | None = None
+        for place, row in enumerate(rows):
+            key, _, _, size, _ = row.split(_NUL)
+            if key != before:
+                before = key
+                self._starts.append(place)
+                self.sizes.append(0)
+            self.sizes[-1] += int(size)
+        self._starts.append(len(rows))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, place: Any) -> Any:
+        key, members = b"", list[tuple[str, str, int, str]]()
+        for row in self._rows[self._starts[place] : self._starts[place + 1]]:
+            key, extension, path, size, etag = row.split(_NUL)
+            name = path or b"%b.%b" % (key, extension)
+            members.append((path_text(extension), path_text(name), int(size), etag.decode()))
+        return _group(path_text(key), sorted(members), local=self._local)
+
+    def files_of(self, place: int) -> int:
+        """Return how many files a sample has."""
+        return self._starts[place + 1] - self._starts[place]
+
+
+_NUL = b"\0"
+
+
+def _keyed(row: bytes) -> bytes:
+    """Pack a file's row anew: key, extension, path where these two do not give it, size, ETag."""
+    path, _, rest = row.partition(_NUL)
+    key, extension = (path_bytes(part) for part in _parsed(path_text(path)))
+    given = b"" if path == b"%b.%b" % (key, extension) else path
+    return b"%b\0%b\0%b\0%b" % (key, extension, given, rest)
 
 
 def _parsed(path: str) -> tuple[str, str]:
@@ -62,21 +105,25 @@ def _parsed(path: str) -> tuple[str, str]:
     return (f"./{key}" if _SKIPPED.match(f"{key}.{extension}") else key), extension
 
 
-def _group(key: str, members: list[tuple[str, FileRef]]) -> Group:
-    extensions = tuple(extension for extension, _ in members)
+def _group(key: str, members: list[tuple[str, str, int, str]], *, local: bool) -> Group:
+    extensions = tuple(extension for extension, *_ in members)
+    reasons = [reason for _, path, *_ in members if (reason := unreadable(path, local=local))]
     reason = ""
-    if "" in extensions:
+    if reasons:
+        reason = reasons[0]
+    elif "" in extensions:
         reason = "a name that begins with a dot has no key by WebDataset's rule"
     elif any(RESERVED.search(extension) for extension in extensions):
         reason = "readers of WebDataset keep names like __this__ for themselves"
-    elif any(not file.path.isprintable() for _, file in members):
-        reason = "its name is not text that prints"
     elif len(set(extensions)) < len(extensions):
         reason = "two files of one sample have the same extension"
-    return Group(key, extensions, tuple(file for _, file in members), reason)
+    files = (FileRef(path=shown(p) if reason else p, size=s, etag=e) for _, p, s, e in members)
+    if reason:
+        key, extensions = shown(key), tuple(shown(extension) for extension in extensions)
+    return Group(key, extensions, tuple(files), reason)
 
 
-def encode_listing(groups: list[Group]) -> bytes:
+def encode_listing(groups: Iterable[Group]) -> bytes:
     """A split's samples as JSON lines, for the store."""
     lines = [
         orjson.dumps(
@@ -124,21 +171,12 @@ class Folder:
                 "made with: something wrote under this dataset's name."
             )
         groups = decode_listing(body)[cursor:]
-        contents = read_ahead(self._store, (file for group in groups for file in group.files))
+        wanted = (file for group in groups if not group.reason for file in group.files)
+        contents = read_ahead(self._store, wanted)
         for place, group in enumerate(groups, start=cursor + 1):
-            data = [next(contents) for _ in group.files]
             if group.reason:
                 names = ", ".join(file.path for file in group.files)
                 yield BadRow(names, group.reason, b"", place)
             else:
+                data = [next(contents) for _ in group.files]
                 yield Sample(group.key, dict(zip(group.extensions, data, strict=True)), place)
-
-
-def piece_of(groups: list[Group], listing: str, body: bytes) -> FileGroup:
-    """The piece that a listing stands for."""
-    return FileGroup(
-        listing=listing,
-        sha256=hashlib.sha256(body).hexdigest(),
-        samples=len(groups),
-        size=sum(group.size for group in groups),
-    )

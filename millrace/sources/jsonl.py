@@ -46,6 +46,10 @@ class JsonLines:
         """The rows that begin in a byte range, from a byte offset of the file on."""
         if not isinstance(piece, ByteRange):
             raise errors.ConfigurationError(f"JSON lines are cut by bytes, not {piece.kind}.")
+        if piece.reason:
+            if cursor < piece.end:
+                yield BadRow(piece.file.path, piece.reason, b"", piece.end)
+            return
         lines = self._lines(piece, cursor)
         file, number = piece.file, piece.number
         columns = self._columns
@@ -142,12 +146,20 @@ def _json(value: object, line: bytes, column: str) -> bytes:
     return orjson.dumps(value)
 
 
-def cut_file(file: FileRef, number: int, split_bytes: int) -> list[ByteRange]:
+def cut_file(file: FileRef, number: int, split_bytes: int, *, reason: str = "") -> list[ByteRange]:
     """Cut one file into ranges of about equal size.
+
+    Args:
+        file: The file.
+        number: Its place in the source's listing.
+        split_bytes: About how many bytes make a range.
+        reason: Why the file cannot be read by its name: it becomes one range, and one bad row.
 
     Raises:
         ConfigurationError: It is compressed, so that nobody can seek in it.
     """
+    if reason and file.size:
+        return [ByteRange(file=file, number=number, start=0, end=file.size, reason=reason)]
     if file.path.endswith((".gz", ".zst", ".bz2", ".xz")):
         raise errors.ConfigurationError(
             f"{file.path} is compressed, and a run could not go on in the middle of it: "

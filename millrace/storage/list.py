@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 import obstore
-from obstore.exceptions import BaseError
+from obstore.exceptions import BaseError, InvalidPathError
 
+from millrace import errors
 from millrace.storage.open import Backend, Store
 from millrace.storage.read import Stat, stat_of
 from millrace.storage.retry import Tries, translated, trying
@@ -12,20 +13,29 @@ from millrace.storage.retry import Tries, translated, trying
 PAGE = 1000
 
 
-def list_objects(store: Store, prefix: str = "", *, after: str = "") -> Iterator[Stat]:
-    """The objects whose keys start with a prefix, one page in memory at a time.
+def list_objects(
+    store: Store, prefix: str = "", *, after: str = "", exact: bool = False
+) -> Iterator[Stat]:
+    """List the objects whose keys start with a prefix, one page in memory at a time.
 
     In the order of their keys; a folder's are in no order at all. One request a page of 1,000.
+    In a bucket of S3's kind every key is listed, also those that the other verbs refuse (an empty
+    segment, ``..``, control characters).
 
     Args:
         store: Where to look.
         prefix: What their keys start with: any text, not only whole folder names.
         after: Only keys that come after this one.
+        exact: Return keys with the slash that some end in (S3 and R2), at the price of importing
+            boto3. Otherwise it is missing.
 
     Raises:
         DeniedError: The credentials may not list.
         UnavailableError: The store failed for longer than its time budget.
     """
+    if exact and store.speaks_s3:
+        yield from _exactly(store, prefix, after)
+        return
     folder = prefix.rpartition("/")[0]
     ordered = store.location.backend is not Backend.FILE
     offset = max(after, _before(prefix)) if ordered else after
@@ -47,6 +57,9 @@ def list_objects(store: Store, prefix: str = "", *, after: str = "") -> Iterator
                     moved, offset = True, meta["path"]
                     yield stat_of(meta)
         except (BaseError, OSError) as error:
+            if isinstance(error, InvalidPathError) and store.speaks_s3:
+                yield from _exactly(store, prefix, offset)
+                return
             if moved and not ordered:
                 raise translated(error, store, prefix) from error
             if moved:
@@ -54,6 +67,15 @@ def list_objects(store: Store, prefix: str = "", *, after: str = "") -> Iterator
             tries.wait_after(error)
             continue
         return
+
+
+def _exactly(store: Store, prefix: str, after: str) -> Iterator[Stat]:
+    from millrace.storage.exact import ExactPages  # noqa: PLC0415 - imports boto3
+
+    pages, more = ExactPages(store, prefix, after), True
+    while more:
+        objects, _, more = pages.next()
+        yield from objects
 
 
 def list_folders(store: Store, prefix: str = "") -> list[str]:
@@ -65,7 +87,18 @@ def list_folders(store: Store, prefix: str = "") -> list[str]:
         )
         return [name.rpartition("/")[2] for name in found["common_prefixes"]]
 
-    return trying(store, prefix, request)
+    try:
+        return trying(store, prefix, request)
+    except errors.ConfigurationError:  # obstore refuses a key
+        if not store.speaks_s3:
+            raise
+    from millrace.storage.exact import ExactPages  # noqa: PLC0415 - imports boto3
+
+    pages, more, names = ExactPages(store, prefix, delimiter="/"), True, list[str]()
+    while more:
+        _, folders, more = pages.next()
+        names += [name for folder in folders if (name := folder.removeprefix(prefix)[:-1])]
+    return names
 
 
 def _before(prefix: str) -> str:

@@ -18,6 +18,7 @@ from obstore.exceptions import (
     AlreadyExistsError,
     BaseError,
     GenericError,
+    InvalidPathError,
     NotModifiedError,
     PermissionDeniedError,
     PreconditionError,
@@ -176,7 +177,7 @@ def _final(error: BaseException, store: Store, key: str) -> errors.MillraceError
         case _ if "DeleteObjects request failed for key" in str(error):
             # The store has answered, of this key at least; whoever must know asks of each.
             return errors.MillraceError(f"{where}: {errors.one_line(error)}.")
-        case _ if "Error parsing Path" in str(error):
+        case _ if _refuses_key(error):
             return errors.ConfigurationError(
                 f"{where}: this cannot be a key ({errors.one_line(error)}). Rename or remove it."
             )
@@ -185,6 +186,12 @@ def _final(error: BaseException, store: Store, key: str) -> errors.MillraceError
         case _:
             pass
     return None if status is None else _of_status(status, where, error)
+
+
+def _refuses_key(error: BaseException) -> bool:
+    """Return whether obstore cannot hold a key: an empty segment, ``..``, a control character."""
+    words = ("Error parsing Path", "Could not parse path")
+    return isinstance(error, InvalidPathError) or any(word in str(error) for word in words)
 
 
 def _of_status(status: int, where: str, error: BaseException) -> errors.MillraceError | None:

@@ -6,10 +6,11 @@ import random
 import secrets
 
 import pytest
+import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace import errors
+from millrace import PipelineSettings, errors, run_pipeline
 from millrace.keys import DatasetKeys
 from millrace.models.sample import BadRow, Sample
 from millrace.sources import SourceKind, SourceSettings, cut, open_source
@@ -19,10 +20,15 @@ from tests.stores import spec_of
 KEYS = DatasetKeys("d")
 
 
-def rows_of(source_settings, store, *, split_bytes=1 << 20, seed=0, holdout=0.0):
+def rows_of(
+    source_settings, store, *, split_bytes=1 << 20, split_files=10_000, seed=0, holdout=0.0
+):
     """Cut a source, and read every split of it: partition → rows."""
     dataset = open_store(f"memory://{secrets.token_hex(8)}")
-    pieces = cut(source_settings, store, KEYS, split_bytes=split_bytes, seed=seed, holdout=holdout)
+    pieces = cut(
+        source_settings, store, KEYS,
+        split_bytes=split_bytes, split_files=split_files, seed=seed, holdout=holdout,
+    )  # fmt: skip
     for key, body in pieces.listings.items():
         create(dataset, key, body)
     source = open_source(pieces.record, store, dataset)
@@ -134,9 +140,105 @@ def test_the_empty_objects_that_show_a_folder_are_no_samples(request):
     store = open_store(spec_of("rgw", request))
     put(store, "imgs/a.txt", b"1")
     client = request.getfixturevalue("rgw").client(request.getfixturevalue("rgw").full)
-    client.put_object(Bucket=store.location.bucket, Key="below/here/imgs/", Body=b"")
-    _, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store)
+    for marker in ("imgs/", "nothing/below/", "/"):
+        client.put_object(Bucket=store.location.bucket, Key=f"below/here/{marker}", Body=b"")
+    pieces, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store)
     assert [row.key for row in rows["train"]] == ["imgs/a"]
+    assert (pieces.record.files, pieces.record.markers) == (1, 3)
+
+
+def test_a_marker_whose_slash_the_store_drops_is_no_sample():
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    for key, data in {"imgs": b"", "imgs!": b"", "imgs/a.txt": b"1", "none": b""}.items():
+        put(store, key, data)
+    pieces, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store)
+    assert sorted(row.key for row in rows["train"]) == ["imgs!", "imgs/a", "none"]
+    assert pieces.record.markers == 1
+
+
+BAD_KEYS = ["a//b.txt", "/lead.txt", "c\x01d.txt", "x/../y.txt", "line\nbreak.txt"]
+
+
+@pytest.mark.parametrize("kind", list(SourceKind))
+def test_a_key_that_no_client_takes_costs_itself(kind, request, rgw):
+    store = open_store(spec_of("rgw", request))
+    for key in BAD_KEYS:
+        rgw.client(rgw.full).put_object(
+            Bucket=store.location.bucket, Key=f"below/here/{key}", Body=b'{"a":1}\n'
+        )
+    put(store, "good.txt", b'{"a":1}\n')
+    _, _, rows = rows_of(SourceSettings(kind=kind), store)
+    bad = {row.where: row.reason for row in rows["train"] if isinstance(row, BadRow)}
+    assert len([row for row in rows["train"] if isinstance(row, Sample)]) == 1
+    assert set(bad) == {
+        "a//b.txt", "/lead.txt", "c\\x01d.txt", "x/../y.txt", "line\\x0abreak.txt"
+    }  # fmt: skip
+    assert bad["a//b.txt"].startswith("its key has an empty or a relative segment")
+    assert bad["c\\x01d.txt"] == "its name has control characters"
+
+
+def test_a_local_name_that_is_no_text_costs_itself(tmp_path):
+    for name in (b"caf\xe9.txt", b"tab\t.txt", b"good.txt"):
+        (tmp_path / os.fsdecode(name)).write_bytes(b"1")
+    store = open_store(tmp_path.as_uri())
+    _, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store)
+    bad = {row.where: row.reason for row in rows["train"] if isinstance(row, BadRow)}
+    assert bad == {
+        "caf\\xe9.txt": "its name is not UTF-8",
+        "tab\\x09.txt": "its name has control characters",
+    }
+
+
+NAMES = [
+    "Screenshot 2024-01-01 at 9.41.00\u202fAM",  # macOS writes a narrow no-break space
+    "\u5199\u771f\u3000\u4e00",  # an ideographic space
+    "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",  # a zero-width non-joiner
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467",  # a family, joined
+    "\u2028line\u2029", "\ue000private", "soft\u00adhyphen", "\ufeffmark", "\U000e0067tag",
+]  # fmt: skip
+
+
+# webdataset leaves local files for the garbage collector to close.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("kind", ["local", "rgw"])
+def test_names_that_people_have_come_back_from_webdataset(kind, request, tmp_path):
+    store = open_store(spec_of(kind, request))
+    for number, name in enumerate(NAMES):
+        put(store, f"in/{name}/{name}.png", str(number).encode())
+    report = run_pipeline(
+        PipelineSettings.model_validate(
+            {
+                "dataset": "d",
+                "source": {"kind": "files", "store": store.spec.reveal()},
+                "store": {"url": (tmp_path.parent / f"{tmp_path.name}-out").as_uri()},
+                "run": {"workers": 0},
+            }
+        )
+    )
+    assert report.manifest.quarantined == 0
+    out = open_store(report.url)
+    shards = [f"{out.location.bucket}/{s.key[2:]}" for s in report.manifest.shards]
+    read_back = {}
+    for sample in webdataset.WebDataset(shards, shardshuffle=False):
+        fields = [name for name in sample if not name.startswith("__")]
+        assert len(fields) == 1
+        read_back[f"{sample['__key__']}.{fields[0]}"] = sample[fields[0]]
+    # Fields are in lower case, from the first dot on.
+    wanted = {}
+    for number, name in enumerate(NAMES):
+        head, dot, tail = f"{name}.png".partition(".")
+        wanted[f"in/{name}/{head}{dot}{tail.lower()}"] = str(number).encode()
+    assert read_back == wanted
+
+
+def test_many_small_files_make_several_splits():
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    for i in range(20):
+        put(store, f"{i:02d}.txt", b"1")
+        put(store, f"{i:02d}.json", b"{}")
+    pieces, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store, split_files=10)
+    assert [split.piece.samples for split in pieces.splits] == [5] * 4
+    assert len(rows["train"]) == 20
 
 
 def test_linked_folders_are_followed_once(tmp_path):
@@ -227,8 +329,9 @@ def test_a_source_that_changed_stops_the_run(kind, source_kind, change, request,
     line = json.dumps({"a": rng.random()}).encode()
     put(store, "a.jsonl", line * 3)
     pieces = cut(
-        SourceSettings(kind=source_kind), store, KEYS, split_bytes=1 << 20, seed=0, holdout=0.0
-    )
+        SourceSettings(kind=source_kind), store, KEYS,
+        split_bytes=1 << 20, split_files=10_000, seed=0, holdout=0.0,
+    )  # fmt: skip
     dataset = open_store(f"memory://{secrets.token_hex(8)}")
     for key, body in pieces.listings.items():
         create(dataset, key, body)

@@ -1,0 +1,73 @@
+"""Keys that obstore refuses cost themselves, and never the listing that they are in."""
+
+from datetime import timedelta
+
+import boto3
+import pytest
+
+from millrace import errors
+from millrace.storage import Store, list_folders, list_objects, open_store, read
+from tests.servers.rgw import RGW
+from tests.stores import spec_of
+
+REFUSED = ["a//b", "/lead", "c\x01d", "line\nbreak", "x/../y", "./z", "del\x7f", "a+b//c d%", "l//"]
+GOOD = ["m/ok.txt", "a b+c%20.txt", "caf\u00e9/\u202f.png", "\U0001f468\u200d\U0001f469.txt"]
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest, rgw: RGW) -> Store:
+    opened = open_store(spec_of("rgw", request), patience=timedelta(seconds=20))
+    client = rgw.client(rgw.full)
+    for key in [*REFUSED, *GOOD]:
+        client.put_object(Bucket=opened.location.bucket, Key=f"below/here/{key}", Body=b"1")
+    client.put_object(Bucket=opened.location.bucket, Key="below/here/empty/", Body=b"")
+    return opened
+
+
+def test_a_listing_has_every_key_also_those_that_obstore_refuses(store):
+    exact = [stat.key for stat in list_objects(store, exact=True)]
+    assert exact == sorted([*REFUSED, *GOOD, "empty/"], key=str.encode)
+    assert {stat.size for stat in list_objects(store, exact=True)} == {0, 1}
+    plain = [stat.key for stat in list_objects(store)]
+    assert {*REFUSED, *GOOD} <= {*plain}
+    assert len(plain) == len(exact)
+    assert [stat.key for stat in list_objects(store, "m/")] == ["m/ok.txt"]
+    assert next(list_objects(store, after="m/a", exact=True)).key == "m/ok.txt"
+
+
+def test_what_is_listed_by_either_way_is_described_alike(store):
+    (plain,) = list_objects(store, "m/")
+    (exact,) = list_objects(store, "m/", exact=True)
+    assert (plain.key, plain.size, plain.etag) == (exact.key, exact.size, exact.etag)
+    assert plain.last_modified == exact.last_modified
+
+
+def test_folders_are_listed_beside_keys_that_obstore_refuses(store):
+    assert {"m", "a", "empty"} <= set(list_folders(store))
+
+
+@pytest.mark.parametrize("key", ["a//b", "c\x01d", "x/../y"])
+def test_a_key_that_cannot_be_read_is_refused_at_once(store, key):
+    with pytest.raises(errors.ConfigurationError, match="cannot be a key"):
+        read(store, key)
+
+
+def test_pages_of_an_exact_listing_follow_each_other(store, rgw, monkeypatch):
+    # RGW answers 500 when a page ends at a key with a control character below a tab.
+    rgw.client(rgw.full).delete_object(Bucket=store.location.bucket, Key="below/here/c\x01d")
+    seen = []
+
+    def smaller(params: dict[str, object], **_: object) -> None:
+        params["MaxKeys"] = 3
+        seen.append(params)
+
+    original = boto3.client
+
+    def client(*args: object, **options: object) -> object:
+        made = original(*args, **options)
+        made.meta.events.register("provide-client-params.s3.ListObjectsV2", smaller)
+        return made
+
+    monkeypatch.setattr(boto3, "client", client)
+    assert len(list(list_objects(store, exact=True))) == len(REFUSED) + len(GOOD)
+    assert len(seen) == 5
