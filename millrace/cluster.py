@@ -1,13 +1,20 @@
 """A Ray cluster: reached, and looked at. Ray is imported where there is a cluster only."""
 
 import logging
+import os
+import socket
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 from millrace.errors import ConfigurationError, one_line
 
 NAMESPACE = "millrace"
+
+_CONNECT_TIMEOUT = 5.0  # seconds
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+_SETTINGS_FRAME = 4
 
 
 @contextmanager
@@ -24,6 +31,7 @@ def connected(address: str | None) -> Generator[Any]:
     if ray.is_initialized():
         yield ray
         return
+    _check_address(address or os.environ.get("RAY_ADDRESS") or "auto")
     try:
         ray.init(
             address=address or "auto",
@@ -40,6 +48,44 @@ def connected(address: str | None) -> Generator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """Check that a Ray server listens at an address: `ray.init` retries a wrong one for minutes.
+
+    The first frame of any gRPC server is an HTTP/2 SETTINGS frame (RFC 9113, section 3.4). With
+    TLS only the connection is checked.
+
+    Raises:
+        ConfigurationError: The address is no address, or no Ray server answers there.
+    """
+    if address in {"auto", "local"}:
+        return
+    try:
+        parts = urlsplit(address if "://" in address else f"ray://{address}")
+        target = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{address!r} is not the address of a Ray cluster ({error}): write HOST:PORT."
+        ) from None
+    host, port = target
+    if not host or port is None:
+        raise ConfigurationError(
+            f"{address!r} is not the address of a Ray cluster: write HOST:PORT, as `ray start "
+            "--head` prints it."
+        )
+    try:
+        with socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT) as raw:
+            if os.environ.get("RAY_USE_TLS", "0") in {"0", ""}:
+                raw.sendall(_HTTP2_PREFACE)
+                answer = raw.recv(9, socket.MSG_WAITALL)
+                if len(answer) < 9 or answer[3] != _SETTINGS_FRAME:
+                    raise ConnectionError("the server there is not Ray's")
+    except OSError as error:
+        raise ConfigurationError(
+            f"There is no Ray cluster at {address} ({one_line(error)}): give the address that "
+            "`ray start --head` printed, and check that this machine reaches its port."
+        ) from error
 
 
 def living(ray: Any) -> list[dict[str, Any]]:
