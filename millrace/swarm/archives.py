@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from millrace.errors import ConfigurationError
-from millrace.swarm.landing import OURS, Arriving, Landing
-from millrace.swarm.pieces import Catalogue, File
+from millrace.swarm.landing import Arriving, Landing
+from millrace.swarm.pieces import OURS, Catalogue, File
 
 _Member = tuple[str, int, int]  # path below the folder, bytes, time in ns; of a folder 0 and 0
 

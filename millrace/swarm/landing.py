@@ -30,10 +30,9 @@ from millrace.swarm.made import (
     recognised,
     segment_digests,
 )
-from millrace.swarm.pieces import Catalogue, File, Segment, digest_of
+from millrace.swarm.pieces import OURS, Catalogue, File, Segment, digest_of
 from millrace.swarm.places import Place, Places, sync
 
-OURS = ".millrace"
 _ENTRY = struct.Struct(">I32s")
 _BLOCK = 1 << 20
 _FLUSHED = 64 << 20  # bytes after which writing to the disk is begun

@@ -6,6 +6,8 @@ A large file is cut at multiples of the piece size; small files share a piece.
 
 import hashlib
 import json
+import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -17,6 +19,12 @@ LARGEST = 4 << 20
 _PIECES = 2000  # about so many, where the size may be chosen
 _SHARED = 32  # files in one piece at most
 _LONGEST_NAME = 255  # bytes, on every file system in use
+
+OURS = ".millrace"
+"""Folder below the root with a node's own records: no destination."""
+
+# Names of files and folders that are not whole yet, or are being replaced.
+_UNFINISHED = re.compile(r"\.[0-9a-f]{16}(\.[0-9a-f]{16})?\.(part|unpacking|replaced)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +138,7 @@ def safe(path: str) -> str:
     """A destination below the root, as it was given.
 
     Raises:
-        ConfigurationError: It is absolute, leads out, or is no path.
+        ConfigurationError: It is absolute, leads out, is no path, or is a node's own.
     """
     parts = path.split("/")
     if not path or path.startswith("/") or not {"", ".", ".."}.isdisjoint(parts) or "\0" in path:
@@ -140,7 +148,17 @@ def safe(path: str) -> str:
         )
     if any(len(part.encode("utf-8", "surrogateescape")) > _LONGEST_NAME for part in parts):
         raise ConfigurationError(f"{path!r} has a part that is longer than {_LONGEST_NAME} bytes.")
+    if _folded(parts[0]) == OURS or any(_UNFINISHED.fullmatch(_folded(part)) for part in parts):
+        raise ConfigurationError(
+            f"{path!r} cannot be a destination: a node keeps its own records under that name. Give "
+            "the object another destination, or request the other objects without it."
+        )
     return path
+
+
+def _folded(name: str) -> str:
+    """Return the name by which file systems that ignore case know a file."""
+    return unicodedata.normalize("NFKC", name).casefold()
 
 
 def _check(files: Sequence[File]) -> None:

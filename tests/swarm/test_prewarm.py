@@ -32,12 +32,15 @@ from millrace.swarm import (
     Host,
     Hosts,
     LimitSettings,
+    PrewarmSettings,
     Request,
     Unpacking,
     preview,
     prewarm,
 )
 from millrace.swarm import agent as agents
+from millrace.swarm.pieces import File, catalogue_of
+from millrace.swarm.places import Places
 from millrace.swarm.wire import AUTH, SKEW, Connections, Place, RefusedError, sign
 from tests.swarm.swarms import (
     KEY,
@@ -336,6 +339,33 @@ def test_a_prefix_is_a_folder_and_keys_cannot_lead_out(store, nodes):
     for destination in ("/etc/x", "../x", "a/../../x", "a//b", "."):
         with pytest.raises(errors.ConfigurationError, match="below the root"):
             Request(key="pfx/a", destination=destination)
+
+
+@pytest.mark.parametrize("key", [".millrace/files.jsonl", ".Millrace/lock", ".MILLRACE"])
+def test_a_nodes_own_records_are_no_destination(store, key):
+    """Neither of an object of a bucket, nor of what is unpacked."""
+
+    def look(request: dict[str, object]) -> None:
+        values = {"requests": [request], "stores": {"s": spec_of(store)}, "root": Path("/unused")}
+        preview(PrewarmSettings.model_validate(values))
+
+    folder = key.partition("/")[0]
+    store.put(f"own/{key}", b"{}")
+    store.put(f"{folder}.tar", tarred({"files.jsonl": b"{}"}, "w"))
+    for request in (
+        {"prefix": "own"},
+        {"key": f"own/{key}", "destination": key},
+        {"key": f"{folder}.tar", "unpack": Unpacking.AUTO},
+        {"key": f"{folder}.tar", "destination": "a", "unpack": Unpacking.TAR, "into": key},
+    ):
+        with pytest.raises(errors.ConfigurationError, match="cannot be a destination"):
+            look(request)
+
+
+def test_a_file_that_is_not_whole_yet_is_no_destination():
+    names = Places(Path("/root"), catalogue_of([File("a", 1, "e", "s3://b/a")])).of
+    with pytest.raises(errors.ConfigurationError, match="cannot be a destination"):
+        Request(key="x", destination=names[0].partial.name)
 
 
 def test_too_few_nodes_are_an_error_that_says_why(store, nodes):
