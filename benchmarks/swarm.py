@@ -9,6 +9,11 @@ The floor is ``max(S / B, S / d, N * S / (B + N * u))`` for S bytes to N nodes w
 downlinks u and d, out of a store of B bytes a second (Kumar and Ross, 2006), less the headers of
 TCP and Ethernet.
 
+Two rows have links that differ. ``zones``: a near zone, and a far one behind a thin link that its
+nodes share. The floor of the near zone is as above, that of the far one is ``S / L`` for
+a link of L bytes a second. ``mixed``: nodes at a quarter and at a fiftieth of the others' rate; the
+floor of a node is that of its own link.
+
 Of the planner alone: the time that it takes over one event, with 100 nodes and 10,000 pieces; and
 one file of 1 kB to 64 agents in one process.
 """
@@ -19,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +34,9 @@ from pydantic import SecretStr
 from benchmarks.common import Results, options, rotated, show
 from benchmarks.rig import DISK, GOODPUT, Rig
 from benchmarks.rig.store import Store
-from benchmarks.swarm_peers.run import Figures, run_peer
+from benchmarks.swarm_peers.run import DESTINATION, Figures, check_files, run_peer
 from benchmarks.swarm_peers.xenna_python import NoXennaError
+from benchmarks.swarm_peers.zones import Warmed, run_zones
 from millrace.storage import StoreSpec
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm
 from millrace.swarm.agent import Agent
@@ -109,6 +116,64 @@ def run_works(results: Results, *, quick: bool) -> None:
                 results.add(work.name, system, "startup_s", found.startup_seconds)
                 results.add(work.name, system, "peak_rss_MB", found.peak_rss / 1e6)
                 results.add(work.name, system, "store_bytes_ratio", found.store_bytes / total)
+
+
+def link(mbit: float) -> float:
+    """Bytes of payload that a link carries a second."""
+    return mbit * 1e6 / 8 * GOODPUT
+
+
+def run_shaped(rates: Sequence[float], size: int, *, far: int = 0, link_mbit: float = 0) -> Warmed:
+    """Put one object on nodes of set rates (Mbit/s), the last ones in a far zone."""
+    store_mbit = max(rates)
+    with (
+        Rig.start(
+            nodes=len(rates),
+            rate_mbit=store_mbit,
+            store_mbit=store_mbit,
+            far=far,
+            link_mbit=link_mbit,
+            disk_bytes=2 * size + 256 * MIB,
+        ) as rig,
+        Store.start(DISK / "objects", rig.store) as store,
+    ):
+        for host, rate in zip(rig.nodes, rates, strict=True):
+            rig.shape(host, rate)
+        store.generate("object", size)
+        found = run_zones(rig, store, ["object"], DESTINATION)
+        check_files(rig, store, ["object"], DESTINATION)
+    return found
+
+
+def run_zone_rows(results: Results, *, quick: bool) -> None:
+    """Warm two zones of two nodes, the second one behind a thin link."""
+    size, mbit, thin = (64 if quick else 256) * MIB, 200, 50
+    fluid = 2 * size / (link(mbit) + 2 * link(mbit))
+    results.add("zones", "floor", "near_s", max(size / link(mbit), fluid))
+    results.add("zones", "floor", "far_s", size / link(thin))
+    results.add("zones", "floor", "store_bytes_ratio", 1.0)
+    results.add("zones", "floor", "link_bytes_ratio", 1.0)
+    for _ in range(1 if quick else 3):
+        found = run_shaped([mbit] * 4, size, far=2, link_mbit=thin)
+        results.add("zones", "millrace", "near_s", max(found.seconds[:2]))
+        results.add("zones", "millrace", "far_s", max(found.seconds[2:]))
+        results.add("zones", "millrace", "store_bytes_ratio", found.store_bytes / size)
+        results.add("zones", "millrace", "link_bytes_ratio", found.link_bytes / size)
+
+
+def run_mixed_row(results: Results, *, quick: bool) -> None:
+    """Warm two nodes, one at a quarter of their rate, and one at a fiftieth."""
+    size, mbit = (16 if quick else 64) * MIB, 200
+    parts = {"full_s": mbit, "quarter_s": mbit / 4, "fiftieth_s": mbit / 50}
+    for metric, rate in parts.items():
+        results.add("mixed", "floor", metric, size / link(rate))
+    results.add("mixed", "floor", "store_bytes_ratio", 1.0)
+    for _ in range(1 if quick else 3):
+        found = run_shaped([mbit, mbit, mbit / 4, mbit / 50], size)
+        slowest = (max(found.seconds[:2]), *found.seconds[2:])
+        for metric, seconds in zip(parts, slowest, strict=True):
+            results.add("mixed", "millrace", metric, seconds)
+        results.add("mixed", "millrace", "store_bytes_ratio", found.store_bytes / size)
 
 
 def run_planner(results: Results, *, quick: bool) -> None:
@@ -193,6 +258,15 @@ def report(results: Results) -> None:
             lines.append([work.name, system, *shown, ratio, str(seconds.n)])
     show(["work", "system", *metrics, "/floor", "n"], lines)
     print()
+    shaped = [row for row in results.rows() if row.work in {"zones", "mixed"}]
+    lines = []
+    for row in shaped:
+        if row.system == "millrace":
+            floor = values[row.work, "floor", row.metric].value
+            figures = [f"{row.value:.2f}", f"{floor:.2f}", f"{row.value / floor:.2f}x", str(row.n)]
+            lines.append([row.work, row.metric, *figures])
+    show(["work", "metric", "millrace", "floor", "/floor", "n"], lines)
+    print()
     for (work, _, metric), row in values.items():
         if work.startswith(("planner", "1 kB")):
             print(f"{work}: {row.value:.3f} {metric}")
@@ -205,6 +279,8 @@ def main() -> int:
     results = Results("swarm")
     run_planner(results, quick=asked.quick)
     run_small(results)
+    run_zone_rows(results, quick=asked.quick)
+    run_mixed_row(results, quick=asked.quick)
     run_works(results, quick=asked.quick)
     report(results)
     if asked.file:

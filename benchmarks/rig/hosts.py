@@ -12,12 +12,16 @@ end its downlink. Every host has a tmpfs of its own at `DISK`, its ``/tmp`` is o
 path, another disk. All else is the machine's. The bridge is in a namespace too: the machine's own
 network is neither touched nor reached.
 
+Some of the nodes may be in a far zone: behind a second bridge, and one link, shaped both ways, that
+leads from it to the first one, where the store is.
+
 Nothing has a name outside, and the namespaces live as long as their processes, which end with
 their owner (see `benchmarks.rig.holder`): a rig whose owner was killed leaves nothing behind.
 """
 
 import contextlib
 import ctypes
+import json
 import os
 import shutil
 import socket
@@ -43,6 +47,8 @@ NETWORK = "198.18.0."  # RFC 2544: for benchmarks
 STORE = 200
 TEMPORARY = Path("/tmp")
 SHARED_MEMORY = Path("/dev/shm")
+TO_FAR, TO_NEAR = "to-far", "to-near"  # the ends of the link between the zones
+HEADERS = 66  # bytes of Ethernet, IPv4 and TCP with timestamps
 GOODPUT = 1448 / 1514  # of a link's rate: the rest is TCP's and Ethernet's headers
 LIMIT = timedelta(hours=1)
 PATIENCE = 20.0  # seconds that a kill may take
@@ -261,15 +267,27 @@ class Rig:
     """Hosts that see each other. Made by `Rig.start`; a context manager that takes it down.
 
     Attributes:
-        nodes: The hosts ``n0``, ``n1`` and so on.
+        nodes: The hosts ``n0``, ``n1`` and so on; those of the far zone come last.
+        far: The hosts of the far zone.
         store: The host for the store.
     """
 
-    def __init__(self, nodes: Sequence[Host], store: Host, switch: _Inside) -> None:
-        """Connect hosts by a bridge in ``switch``; `start` makes them."""
+    def __init__(
+        self,
+        nodes: Sequence[Host],
+        store: Host,
+        switch: _Inside,
+        *,
+        far: int = 0,
+        link_mbit: float = 0.0,
+    ) -> None:
+        """Connect hosts by bridges in ``switch``; `start` makes them."""
         self.nodes, self.store = tuple(nodes), store
+        self.far = self.nodes[len(self.nodes) - far :]
         self._switch, self._stack = switch, ExitStack()
         self._connect()
+        if far:
+            self._connect_far(link_mbit)
 
     @classmethod
     def start(
@@ -278,6 +296,8 @@ class Rig:
         nodes: int = 4,
         rate_mbit: float = 200,
         store_mbit: float = 200,
+        far: int = 0,
+        link_mbit: float = 0.0,
         disk_bytes: int = GIB,
         limit: timedelta = LIMIT,
     ) -> Self:
@@ -287,6 +307,8 @@ class Rig:
             nodes: How many, besides the store's.
             rate_mbit: The rate of each node's link, each way, in Mbit/s.
             store_mbit: The rate of the store's.
+            far: How many of the nodes are in the far zone.
+            link_mbit: The rate of the link that leads there, each way.
             disk_bytes: The most that a host's disk holds: memory, once it is written.
             limit: When all hosts are killed, whatever happens.
 
@@ -305,7 +327,8 @@ class Rig:
                 return made
 
             made = [host(f"n{i}", i + 1, rate_mbit) for i in range(nodes)]
-            rig = cls(made, host("store", STORE, store_mbit), switch)
+            store = host("store", STORE, store_mbit)
+            rig = cls(made, store, switch, far=far, link_mbit=link_mbit)
             rig._stack = stack.pop_all()
         return rig
 
@@ -332,6 +355,21 @@ class Rig:
             # The burst takes a whole segment of TCP offload (64 KiB), else each is cut up here.
             tbf = f"tbf rate {rate_mbit}mbit burst 128kb latency 20ms"
             call(_batch, "tc", [f"qdisc replace dev {device} root {tbf}"])
+
+    def _connect_far(self, mbit: float) -> None:
+        lines = ["link add far type bridge", "link set far up"]
+        lines.append(f"link add {TO_FAR} type veth peer name {TO_NEAR}")
+        lines += [f"link set {TO_FAR} master bridge up", f"link set {TO_NEAR} master far up"]
+        lines += [f"link set {host.name} master far" for host in self.far]
+        self._switch.call(_batch, "ip", lines)
+        tbf = f"tbf rate {mbit}mbit burst 128kb latency 50ms"
+        for device in (TO_FAR, TO_NEAR):
+            self._switch.call(_batch, "tc", [f"qdisc replace dev {device} root {tbf}"])
+
+    def crossed(self) -> tuple[int, int]:
+        """Payload that has crossed the link, in bytes of TCP: to the far zone, and back."""
+        there, back = (self._switch.call(_payload, device) for device in (TO_FAR, TO_NEAR))
+        return there, back
 
     def unplug(self, host: Host) -> None:
         """Pull a host's cable: its peers hear nothing more, not even a closed connection."""
@@ -387,6 +425,13 @@ def _ended(pid: int) -> bool:
         state, threads = fields[0], int(fields[17])
         return state in "ZX" and threads <= 1  # the first thread ends before the others
     return True
+
+
+def _payload(device: str) -> int:
+    """Bytes that a queue has sent, without the headers of its packets."""
+    command = ["tc", "-s", "-j", "qdisc", "show", "dev", device, "root"]
+    (queue,) = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    return queue["bytes"] - HEADERS * queue["packets"]
 
 
 def _command(*words: str) -> None:

@@ -30,6 +30,7 @@ _FIRST_FETCHES = 4  # of a node, until one is over
 _SLOW_LEAST = 1.5  # seconds after which a slow reader's piece is read by another node too
 _SLOW_LAST = 0.5  # and where it is one of the last
 _SLOW_READ = 3.0  # and times as long as the quickest reader takes
+_BEHIND = 2  # times the pieces that a node fetches at once, that it may be behind another one
 _ACCUSERS = 2  # nodes that must say that one gives wrong bytes, where there are as many
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
@@ -167,7 +168,9 @@ class Tracker:
         self._lacking: Counter[str] = Counter()  # zone → living nodes that lack something
         self._zone_paces: dict[str, float] = {}  # as `_Node.read_pace`, of labelled zones
         self._quickest = 0.0  # the least `_Node.read_pace`
-        self._least_fetch = 0.0  # and `_Node.fetch_pace`
+        self._slow_readers: set[str] = set()  # zones, and nodes without one
+        self._least_fetch = 0.0  # the least `_Node.fetch_pace`
+        self._least_missing = len(sizes)  # pieces
         self._unread = list(range(len(sizes)))  # a heap: in no node, and nobody reads it
         self._offered = set(self._unread)  # what is in it
         self._delayed: list[int] = []  # failed at the store: read again later
@@ -367,6 +370,7 @@ class Tracker:
             node.have[number] = 1
             node.missing -= 1
             self._lacking[node.zone] -= not node.missing
+            self._least_missing = min(self._least_missing, node.missing)
         if not node.trusted:
             self._offer_if_nobody_has(number)
             return
@@ -531,15 +535,16 @@ class Tracker:
     def _may_read(self, node: _Node) -> bool:
         """Whether a node reads from the store for the others.
 
-        A node whose reads are slow (its link is thin, or the one that leads to its zone) does so
-        only while there is nothing that it could fetch from others instead: that takes the same
-        link, and all would wait for what it reads.
+        A node whose reads are slow, or that has fallen behind (its link is thin, or the one that
+        leads to its zone), does so only while there is nothing that it could fetch from others
+        instead: that takes the same link, and all would wait for what it reads.
         """
         if not node.trusted and any(other.trusted for other in self._living()):
             return False
         if not (node.fetches or node.queue):
             return not self._is_tried(node)
-        return not (self._is_tried(node) or self._reads_slowly(node))
+        behind = node.missing - self._least_missing > _BEHIND * self._limits.down
+        return not (behind or self._is_tried(node) or self._reads_slowly(node))
 
     def _is_tried(self, node: _Node) -> bool:
         """Whether a first read is under way that will show how quick the node's reads are."""
@@ -552,12 +557,25 @@ class Tracker:
         return self._zone_paces.get(node.zone, 0.0) if node.zone else node.read_pace
 
     def _reads_slowly(self, node: _Node) -> bool:
-        slow = _SLOW_ZONE if node.zone else _SLOW_READER
-        return self._read_pace(node) > slow * self._quickest > 0.0
+        return (node.zone or node.name) in self._slow_readers
 
     def _find_quickest(self) -> None:
         paces = [pace for n in self._living() if n.trusted and (pace := self._read_pace(n))]
         self._quickest = min(paces, default=0.0)
+        self._least_missing = min((n.missing for n in self._living()), default=0)
+
+    def _find_slow_readers(self, measured: _Node) -> None:
+        """Compare all readers with the quickest.
+
+        One that is slow stays so until its own next read: it may be a while, and what was measured
+        then cannot be compared with what the others do now.
+        """
+        self._find_quickest()
+        self._slow_readers.discard(measured.zone or measured.name)
+        for node in self._living():
+            slow = _SLOW_ZONE if node.zone else _SLOW_READER
+            if self._read_pace(node) > slow * self._quickest:
+                self._slow_readers.add(node.zone or node.name)
 
     def _living(self) -> Iterator[_Node]:
         return (node for node in self._nodes.values() if node.alive)
@@ -682,7 +700,7 @@ class Tracker:
         if node.zone:
             before = self._zone_paces.get(node.zone)
             self._zone_paces[node.zone] = 0.7 * before + 0.3 * pace if before else pace
-        self._find_quickest()
+        self._find_slow_readers(node)
 
     def _path(self, giver: _Node, node: _Node) -> Durations:
         """Durations of what a node gets from a zone: its own link, and the zones', set them."""
@@ -715,8 +733,9 @@ class Tracker:
 
     def _hedge(self, now: float) -> None:
         """Order what is late from somewhere else too; whichever comes first counts."""
-        reads, near, across = _Late(), _Late(), _Late()
-        slow_reads = _Late()
+        reads, slow_reads, near = _Late(), _Late(), _Late()
+        across: dict[str, _Late] = {}  # by the zone that they go to
+        crossing: Counter[str] = Counter()
         for node in self._living():
             slow = self._is_tried(node) or self._reads_slowly(node)
             for number, sources in node.down.items():
@@ -728,17 +747,21 @@ class Tracker:
                 if giver is None:
                     late = slow_reads if slow else reads
                     late.note(node, number, source, took, self._allowed_read(size, slow=slow))
-                else:
-                    late = near if giver.zone == node.zone else across
-                    late.note(node, number, source, took, self._allowed_fetch(giver, node, size))
-        for node, number, source in slow_reads.transfers:
-            self._hedge_one(node, number, source, now)
-        living = len(self.nodes)
-        for late in (reads, near, across):
-            # Late at many at once is a crowded network, and more of the same would not help.
-            if len(late.nodes) <= max(1, living // 4) or late.very:
-                for node, number, source in late.transfers:
-                    self._hedge_one(node, number, source, now)
+                    continue
+                late = near
+                if giver.zone != node.zone:
+                    late = across.setdefault(node.zone, _Late())
+                    crossing[node.zone] += 1
+                late.note(node, number, source, took, self._allowed_fetch(giver, node, size))
+        # Late at many at once is a crowded network, and more of the same would not help.
+        few = max(1, len(self.nodes) // 4)
+        due = [late for late in (reads, near) if len(late.nodes) <= few or late.very]
+        for zone, late in across.items():
+            if len(late.transfers) <= max(1, crossing[zone] // 4):
+                due.append(late)
+        for late in (slow_reads, *due):
+            for node, number, source in late.transfers:
+                self._hedge_one(node, number, source, now)
 
     def _allowed_read(self, size: int, *, slow: bool) -> float:
         """Seconds that a read may take: fewer for a slow reader, as all others wait for it."""
@@ -767,10 +790,8 @@ class Tracker:
         elif self._nodes[source].zone == node.zone and self._path(self._nodes[source], node).known:
             self._mark_slow(self._nodes[source])  # other givers serve this node better
         giver = self._source(node, number)
-        if giver is None or giver.name == source or giver.slow:
-            return
-        if source == STORE or giver.zone != self._nodes[source].zone or giver.zone == node.zone:
-            self._order(node, number, giver.name, now)  # never twice over one link between zones
+        if giver is not None and giver.name != source and not giver.slow:
+            self._order(node, number, giver.name, now)
 
     def _taken(self) -> list[Order]:
         orders, self._orders = self._orders, []

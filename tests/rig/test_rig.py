@@ -104,6 +104,20 @@ def test_a_link_can_be_given_another_rate(rig):
         rig.shape(rig.nodes[0], RATE)
 
 
+def test_a_far_zone_is_reached_over_one_link_that_is_counted():
+    with Rig.start(nodes=3, rate_mbit=RATE, far=2, link_mbit=20, disk_bytes=32 * MIB) as rig:
+        near, *far = rig.nodes
+        assert rig.far == tuple(far)
+        assert rate(*far) > 0.5 * MB_A_SECOND
+        assert sum(rig.crossed()) < MIB / 10
+        assert rate(rig.store, far[0], size=2 * MIB) < MB_A_SECOND / 2
+        there, back = rig.crossed()
+        assert 2 * MIB <= there < 2.2 * MIB
+        assert back < MIB / 10
+        assert rate(far[1], near, size=2 * MIB) < MB_A_SECOND / 2
+        assert 2 * MIB <= rig.crossed()[1] < 2.2 * MIB
+
+
 def test_the_same_path_is_another_disk_on_every_host(rig):
     assert not DISK.exists()
     for host in rig.hosts:
