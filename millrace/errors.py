@@ -55,6 +55,10 @@ class CorruptError(MillraceError):
     """Bytes that were read are not the bytes that were recorded."""
 
 
+class VersionError(CorruptError):
+    """A record that another version of Millrace wrote: it is not damaged."""
+
+
 class ArchiveError(MillraceError):
     """An archive is damaged, is larger than allowed, or holds what is not unpacked."""
 

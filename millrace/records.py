@@ -20,7 +20,6 @@ from millrace.storage import Stat, Store, create, list_objects, read
 
 R = TypeVar("R", bound=BaseModel)
 
-_VERSION = 1
 _AT_ONCE = 32
 
 
@@ -145,7 +144,7 @@ def encoded(record: BaseModel, nonce: str) -> bytes:
     return canonical(
         {
             "kind": type(record).__name__,
-            "version": _VERSION,
+            "version": _version_of(type(record)),
             "nonce": nonce,
             "record": record.model_dump(mode="json"),
         }
@@ -162,17 +161,23 @@ def decoded(where: str, kind: type[R], body: bytes) -> tuple[R, str]:
 
     Raises:
         CorruptError: They are no such record.
+        VersionError: Another version of Millrace wrote it.
     """
     try:
         envelope = orjson.loads(body)
         version, its_kind, nonce = envelope["version"], envelope["kind"], envelope["nonce"]
-        if version == _VERSION and its_kind == kind.__name__:
+        if version == _version_of(kind) and its_kind == kind.__name__:
             return kind.model_validate_json(orjson.dumps(envelope["record"])), str(nonce)
     except (orjson.JSONDecodeError, KeyError, TypeError, ValidationError) as error:
         raise errors.CorruptError(
             f"{where} is not a record of Millrace's; was it written by hand?"
         ) from error
-    raise errors.CorruptError(
+    wrong = errors.VersionError if its_kind == kind.__name__ else errors.CorruptError
+    raise wrong(
         f"{where} is a {its_kind} of version {version}; this Millrace reads "
-        f"{kind.__name__} of version {_VERSION}. Another version wrote it."
+        f"{kind.__name__} of version {_version_of(kind)}. Another version wrote it."
     )
+
+
+def _version_of(kind: type[BaseModel]) -> int:
+    return getattr(kind, "record_version", 1)

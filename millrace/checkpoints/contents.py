@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 
 from millrace import errors
-from millrace.checkpoints.find import root_of
+from millrace.checkpoints.find import root_of, with_digest
 from millrace.digest import sha256
 from millrace.keys import CheckpointKeys
 from millrace.memory import anonymous
@@ -36,7 +36,7 @@ class Content:
     def record(self, checkpoint: Checkpoint, job: str) -> Checkpoint:
         """What is committed for it elsewhere, as another job's."""
         there = {"job": job, "parts": self.parts, "root": self.root}
-        return checkpoint.model_copy(update=there)
+        return with_digest(checkpoint.model_copy(update=there))
 
     @property
     def size(self) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 from millrace import errors
 from millrace.checkpoints.choosing import Choice, number_of, order_of
 from millrace.checkpoints.contents import Content, plain_json
-from millrace.checkpoints.find import checkpoint_of
+from millrace.checkpoints.find import checkpoint_of, commit_checkpoint
 from millrace.checkpoints.members import Membership, Statements, moved_on, roster_of
 from millrace.checkpoints.race import Race
 from millrace.checkpoints.settings import CooldownSettings, OnTimeout
@@ -344,7 +344,7 @@ class _Cooldown:
             ConflictError: Another stands there.
         """
         key = self._keys.metadata(self._draft.step)
-        commit = commit_once(self._store, key, self._draft)
+        commit = commit_checkpoint(self._store, self._draft)
         there = commit.record
         if (there.root, there.position) != (self._draft.root, self._draft.position):
             raise errors.ConflictError(

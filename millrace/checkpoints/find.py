@@ -13,8 +13,8 @@ from millrace.digest import canonical, sha256
 from millrace.keys import CHECKPOINTS, CheckpointKeys
 from millrace.models.checkpoint import Checkpoint, Part, Quarantine, TensorRecord
 from millrace.progress import Event, Progress, silent
-from millrace.records import commit_once, fetch
-from millrace.storage import Store, copy, delete, difference, list_folders
+from millrace.records import Commit, commit_once, decoded, fetch
+from millrace.storage import Store, copy, create, delete, difference, list_folders, read
 
 _AT_ONCE = 4
 
@@ -74,9 +74,45 @@ def checked(where: str, found: Checkpoint, job: str, step: int) -> Checkpoint:
             f"{where} is a checkpoint of {found.job} at step {found.step}: it was copied there, "
             "and its files are not."
         )
-    if root_of(found.parts, found.tensors) != found.root:
+    whole = found.digest == _digest_of(found)
+    if not whole or root_of(found.parts, found.tensors) != found.root:
         raise errors.CorruptError(f"{where} is not what it was when it was committed.")
     return found
+
+
+def with_digest(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint's metadata with the digest of all its fields, ready to be committed."""
+    return checkpoint.model_copy(update={"digest": _digest_of(checkpoint)})
+
+
+def _digest_of(checkpoint: Checkpoint) -> str:
+    return sha256(canonical(checkpoint.model_dump(mode="json", exclude={"digest"})))
+
+
+def commit_checkpoint(store: Store, made: Checkpoint) -> Commit[Checkpoint]:
+    """Commit a checkpoint's metadata, unless that of the same step is there.
+
+    Metadata that is there and damaged is moved away first.
+
+    Args:
+        store: The store of the job.
+        made: The metadata; all files are there.
+
+    Raises:
+        VersionError: Another version of Millrace wrote what is there.
+    """
+    key = CheckpointKeys(made.job).metadata(made.step)
+    sealed = with_digest(made)
+    try:
+        commit = commit_once(store, key, sealed)
+        if not commit.mine:
+            checked(store.url_of(key), commit.record, made.job, made.step)
+    except errors.VersionError:
+        raise
+    except errors.CorruptError as error:
+        there = quarantine_metadata(store, made.job, made.step, str(error))
+        return commit_once(store, key, sealed) if there is None else Commit(there, mine=False)
+    return commit
 
 
 def check_content(where: str, there: Checkpoint, root: str) -> Checkpoint:
@@ -143,7 +179,8 @@ def latest(
 ) -> Checkpoint | None:
     """The newest checkpoint that is verified; None if there is none.
 
-    One that is damaged is moved out of the way (`quarantine`), and the one before it is looked at.
+    One that is damaged is moved out of the way (`quarantine`), also if it is its metadata that is,
+    and the one before it is looked at.
 
     Args:
         store: Where to look.
@@ -154,10 +191,13 @@ def latest(
     Raises:
         UnavailableError: The store failed for longer than its time budget.
     """
-    for step, found in survey(store, job):
+    for step, surveyed in survey(store, job):
+        found = surveyed
         if isinstance(found, errors.CorruptError):
             progress(Event("checkpoint.damaged", "", {"step": step, "damage": str(found)}))
-            continue
+            found = _without_metadata(store, job, step, found)
+            if found is None:
+                continue
         damage = verify(store, found, check=check)
         if not damage:
             return found
@@ -165,6 +205,65 @@ def latest(
         progress(Event("checkpoint.damaged", CheckpointKeys(job).metadata(step), told))
         with suppress(errors.DeniedError):  # whoever may only read goes on without it
             quarantine(store, found, damage)
+    return None
+
+
+def _without_metadata(
+    store: Store, job: str, step: int, error: errors.CorruptError
+) -> Checkpoint | None:
+    """Move damaged metadata away, where the credentials allow it, unless it proves to be right."""
+    if isinstance(error, errors.VersionError):
+        return None
+    try:
+        return quarantine_metadata(store, job, step, str(error))
+    except errors.DeniedError:
+        return None
+
+
+def quarantine_metadata(store: Store, job: str, step: int, damage: str) -> Checkpoint | None:
+    """Move damaged metadata of a step out of the way, so that the step can be saved anew.
+
+    The metadata is read again first: the bytes may have been changed on their way. They stay beside
+    the record of the quarantine, under their digest. The files of the step stay where they are.
+
+    Args:
+        store: The store of the job.
+        job: The job.
+        step: The step.
+        damage: What is wrong with it.
+
+    Returns:
+        The checkpoint, if its metadata proves to be right; None once it is away.
+
+    Raises:
+        DeniedError: The credentials may not move it.
+    """
+    keys = CheckpointKeys(job)
+    key = keys.metadata(step)
+    where = store.url_of(key)
+    try:
+        body = read(store, key)
+    except errors.NotFoundError:
+        return None
+    try:
+        return checked(where, decoded(where, Checkpoint, body)[0], job, step)
+    except errors.VersionError:
+        raise
+    except errors.CorruptError:
+        pass
+    digest = sha256(body)
+    record = Quarantine(checkpoint=None, damage=(damage,))
+    commit_once(store, keys.quarantine(step, digest), record)
+    with suppress(errors.ExistsError):
+        create(store, keys.damaged(step, digest), body)
+    with suppress(errors.NotFoundError):
+        if read(store, key) != body:  # another process has saved the step meanwhile
+            return checkpoint_of(store, job, step)
+        failures = delete(store, [key])
+        if failures:
+            raise errors.DeniedError(
+                f"{where} is damaged and could not be moved away: {failures[0].reason}"
+            )
     return None
 
 

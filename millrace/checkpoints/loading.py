@@ -1,6 +1,6 @@
 """Load checkpoints: every file is verified before anything of it is used."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from millrace.checkpoints.parts import dtype_of, read_boxes
 from millrace.checkpoints.pieces import piece_of
 from millrace.checkpoints.tree import (
     SKELETON,
+    array_names,
     is_skeleton,
     own_rank,
     put_together,
@@ -53,6 +54,7 @@ def load(
     rows: Rows | None = None,
     rank: int | None = None,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
     progress: Progress = silent,
 ) -> Loaded:
     """Load a checkpoint; only the files that hold what is asked for are read.
@@ -68,18 +70,31 @@ def load(
         rows: Of these tensors only the rows from the first number to the one before the second.
         rank: Load what this rank alone had, too.
         device: Where the tensors are put.
+        dtype: A floating type that floating tensors are converted to while they are loaded. Other
+            tensors, numpy arrays, and what a rank alone had stay as they were saved.
         progress: Told ``checkpoint.damaged`` of what was passed over.
 
     Raises:
         NotFoundError: There is none.
         CorruptError: Of the step that was asked for, a file is not the bytes that were saved.
-        ConfigurationError: Rows are asked for of a tensor that has fewer.
+        ConfigurationError: Rows are asked for of a tensor that has fewer, or the type is not
+            floating.
     """
+    if dtype is not None and not dtype.is_floating_point:
+        raise errors.ConfigurationError(f"{dtype} is no floating type: choose one, or none.")
     some = dict(rows or {})
 
     def wanted(checkpoint: Checkpoint) -> dict[str, _Wanted]:
+        # Of the skeleton it is known which tensors numpy arrays are, which stay as they were.
+        fixed = _arrays(store, checkpoint) if dtype is not None else set[str]()
         return {
-            name: _some_rows(name, record, some.get(name), device)
+            name: _some_rows(
+                name,
+                record,
+                some.get(name),
+                device,
+                None if name in fixed or own_rank(name) is not None else dtype,
+            )
             for name, record in checkpoint.tensors.items()
             if is_skeleton(name) or only(name)
             if own_rank(name) is None or _is_own(name, rank)
@@ -159,8 +174,23 @@ def _loaded(
 def _read(
     store: Store, checkpoint: Checkpoint, wanted: "dict[str, _Wanted]", rank: int | None
 ) -> Loaded:
+    _fill(store, checkpoint, wanted.values())
+    state: dict[str, torch.Tensor] = {}
+    own: dict[str, torch.Tensor] = {}
+    for name, tensor in wanted.items():
+        content = tensor.content.cpu() if is_skeleton(name) else tensor.content
+        mine = own_rank(name)
+        if mine is None:
+            state[name] = content
+        else:
+            own[mine[1]] = content
+    return Loaded(checkpoint, put_together(state), put_together(own) if own else {})
+
+
+def _fill(store: Store, checkpoint: Checkpoint, wanted: "Iterable[_Wanted]") -> None:
+    """Read the files that hold some of these tensors, and fill the tensors."""
     by_part: dict[int, list[tuple[_Wanted, Chunk]]] = {}
-    for tensor in wanted.values():
+    for tensor in wanted:
         for chunk in tensor.chunks():
             by_part.setdefault(chunk.part, []).append((tensor, chunk))
 
@@ -178,16 +208,6 @@ def _read(
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="part") as pool:
         list(pool.map(fill, sorted(by_part)))
-    state: dict[str, torch.Tensor] = {}
-    own: dict[str, torch.Tensor] = {}
-    for name, tensor in wanted.items():
-        content = tensor.content.cpu() if is_skeleton(name) else tensor.content
-        mine = own_rank(name)
-        if mine is None:
-            state[name] = content
-        else:
-            own[mine[1]] = content
-    return Loaded(checkpoint, put_together(state), put_together(own) if own else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +237,11 @@ class _Wanted:
 
     def fill(self, chunk: Chunk, found: torch.Tensor | None) -> None:
         """Take from a box in the checkpoint what is wanted of it."""
-        if found is None or tuple(found.shape) != chunk.shape or found.dtype != self.box.dtype:
+        if (
+            found is None
+            or tuple(found.shape) != chunk.shape
+            or found.dtype != dtype_of(self.record.dtype)
+        ):
             raise errors.CorruptError(f"{self.name} is not in the file that should hold it.")
         here, there = self._overlap(chunk, self.start), self._overlap(chunk, chunk.start)
         self.box[_slices(here)].copy_(found[_slices(there)])
@@ -237,8 +261,22 @@ def _is_own(name: str, rank: int | None) -> bool:
     return own is not None and own[0] == rank
 
 
+def _arrays(store: Store, checkpoint: Checkpoint) -> set[str]:
+    """The names of the tensors that are numpy arrays in the state."""
+    record = checkpoint.tensors.get(SKELETON)
+    if record is None:
+        return set()
+    skeleton = _some_rows(SKELETON, record, None, "cpu")
+    _fill(store, checkpoint, [skeleton])
+    return array_names(skeleton.content)
+
+
 def _some_rows(
-    name: str, record: TensorRecord, rows: tuple[int, int] | None, device: torch.device | str
+    name: str,
+    record: TensorRecord,
+    rows: tuple[int, int] | None,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
 ) -> _Wanted:
     first, shape = 0, record.shape
     if rows is not None:
@@ -248,7 +286,9 @@ def _some_rows(
                 f"{name} has the shape {list(shape)}: rows {first} to {stop} are not in it."
             )
         shape = (stop - first, *shape[1:])
-    content = torch.empty(shape, dtype=dtype_of(record.dtype), device=device)
+    saved = dtype_of(record.dtype)
+    kind = dtype if dtype is not None and saved.is_floating_point else saved
+    content = torch.empty(shape, dtype=kind, device=device)
     return _Wanted(name, record, (first, *(0,) * (len(shape) - 1))[: len(shape)], content, content)
 
 

@@ -15,13 +15,18 @@ from typing import Self
 import torch
 
 from millrace import errors
-from millrace.checkpoints.find import root_of
+from millrace.checkpoints.find import (
+    checkpoint_of,
+    commit_checkpoint,
+    quarantine_metadata,
+    root_of,
+)
 from millrace.checkpoints.pieces import covered_once
 from millrace.checkpoints.tree import own_rank
 from millrace.keys import CheckpointKeys, checked_name
 from millrace.models.checkpoint import Checkpoint, Part, Share, TensorRecord
-from millrace.records import commit_once, commit_same, committed, fetch
-from millrace.storage import Store, exists, list_objects
+from millrace.records import commit_same, committed
+from millrace.storage import Store, list_objects
 
 _LOOK = 1.0  # seconds
 
@@ -86,7 +91,10 @@ def save_together(store: Store, ranks: Ranks, share: Share, within: timedelta) -
     commit_same(store, keys.share(share.step, ranks.attempt, ranks.rank), share)
     deadline = time.monotonic() + within.total_seconds()
     made = _joined(store, ranks, share)
-    while made is None and not exists(store, keys.metadata(share.step)):
+    while made is None:
+        there = _there(store, share)
+        if there is not None:
+            return there
         if time.monotonic() > deadline:
             made = _joined(store, ranks, share)  # the last one may have died after its commit
             if made is None:
@@ -97,9 +105,19 @@ def save_together(store: Store, ranks: Ranks, share: Share, within: timedelta) -
                 )
         else:
             time.sleep(_LOOK)
-    if made is not None:
-        return commit_once(store, keys.metadata(share.step), made).record
-    return fetch(store, keys.metadata(share.step), Checkpoint)
+    return commit_checkpoint(store, made).record
+
+
+def _there(store: Store, share: Share) -> Checkpoint | None:
+    """The checkpoint of the step, if another rank has committed it."""
+    try:
+        return checkpoint_of(store, share.job, share.step)
+    except errors.NotFoundError:
+        return None
+    except errors.VersionError:
+        raise
+    except errors.CorruptError as error:  # of a save before this one
+        return quarantine_metadata(store, share.job, share.step, str(error))
 
 
 def has(checkpoint: Checkpoint, share: Share) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from millrace import errors
 from millrace.checkpoints.contents import plain_json
-from millrace.checkpoints.find import check_content, newest
+from millrace.checkpoints.find import check_content, commit_checkpoint, newest
 from millrace.checkpoints.ranks import Ranks, assembled, has, save_together
 from millrace.checkpoints.settings import SaveSettings
 from millrace.checkpoints.snapshot import Memory, Snapshot
@@ -24,8 +24,7 @@ from millrace.digest import sha256
 from millrace.keys import CheckpointKeys
 from millrace.models.checkpoint import Checkpoint, Part, Share
 from millrace.progress import Event, Progress, silent
-from millrace.records import commit_once
-from millrace.storage import Store, create, list_objects
+from millrace.storage import Store, create, difference, kept_sha256, list_objects, put
 
 
 class Saving:
@@ -94,6 +93,7 @@ class Saver:
         self._memory = Memory()
         self._under_way: Saving | None = None
         self._known: dict[str, Part] | None = None
+        self._proved: set[Part] = set()
         self._pool = ThreadPoolExecutor(self._settings.uploads, thread_name_prefix="part")
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
@@ -185,7 +185,7 @@ class Saver:
         notes: dict[str, str],
     ) -> Checkpoint:
         began = time.monotonic()
-        there = set(self._there(step))
+        there = dict(self._there(step))
         known = self._referable()
 
         def upload(body: memoryview) -> Part:
@@ -194,6 +194,7 @@ class Saver:
         futures = [self._pool.submit(upload, body) for body in copied.files]
         wait(futures)  # also if one fails: the next save writes where the others read
         parts = tuple(future.result() for future in futures)
+        self._proved = set(parts)
         share = Share(
             job=self._keys.job,
             step=step,
@@ -224,19 +225,19 @@ class Saver:
         key = self._keys.metadata(share.step)
         if self._ranks is None:
             made = assembled([share])
-            there = commit_once(self._store, key, made).record
+            there = commit_checkpoint(self._store, made).record
             return check_content(self._store.url_of(key), there, made.root)
         there = save_together(self._store, self._ranks, share, self._settings.ranks_within)
         # What the others have is not known here: it is this one if it is made of this share.
         root = there.root if has(there, share) else ""
         return check_content(self._store.url_of(key), there, root)
 
-    def _there(self, step: int) -> Iterator[str]:
-        """The digests of files that an earlier save of this step has brought there."""
+    def _there(self, step: int) -> Iterator[tuple[str, int]]:
+        """The digests and sizes of files that an earlier save of this step has left there."""
         for stat in list_objects(self._store, self._keys.parts(step)):
             found = self._keys.parse_part(stat.key)
             if found is not None:
-                yield found[1]
+                yield found[1], stat.size
 
     def _referable(self) -> dict[str, Part]:
         if not self._settings.refer:
@@ -246,19 +247,49 @@ class Saver:
             self._known = {part.sha256: part for part in before.parts} if before else {}
         return self._known
 
-    def _upload(self, step: int, body: memoryview, there: set[str], known: dict[str, Part]) -> Part:
+    def _upload(
+        self, step: int, body: memoryview, there: dict[str, int], known: dict[str, Part]
+    ) -> Part:
         digest = sha256(body)
         sent = 0
-        if digest in known:
-            part = known[digest]
-        else:
+        part = known.get(digest)
+        if part is None or not self._is_right(part):
             part = Part(step=step, sha256=digest, size=len(body))
-            if digest not in there:
-                with suppress(errors.ExistsError):  # the same bytes, by somebody else
-                    create(self._store, self._keys.part(step, digest), body, sha256=digest)
-                    sent = len(body)
+            sent = self._brought(part, body, there.get(digest))
         self._tell(Event("checkpoint.part", digest, {"bytes": len(body), "sent": sent}))
         return part
+
+    def _brought(self, part: Part, body: memoryview, size: int | None) -> int:
+        """Create a file, or prove that what is there is this one; return the bytes sent.
+
+        Args:
+            part: The file.
+            body: Its bytes.
+            size: That of what was listed under its name; None if nothing was.
+        """
+        key = self._keys.part(part.step, part.sha256)
+        if size is None:
+            try:
+                create(self._store, key, body, sha256=part.sha256)
+            except errors.ExistsError:
+                size = part.size  # by another saver, or by a try whose answer was lost
+            else:
+                return len(body)
+        if size == part.size and self._is_right(part):
+            return 0
+        put(self._store, key, body)  # only these bytes can stand there: a power cut left others
+        return len(body)
+
+    def _is_right(self, part: Part) -> bool:
+        """Whether a file is there with these bytes: proved once a saver.
+
+        The store is asked for its digest; where it keeps none, the file is read.
+        """
+        if part in self._proved:
+            return True
+        key = self._keys.part(part.step, part.sha256)
+        kept = kept_sha256(self._store, key) == part.sha256
+        return not difference(self._store, key, part.size, None if kept else part.sha256)
 
     def _tell(self, event: Event) -> None:
         with self._telling:

@@ -9,7 +9,7 @@ enumerations) are saved as plain ones, also where they are keys.
 
 import base64
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -66,6 +66,30 @@ def put_together(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         skeleton = orjson.loads(tensors[SKELETON].numpy().tobytes())
         return _together(skeleton, tensors)
     except (KeyError, ValueError, TypeError, IndexError) as error:
+        raise CorruptError(
+            f"The skeleton of a checkpoint's state is not readable: {error}"
+        ) from error
+
+
+def array_names(skeleton: torch.Tensor) -> set[str]:
+    """The names of the tensors that numpy arrays are stored as.
+
+    Raises:
+        CorruptError: The skeleton is none.
+    """
+
+    def found(node: Any) -> Iterator[str]:
+        if isinstance(node, list):
+            tag, *rest = cast("list[Any]", node)
+            if tag == "n":
+                yield rest[0]
+            elif tag in {"d", "l", "u"}:
+                for item in rest:
+                    yield from found(["l", *item] if tag == "d" else item)
+
+    try:
+        return set(found(orjson.loads(skeleton.numpy().tobytes())))
+    except (ValueError, TypeError, IndexError) as error:
         raise CorruptError(
             f"The skeleton of a checkpoint's state is not readable: {error}"
         ) from error

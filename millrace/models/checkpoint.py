@@ -2,7 +2,7 @@
 
 from datetime import datetime
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 from millrace.models.dataset import Committed
 
@@ -65,7 +65,10 @@ class Checkpoint(Committed):
             them and when.
         parts: Its files.
         tensors: Its tensors, by their names.
+        digest: SHA-256 of all other fields, in canonical JSON.
     """
+
+    record_version: ClassVar[int] = 2  # with the digest of all fields
 
     job: str
     step: int
@@ -76,6 +79,7 @@ class Checkpoint(Committed):
     root: str
     parts: tuple[Part, ...]
     tensors: dict[str, TensorRecord]
+    digest: str = ""
 
     @property
     def size(self) -> int:
@@ -221,9 +225,11 @@ class Quarantine(Committed):
     """A checkpoint that was found damaged, and moved out of the way.
 
     Attributes:
-        checkpoint: What it was.
+        checkpoint: What it was; None if its metadata cannot be read.
         damage: What was found, a sentence for each file.
     """
 
-    checkpoint: Checkpoint
+    record_version: ClassVar[int] = 2  # as of `Checkpoint`
+
+    checkpoint: Checkpoint | None
     damage: tuple[str, ...]

@@ -1,13 +1,18 @@
 """What a dataset commits: its plan, the ledger of its shards, its manifest."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 
 class Committed(BaseModel):
-    """A record: never changed once it is committed."""
+    """A record: never changed once it is committed.
 
+    Attributes:
+        record_version: Version of the record's form; a reader of another one refuses it.
+    """
+
+    record_version: ClassVar[int] = 1
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 

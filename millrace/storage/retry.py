@@ -7,8 +7,10 @@ one HEAD of the same key by boto3 reads the header that obstore does not show, a
 that uses the store waits as long as it says.
 """
 
+import errno
 import random
 import re
+import shutil
 import time
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
@@ -27,7 +29,7 @@ from obstore.exceptions import (
 
 from millrace import errors
 from millrace.storage.clients import boto3_client, full_key
-from millrace.storage.open import Store
+from millrace.storage.open import Backend, Store
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 10.0
 _RETRIED_4XX = {408, 429}
@@ -97,6 +100,7 @@ def trying(store: Store, key: str, call: Callable[[], T]) -> T:
 
     Raises:
         NotFoundError, ExistsError, ChangedError, DeniedError: At once.
+        NoSpaceError: At once: the disk of a folder is full.
         ConfigurationError: At once: the key is no key.
         UnavailableError: The budget is spent; the last fault is its cause.
     """
@@ -163,6 +167,8 @@ def _final(error: BaseException, store: Store, key: str) -> errors.MillraceError
     """Our error for one that will not pass; None for one that may."""
     where = store.url_of(key)
     status = _status(error)
+    if store.location.backend is Backend.FILE and _number_of(error) in {errno.ENOSPC, errno.EDQUOT}:
+        return _no_space(store, where, error)
     match error:
         case AlreadyExistsError() | FileExistsError():
             return errors.ExistsError(f"{where} is already there.")
@@ -192,6 +198,23 @@ def _refuses_key(error: BaseException) -> bool:
     """Return whether obstore cannot hold a key: an empty segment, ``..``, a control character."""
     words = ("Error parsing Path", "Could not parse path")
     return isinstance(error, InvalidPathError) or any(word in str(error) for word in words)
+
+
+def _number_of(error: BaseException) -> int | None:
+    """The operating system's number of an error; obstore writes it into the message."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    match = _OS_ERROR.search(str(error))
+    return int(match[1]) if match else None
+
+
+def _no_space(store: Store, where: str, error: BaseException) -> errors.NoSpaceError:
+    free = shutil.disk_usage(store.location.bucket).free
+    why = "is full" if _number_of(error) == errno.ENOSPC else "has no room left in its quota"
+    return errors.NoSpaceError(
+        f"{where}: the disk {why}: {free:,} bytes are free. Free some, or choose another folder; "
+        "nothing that was committed is lost."
+    )
 
 
 def _of_status(status: int, where: str, error: BaseException) -> errors.MillraceError | None:

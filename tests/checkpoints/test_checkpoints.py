@@ -1,11 +1,13 @@
 """Checkpoints saved, found, verified and loaded, on stores of every kind."""
 
 import json
+import subprocess
 from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ByteSize
 from safetensors.torch import load_file
 
 from millrace import errors
@@ -22,11 +24,22 @@ from millrace.checkpoints import (
     verify,
 )
 from millrace.checkpoints.tree import SKELETON
+from millrace.digest import sha256
 from millrace.keys import CheckpointKeys
 from millrace.models.checkpoint import Checkpoint, Quarantine
 from millrace.progress import Event
 from millrace.records import fetch
-from millrace.storage import Store, StoreSpec, copy, delete, list_objects, open_store, put, read
+from millrace.storage import (
+    Store,
+    StoreSpec,
+    copy,
+    delete,
+    exists,
+    list_objects,
+    open_store,
+    put,
+    read,
+)
 from tests.stores import spec_of
 
 KEYS = CheckpointKeys("runs/one")
@@ -289,15 +302,93 @@ def test_a_checkpoint_that_was_copied_to_another_step_is_refused(store):
     assert "copied" in str(heard[0].figures["damage"])
 
 
-def test_metadata_that_was_edited_is_refused(folder, tmp_path):
-    save(folder, 1, state_of(1))
+EDITS = {
+    "position": lambda record: record["position"].update(row=8),
+    "run": lambda record: record.update(run="another"),
+    "notes": lambda record: record["notes"].update(why="no reason"),
+    "saved": lambda record: record.update(saved="2020-01-01T00:00:00Z"),
+    "a part's step": lambda record: record["parts"][0].update(step=0),
+    "a tensor's place": lambda record: record["tensors"]["model.embed"]["chunks"][0].update(
+        start=[1, 0]
+    ),
+    "the digest": lambda record: record.pop("digest"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_metadata_of_which_anything_was_edited_is_refused(folder, tmp_path, edit):
+    save(folder, 1, state_of(1), position={"row": 7}, notes={"why": "a test"}, run="one")
     path = tmp_path / KEYS.metadata(1)
     record = json.loads(path.read_bytes())
-    record["record"]["tensors"]["model.embed"]["chunks"][0]["start"][0] += 1
+    EDITS[edit](record["record"])
     path.write_bytes(json.dumps(record).encode())
     with pytest.raises(errors.CorruptError, match="not what it was when it was committed"):
         load(folder, KEYS.job, step=1)
     assert latest(folder, KEYS.job) is None
+
+
+@pytest.mark.parametrize("kind", ["flip", "truncate", "edited"])
+@pytest.mark.parametrize("finder", ["load", "save"])
+def test_damaged_metadata_is_moved_away_and_its_step_can_be_saved_anew(store, kind, finder):
+    save(store, 1, state_of(1))
+    key = KEYS.metadata(2)
+    saved = save(store, 2, state_of(2), position={"row": 7})
+    whole = read(store, key)
+    body = whole.replace(b'"row":7', b'"row":8') if kind == "edited" else damage_of(kind, whole)
+    assert body is not None
+    put(store, key, body)
+    if finder == "load":
+        assert same(load(store, KEYS.job).state, state_of(1))
+        assert not exists(store, key)
+    again = save(store, 2, state_of(2), position={"row": 7})
+    assert again.root == saved.root
+    assert load(store, KEYS.job).checkpoint == again
+    record = fetch(store, KEYS.quarantine(2, sha256(body)), Quarantine)
+    assert record.checkpoint is None
+    assert record.damage
+    assert read(store, KEYS.damaged(2, sha256(body))) == body
+
+
+def test_metadata_of_another_version_is_passed_over_and_stays(folder, tmp_path):
+    save(folder, 1, state_of(1))
+    save(folder, 2, state_of(2))
+    path = tmp_path / KEYS.metadata(2)
+    record = json.loads(path.read_bytes())
+    record["version"] += 1
+    path.write_bytes(json.dumps(record).encode())
+    assert load(folder, KEYS.job).checkpoint.step == 1
+    with pytest.raises(errors.VersionError, match="Another version wrote it"):
+        save(folder, 2, state_of(2))
+    assert json.loads(path.read_bytes()) == record
+
+
+@pytest.mark.parametrize("kind", ["flip", "truncate", "longer"])
+def test_a_file_that_was_left_behind_damaged_is_replaced(store, kind):
+    saved = save(store, 1, state_of(1))
+    key = KEYS.part(1, saved.parts[1].sha256)
+    body = damage_of(kind, read(store, key))
+    assert body is not None
+    put(store, key, body)
+    delete(store, [KEYS.metadata(1)])  # as of a saver whose machine lost its power
+    again = save(store, 1, state_of(1))
+    assert verify(store, again) == {}
+    assert same(load(store, KEYS.job, step=1).state, state_of(1))
+
+
+@pytest.mark.parametrize("kind", ["flip", "truncate", "missing"])
+def test_a_damaged_file_of_an_earlier_step_is_not_referred_to(store, kind):
+    settings = SMALL.model_copy(update={"refer": True})
+    saved = save(store, 1, state_of(1))
+    key = KEYS.part(1, saved.parts[1].sha256)
+    body = damage_of(kind, read(store, key))
+    if body is None:
+        delete(store, [key])
+    else:
+        put(store, key, body)
+    with Saver(store, KEYS.job, settings) as saver:
+        second = saver.save(state_of(1), step=2).result()
+    assert [part.step for part in second.parts].count(2) == 1
+    assert verify(store, second) == {}
 
 
 def test_a_save_that_fails_is_heard_of(tmp_path):
@@ -364,3 +455,48 @@ def test_a_position_comes_back_as_it_was_given_or_is_refused_before_anything_is_
         ):
             saver.save(state_of(2), step=2, position=bad)
     assert parts_of(folder, 2) == []
+
+
+@pytest.fixture
+def full(tmp_path):
+    """A folder on a disk of 256 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], check=True)
+    try:
+        yield open_store(folder.as_uri())
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_ends_a_save_at_once_and_says_where_and_what_is_free(full, monkeypatch):
+    def wait(_seconds: float) -> None:
+        raise AssertionError("it is tried again")
+
+    monkeypatch.setattr("millrace.storage.retry.time.sleep", wait)
+    large = {"w": torch.randn(1 << 18)}
+    with Saver(full, KEYS.job, SaveSettings(part_bytes=ByteSize(1 << 17))) as saver:
+        saving = saver.save(large, step=1)
+        with pytest.raises(errors.NoSpaceError, match=r"disk/runs/.* full: [\d,]+ bytes are free"):
+            saving.result()
+    delete(full, [stat.key for stat in list_objects(full)])
+    save(full, 2, {"w": torch.ones(3)})
+    assert latest(full, KEYS.job) is not None
+
+
+def test_floating_tensors_become_another_type_while_they_are_loaded(folder):
+    state = {**state_of(1), "loader": {"table": np.arange(3.0)}, "count": torch.tensor([2**40])}
+    save(folder, 1, state)
+    found = load(folder, KEYS.job, dtype=torch.float16).state
+    model, wanted = found["model"], state["model"]
+    assert isinstance(wanted, dict)
+    for name, tensor in wanted.items():
+        assert model[name].dtype == torch.float16
+        assert torch.equal(model[name], tensor.to(torch.float16))
+    assert found["optimizer"]["state"][0]["m"].dtype == torch.float16
+    assert torch.equal(found["count"], torch.tensor([2**40]))
+    assert found["loader"]["table"].dtype == np.float64
+    rows = load(folder, KEYS.job, dtype=torch.bfloat16, rows={"model.embed": (63, 65)}).state
+    assert torch.equal(rows["model"]["embed"], wanted["embed"][63:65].to(torch.bfloat16))
+    with pytest.raises(errors.ConfigurationError, match=r"int64 is no floating type"):
+        load(folder, KEYS.job, dtype=torch.int64)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from millrace.checkpoints.find import root_of
+from millrace.checkpoints.find import root_of, with_digest
 from millrace.digest import canonical
 from millrace.keys import (
     ChainKeys,
@@ -110,7 +110,7 @@ class Place:
             saved=datetime(2026, 1, 1, tzinfo=UTC), root=root_of(parts, {}), parts=tuple(parts),
             tensors={},
         )  # fmt: skip
-        self.record(keys.metadata(step), made, hours=hours)
+        self.record(keys.metadata(step), with_digest(made), hours=hours)
 
     def pin(self, job: str, step: int) -> None:
         self.record(CheckpointKeys(job).pin(step), Pin(job=job, step=step, why="mine"))

@@ -13,7 +13,6 @@ from millrace.checkpoints.race import Race
 from millrace.keys import CheckpointKeys
 from millrace.models.checkpoint import Checkpoint
 from millrace.progress import Event, Progress, silent
-from millrace.records import commit_once
 from millrace.storage import Store, list_objects
 
 
@@ -82,7 +81,7 @@ class StoreDestination:
         if race.error is not None:
             raise race.error
         key = keys.metadata(checkpoint.step)
-        there = commit_once(store, key, content.record(checkpoint, job)).record
+        there = find.commit_checkpoint(store, content.record(checkpoint, job)).record
         find.check_content(store.url_of(key), there, content.root)
         progress(Event("checkpoint.saved", key, {"bytes": content.size}))
         return there
