@@ -3,15 +3,17 @@
 Who takes part is known before it begins. A bucket is listed as a whole, once for all workers in it,
 and what appears is read at once, so that nothing that came is lost when time is up. Reserves are
 read before the deadline, as soon as those who were asked first are late. One bad worker costs its
-own gradient and nothing else: it is out, with a reason.
+own gradient and nothing else: it is out, with a reason. Until the window is over a refusal is not
+final: a right gradient that overwrites what was refused counts.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import PurePosixPath
+from typing import Any
 
 from millrace import errors
 from millrace.gradients.payload import (
@@ -29,6 +31,7 @@ from millrace.lease import StoreClock
 from millrace.models.gradient import Codec, Refusal
 from millrace.progress import Event, Progress, silent
 from millrace.storage import Stat, Store, list_objects
+from millrace.threads import DaemonPool
 
 _MAY_PASS = {Refusal.CHANGED, Refusal.UNAVAILABLE}
 
@@ -102,7 +105,7 @@ class Gathered:
 
     Attributes:
         taken: By the workers' names.
-        out: Who is out, and why.
+        out: Who is out, and why. A reserve that was not needed and has sent nothing is not in it.
         spare: Who had sent, and was not needed; some were not even read to the end.
         size: Bytes of what was taken.
         seconds: How long it took.
@@ -204,7 +207,9 @@ class _Gathering:
         self._order = [worker.uid for worker in (*workers, *reserves)]
         self._stores = {worker.uid: worker.store for worker in (*workers, *reserves)}
         self._first = {worker.uid for worker in workers}
+        self._seen: dict[str, Stat] = {}  # what was read of each worker, or is
         self._reading: dict[str, Future[_Read]] = {}
+        self._until = time.monotonic()  # when nothing is waited for any more
         self._read: dict[str, _Read] = {}
         self._listings: dict[int, Future[dict[str, Stat]]] = {}
         self._over = False
@@ -214,61 +219,97 @@ class _Gathering:
         began = time.monotonic()
         window, settings = self._window, self._settings
         hedged_at = window.opens + settings.hedge * (window.closes - window.opens)
-        pool = ThreadPoolExecutor(settings.at_once, thread_name_prefix="gradient")
+        reading = DaemonPool(settings.at_once, "gradient")
         # A thread for each, as some buckets may hang.
-        places = max(1, len(self._places(self._order)))
-        listing = ThreadPoolExecutor(places, thread_name_prefix="listing")
+        listing = DaemonPool(max(1, len(self._places(self._order))), "listing")
         try:
-            while True:
-                now = clock.now()
-                self._over = now > window.closes
-                hedged = self._over or now >= hedged_at or self._first <= self._read.keys()
+            while (now := clock.now()) <= window.closes:
+                hedged = now >= hedged_at or self._first <= self._read.keys()
                 left = max((window.closes - now).total_seconds(), 0.0) + 0.01
                 pause = min(settings.look.total_seconds(), left)
                 looked = time.monotonic()
-                if self._over:  # what was asked before may not have seen the last moment
-                    self._heard(pool, settings.grace.total_seconds())
+                self._until = looked + left + settings.grace.total_seconds()
                 self._ask(listing, everybody=hedged)
-                self._heard(pool, settings.grace.total_seconds() if self._over else pause)
+                wait(self._listings.values(), pause)
+                self._heard(reading)
                 self._collect()
-                if self._over or len(self._right()) >= self._wanted:
+                if len(self._right()) >= self._wanted:
                     break
-                if len(self._read) == len(self._order):
-                    break  # nobody is left
                 time.sleep(max(0.0, looked + pause - time.monotonic()))
-            # Who was asked first counts first, however slowly it is read: within reason.
-            wait(self._reading.values(), settings.grace.total_seconds())
-            self._collect(last=True)
+            else:
+                self._over = True
+            self._until = time.monotonic() + settings.grace.total_seconds()
+            self._finish(listing, reading)
         finally:  # nobody waits for those that hang
-            pool.shutdown(wait=False, cancel_futures=True)
-            listing.shutdown(wait=False, cancel_futures=True)
+            reading.shutdown()
+            listing.shutdown()
         return self._gathered(time.monotonic() - began)
+
+    def _finish(self, listing: DaemonPool, reading: DaemonPool) -> None:
+        """Wait for what is on its way, all of it together for the grace and no longer.
+
+        When time is up each bucket is listed once more: an earlier listing may not have seen the
+        last moment. Who was asked first counts first, however slowly it is read.
+        """
+        looked = set[int]()
+        while True:
+            self._collect(last=True)
+            under_way: list[Future[Any]] = []
+            if self._over:
+                self._heard(reading)
+                before = set(self._listings)
+                self._ask(listing, everybody=True, besides=looked)
+                looked |= self._listings.keys() - before
+                under_way += self._listings.values()
+            under_way += self._reading.values()
+            left = self._until - time.monotonic()
+            if not under_way or left <= 0:
+                return
+            wait(under_way, left, return_when=FIRST_COMPLETED)
 
     # -- looking
 
-    def _ask(self, listing: ThreadPoolExecutor, *, everybody: bool) -> None:
-        """Have the buckets listed of whom nothing was found yet, but for those that still are."""
+    def _ask(
+        self, listing: DaemonPool, *, everybody: bool, besides: Container[int] = frozenset()
+    ) -> None:
+        """Have the buckets listed of who has sent nothing right yet; not twice at once.
+
+        Args:
+            listing: Where it is done.
+            everybody: Reserves, too.
+            besides: The buckets that are not.
+        """
+        right = set(self._right())
         asked = [
             uid
             for uid in self._order
-            if uid not in self._reading and (everybody or uid in self._first)
+            if uid not in self._reading and uid not in right and (everybody or uid in self._first)
         ]
         for uids in self._places(asked):
             place = id(self._stores[uids[0]])
-            if place not in self._listings:
+            if place not in self._listings and place not in besides:
                 self._listings[place] = listing.submit(self._listed, uids)
 
-    def _heard(self, pool: ThreadPoolExecutor, patience: float) -> None:
-        """Wait for the listings, not longer than this, and have read what is new in them."""
-        wait(self._listings.values(), patience)
+    def _heard(self, reading: DaemonPool) -> None:
+        """Have read what is new in the listings that are there."""
+        right = set(self._right())
         for place, listed in list(self._listings.items()):
             if not listed.done():
                 continue
             del self._listings[place]
             for uid, stat in listed.result().items():
-                if uid not in self._reading:
-                    self._said.pop(uid, None)
-                    self._reading[uid] = pool.submit(self._one, uid, stat)
+                # What was refused may be overwritten until the window is over: then it is new.
+                if uid in self._reading or uid in right or self._seen.get(uid) == stat:
+                    continue
+                self._said.pop(uid, None)
+                self._seen[uid] = stat
+                self._reading[uid] = reading.submit(self._one, uid, stat)
+
+    def _hurried(self, uid: str) -> Store:
+        """A worker's store, whose requests are not tried again when the window is over."""
+        left = max(1.0, self._until - time.monotonic())
+        store = self._stores[uid]
+        return store.hurried(min(store.spec.patience, timedelta(seconds=left)))
 
     def _places(self, asked: Sequence[str]) -> list[list[str]]:
         """The workers of each bucket: of one that many share, it is listed once."""
@@ -278,11 +319,11 @@ class _Gathering:
         return list(places.values())
 
     def _listed(self, uids: list[str]) -> dict[str, Stat]:
-        keys, store = self._window.keys, self._stores[uids[0]]
+        keys = self._window.keys
         prefix = f"{keys.run}/" if len(uids) > 1 else keys.worker(uids[0])
         asked, found = set(uids), dict[str, Stat]()
         try:
-            for stat in list_objects(store, prefix):
+            for stat in list_objects(self._hurried(uids[0]), prefix):
                 uid, number = keys.parse(stat.key) or ("", -1)
                 if number != self._window.number or uid not in asked:
                     continue
@@ -302,7 +343,7 @@ class _Gathering:
         if stat.last_modified > window.closes:
             return _Read(None, Out(Refusal.LATE, f"{name} was written after the deadline."))
         try:
-            payload = self._read_one(uid, self._stores[uid], stat, window.expected(uid))
+            payload = self._read_one(uid, self._hurried(uid), stat, window.expected(uid))
         except PayloadError as error:
             return _Read(None, Out(error.reason, str(error)))
         except (errors.WorkerError, errors.ConfigurationError):
@@ -318,14 +359,14 @@ class _Gathering:
     # -- what has come
 
     def _collect(self, *, last: bool = False) -> None:
-        again: list[str] = []
-        for uid, future in self._reading.items():
-            if uid in self._read or not future.done():
+        for uid, future in list(self._reading.items()):
+            if not future.done():
                 continue
+            del self._reading[uid]
             read = future.result()
             if read.out is not None and read.out.reason in _MAY_PASS and not last:
                 self._said[uid] = read.out
-                again.append(uid)
+                del self._seen[uid]  # it is tried again
                 continue
             self._read[uid] = read
             if read.payload is not None:
@@ -333,8 +374,6 @@ class _Gathering:
                 self._progress(Event("gradient.taken", uid, figures))
             elif read.out is not None:
                 self._progress(Event("gradient.refused", uid, {"reason": read.out.reason}))
-        for uid in again:
-            del self._reading[uid]
 
     def _right(self) -> list[str]:
         """Whose gradients are right, in the order in which they count; no content twice."""
@@ -350,9 +389,14 @@ class _Gathering:
     def _gathered(self, seconds: float) -> Gathered:
         right = self._right()
         taken = right[: self._wanted]
+        whole = len(taken) >= self._wanted
         unread = [uid for uid in self._order if uid in self._reading and uid not in self._read]
-        spare = right[self._wanted :] + ([] if self._over else unread)
+        if self._over:
+            unread = [uid for uid in unread if whole and uid not in self._first]
+        spare = right[self._wanted :] + unread
         out = {uid: self._out(uid) for uid in self._order if uid not in {*taken, *spare}}
+        if whole:  # a reserve that was not needed is not missed
+            out = {uid: one for uid, one in out.items() if uid in self._first or uid in self._read}
         seconds = round(seconds, 3)
         if len(taken) < self._settings.quorum:
             alone = Out(Refusal.QUORUM, "It is right, and too few others came.")

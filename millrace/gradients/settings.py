@@ -97,7 +97,8 @@ class GatherSettings(BaseModel):
     grace: timedelta = Field(
         default=timedelta(seconds=10),
         ge=timedelta(0),
-        description="How long, when time is up, answers that are on their way are waited for.",
+        description="How long, when time is up or the window is whole, answers that are on their "
+        "way are waited for: once, all of them together.",
     )
     at_once: int = Field(default=8, ge=1, le=256, description="Gradients that are read at once.")
 

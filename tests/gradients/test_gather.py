@@ -1,9 +1,11 @@
 """A window gathered from the workers' buckets: what is right is kept, what is not harms nobody."""
 
 import os
+import threading
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +13,7 @@ from millrace.errors import ConfigurationError
 from millrace.gradients import GatherSettings, QuorumError, Refusal, Window, Worker, gather
 from millrace.gradients.payload import Expected, Payload, read_payload
 from millrace.keys import GradientKeys
+from millrace.lease import StoreClock
 from millrace.progress import Event
 from millrace.storage import Stat, Store, open_store, put
 from tests.gradients.test_payload import CODEC, SHAPES, as_torch, bodies, made
@@ -31,6 +34,11 @@ OPEN = Window(
 )
 HEDGED = replace(OPEN, opens=NOW - timedelta(hours=9))
 OVER = replace(OPEN, closes=datetime.now(UTC) - timedelta(seconds=1))
+
+
+def now_over(window: Window = OPEN) -> Window:
+    """A window that ends now."""
+    return replace(window, closes=datetime.now(UTC))
 
 
 def body_of(uid: str, **more: object) -> bytes:
@@ -104,7 +112,7 @@ def test_one_that_is_bad_is_out_with_a_reason_and_touches_nobody_else(store, rea
     for uid in range(4):
         send(store, str(uid))
     send(store, "1", BAD[reason])
-    found = gather(OPEN, workers(store, *range(4)), QUICK)
+    found = gather(now_over(), workers(store, *range(4)), QUICK)
     assert set(found.taken) == {"0", "2", "3"}
     assert found.out["1"].reason is reason
     assert found.out["1"].sentence.endswith(".")
@@ -127,7 +135,7 @@ def test_who_sends_what_another_has_sent_is_out(store):
     send(store, "0")
     send(store, "1", body)
     age(store, "1", NOW - timedelta(minutes=5))  # it was first, and who came later has copied
-    found = gather(OPEN, workers(store, 0, 1), QUICK)
+    found = gather(now_over(), workers(store, 0, 1), QUICK)
     assert set(found.taken) == {"1"}
     assert found.out["0"].reason is Refusal.DUPLICATE
 
@@ -199,7 +207,7 @@ def test_what_nobody_foresees_costs_a_gradient_its_place_when_it_happens_twice(s
 
     for uid in range(3):
         send(store, str(uid))
-    found = gather(OPEN, workers(store, 0, 1, 2), QUICK, reading=reading)
+    found = gather(now_over(), workers(store, 0, 1, 2), QUICK, reading=reading)
     assert set(found.taken) == {"0", "1"}
     assert found.out["2"].reason is Refusal.FORMAT
     assert found.out["2"].sentence.endswith("cannot be read (KeyError).")
@@ -229,3 +237,83 @@ def test_what_cannot_be_asked_is_refused(store):
         gather(OPEN, workers(store, 0, 0), QUICK)
     with pytest.raises(ConfigurationError, match="3 gradients are wanted of 2"):
         gather(OPEN, workers(store, 0, 1), GatherSettings(wanted=3))
+
+
+@pytest.mark.parametrize("reason", [*BAD, Refusal.EARLY, Refusal.DUPLICATE])
+def test_a_right_gradient_that_overwrites_a_refused_one_counts(store, reason):
+    """As what an earlier run of the same name has left, until this run's workers have sent."""
+    heard: list[Event] = []
+
+    def sends_the_right_one(event: Event) -> None:
+        heard.append(event)
+        if event.figures.get("reason") is not None:
+            send(store, event.subject)
+        elif reason is Refusal.DUPLICATE and len(heard) == 2:
+            send(store, "1")
+
+    send(store, "0")
+    match reason:
+        case Refusal.EARLY:
+            send(store, "1")
+            age(store, "1", OPEN.opens - timedelta(days=1))
+        case Refusal.DUPLICATE:
+            send(store, "1", made(uid="1", bodies=bodies(seed=0)))
+        case _:
+            send(store, "1", BAD[reason])
+    found = gather(OPEN, workers(store, 0, 1), QUICK, progress=sends_the_right_one)
+    assert set(found.taken) == {"0", "1"}
+    assert found.out == {}
+
+
+def test_what_an_earlier_run_has_left_does_not_end_a_window_before_its_time(store):
+    for uid in (0, 1):
+        send(store, str(uid))
+        age(store, str(uid), OPEN.opens - timedelta(days=1))
+    looks = 0
+
+    class Clock(StoreClock):
+        def now(self) -> datetime:
+            nonlocal looks
+            looks += 1
+            return OPEN.closes + timedelta(seconds=looks - 5)
+
+    clock = Clock(NOW, 0.0)
+    found = gather(
+        OPEN, workers(store, 0, 1), GatherSettings(look=QUICK.look, quorum=0), clock=clock
+    )
+    assert {out.reason for out in found.out.values()} == {Refusal.EARLY}
+    assert looks > 5
+
+
+def test_a_reserve_that_was_not_needed_is_not_missing(store):
+    for uid in (0, 1):
+        send(store, str(uid))
+    found = gather(now_over(), workers(store, 0, 1), QUICK, reserves=workers(store, 7))
+    assert (set(found.taken), found.out, found.spare) == ({"0", "1"}, {}, ())
+    found = gather(now_over(), workers(store, 0, 1, 2), QUICK, reserves=workers(store, 7))
+    reasons = {uid: out.reason for uid, out in found.out.items()}
+    assert reasons == {"2": Refusal.MISSING, "7": Refusal.MISSING}
+
+
+def test_the_grace_counts_once(store, monkeypatch):
+    """Whatever is waited for when time is up: a listing, another one, what is read."""
+    waited = 0.0
+
+    def wait(_futures: object, timeout: float, **_: object) -> None:
+        nonlocal waited
+        waited += timeout  # in no time, and nothing comes meanwhile
+
+    clock = SimpleNamespace(monotonic=lambda: waited, sleep=lambda _seconds: None)
+    monkeypatch.setattr("millrace.gradients.gathering.time", clock)
+    monkeypatch.setattr("millrace.gradients.gathering.wait", wait)
+    answered = threading.Event()
+
+    def hangs(uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:
+        answered.wait()
+        return read_payload(store, stat, expected)
+
+    send(store, "0")
+    grace = timedelta(seconds=10)
+    gather(now_over(), workers(store, 0, 1), GatherSettings(grace=grace, quorum=0), reading=hangs)
+    answered.set()
+    assert waited == grace.total_seconds()
