@@ -182,7 +182,8 @@ def payload_bytes(
         samples=samples,
         body=_of_all(sha256(bodies[name]) for name in names),
     )
-    return _safetensors(canonical(header.model_dump()).decode(), bodies)
+    whole = header.model_copy(update={"digest": _digest_of(header)})
+    return _safetensors(canonical(whole.model_dump()).decode(), bodies)
 
 
 def _safetensors(said: str, bodies: Mapping[str, bytes]) -> bytes:
@@ -399,7 +400,14 @@ def _of_all(digests: Iterable[str]) -> str:
     return sha256("".join(digests).encode())
 
 
+def _digest_of(header: GradientHeader) -> str:
+    """The digest of all fields of a header but itself."""
+    return sha256(canonical(header.model_dump(mode="json", exclude={"digest"})))
+
+
 def _compare(header: GradientHeader, expected: Expected) -> None:
+    if header.digest != _digest_of(header):
+        raise PayloadError(Refusal.DIGEST, "Its header is not the one that was written.")
     shapes = tuple(expected.shapes[name] for name in sorted(expected.shapes))
     for reason, said, wanted in (
         (Refusal.RUN, header.run, expected.run),

@@ -64,9 +64,10 @@ class GradientHeader(Committed):
         tokens: That it was made of: its weight, where the merge asks for one.
         samples: The digest of the samples that it was made of, as the run defines it.
         body: SHA-256 of those of its tensors' bytes, in hexadecimal, in the order of their names.
+        digest: SHA-256 of all other fields, in canonical JSON.
     """
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     run: str
     uid: str
     window: int = Field(ge=0)
@@ -77,6 +78,7 @@ class GradientHeader(Committed):
     tokens: int = Field(default=0, ge=0, le=1 << 53)
     samples: str = ""
     body: str
+    digest: str = ""
 
 
 class Refusal(StrEnum):

@@ -101,6 +101,18 @@ def test_what_is_another_is_refused_with_a_reason(reason, changes):
     assert reason_of(made(**changes)) is reason
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("tokens", 10**9), ("samples", "others"), ("digest", ""), ("uid", "8")]
+)
+def test_a_header_of_which_a_field_was_changed_is_refused(field, value):
+    def edit(described: dict[str, object]) -> None:
+        said = described["__metadata__"]
+        assert isinstance(said, dict)
+        said["millrace"] = orjson.dumps({**orjson.loads(said["millrace"]), field: value}).decode()
+
+    assert reason_of(changed(edit)) is Refusal.DIGEST
+
+
 def test_a_norm_that_is_too_large_is_refused():
     norm = check_payload(made(), EXPECTED).norm
     check_payload(made(), replace(EXPECTED, norm=norm * 1.001))
