@@ -25,7 +25,9 @@ from millrace.swarm.made import (
     CacheCheck,
     Made,
     append_made,
+    append_seen,
     hash_file,
+    identity_of,
     read_made,
     recognised,
     segment_digests,
@@ -281,10 +283,16 @@ class Landing:
 
     def path_now(self, number: int) -> Path:
         """Where a file's bytes are at the moment."""
-        state = self._states[number]
-        return state.place.final if state.final else state.place.partial
+        return self._path_of(self._states[number])
 
     # -- inside
+
+    def _path_of(self, state: _State) -> Path:
+        return state.place.final if state.final else state.place.partial
+
+    @property
+    def _record(self) -> Path:
+        return self._ours / "files.jsonl"
 
     def _wait_until(self, state: _State, there: Callable[[], bool]) -> None:
         with self._lock:
@@ -345,25 +353,34 @@ class Landing:
     # -- what an earlier run has left
 
     def _find_finished(self) -> None:
-        made = read_made(self._ours / "files.jsonl")
+        made = read_made(self._record)
         whole: list[int] = []
+        again: list[Made] = []  # recorded again, as all of their bytes were read
+        seen: dict[str, tuple[int, ...]] = {}
         for number, state in enumerate(self._states):
             path = state.place.final
             if not os.path.lexists(path):
                 continue
-            digests = recognised(
+            known = recognised(
                 path, state.file, made.get(state.file.path, []), self._catalogue, self._check
             )
-            if digests is None:
+            if known is None:
                 continue
-            wrong = any(digest is None for digest in digests)
-            state.digests, state.final = digests, not wrong
-            state.missing = sum(digest is None for digest in digests)
-            if wrong:  # ours, and damaged: what is good of it is kept
+            state.digests = known.digests
+            state.missing = sum(digest is None for digest in known.digests)
+            state.final = not state.missing
+            if state.missing:  # ours, and damaged: what is good of it is kept
                 self._places.take_back(state.place)
                 continue
             self._places.link(state.place)
             whole.append(number)
+            identity = identity_of(path)
+            if known.made is not None and (known.hashed or known.made.seen != identity):
+                seen[state.file.path] = identity
+                again += [self._made(state)] if known.hashed else []
+        if seen:
+            append_made(self._record, again)
+            append_seen(self._record, seen)
         self._finished(whole)
         self._note_pieces()
 
@@ -477,9 +494,12 @@ class Landing:
             return
         self._places.settle([state.place for _, state in ready])
         # Before the names are there: a file of which no line says that it is ours is never touched.
-        append_made(self._ours / "files.jsonl", [self._made(state) for _, state in ready])
+        append_made(self._record, [self._made(state) for _, state in ready])
         for _, state in ready:
             self._rename(state)
+        append_seen(
+            self._record, {state.file.path: identity_of(state.place.final) for _, state in ready}
+        )
         for folder in {state.place.folder for _, state in ready}:
             sync(folder)
         self._finished([number for number, _ in ready])
@@ -509,7 +529,7 @@ class Landing:
         return Made(
             path=file.path,
             size=file.size,
-            mtime_ns=state.place.partial.stat().st_mtime_ns,
+            mtime_ns=self._path_of(state).stat().st_mtime_ns,
             etag=file.etag,
             origin=file.origin,
             sha256=file.sha256,

@@ -1,6 +1,8 @@
-"""What we have put on this node before: recognised by digests, and never taken on trust.
+"""Recognise the files that earlier runs have put on this node.
 
 ``files.jsonl`` has a line for each file that got its final name. Whatever is not in it is not ours.
+A further line has the file's size, times and inode as they were once its bytes had been verified:
+only while all of these are the same, a few samples are enough to recognise the file.
 """
 
 import contextlib
@@ -9,9 +11,10 @@ import json
 import os
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from millrace.errors import ConfigurationError
 from millrace.swarm.pieces import Catalogue, File
@@ -39,6 +42,8 @@ class Made:
         sha256: Of the whole, if it was known.
         piece_size: What `digests` are cut by.
         digests: SHA-256 of each segment.
+        seen: Size, modification time, change time (both in ns) and inode of the file after its
+            bytes were verified; empty if they were not noted.
     """
 
     path: str
@@ -49,14 +54,40 @@ class Made:
     sha256: str
     piece_size: int
     digests: list[str]
+    seen: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Recognised:
+    """A file of an earlier run.
+
+    Attributes:
+        digests: SHA-256 of each segment, None for each one that is damaged.
+        made: Line of the record that it was recognised by; None without one.
+        hashed: Whether all of its bytes were read.
+    """
+
+    digests: list[bytes | None]
+    made: Made | None
+    hashed: bool
+
+
+def identity_of(path: Path) -> tuple[int, ...]:
+    """Return what changes when a file is written to or replaced: see `Made.seen`."""
+    stat = path.lstat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def recognised(
     path: Path, file: File, made: list[Made], catalogue: Catalogue, check: CacheCheck
-) -> list[bytes | None] | None:
-    """The digests of a file that is in our way, None for each segment that is damaged.
+) -> Recognised | None:
+    """Recognise a file that has the name of one that is to come.
 
-    None for all: it is ours, and of another content, so it will be replaced.
+    Returns:
+        None if the file is ours, and of another content: it will be replaced.
+
+    Raises:
+        ConfigurationError: It is not ours.
     """
     stat = path.lstat()
     plain = path.is_file() and not path.is_symlink()
@@ -71,7 +102,7 @@ def recognised(
     if file.sha256 and plain and stat.st_size == file.size:
         whole, digests = hash_file(path, file, catalogue.piece_size)
         if whole == file.sha256:
-            return list(digests)
+            return Recognised(list(digests), None, hashed=True)
     raise ConfigurationError(
         f"{path} is there already, and was not put there by us (or was changed since): move "
         "it away, or choose another destination. It was not touched."
@@ -80,18 +111,27 @@ def recognised(
 
 def _checked(
     path: Path, file: File, made: Made, catalogue: Catalogue, check: CacheCheck
-) -> list[bytes | None]:
+) -> Recognised:
     recorded = [bytes.fromhex(digest) for digest in made.digests]
-    count = len(recorded)
-    if check is CacheCheck.SAMPLED and made.piece_size == catalogue.piece_size:
+    count, same_pieces = len(recorded), made.piece_size == catalogue.piece_size
+    verified = made.seen == identity_of(path) and file.sha256 in {"", made.sha256}
+    if check is CacheCheck.SAMPLED and same_pieces and verified:
         chosen = random.sample(range(count), min(count, _SAMPLED))
         if segment_digests(path, file, made.piece_size, chosen) == [recorded[i] for i in chosen]:
-            return list(recorded)
-    found = segment_digests(path, file, made.piece_size, range(count))
-    if made.piece_size == catalogue.piece_size:
-        return [a if a == b else None for a, b in zip(found, recorded, strict=True)]
-    _, digests = hash_file(path, file, catalogue.piece_size)
-    return list(digests) if found == recorded else [None] * len(digests)
+            return Recognised(list(recorded), made, hashed=False)
+    whole, digests = hash_file(path, file, catalogue.piece_size)
+    found: list[bytes | None] = list(digests)
+    if file.sha256:
+        right = whole == file.sha256
+    elif same_pieces:
+        right = digests == recorded
+    else:
+        right = segment_digests(path, file, made.piece_size, range(count)) == recorded
+    if not right:
+        known = recorded if same_pieces and digests != recorded else []
+        kept = dict(enumerate(known))
+        found = [each if each == kept.get(i) else None for i, each in enumerate(digests)]
+    return Recognised(found, made, hashed=True)
 
 
 def segment_digests(path: Path, file: File, piece_size: int, indexes: Iterable[int]) -> list[bytes]:
@@ -115,20 +155,34 @@ def hash_file(path: Path, file: File, piece_size: int) -> tuple[str, list[bytes]
 
 
 def read_made(path: Path) -> dict[str, list[Made]]:
-    """The lines of each file; a line that a kill has cut is nobody's."""
+    """Read the lines of each file; a line that a kill has cut is passed over."""
     made: dict[str, list[Made]] = {}
     with contextlib.suppress(FileNotFoundError):
         for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError, TypeError):
-                entry = Made(**json.loads(line))
-                made.setdefault(entry.path, []).append(entry)
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                said = json.loads(line)
+                seen = tuple(said.pop("seen", ()))
+                if said.keys() == {"path"}:
+                    entries = made[said["path"]]
+                    entries[-1] = replace(entries[-1], seen=seen)
+                else:
+                    entry = Made(**said, seen=seen)
+                    made.setdefault(entry.path, []).append(entry)
     return made
 
 
 def append_made(path: Path, made: list[Made]) -> None:
-    lines = "".join(
-        json.dumps({name: getattr(entry, name) for name in Made.__slots__}) + "\n" for entry in made
-    )
+    """Note files that are about to get their final names, on the disk."""
+    _append(path, [{name: getattr(entry, name) for name in Made.__slots__} for entry in made])
+
+
+def append_seen(path: Path, seen: dict[str, tuple[int, ...]]) -> None:
+    """Note `Made.seen` of files whose last line says what their bytes are."""
+    _append(path, [{"path": name, "seen": identity} for name, identity in seen.items()])
+
+
+def _append(path: Path, rows: list[dict[str, Any]]) -> None:
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
     with path.open("a") as file:
         # A line that a kill has cut is ended first.
         file.write(lines if file.tell() == 0 else f"\n{lines}")
