@@ -314,10 +314,9 @@ def _rented(site: _Site, training: Training, machines: RentedWorkers) -> Generat
 
 def _warm(site: _Site, dataset: str, machines: RentedWorkers) -> None:
     """Bring the dataset to all machines. What is not brought, they fetch."""
-    place = _place(site.bucket, dataset)
     try:
         prewarm(
-            [Files(**place, destination=dataset)],
+            [Files(**_place(site.bucket), dataset=dataset)],
             "/",
             RentedMachines(rental=site.plan.name, bucket=site.bucket, vast=machines.vast),
         )
@@ -357,8 +356,6 @@ def _summary(site: _Site, seconds: float) -> Summary:
     return replace(found, seconds=round(seconds, 1))
 
 
-def _place(place: Bucket | str, prefix: str = "") -> dict[str, Any]:
-    """A part of a bucket, as `tasks.places.Place` names it."""
-    if isinstance(place, Bucket):
-        return {"bucket": place, "prefix": prefix}
-    return {"url": f"{place.rstrip('/')}/{prefix}" if prefix else place}
+def _place(place: Bucket | str) -> dict[str, Any]:
+    """A bucket, as `tasks.places.Place` names it."""
+    return {"bucket": place} if isinstance(place, Bucket) else {"url": place}

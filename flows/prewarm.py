@@ -27,17 +27,22 @@ from tasks.warming import report_nodes, warm_nodes
 
 
 class Files(Place):
-    """Files to put on every node: an object, or all below a prefix."""
+    """Files to put on every node: an object, the shards of a dataset, or all below a prefix."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     key: str | None = Field(
         default=None, description="One object, below the place. Left out: everything there."
     )
+    dataset: str | None = Field(
+        default=None,
+        description="Or a dataset below the place: the shards that its manifest names, verified by "
+        "their digests, and nothing else.",
+    )
     destination: str | None = Field(
         default=None,
-        description="The file, or without a key the folder, below the root. Left out: the key, or "
-        "the root itself.",
+        description="The file, or without a key the folder, below the root. Left out: the key, the "
+        "keys of the shards, or the root itself.",
     )
     unpack: Unpacking | None = Field(
         default=None, description="With a key: unpack it while it arrives; auto goes by its name."
@@ -57,7 +62,8 @@ class Files(Place):
         return Request(
             store=store,
             key=self.key,
-            prefix="" if self.key is None else None,
+            prefix="" if self.key is None and self.dataset is None else None,
+            dataset=self.dataset,
             destination=self.destination,
             unpack=self.unpack,
             into=self.into,

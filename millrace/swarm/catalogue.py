@@ -88,7 +88,7 @@ def _store(request: Request, stores: Mapping[str, Store]) -> Store:
         return next(iter(stores.values()))
     if request.store not in stores:
         raise errors.ConfigurationError(
-            f"The request for {request.key or request.prefix} names the store "
+            f"The request for {request.key or request.dataset or request.prefix} names the store "
             f"{request.store!r}: write one of {', '.join(sorted(stores))}."
         )
     return stores[request.store]
@@ -105,6 +105,9 @@ def _found(request: Request, stores: Mapping[str, Store]) -> Iterator[tuple[File
             file = replace(file, sha256=known or kept_sha256(store, stat.key))
         yield _unpacked(request, store, stat, file), store, stat.key
         return
+    if request.dataset is not None:
+        yield from _shards(request, request.dataset, store)
+        return
     folder = (request.prefix or "").strip("/")
     below = f"{folder}/" if folder else ""
     stats = [stat for stat in list_objects(store, below) if not stat.key.endswith("/")]
@@ -116,6 +119,34 @@ def _found(request: Request, stores: Mapping[str, Store]) -> Iterator[tuple[File
         destination = f"{request.destination}/{inside}" if request.destination else inside
         file = _file(request, store, stat, destination)
         yield replace(file, sha256=known.get(stat.key, "")), store, stat.key
+
+
+def _shards(request: Request, dataset: str, store: Store) -> Iterator[tuple[File, Store, str]]:
+    """Find the shards of a dataset, as its manifest names them.
+
+    Raises:
+        NotFoundError: The dataset is not complete, or a shard is missing.
+        CorruptError: A shard has another size.
+    """
+    keys = DatasetKeys(dataset)
+    manifest = fetch(store, keys.manifest, Manifest)
+    stats = {stat.key: stat for stat in list_objects(store, f"{dataset}/shards/")}
+    for shard in manifest.shards:
+        stat = stats.get(shard.key)
+        if stat is None:
+            raise errors.NotFoundError(
+                f"{store.url_of(shard.key)} is missing, and the manifest of {dataset} names it: "
+                "run `millrace verify`."
+            )
+        if stat.size != shard.size:
+            raise errors.CorruptError(
+                f"{store.url_of(shard.key)} has {stat.size} bytes, and {shard.size} by the "
+                f"manifest of {dataset}: run `millrace verify`."
+            )
+        inside = shard.key.removeprefix(f"{dataset}/")
+        destination = f"{request.destination}/{inside}" if request.destination else shard.key
+        file = _file(request, store, stat, destination)
+        yield replace(file, sha256=shard.sha256), store, shard.key
 
 
 def _file(request: Request, store: Store, stat: Stat, destination: str) -> File:

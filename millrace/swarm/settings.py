@@ -33,10 +33,15 @@ class Request(_Settings):
     prefix: str | None = Field(
         default=None, description="Or: every object below this folder; empty takes the whole store."
     )
+    dataset: str | None = Field(
+        default=None,
+        description="Or: the shards that the manifest of this dataset names, each verified by its "
+        "digest there, and nothing else.",
+    )
     destination: str | None = Field(
         default=None,
-        description="The file, or for a prefix the folder, below the root. Left out: the key, or "
-        "the root itself.",
+        description="The file, or for a prefix or a dataset the folder, below the root. Left out: "
+        "the key, the keys of the shards, or the root itself.",
     )
     store: str = Field(default="", description="Which of the stores, where there are several.")
     unpack: Unpacking | None = Field(
@@ -65,10 +70,10 @@ class Request(_Settings):
         return safe(value) if value else value
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> "Request":
-        if (self.key is None) == (self.prefix is None):
-            raise ValueError("A request names a key or a prefix: one of the two.")
-        if self.prefix is not None and (self.unpack or self.sha256):
+    def _one_of_three(self) -> "Request":
+        if sum(one is not None for one in (self.key, self.prefix, self.dataset)) != 1:
+            raise ValueError("A request names a key, a prefix or a dataset: one of the three.")
+        if self.key is None and (self.unpack or self.sha256):
             raise ValueError("unpack and sha256 are for a key: request the archive by its own.")
         return self
 
