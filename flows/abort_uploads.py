@@ -5,6 +5,7 @@ from datetime import timedelta
 from prefect import flow
 
 from millrace.housekeeping import Aborted
+from millrace.settings import Duration
 from millrace.storage import Right
 from tasks.cleaning import abort_stale, refuse_failures, report_uploads
 from tasks.places import BucketLocation, known, named_bucket, skipped, spec_of
@@ -13,7 +14,7 @@ from tasks.places import BucketLocation, known, named_bucket, skipped, spec_of
 @flow(name="abort-uploads")
 def abort_uploads(
     buckets: list[BucketLocation],
-    older_than: timedelta = timedelta(days=1),
+    older_than: Duration = timedelta(days=1),
     dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
 ) -> dict[str, Aborted] | None:
     """Abort unfinished uploads: no listing shows them, and they are billed.

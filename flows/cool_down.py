@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from millrace.checkpoints import CooldownSettings, MemberSettings, SavedSource, Seen
 from millrace.errors import ConfigurationError, UnavailableError
 from millrace.keys import CheckpointKeys
+from millrace.settings import Duration
 from millrace.storage import Right, StoreSpec
 from tasks.cooling import race_on_ray, report_epoch, watch_epoch
 from tasks.places import BucketLocation, Url, check_right, spec_of
@@ -44,7 +45,7 @@ def cool_down(
     epoch: int,
     nodes: NodeCheckpoints | None = None,
     settings: CooldownSettings = CooldownSettings(),  # noqa: B008 - frozen
-    patience: timedelta = timedelta(minutes=30),
+    patience: Duration = timedelta(minutes=30),
 ) -> Seen:
     """End an epoch: the members upload its checkpoint together, and one of them commits it.
 

@@ -5,6 +5,7 @@ from datetime import timedelta
 from prefect import flow
 
 from millrace.housekeeping import Cleaned, CleaningPlan, DeleteGather
+from millrace.settings import Duration
 from tasks.cleaning import clean_by
 from tasks.places import BucketLocation
 
@@ -14,7 +15,7 @@ def delete_gathers(
     bucket: BucketLocation,
     version: str,
     run: str = "",
-    older_than: timedelta = timedelta(0),
+    older_than: Duration = timedelta(0),
     dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
 ) -> Cleaned | CleaningPlan | None:
     """Delete the merged gradients of a version, up to the newest checkpoint of each run.

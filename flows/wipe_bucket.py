@@ -7,9 +7,17 @@ from prefect.flow_runs import pause_flow_run
 from prefect.input import RunInput
 from pydantic import Field
 
-from millrace.housekeeping import Cleaned, CleaningPlan, name_to_type
+from millrace.housekeeping import Cleaned, Contents, name_to_type
 from millrace.storage import Right, open_store
-from tasks.cleaning import count_all, refuse_failures, report_cleaning, report_plan, wipe_all
+from tasks.cleaning import (
+    count_all,
+    describe_versions,
+    refuse_failures,
+    report_cleaning,
+    report_contents,
+    survey_bucket,
+    wipe_all,
+)
 from tasks.places import BucketLocation, spec_of
 from tasks.words import count, size
 
@@ -26,7 +34,8 @@ class Typed(RunInput):
 def wipe_bucket(
     bucket: BucketLocation,
     dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
-) -> Cleaned | CleaningPlan:
+    versions: bool = False,  # noqa: FBT001, FBT002
+) -> Cleaned | Contents:
     """Delete all that is below a bucket's URL, also what rules protect.
 
     It pauses, and asks for the bucket's name. Refused while somebody works there.
@@ -34,14 +43,20 @@ def wipe_bucket(
     Args:
         bucket: A Millrace Bucket block with write credentials, its name, or a URL.
         dry_run: Only count what is there.
+        versions: Of a versioned bucket, delete older versions and delete markers, too.
     """
     place = spec_of(bucket, Right.WRITE)
-    plan = count_all(place)
+    found = survey_bucket(place)
     if dry_run:
-        report_plan(plan, [])
-        return plan
+        report_contents(found)
+        return found
+    plan = count_all(place)
     wanted = name_to_type(open_store(place, make_folder=False).location)
     whole = f"{count(plan.objects, 'object')} of `{place.url}`, {size(plan.size)}"
+    if versions:
+        whole += describe_versions(found.versions).removesuffix(
+            ", which the option versions deletes"
+        )
     asked = Typed.with_initial_data(
         description=f"**All {whole}, will be deleted, and nothing brings them back.** To go on, "
         f"type `{wanted}`.",
@@ -49,7 +64,7 @@ def wipe_bucket(
     typed = pause_flow_run(
         wait_for_input=asked, timeout=int(_PATIENCE.total_seconds()), poll_interval=2
     )
-    done = wipe_all(place, plan, typed.name)
+    done = wipe_all(place, plan, typed.name, versions=versions)
     report_cleaning(plan, done)
     refuse_failures(place.url, done.failures)
     return done

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from millrace.housekeeping import Cleaned, Rule
     from millrace.models.dataset import Plan
     from millrace.shards import DatasetStatus, PipelineSettings, ShardReport
-    from millrace.storage import Store, StoreSpec
+    from millrace.storage import Store, StoreSpec, VersionCount
     from millrace.swarm import PrewarmReport
 
 _EXAMPLE = """\
@@ -66,6 +66,29 @@ _RENTALS = {
     "release": "release",
     "reap": "reap_rentals",
 }  # commands, and what they are called in `millrace.cli_rentals`
+
+
+class _DurationOption(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - not in all versions
+    """A duration with its unit, such as 90s or 24h."""
+
+    name = "duration"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> timedelta:
+        from pydantic import TypeAdapter, ValidationError
+
+        from millrace.settings import Duration, parse_duration
+
+        try:
+            return TypeAdapter[timedelta](Duration).validate_python(parse_duration(value))
+        except ValidationError:
+            self.fail(f"{value!r} is no duration of ISO 8601, such as PT20M.", param, ctx)
+        except ValueError as error:
+            self.fail(f"{error}.", param, ctx)
+
+
+_DURATION = _DurationOption()
 
 
 class _Commands(click.Group):
@@ -220,14 +243,14 @@ def status(settings_or_url: str, dataset: str | None) -> int:
 @click.argument("settings_or_url")
 @click.argument("dataset", required=False)
 @click.option("--delete", is_flag=True, help="Delete it; otherwise it is only shown.")
-@click.option("--min-age", type=float, default=1.0, show_default=True, help="Hours.")
+@click.option("--min-age", type=_DURATION, default="1h", show_default=True, help="At least so old.")
 @said
-def gc(settings_or_url: str, dataset: str | None, *, delete: bool, min_age: float) -> int:
+def gc(settings_or_url: str, dataset: str | None, *, delete: bool, min_age: timedelta) -> int:
     """Find what no record of a dataset names: leftovers of runs that were killed."""
     from millrace.shards import collect_garbage
 
     store, name = _place(settings_or_url, dataset)
-    found = collect_garbage(store, name, dry_run=not delete, min_age=timedelta(hours=min_age))
+    found = collect_garbage(store, name, dry_run=not delete, min_age=min_age)
     for key in found.keys:
         click.echo(store.url_of(key))
     for failure in found.failures:
@@ -308,9 +331,9 @@ def retain(url: str, job: str, *, last: int, every: int | None, delete: bool) ->
 @click.argument("url")
 @click.argument("job")
 @click.option("--size", default="0", help="Of a checkpoint, such as 80GB: is there room and time?")
-@click.option("--within", type=float, help="Seconds that it may take to save one.")
+@click.option("--within", type=_DURATION, help="How long it may take to save one, such as 20m.")
 @said
-def probe(url: str, job: str, *, size: str, within: float | None) -> int:
+def probe(url: str, job: str, *, size: str, within: timedelta | None) -> int:
     """Find out whether a job could save its checkpoints there.
 
     Exit code 0: ready. Else: 11 read only, 12 denied, 13 not found, 14 throttled, 15 unreachable,
@@ -324,8 +347,7 @@ def probe(url: str, job: str, *, size: str, within: float | None) -> int:
         whole = TypeAdapter(ByteSize).validate_python(size)
     except ValidationError:
         raise errors.ConfigurationError(f"{size!r} is no size: write 80GB, or 512MiB.") from None
-    limit = None if within is None else timedelta(seconds=within)
-    found = open_destination(url).probe(job, size=int(whole), within=limit)
+    found = open_destination(url).probe(job, size=int(whole), within=within)
     click.echo(f"{found.verdict}: {found.reason}")
     if found.rate:
         click.echo(f"One upload: {found.rate / 1e6:.1f} MB/s.")
@@ -423,14 +445,17 @@ def clean_run(settings: Path, *, name: str | None) -> int:
 @clean.command("wipe")
 @click.argument("place")
 @click.option("--confirm", metavar="NAME", help="The bucket's name; otherwise it is asked for.")
-@click.option("--dry-run", is_flag=True, help="Only say what is there.")
+@click.option(
+    "--versions", is_flag=True, help="And older versions and delete markers, of a versioned bucket."
+)
+@click.option("--dry-run", is_flag=True, help="Only say what is there. Writes nothing.")
 @said
-def clean_wipe(place: str, *, confirm: str | None, dry_run: bool) -> int:
+def clean_wipe(place: str, *, confirm: str | None, versions: bool, dry_run: bool) -> int:
     """Delete all that is below a URL (or of a settings file's `store`), after its name was typed.
 
     Exit code 2, and nothing has happened, if the name is another.
     """
-    from millrace.housekeeping import name_to_type, plan_wiping, wipe
+    from millrace.housekeeping import name_to_type, plan_wiping, survey_wiping, wipe
     from millrace.housekeeping.wiping import check_name
     from millrace.progress_bar import ObjectsBar
     from millrace.storage import open_store
@@ -440,31 +465,53 @@ def clean_wipe(place: str, *, confirm: str | None, dry_run: bool) -> int:
     if confirm is not None:
         check_name(store.location, confirm)
     with ObjectsBar() as progress:
-        plan = plan_wiping(spec, progress=progress)
-    click.echo(f"{store.url} holds {plan.objects} objects, {_size(plan.size)}.")
+        found = survey_wiping(spec, progress=progress)
+    click.echo(f"{store.url} holds {found.objects} objects, {_size(found.size)}.")
+    stays = "" if versions else " They stay, and are billed, unless --versions is given."
+    if found.versions is None:
+        click.echo("Whether it keeps older versions is not known: these keys may not list them.")
+    elif found.versions:
+        click.echo(f"It keeps {_versions(found.versions)} beside them.{stays}")
     if dry_run:
         return 0
     if confirm is None:
         confirm = click.prompt(f"All of it goes. Type {name_to_type(store.location)} to go on")
+        check_name(store.location, confirm)
     with ObjectsBar() as progress:
+        plan = plan_wiping(spec)
         progress.of(plan.objects)
-        done = wipe(spec, plan.name, confirm=confirm, progress=progress)
-    return _show_cleaned(done)
+        done = wipe(spec, plan.name, confirm=confirm, versions=versions, progress=progress)
+    code = _show_cleaned(done)
+    if done.versions:
+        click.echo(
+            f"{_versions(done.versions)} are left, and billed"
+            + ("." if versions else ": `millrace clean wipe --versions` deletes them, too.")
+        )
+    elif done.versions is None:
+        click.echo("Whether older versions are left is not known: these keys may not list them.")
+    return code
+
+
+def _versions(found: "VersionCount") -> str:
+    return (
+        f"{found.versions} older versions ({_size(found.size)}) and {found.markers} delete markers"
+    )
 
 
 @clean.command("uploads")
 @click.argument("place")
-@click.option("--older-than", default="24h", show_default=True, help="Such as 90m, 24h, 3d.")
+@click.option(
+    "--older-than", type=_DURATION, default="24h", show_default=True, help="Such as 90m, 24h, 3d."
+)
 @click.option("--prefix", default="", help="Only of keys that begin with this.")
 @click.option("--abort", is_flag=True, help="Abort them; otherwise they are only shown.")
 @said
-def clean_uploads(place: str, *, older_than: str, prefix: str, abort: bool) -> int:
+def clean_uploads(place: str, *, older_than: timedelta, prefix: str, abort: bool) -> int:
     """Abort uploads that were begun and never finished: no listing shows them, and they cost."""
     from millrace.housekeeping import abort_uploads
-    from millrace.housekeeping.rules import age_of
 
     spec = _store_of(place)
-    found = abort_uploads(spec, older_than=age_of(older_than), prefix=prefix, dry_run=not abort)
+    found = abort_uploads(spec, older_than=older_than, prefix=prefix, dry_run=not abort)
     for key, size in found.uploads:
         click.echo(f"{key}  {_size(size)}")
     for failure in found.failures:
@@ -472,7 +519,7 @@ def clean_uploads(place: str, *, older_than: str, prefix: str, abort: bool) -> i
     word = "Aborted" if abort else "Would abort (with --abort)"
     click.echo(
         f"{word} {len(found.uploads) - len(found.failures)} uploads, {_size(found.size)}; "
-        f"{found.young} are younger than {older_than}."
+        f"{found.young} are younger than that."
     )
     return 1 if found.failures else 0
 

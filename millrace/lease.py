@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict
 from millrace import errors
 from millrace.keys import LeaseKeys, clock_probe, leases, parse_lease
 from millrace.records import commit_once, fetch
+from millrace.settings import Duration
 from millrace.storage import Stat, Store, create, delete, head, list_objects, put
 
 LONGEST = timedelta(hours=1)  # that one is believed in, whatever its record says
@@ -78,7 +79,7 @@ class Epoch(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     holder: Holder
-    ttl: timedelta
+    ttl: Duration
 
 
 @dataclass(slots=True)

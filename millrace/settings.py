@@ -7,16 +7,55 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from millrace.errors import ConfigurationError
 
 _VARIABLE = re.compile(r"\$(\$?)\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
+_PART = re.compile(r"(\d+(?:\.\d+)?) ?(s|m|h|d|w)")
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
 M = TypeVar("M", bound=BaseModel)
+
+
+def parse_duration(value: Any) -> Any:
+    """Parse a duration as people write it: `90s`, `20m`, `1h30m`, `7d`, `1w`.
+
+    Returns:
+        The duration; a `timedelta` and text of ISO 8601 (`PT20M`) as they are, for pydantic.
+
+    Raises:
+        ValueError: It is a bare number, which could be seconds or hours, or no duration.
+    """
+    if isinstance(value, timedelta) or (isinstance(value, str) and _is_iso(value)):
+        return value
+    text = f"{value:g}" if isinstance(value, float) else str(value).strip()
+    parts = list(_PART.finditer(text))
+    if not parts or "".join(part[0] for part in parts) != text.replace("  ", " "):
+        bare = re.fullmatch(r"[-+]?[\d.]+", text)
+        why = "has no unit" if bare else "is no duration"
+        example = text.lstrip("+-") if bare else "90"
+        raise ValueError(
+            f"{text!r} {why}: write {example}s, {example}m, {example}h or {example}d (seconds, "
+            "minutes, hours, days; 1w is a week, PT20M is ISO 8601)"
+        )
+    try:
+        return sum((timedelta(**{_UNITS[part[2]]: float(part[1])}) for part in parts), timedelta())
+    except OverflowError:
+        raise ValueError(f"{text!r} is too long a duration: write at most 5000w") from None
+
+
+def _is_iso(text: str) -> bool:
+    return text.strip().upper().startswith(("P", "-P", "+P"))
+
+
+Duration = Annotated[timedelta, BeforeValidator(parse_duration)]
+"""A duration with its unit: `90s`, `20m`, `24h`, `7d`, `1w`, or ISO 8601, such as `PT20M`."""
 
 
 def load(path: Path, model: type[M], environ: Mapping[str, str] | None = None) -> M:

@@ -14,6 +14,7 @@ from millrace.housekeeping import (
     Cleaned,
     CleaningPlan,
     CleanSettings,
+    Contents,
     Rule,
     abort_uploads,
     describe,
@@ -24,7 +25,7 @@ from millrace.housekeeping import (
     read_plan,
     saved_a_month,
 )
-from millrace.storage import DeleteFailure, Right, StoreSpec, open_store
+from millrace.storage import DeleteFailure, Right, StoreSpec, VersionCount, open_store
 from tasks.places import known, named_bucket, skipped, spec_of
 from tasks.progress import CleaningProgress
 from tasks.retries import PAUSES, passing
@@ -129,11 +130,20 @@ def count_all(place: StoreSpec) -> CleaningPlan:
     return made
 
 
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def survey_bucket(place: StoreSpec) -> Contents:
+    """Count what a wipe would delete. Writes nothing."""
+    with CleaningProgress(artifact_key("progress", "wiping", "survey")) as progress:
+        return housekeeping.survey_wiping(place, progress=progress)
+
+
 @task(cache_policy=NO_CACHE)
-def wipe_all(place: StoreSpec, plan: CleaningPlan, confirm: str) -> Cleaned:
+def wipe_all(place: StoreSpec, plan: CleaningPlan, confirm: str, *, versions: bool) -> Cleaned:
     """Delete all that was written down, if the name is right."""
     with CleaningProgress(artifact_key("progress", "wiping"), plan.objects) as progress:
-        return housekeeping.wipe(place, plan.name, confirm=confirm, progress=progress)
+        return housekeeping.wipe(
+            place, plan.name, confirm=confirm, versions=versions, progress=progress
+        )
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
@@ -147,6 +157,28 @@ def report_plan(plan: CleaningPlan, keys: list[tuple[str, int]]) -> None:
     """Leave the plan of a dry run as a report."""
     text = describe_plan(plan, keys)
     create_markdown_artifact(text, key="cleaning", description="What would be deleted")
+
+
+@task(cache_policy=NO_CACHE)
+def report_contents(found: Contents) -> None:
+    """Publish what a wipe would delete."""
+    text = f"**Nothing was deleted.** `{found.url}` holds {count(found.objects, 'object')}, "
+    text += f"{size(found.size)}{describe_versions(found.versions)}.\n"
+    if found.versions:
+        text += (
+            "\nOlder versions and delete markers stay, and are billed, unless `versions` is on.\n"
+        )
+    create_markdown_artifact(text, key="cleaning", description="What would be deleted")
+
+
+def describe_versions(found: VersionCount | None) -> str:
+    """Describe what a versioned bucket keeps beside its objects; empty if it keeps nothing."""
+    if found is None:
+        return " (these credentials may not list older versions)"
+    if not found:
+        return ""
+    older, markers = count(found.versions, "older version"), count(found.markers, "delete marker")
+    return f", and beside them {older} ({size(found.size)}) and {markers}"
 
 
 @task(cache_policy=NO_CACHE)
@@ -192,6 +224,9 @@ def describe_cleaning(plan: CleaningPlan, done: Cleaned) -> str:
         f"{duration(done.seconds)}, {errors}. That saves ${saved_a_month(done.freed):,.2f} a month "
         f"at R2's prices. Plan `{done.plan}`."
     )
+    if done.versions:
+        left = describe_versions(done.versions).removeprefix(", and beside them ")
+        said += f" {left} are left, and billed: the option `versions` deletes them."
     lines = [
         said,
         *_table(plan.header.rules, done.objects, done.size),

@@ -1,10 +1,14 @@
+from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
+from pkgutil import walk_packages
 
 import pytest
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel, SecretStr, TypeAdapter, ValidationError
 
 from millrace import errors
-from millrace.settings import load
+from millrace.housekeeping import CleanSettings
+from millrace.settings import Duration, load
 
 
 class Inner(BaseModel):
@@ -79,3 +83,67 @@ def test_what_is_wrong_is_said_without_the_value(name, text, said, tmp_path):
 def test_a_file_that_is_not_there_is_said(tmp_path):
     with pytest.raises(errors.ConfigurationError, match="millrace init"):
         load(tmp_path / "none.yaml", Model)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90s", 90), ("20m", 1200), ("24h", 86400), ("7d", 604800), ("1w", 604800), ("0h", 0),
+        ("1.5h", 5400), ("1h30m", 5400), ("2 d", 172800), ("PT20M", 1200), ("P2D", 172800),
+        ("0.05s", 0.05), (timedelta(seconds=5), 5),
+    ],
+)  # fmt: skip
+def test_a_duration_has_its_unit(text, seconds):
+    adapter = TypeAdapter(Duration)
+    found = adapter.validate_python(text)
+    assert found == timedelta(seconds=seconds)
+    assert adapter.validate_json(adapter.dump_json(found)) == found
+
+
+@pytest.mark.parametrize(
+    "value", [48, 48.0, "48", " 48", -3, "-3", 0, True, "00:20:00", "soon", ""]
+)
+def test_a_bare_number_is_no_duration(value):
+    with pytest.raises(ValidationError) as refused:
+        TypeAdapter(Duration).validate_python(value)
+    assert "(seconds, minutes, hours, days; 1w is a week, PT20M is ISO 8601)" in str(refused.value)
+    if value in {48, "48"}:
+        assert "write 48s, 48m, 48h or 48d" in str(refused.value)
+
+
+def _models() -> list[type[BaseModel]]:
+    """Every pydantic model of the project."""
+    for package in ("millrace", "tasks", "flows", "blocks"):
+        found = import_module(package)
+        for info in walk_packages(found.__path__, f"{package}."):
+            import_module(info.name)
+    models, seen = [BaseModel], []
+    while models:
+        models += (kind := models.pop()).__subclasses__()
+        if kind.__module__.startswith(("millrace.", "tasks.", "flows.", "blocks.")):
+            seen.append(kind)
+    return seen
+
+
+def test_every_setting_that_is_a_duration_is_read_as_one():
+    """So that `48` means neither seconds here nor hours there."""
+    bare = [
+        f"{kind.__module__}.{kind.__name__}.{name}"
+        for kind in _models()
+        for name, field in kind.model_fields.items()
+        if "timedelta" in str(field.annotation)
+        and "parse_duration" not in f"{field.annotation} {field.metadata}"
+    ]
+    assert bare == []
+
+
+def test_the_old_names_of_presets_take_no_bare_hours(tmp_path):
+    for rule in (
+        "{preset: s3_manager, delete_old: 48}",
+        "{preset: cleanup_bucket, older_than: 48}",
+    ):
+        path = written(tmp_path, "a.yaml", f"store: {{url: 'file:///x'}}\nrules: [{rule}]\n")
+        with pytest.raises(
+            errors.ConfigurationError, match="'48' has no unit: write 48s, 48m, 48h"
+        ):
+            load(path, CleanSettings, {})

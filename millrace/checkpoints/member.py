@@ -12,6 +12,7 @@ from millrace.checkpoints.members import Membership
 from millrace.checkpoints.settings import CooldownSettings
 from millrace.models.checkpoint import Checkpoint
 from millrace.progress import Progress, silent
+from millrace.settings import Duration
 from millrace.storage import Store, StoreSpec, open_store
 
 
@@ -50,10 +51,10 @@ class MemberSettings(BaseModel):
     epoch: int = Field(ge=0, description="The epoch that ends.")
     source: SavedSource = Field(description="What this member has: the same on all of them.")
     members: int = Field(default=1, ge=1, description="Wait until so many members are there.")
-    arrival: timedelta = Field(
+    arrival: Duration = Field(
         default=timedelta(minutes=5), description="For how long they are waited for."
     )
-    ttl: timedelta = Field(
+    ttl: Duration = Field(
         default=timedelta(seconds=30),
         description="A member that was not heard of for so long is taken for dead.",
     )

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
 from millrace.checkpoints.choosing import Choice
 from millrace.checkpoints.find import Check
+from millrace.settings import Duration
 
 
 class SaveSettings(BaseModel):
@@ -27,7 +28,7 @@ class SaveSettings(BaseModel):
         description="Refer to files of the job's newest checkpoint whose bytes are the same, "
         "instead of uploading them again. Retention keeps what is referred to.",
     )
-    ranks_within: timedelta = Field(
+    ranks_within: Duration = Field(
         default=timedelta(minutes=10),
         gt=timedelta(0),
         description="Where several ranks save one checkpoint together: how long one that is ready "
@@ -44,7 +45,7 @@ class Retention(BaseModel):
     every: int | None = Field(
         default=None, ge=1, description="And each whose step is a multiple of this."
     )
-    grace: timedelta = Field(
+    grace: Duration = Field(
         default=timedelta(days=1),
         description="Files that no checkpoint names are removed when they are older than this: "
         "until then somebody may still be saving.",
@@ -65,7 +66,7 @@ class CooldownSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    time: timedelta = Field(
+    time: Duration = Field(
         default=timedelta(minutes=2),
         gt=timedelta(0),
         description="How long the checkpoint may take, from when the first member was there.",

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from millrace.keys import ChainKeys, GradientKeys
 from millrace.models.chain import Outer
 from millrace.models.gradient import Codec
+from millrace.settings import Duration
 from millrace.storage import StoreSpec
 
 
@@ -89,12 +90,12 @@ class GatherSettings(BaseModel):
         description="The share of the time after which reserves are read too; before it, if nobody "
         "else is to come.",
     )
-    look: timedelta = Field(
+    look: Duration = Field(
         default=timedelta(seconds=2),
         gt=timedelta(0),
         description="How often the buckets are listed.",
     )
-    grace: timedelta = Field(
+    grace: Duration = Field(
         default=timedelta(seconds=10),
         ge=timedelta(0),
         description="How long, when time is up or the window is whole, answers that are on their "
@@ -112,7 +113,7 @@ class WindowRules(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    window: timedelta = Field(
+    window: Duration = Field(
         default=timedelta(minutes=20), gt=timedelta(0), description="How long a window lasts."
     )
     gather: GatherSettings = Field(default=GatherSettings(), description="How they are gathered.")
@@ -196,7 +197,7 @@ class FollowRules(BaseModel):
     keep: int = Field(
         default=3, ge=1, description="Checkpoints that are kept; that of the beginning always is."
     )
-    lease: timedelta = Field(
+    lease: Duration = Field(
         default=timedelta(minutes=1),
         ge=timedelta(seconds=3),
         description="After this long without a sign of life another aggregator takes over.",

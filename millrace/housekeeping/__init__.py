@@ -24,7 +24,7 @@ from millrace.housekeeping.rules import (
     What,
 )
 from millrace.housekeeping.uploads import Aborted, abort_uploads
-from millrace.housekeeping.wiping import name_to_type, plan_wiping, wipe
+from millrace.housekeeping.wiping import Contents, name_to_type, plan_wiping, survey_wiping, wipe
 
 __all__ = [
     "Aborted",
@@ -37,6 +37,7 @@ __all__ = [
     "Cleaned",
     "CleaningPlan",
     "CleanupBucket",
+    "Contents",
     "DeleteGather",
     "Finding",
     "Operation",
@@ -55,5 +56,6 @@ __all__ = [
     "plan_wiping",
     "read_plan",
     "saved_a_month",
+    "survey_wiping",
     "wipe",
 ]

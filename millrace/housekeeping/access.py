@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from millrace import errors
 from millrace.keys import audit_probe
+from millrace.settings import Duration
 from millrace.storage import (
     Answer,
     Backend,
@@ -91,12 +92,12 @@ class AuditSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     roles: dict[str, Role] = Field(min_length=1, description="By their names.")
-    patience: timedelta = Field(
+    patience: Duration = Field(
         default=timedelta(seconds=10),
         gt=timedelta(0),
         description="How long each request is tried.",
     )
-    ending: timedelta = Field(
+    ending: Duration = Field(
         default=timedelta(days=1),
         description="Of temporary credentials that end sooner than this it is said.",
     )

@@ -27,6 +27,7 @@ from millrace.storage import (
     DeleteFailure,
     Stat,
     Store,
+    VersionCount,
     delete,
     head,
     list_objects,
@@ -56,6 +57,8 @@ class Cleaned:
         failures: Those that could not be deleted.
         given_up: Whether so many could not that the rest was not tried.
         seconds: How long it took.
+        versions: After a wipe, older versions and delete markers that are left; None if the
+            credentials may not list them, or nothing was wiped.
     """
 
     plan: str
@@ -66,6 +69,7 @@ class Cleaned:
     failures: tuple[DeleteFailure, ...]
     given_up: bool
     seconds: float
+    versions: VersionCount | None = None
 
     @property
     def deleted(self) -> int:

@@ -5,49 +5,23 @@ from collections.abc import Callable
 from datetime import timedelta
 from enum import StrEnum
 from functools import lru_cache
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from millrace.checkpoints import Check
-from millrace.errors import ConfigurationError
 from millrace.keys import Kind
+from millrace.settings import Duration
 from millrace.storage import StoreSpec
 
-_AGE = re.compile(r"(\d+(?:\.\d+)?) ?(m|h|d|w)")
-_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _VERSION = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._+-]*[A-Za-z0-9])?")
 _CLAUSE = re.compile(r"(===|==|!=|<=|>=|~=|<|>)\s*(\S+)")
 
 
-def _age(value: Any) -> Any:
-    if not (isinstance(value, str) and _AGE.fullmatch(value.strip())):
-        return value
-    try:
-        return age_of(value)
-    except ConfigurationError as error:
-        raise ValueError(str(error)) from None
-
-
-def age_of(text: str) -> timedelta:
-    """A time that a person has typed: ``48h``, ``2d``, ``90m``, ``3w``.
-
-    Raises:
-        ConfigurationError: It is none.
-    """
-    match = _AGE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigurationError(f"{text!r} is no time: write 90m, 48h, 2d or 3w.")
-    try:
-        return timedelta(**{_UNITS[match[2]]: float(match[1])})
-    except OverflowError:
-        raise ConfigurationError(f"{text!r} is too long a time: write at most 5000w.") from None
-
-
-Age = Annotated[timedelta, BeforeValidator(_age), Field(ge=timedelta(0), le=timedelta(weeks=5000))]
-"""A time such as ``48h``, ``2d``, ``90m`` or ``3w``, or one of ISO 8601: ``P2D``."""
+Age = Annotated[Duration, Field(ge=timedelta(0), le=timedelta(weeks=5000))]
+"""How old an object is: a duration of at most 5000 weeks."""
 
 
 Pin = Annotated[str, Field(pattern=r"^[^/]")]
@@ -245,12 +219,14 @@ class CleanVersions(BaseModel):
 
 
 class S3Manager(BaseModel):
-    """What is older than so many hours, and begins and ends so."""
+    """What is older than a duration, and begins and ends so."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     preset: Literal["s3_manager"] = "s3_manager"
-    delete_old: float = Field(default=48, ge=0, le=840_000, description="Hours; 0 takes all.")
+    delete_old: Age = Field(
+        default=timedelta(hours=48), description="By the store's clock: `48h`; `0h` takes all."
+    )
     prefix: str = Field(default="", description="Only keys that begin with this.")
     suffix: str = Field(default="", description="Only keys that end with this.")
 
@@ -260,7 +236,7 @@ class S3Manager(BaseModel):
         return (
             Rule(
                 what=tuple(sorted(what)),
-                older_than=timedelta(hours=self.delete_old),
+                older_than=self.delete_old,
                 prefix=self.prefix,
                 suffix=self.suffix,
             ),

@@ -1,7 +1,7 @@
 """Wipe a store: all that is below its URL, after a person has typed its name."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import PurePosixPath
 
@@ -20,6 +20,7 @@ from millrace.housekeeping.plans import (
 from millrace.housekeeping.protection import Guard, clock_of
 from millrace.housekeeping.uploads import abort_uploads
 from millrace.keys import CLEANING, Kind, named
+from millrace.lease import StoreClock
 from millrace.progress import Progress, silent
 from millrace.storage import (
     Backend,
@@ -27,8 +28,12 @@ from millrace.storage import (
     Location,
     Store,
     StoreSpec,
+    VersionCount,
+    count_versions,
     delete,
+    delete_versions,
     list_objects,
+    list_versions,
     open_store,
 )
 
@@ -38,6 +43,50 @@ def name_to_type(location: Location) -> str:
     if location.backend is Backend.FILE:
         return PurePosixPath(location.bucket).name
     return f"{location.bucket}/{location.prefix}" if location.prefix else location.bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Objects, older versions and delete markers below a store's URL.
+
+    Attributes:
+        url: URL of the store.
+        objects: Number of objects.
+        size: Bytes of the objects.
+        versions: Older versions and delete markers; None if the credentials may not list them.
+    """
+
+    url: str
+    objects: int
+    size: int
+    versions: VersionCount | None
+
+
+def survey_wiping(spec: StoreSpec, *, progress: Progress = silent) -> Contents:
+    """Count what a wipe would delete. Writes nothing.
+
+    Args:
+        spec: Store to look at.
+        progress: Told ``cleaning.seen`` with ``objects``, now and then.
+
+    Raises:
+        HeldError: Somebody works with what is there: end that first.
+    """
+    store = open_store(spec, make_folder=False)
+    # This machine's clock: to read the store's takes a write.
+    guard = Guard([store], (), Check.SIZES, StoreClock.own())
+    objects = size = 0
+    for entry in _all(store, guard, progress):
+        objects += 1
+        size += entry.stat.size
+    return Contents(store.url, objects, size, _versions_of(store))
+
+
+def _versions_of(store: Store) -> VersionCount | None:
+    try:
+        return count_versions(store)
+    except errors.DeniedError:
+        return None
 
 
 def plan_wiping(spec: StoreSpec, *, progress: Progress = silent) -> CleaningPlan:
@@ -59,13 +108,22 @@ def plan_wiping(spec: StoreSpec, *, progress: Progress = silent) -> CleaningPlan
     return write_plan(store, new_name(now), header, _all(store, guard, progress), tally)
 
 
-def wipe(spec: StoreSpec, plan: str, *, confirm: str, progress: Progress = silent) -> Cleaned:
+def wipe(
+    spec: StoreSpec,
+    plan: str,
+    *,
+    confirm: str,
+    versions: bool = False,
+    progress: Progress = silent,
+) -> Cleaned:
     """Delete all that was written down, the plan last, and abort what is being uploaded.
 
     Args:
         spec: Which, with credentials to write.
         plan: Of `plan_wiping`.
         confirm: As a person has typed it: `name_to_type`.
+        versions: Delete the older versions and delete markers of a versioned bucket, too. They
+            are counted in any case.
         progress: As of `millrace.housekeeping.execute`.
 
     Raises:
@@ -89,7 +147,16 @@ def wipe(spec: StoreSpec, plan: str, *, confirm: str, progress: Progress = silen
         failures = abort_uploads(spec, older_than=timedelta(0), dry_run=False).failures
     except errors.DeniedError as error:
         failures = (DeleteFailure("unfinished uploads", errors.one_line(error)),)
-    return replace(cleaned, failures=(*cleaned.failures, *failures))
+    if versions:  # last: what was done before has left versions, too
+        failures = (*failures, *_without_versions(store))
+    return replace(cleaned, failures=(*cleaned.failures, *failures), versions=_versions_of(store))
+
+
+def _without_versions(store: Store) -> list[DeleteFailure]:
+    try:
+        return delete_versions(store, list_versions(store))
+    except errors.DeniedError as error:
+        return [DeleteFailure("older versions", errors.one_line(error))]
 
 
 def check_name(location: Location, typed: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
+from millrace.settings import Duration
 from millrace.sources import SourceSettings
 from millrace.storage import StoreSpec, from_environment
 
@@ -62,7 +63,7 @@ class RunSettings(BaseModel):
     uploads: int = Field(
         default=2, ge=1, le=32, description="Shards that each worker uploads at once."
     )
-    lease: timedelta = Field(
+    lease: Duration = Field(
         default=timedelta(seconds=30),
         ge=timedelta(seconds=3),
         description="How long a split stays claimed by a machine that is not heard of.",

@@ -25,6 +25,13 @@ from millrace.storage.read import (
 from millrace.storage.retry import with_boto3
 from millrace.storage.scoped import Right, scoped, signed_url
 from millrace.storage.signed import kept_sha256
+from millrace.storage.versions import (
+    Version,
+    VersionCount,
+    count_versions,
+    delete_versions,
+    list_versions,
+)
 from millrace.storage.write import (
     DeleteFailure,
     Upload,
@@ -51,15 +58,19 @@ __all__ = [
     "Store",
     "StoreSpec",
     "Upload",
+    "Version",
+    "VersionCount",
     "abort_stale_uploads",
     "abort_upload",
     "answer_of",
     "boto3_client",
     "check",
     "copy",
+    "count_versions",
     "create",
     "delete",
     "delete_one",
+    "delete_versions",
     "difference",
     "exists",
     "filesystem",
@@ -69,6 +80,7 @@ __all__ = [
     "list_folders",
     "list_objects",
     "list_uploads",
+    "list_versions",
     "open_store",
     "open_writer",
     "put",

@@ -15,6 +15,7 @@ from obstore.store import GCSStore, LocalStore, MemoryStore, ObjectStore, S3Stor
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from millrace.errors import ConfigurationError, NotFoundError
+from millrace.settings import Duration
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential
@@ -74,7 +75,7 @@ class StoreSpec(BaseModel):
         default_factory=dict[str, SecretStr],
         description="Further settings for obstore's store, by its names. Kept as secrets.",
     )
-    patience: timedelta = Field(
+    patience: Duration = Field(
         default=timedelta(minutes=2),
         description="How long a request is tried again before its error is raised.",
     )

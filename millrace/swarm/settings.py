@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from millrace.settings import Duration
 from millrace.storage import StoreSpec
 from millrace.swarm.made import CacheCheck
 from millrace.swarm.pieces import LARGEST, SMALLEST, safe
@@ -197,12 +198,12 @@ class PrewarmSettings(_Settings):
         le=1.0,
         description="The share of the nodes that must live: with fewer the run fails.",
     )
-    arrival: timedelta = Field(
+    arrival: Duration = Field(
         default=timedelta(seconds=30),
         description="How long nodes may take to look at what they have before the others begin "
         "without them, and how long hosts may take to come before the run ends without them.",
     )
-    patience: timedelta = Field(
+    patience: Duration = Field(
         default=timedelta(minutes=2), description="How long the store may keep failing."
     )
     unpacked_bytes: ByteSize = Field(

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from millrace.checkpoints.settings import CooldownSettings
 from millrace.gradients.settings import RunSettings
+from millrace.settings import Duration
 from millrace.storage import StoreSpec
 from millrace.vast.instances import IDENTITY
 
@@ -35,7 +36,7 @@ class TrainingPlan(BaseModel):
         description="How often the training script is started again on the same machine, if it "
         "fails before it has run for ten minutes.",
     )
-    pause: timedelta = Field(
+    pause: Duration = Field(
         default=timedelta(seconds=10), description="Before the first of them; twice, the next time."
     )
     epoch: int = Field(default=10, ge=1, description="Windows of an epoch.")
@@ -44,7 +45,7 @@ class TrainingPlan(BaseModel):
     )
     dataset: str | None = Field(default=None, description="What it is trained on, below the store.")
     root: Path = Field(default=Path("data"), description="The folder that files are put into.")
-    warm: timedelta | None = Field(
+    warm: Duration | None = Field(
         default=None, description="How long to wait for files that other machines bring."
     )
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from millrace.settings import Duration
 from millrace.vast.api import Vast
 
 LONGEST = timedelta(days=7)
@@ -55,7 +56,7 @@ class OfferRequest(BaseModel):
     max_total: float = Field(
         gt=0, description="Dollars that all machines may cost together: then they are given back."
     )
-    max_lifetime: timedelta = Field(
+    max_lifetime: Duration = Field(
         default=timedelta(hours=24),
         gt=timedelta(minutes=1),
         le=LONGEST,

@@ -5,6 +5,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, model_validator
 
+from millrace.settings import Duration
 from millrace.storage import Right, StoreSpec
 from millrace.vast.api import Vast
 from millrace.vast.offers import OfferRequest
@@ -88,18 +89,18 @@ class Patience(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    loading: timedelta = Field(
+    loading: Duration = Field(
         default=timedelta(minutes=20),
         gt=timedelta(0),
         description="How long a machine may take to load its image, and to install.",
     )
-    silence: timedelta = Field(
+    silence: Duration = Field(
         default=timedelta(minutes=5),
         ge=timedelta(seconds=30),
         description="How long nothing may be heard of a machine; and how long a machine waits "
         "for its owner, before it destroys itself.",
     )
-    poll: timedelta = Field(
+    poll: Duration = Field(
         default=timedelta(seconds=10), gt=timedelta(0), description="How often it is looked at."
     )
     tries: int = Field(

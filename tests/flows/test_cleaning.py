@@ -167,7 +167,8 @@ def test_a_wiping_that_nobody_confirms_deletes_nothing(
     given = block(bucket, write=rgw.full)
     dry = deployed.start("wipe-bucket/wipe-bucket", bucket=given)
     assert dry.code == 0, dry.output
-    assert "would delete 4 objects" in deployed.artifacts(dry.run)["cleaning"]
+    assert "**Nothing was deleted.**" in deployed.artifacts(dry.run)["cleaning"]
+    assert "holds 4 objects" in deployed.artifacts(dry.run)["cleaning"]
     run = deployed.start("wipe-bucket/wipe-bucket", watch=False, bucket=given, dry_run=False).run
     deployed.wait(run, "Paused")
     with deployed.client() as client:

@@ -259,7 +259,7 @@ def test_the_commands(store, begun, tmp_path):
     run_windows(store, 3, begun)
     file = tmp_path / "aggregate.yaml"
     file.write_text(
-        f"run: {{run: runs/one, window: 0.05, gather: {{look: 0.01}}}}\n"
+        f"run: {{run: runs/one, window: 0.05s, gather: {{look: 0.01s}}}}\n"
         f"store: {{url: '{store.url}'}}\nworkers: [a, b]\n"
     )
     run = CliRunner().invoke(main, ["aggregate", str(file), "--windows", "1"])

@@ -51,9 +51,9 @@ PRESETS = [
     DeleteGather(version="0.2.1"),
     DeleteGather(version=">=0"),
     CleanVersions(current="0.2.11"),
-    S3Manager(delete_old=0),
-    S3Manager(delete_old=0, suffix=".safetensors"),
-    S3Manager(delete_old=0, prefix="run/"),
+    S3Manager(delete_old=timedelta(0)),
+    S3Manager(delete_old=timedelta(0), suffix=".safetensors"),
+    S3Manager(delete_old=timedelta(0), prefix="run/"),
 ]
 CHANGED = "it was written since the plan was made"
 BEFORE = "what has to go before it is still there"

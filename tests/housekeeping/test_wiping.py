@@ -8,10 +8,20 @@ from click.testing import CliRunner
 
 from millrace import errors
 from millrace.cli import main
-from millrace.housekeeping import abort_uploads, name_to_type, plan_wiping, wipe
+from millrace.housekeeping import abort_uploads, name_to_type, plan_wiping, survey_wiping, wipe
 from millrace.keys import ChainKeys
-from millrace.storage import StoreSpec, list_objects, list_uploads, open_store, put
+from millrace.storage import (
+    StoreSpec,
+    VersionCount,
+    delete_versions,
+    list_objects,
+    list_uploads,
+    list_versions,
+    open_store,
+    put,
+)
 from tests.housekeeping.material import Place
+from tests.servers.key import Key
 from tests.stores import credentials, spec_of
 
 NOW = timedelta(0)
@@ -102,6 +112,84 @@ def test_the_command_asks_for_the_name(tmp_path: Path):
     assert not keys_of(place)
 
 
+def test_a_dry_run_of_wiping_writes_nothing(rgw, bucket, request, tmp_path):
+    spec = spec_of("rgw", request)
+    fill(Place(open_store(spec)))
+    before = len(rgw.requests())
+    found = survey_wiping(spec)
+    assert (found.objects, found.versions) == (
+        len(keys_of(Place(open_store(spec)))),
+        VersionCount(),
+    )
+    settings = settings_file(tmp_path, spec, rgw.full)
+    shown = CliRunner().invoke(main, ["clean", "wipe", str(settings), "--dry-run"])
+    assert shown.exit_code == 0, shown.output
+    assert f"holds {found.objects} objects" in shown.output
+    asked = [line for line in rgw.requests()[before:] if bucket in line]
+    assert asked
+    assert [line for line in asked if "GET /" not in line and "HEAD /" not in line] == []
+
+
+def settings_file(folder: Path, spec: StoreSpec, key: Key) -> Path:
+    """A settings file that names a store."""
+    file = folder / "place.yaml"
+    file.write_text(
+        f"store:\n  url: {spec.url}\n  endpoint: {spec.endpoint}\n  credentials:\n"
+        f"    access_key_id: {key.access_key_id}\n    secret_access_key: {key.secret_access_key}\n"
+    )
+    return file
+
+
+@pytest.fixture
+def versioned(rgw, bucket, request) -> StoreSpec:
+    """A store that keeps versions: 14 older ones, and a delete marker."""
+    client = rgw.client(rgw.full)
+    client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    for number in range(14):
+        client.put_object(Bucket=bucket, Key="below/here/a", Body=b"x" * number)
+    client.put_object(Bucket=bucket, Key="below/here/b", Body=b"x" * 9)
+    client.delete_object(Bucket=bucket, Key="below/here/b")
+    client.put_object(Bucket=bucket, Key="below/other", Body=b"1")
+    client.put_object(Bucket=bucket, Key="below/other", Body=b"2")
+    return spec_of("rgw", request)
+
+
+def test_a_versioned_bucket_is_not_called_emptied(rgw, bucket, versioned, tmp_path):
+    found = survey_wiping(versioned)
+    assert (found.objects, found.versions) == (1, VersionCount(14, 1, sum(range(13)) + 9))
+    settings = settings_file(tmp_path, versioned, rgw.full)
+    wipe_here = ["clean", "wipe", str(settings), "--confirm", f"{bucket}/below/here"]
+    done = CliRunner().invoke(main, wipe_here)
+    assert done.exit_code == 0, done.output
+    assert "It keeps 14 older versions (87 bytes) and 1 delete markers beside them." in done.output
+    said = next(line for line in done.output.splitlines() if "are left, and billed" in line)
+    versions, markers = count_versions_by_boto3(rgw, bucket)
+    assert f"{versions} older versions" in said
+    assert f"{markers} delete markers" in said
+    assert "`millrace clean wipe --versions` deletes them, too" in said
+    assert versions >= 15
+
+    done = CliRunner().invoke(main, [*wipe_here, "--versions"])
+    assert done.exit_code == 0, done.output
+    assert "left" not in done.output
+    assert count_versions_by_boto3(rgw, bucket) == (0, 0)
+    beside = rgw.client(rgw.full).list_object_versions(Bucket=bucket, Prefix="below/other")
+    assert len(beside["Versions"]) == 2
+
+
+def count_versions_by_boto3(rgw, bucket: str) -> tuple[int, int]:
+    answer = rgw.client(rgw.full).list_object_versions(Bucket=bucket, Prefix="below/here/")
+    return len(answer.get("Versions", [])), len(answer.get("DeleteMarkers", []))
+
+
+def test_versions_that_may_not_be_deleted_are_said(rgw, bucket, versioned):
+    reader = versioned.model_copy(update={"credentials": credentials(rgw.read_only)})
+    store = open_store(reader)
+    failures = delete_versions(store, list_versions(store))
+    assert len(failures) == 15
+    assert count_versions_by_boto3(rgw, bucket) == (15, 1)
+
+
 def begin(rgw, bucket: str, key: str, parts: int) -> None:
     client = rgw.client(rgw.full)
     upload = client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
@@ -121,14 +209,9 @@ def test_uploads_that_were_never_finished_are_found_and_aborted(rgw, bucket, req
     found = abort_uploads(spec, older_than=timedelta(seconds=-60))
     assert (dict(found.uploads), found.size, found.aborted) == ({"a": 2000, "b/c": 0}, 2000, False)
     assert len(list(list_uploads(open_store(spec)))) == 2
-    file = tmp_path / "place.yaml"
-    key = rgw.full
-    file.write_text(
-        f"store:\n  url: {spec.url}\n  endpoint: {spec.endpoint}\n  credentials:\n"
-        f"    access_key_id: {key.access_key_id}\n    secret_access_key: {key.secret_access_key}\n"
-    )
+    file = settings_file(tmp_path, spec, rgw.full)
     told = CliRunner().invoke(main, ["clean", "uploads", str(file)])
-    assert "Would abort (with --abort) 0 uploads, 0 bytes; 2 are younger than 24h." in told.output
+    assert "Would abort (with --abort) 0 uploads, 0 bytes; 2 are younger than that." in told.output
     gone = abort_uploads(spec, older_than=timedelta(seconds=-60), prefix="b", dry_run=False)
     assert (dict(gone.uploads), gone.failures) == ({"b/c": 0}, ())
     assert [upload.key for upload in list_uploads(open_store(spec))] == ["a"]
@@ -151,7 +234,7 @@ def test_more_uploads_than_a_page_are_all_found(rgw, bucket, request):
 def test_a_wrong_time_is_said(tmp_path: Path):
     told = CliRunner().invoke(main, ["clean", "uploads", str(tmp_path), "--older-than", "soon"])
     assert told.exit_code == 2
-    assert "write 90m, 48h, 2d or 3w" in told.output
+    assert "'soon' is no duration: write 90s, 90m, 90h or 90d" in told.output
 
 
 def test_the_halves_of_a_killed_process_are_uploads_of_a_folder(tmp_path: Path):

@@ -60,7 +60,7 @@ class Case:
             "run": {
                 "workers": self.workers,
                 "uploads": self.uploads,
-                "lease": 3,
+                "lease": "3s",
                 "max_quarantined": 0.2,  # the material has bad rows on purpose
             },
         }

@@ -5,6 +5,7 @@ from datetime import timedelta
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from millrace import errors
+from millrace.settings import Duration
 
 
 class HubSpec(BaseModel):
@@ -20,7 +21,7 @@ class HubSpec(BaseModel):
     endpoint: str | None = Field(
         default=None, description="Another address of the Hub; left out, HF_ENDPOINT or its own."
     )
-    patience: timedelta = Field(
+    patience: Duration = Field(
         default=timedelta(minutes=2),
         description="How long a request is tried again before its error is raised.",
     )

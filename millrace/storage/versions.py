@@ -1,0 +1,144 @@
+"""Older versions of objects, and delete markers: what a versioned bucket keeps and bills.
+
+A listing shows none of them. Only S3 has them: R2, folders and memory keep one version of an
+object, and GCS removes older ones by a lifecycle rule.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from millrace import errors
+from millrace.storage.clients import full_key
+from millrace.storage.open import Backend, Store
+from millrace.storage.retry import with_boto3
+from millrace.storage.write import DeleteFailure
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+_BATCH = 1000  # versions a request, which is what S3 takes
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A version of an object that no listing shows.
+
+    Attributes:
+        key: Key of the object, below the store's URL.
+        id: Identifier of the version.
+        size: Bytes that are billed; 0 for a delete marker.
+        is_marker: Whether it is a delete marker.
+    """
+
+    key: str
+    id: str
+    size: int
+    is_marker: bool
+
+
+@dataclass(frozen=True, slots=True)
+class VersionCount:
+    """Number of versions that a bucket keeps though no listing shows them.
+
+    Attributes:
+        versions: Number of versions that hold bytes.
+        markers: Number of delete markers.
+        size: Bytes of the versions.
+    """
+
+    versions: int = 0
+    markers: int = 0
+    size: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.versions or self.markers)
+
+
+def list_versions(store: Store, prefix: str = "") -> Iterator[Version]:
+    """List older versions and delete markers below a prefix, a page of 1,000 in memory.
+
+    The current version of an object is left out: `list_objects` lists it.
+
+    Raises:
+        DeniedError: The credentials may not list versions.
+        UnavailableError: The store failed for longer than its time budget.
+    """
+    if store.location.backend is not Backend.S3:
+        return
+    bucket, root = store.location.bucket, full_key(store, "")
+    key_marker = id_marker = ""
+
+    def page_of(client: "S3Client") -> dict[str, Any]:
+        from botocore.exceptions import ClientError  # noqa: PLC0415
+
+        try:
+            page = client.list_object_versions(
+                Bucket=bucket,
+                Prefix=root + prefix,
+                KeyMarker=key_marker,
+                VersionIdMarker=id_marker,
+            )
+        except ClientError as error:
+            if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") in {405, 501}:
+                return {}  # the store has no versions
+            raise
+        return dict(page)
+
+    while True:
+        page = with_boto3(store, prefix, page_of)
+        for name in ("Versions", "DeleteMarkers"):
+            is_marker = name == "DeleteMarkers"
+            for one in page.get(name, []):
+                if is_marker or not one["IsLatest"]:
+                    key = one["Key"].removeprefix(root)
+                    yield Version(key, one["VersionId"], one.get("Size", 0), is_marker)
+        if not page.get("IsTruncated"):
+            return
+        key_marker = page.get("NextKeyMarker", "")
+        id_marker = page.get("NextVersionIdMarker", "")
+
+
+def count_versions(store: Store, prefix: str = "") -> VersionCount:
+    """Count older versions and delete markers below a prefix. One request per 1,000.
+
+    Raises:
+        DeniedError: The credentials may not list versions.
+    """
+    versions = markers = size = 0
+    for one in list_versions(store, prefix):
+        markers += one.is_marker
+        versions += not one.is_marker
+        size += one.size
+    return VersionCount(versions, markers, size)
+
+
+def delete_versions(store: Store, versions: Iterable[Version]) -> list[DeleteFailure]:
+    """Delete versions for good, a thousand a request. One that is gone is a success.
+
+    Returns:
+        Versions that could not be deleted, each with the reason.
+    """
+    bucket = store.location.bucket
+    failures: list[DeleteFailure] = []
+    remaining = iter(versions)
+    while batch := list(islice(remaining, _BATCH)):
+
+        def request(client: "S3Client", batch: list[Version] = batch) -> list[DeleteFailure]:
+            named: Any = [{"Key": full_key(store, one.key), "VersionId": one.id} for one in batch]
+            answer = client.delete_objects(Bucket=bucket, Delete={"Objects": named, "Quiet": True})
+            root = full_key(store, "")
+            return [
+                DeleteFailure(
+                    error.get("Key", "").removeprefix(root),
+                    f"version {error.get('VersionId', '')}: {error.get('Message', '')}",
+                )
+                for error in answer.get("Errors", [])
+            ]
+
+        try:
+            failures += with_boto3(store, batch[0].key, request)
+        except errors.MillraceError as error:
+            failures += [DeleteFailure(one.key, errors.one_line(error)) for one in batch]
+    return failures
