@@ -1,17 +1,39 @@
 """Delete what nobody needs from a bucket, by hand or every night."""
 
+from typing import Annotated, Any, cast
+
 from prefect import flow
+from pydantic import BeforeValidator
 
 from blocks import CleaningRules
+from millrace.errors import ConfigurationError
 from millrace.housekeeping import Check, Cleaned, CleaningPlan, CleanupBucket, Rule
+from millrace.settings import validated
 from tasks.cleaning import clean_by
 from tasks.places import BucketLocation
+
+
+def _checked(given: Any) -> Any:
+    """Check a list of rules by itself, so that its errors do not name the block's class, too."""
+    if not isinstance(given, list):
+        return given
+    try:
+        return [
+            one if isinstance(one, Rule) else validated(Rule, one, where=f"rule {number + 1}")
+            for number, one in enumerate(cast("list[Any]", given))
+        ]
+    except ConfigurationError as error:
+        raise ValueError(str(error)) from None
+
+
+Rules = Annotated[list[Rule] | CleaningRules, BeforeValidator(_checked)]
+"""Rules, or a block of them."""
 
 
 @flow(name="clean-bucket")
 def clean_bucket(
     bucket: BucketLocation,
-    rules: list[Rule] | CleaningRules = list(CleanupBucket().rules()),  # noqa: B006, B008 - it is drawn
+    rules: Rules = list(CleanupBucket().rules()),  # noqa: B006, B008 - it is drawn
     dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
     beside: list[BucketLocation] = [],  # noqa: B006 - Prefect draws it
     pinned: list[str] = [],  # noqa: B006

@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import wraps
 from importlib import import_module
@@ -21,7 +22,7 @@ import click
 from millrace import errors
 
 if TYPE_CHECKING:
-    from millrace.housekeeping import Cleaned, Rule
+    from millrace.housekeeping import Cleaned, Finding, Rule
     from millrace.models.dataset import Plan
     from millrace.shards import DatasetStatus, PipelineSettings, ShardReport
     from millrace.storage import Store, StoreSpec, VersionCount
@@ -369,14 +370,41 @@ def audit_access(settings: Path, *, file: Path | None) -> int:
     from millrace.settings import load
 
     found = audit(load(settings, AuditSettings))
-    for one in found.findings:
-        mark = "" if one.verdict is Verdict.RIGHT else f"  {one.verdict}: {one.sentence}"
-        click.echo(f"{one.role}, to {one.right}: {one.operation}: {one.seen}{mark}")
+    pairs = list(dict.fromkeys((one.role, one.right) for one in found.findings))
+    seen = {(one.role, one.right, one.operation): one for one in found.findings}
+    operations = dict.fromkeys(one.operation for one in found.findings)
+    table = _table("operation", *(f"{role} {right}" for role, right in pairs))
+    for operation in operations:
+        cells = [seen.get((*pair, operation)) for pair in pairs]
+        table.add_row(operation, *(_audited(one) for one in cells))
+    _print(table)
+    for sentence, ones in _by_sentence(found.wrong).items():
+        click.echo(f"{', '.join(ones)}: {sentence}" if len(ones) == 1 else sentence)
     for note in found.notes:
         click.echo(note)
+    kinds = Counter(one.verdict for one in found.wrong)
+    wrong = "".join(f", {kinds[verdict]} {verdict}" for verdict in Verdict if kinds[verdict])
+    right = len(found.findings) - len(found.wrong)
+    click.echo(f"{right} of {len(found.findings)} operations are as they should be{wrong}.")
     if file is not None:
         file.write_text(found.model_dump_json(indent=2))
     return found.exit_code
+
+
+def _audited(one: "Finding | None") -> str:
+    """Return a cell of an audit's table: the store's answer, or in capitals what is wrong."""
+    if one is None:
+        return "-"
+    return f"{one.seen}" if one.verdict == "right" else one.verdict.upper()
+
+
+def _by_sentence(wrong: "Iterable[Finding]") -> dict[str, list[str]]:
+    """Group what is wrong by what the store said: a dead endpoint says one thing to all."""
+    found: dict[str, list[str]] = {}
+    for one in wrong:
+        named = f"{one.role}, to {one.right}: {one.operation} is {one.verdict}"
+        found.setdefault(one.sentence, []).append(named)
+    return found
 
 
 @main.group()

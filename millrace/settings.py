@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
@@ -19,6 +19,8 @@ _VARIABLE = re.compile(r"\$(\$?)\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
 _PART = re.compile(r"(\d+(?:\.\d+)?) ?(s|m|h|d|w)")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+_PREFIX = "Value error, "  # pydantic's, before what a validator of ours has said
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -104,15 +106,33 @@ def load_data(path: Path, environ: Mapping[str, str] | None = None) -> dict[str,
 
 
 def validated(model: type[M], data: object, *, where: str) -> M:
-    """Check data against a model; what it refuses becomes one sentence without the values."""
+    """Check data against a model.
+
+    Raises:
+        ConfigurationError: The model refuses values: one sentence, without the values.
+    """
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(str(part) for part in fault['loc']) or 'settings'}: {fault['msg']}"
-            for fault in error.errors(include_input=False, include_url=False)
-        )
-        raise ConfigurationError(f"{where}: {faults}.") from None
+        faults: dict[str, None] = {}
+        for fault in error.errors(include_input=False, include_url=False):
+            path = _path(fault["loc"], data, missing=fault["type"] == "missing")
+            faults[f"{path or 'settings'}: {fault['msg'].removeprefix(_PREFIX)}"] = None
+        raise ConfigurationError(f"{where}: {'; '.join(faults)}.") from None
+
+
+def _path(parts: tuple[int | str, ...], data: Any, *, missing: bool) -> str:
+    """Return the path of a setting as the file has it, without the classes of a union."""
+    named: list[str] = []
+    for number, part in enumerate(parts):
+        if isinstance(data, dict) and part in data:
+            data = cast("dict[Any, Any]", data)[part]
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):  # pyright: ignore[reportUnknownArgumentType]
+            data = cast("list[Any]", data)[part]
+        elif number + 1 < len(parts) or not missing:
+            continue  # which class of a union was tried
+        named.append(str(part))
+    return ".".join(named)
 
 
 def _parse(path: Path, text: str) -> object:

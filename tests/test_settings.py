@@ -147,3 +147,28 @@ def test_the_old_names_of_presets_take_no_bare_hours(tmp_path):
             errors.ConfigurationError, match="'48' has no unit: write 48s, 48m, 48h"
         ):
             load(path, CleanSettings, {})
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ("{what: [gradients], older_than: 48}", "rules.1.older_than: '48' has no unit: write 48s"),
+        ("{what: [gradient]}", "rules.1.what.0: Input should be 'gradients', 'start windows'"),
+        ("{what: [gradients], older: 2d}", "rules.1: no setting older: write what, older_than"),
+        ("{older_than: 2d}", "rules.1.what: Field required"),
+        ("{preset: clean_versions}", "rules.1.current: Field required"),
+        ("{preset: s3_manager, delete_older: 2d}", "no setting delete_older: write preset, delete"),
+        ("{preset: cleanup}", "rules.1: no such preset: write cleanup_bucket, delete_gather"),
+        ("{what: [shards], keep_last: 3}", "rules.1: shards have neither windows nor steps"),
+    ],
+)
+def test_an_error_of_a_rule_names_the_field_and_what_is_allowed(tmp_path, rule, said):
+    good = "{what: [gradients], older_than: 2d}"
+    text = f"store: {{url: 'file:///x'}}\nrules:\n  - {good}\n  - {rule}\n"
+    path = written(tmp_path, "clean.yaml", text)
+    with pytest.raises(errors.ConfigurationError) as refused:
+        load(path, CleanSettings, {})
+    assert f"{path}: " in str(refused.value)
+    assert said in str(refused.value)
+    for noise in ("Rule", "CleanupBucket", "S3Manager", "Value error", "Extra inputs"):
+        assert noise not in str(refused.value).removeprefix(str(path))

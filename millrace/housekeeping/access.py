@@ -40,6 +40,7 @@ from millrace.storage.clients import full_key
 
 _BODY, _OTHER = b"audit", b"audited"
 _SILENT = {Answer.NOT_FOUND, Answer.THROTTLED, Answer.UNREACHABLE}
+_REACHED_WITHIN = timedelta(seconds=5)
 
 
 class Operation(StrEnum):
@@ -195,11 +196,12 @@ def audit(settings: AuditSettings) -> Audit:
     """
     findings: list[Finding] = []
     notes: list[str] = []
+    dead: dict[_Endpoint, str] = {}
     for name, role in settings.roles.items():
         notes += _notes(name, role, settings.ending)
         for right, credentials in ((Right.READ, role.read), (Right.WRITE, role.write)):
             if credentials is not None:
-                trial = _Trial(settings, name, right)
+                trial = _Trial(settings, name, right, dead)
                 findings += trial.findings()
                 notes += trial.left
     return Audit(findings=tuple(findings), notes=tuple(notes))
@@ -218,13 +220,26 @@ def _notes(name: str, role: Role, ending: timedelta) -> Iterator[str]:
             yield f"{name}: the credentials to {right} {when} at {one.expires:%Y-%m-%d %H:%M} UTC."
 
 
+_Endpoint = tuple[Backend, str | None, str]
+"""Backend, endpoint and account of a store."""
+
+
 @dataclass(slots=True)
 class _Trial:
-    """One credential, tried with everything."""
+    """One credential, tried with everything.
+
+    Attributes:
+        settings: Of the audit.
+        name: Of the role.
+        right: Of the credential.
+        dead: Endpoints that do not answer, each with why: shared by all trials of an audit.
+        left: Notes on objects that could not be removed.
+    """
 
     settings: AuditSettings
     name: str
     right: Right
+    dead: dict[_Endpoint, str]
     left: list[str] = field(default_factory=list[str])
 
     def findings(self) -> Iterator[Finding]:
@@ -235,6 +250,10 @@ class _Trial:
         names = ("planted", "put", "new", "parts")  # R2 takes one write a second to each
         keys = {name: audit_probe(role.scope, nonce, name) for name in names}
         planter = self._store(role, Right.WRITE) if role.write else None
+        if why := self._unreachable(store, role):
+            for operation in self._tried(store, planter, keys, planted=False):
+                yield self._judged(operation, Answer.UNREACHABLE, why)
+            return
         planted = planter is not None and self._planted(planter, keys["planted"])
         tried = self._tried(store, planter, keys, planted=planted)
         silent: tuple[Answer, str] | None = None
@@ -252,6 +271,21 @@ class _Trial:
     def _store(self, role: Role, right: Right) -> Store:
         credentials = role.read if right is Right.READ else role.write
         return self._opened(role.store.model_copy(update={"credentials": credentials}))
+
+    def _unreachable(self, store: Store, role: Role) -> str:
+        """Return why the store's endpoint does not answer; empty if it does, whatever it says."""
+        place = store.location
+        endpoint = place.backend, store.endpoint, place.account
+        if endpoint not in self.dead:
+            patience = min(_REACHED_WITHIN, self.settings.patience)
+            hurried = open_store(store.spec.model_copy(update={"patience": patience}))
+            try:
+                next(list_objects(hurried, _folder(role.scope)), None)
+            except errors.MillraceError as error:
+                if answer_of(error) is Answer.UNREACHABLE:
+                    where = store.endpoint or store.url
+                    self.dead[endpoint] = f"{where} does not answer: {errors.one_line(error)}"
+        return self.dead.get(endpoint, "")
 
     def _opened(self, spec: StoreSpec) -> Store:
         return open_store(spec.model_copy(update={"patience": self.settings.patience}))

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from enum import StrEnum
 from functools import lru_cache
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from millrace.checkpoints import Check
 from millrace.keys import Kind
@@ -55,10 +55,24 @@ _VERSIONED = {What.GRADIENTS, What.START_WINDOWS, What.GATHERS}
 _WHOLE = {What.CHECKPOINTS, What.SHARDS}
 
 
-class Rule(BaseModel):
-    """What goes: what all of these are true of, unless something stronger protects it."""
+class _Named(BaseModel):
+    """Settings that name, in an error, the settings that there are."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            there = list(cls.model_fields)
+            unknown = [str(name) for name in cast("dict[Any, Any]", data) if name not in there]
+            if unknown:
+                raise ValueError(f"no setting {', '.join(unknown)}: write {', '.join(there)}")
+        return data  # pyright: ignore[reportUnknownVariableType] - pydantic's
+
+
+class Rule(_Named):
+    """What goes: what all of these are true of, unless something stronger protects it."""
 
     what: tuple[What, ...] = Field(
         min_length=1,
@@ -151,10 +165,8 @@ def _same(one: str, other: str) -> bool:
         return False
 
 
-class CleanupBucket(BaseModel):
+class CleanupBucket(_Named):
     """Temporary files: gradients, start windows, what nobody names, probes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     preset: Literal["cleanup_bucket"] = "cleanup_bucket"
     older_than: Age = Field(default=timedelta(hours=48), description="By the store's clock.")
@@ -172,10 +184,8 @@ class CleanupBucket(BaseModel):
         return first, old
 
 
-class DeleteGather(BaseModel):
+class DeleteGather(_Named):
     """What the aggregators of one version have merged, up to the newest checkpoint."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     preset: Literal["delete_gather"] = "delete_gather"
     version: str = Field(min_length=1, description="Which, or a range.")
@@ -194,10 +204,8 @@ class DeleteGather(BaseModel):
         )
 
 
-class CleanVersions(BaseModel):
+class CleanVersions(_Named):
     """What belongs to another version than the current one."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     preset: Literal["clean_versions"] = "clean_versions"
     current: str = Field(
@@ -218,10 +226,8 @@ class CleanVersions(BaseModel):
         )
 
 
-class S3Manager(BaseModel):
+class S3Manager(_Named):
     """What is older than a duration, and begins and ends so."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     preset: Literal["s3_manager"] = "s3_manager"
     delete_old: Age = Field(
@@ -243,7 +249,30 @@ class S3Manager(BaseModel):
         )
 
 
-Preset = CleanupBucket | DeleteGather | CleanVersions | S3Manager
+_PRESETS = ("cleanup_bucket", "delete_gather", "clean_versions", "s3_manager")
+
+
+def _kind_of_rule(data: Any) -> str | None:
+    """Tell a rule from a preset, so that an error is about that class alone."""
+    if isinstance(data, dict):
+        preset = cast("dict[str, Any]", data).get("preset", "rule")
+    else:
+        preset = getattr(data, "preset", "rule")
+    return preset if preset in {"rule", *_PRESETS} else None
+
+
+RuleOrPreset = Annotated[
+    Annotated[Rule, Tag("rule")]
+    | Annotated[CleanupBucket, Tag("cleanup_bucket")]
+    | Annotated[DeleteGather, Tag("delete_gather")]
+    | Annotated[CleanVersions, Tag("clean_versions")]
+    | Annotated[S3Manager, Tag("s3_manager")],
+    Discriminator(
+        _kind_of_rule,
+        custom_error_type="preset",
+        custom_error_message=f"no such preset: write {', '.join(_PRESETS)}",
+    ),
+]
 
 
 class CleanSettings(BaseModel):
@@ -257,7 +286,7 @@ class CleanSettings(BaseModel):
         description="Other places of the same runs, such as the aggregator's bucket of these "
         "gradients: leases there protect what is here.",
     )
-    rules: tuple[Rule | Preset, ...] = Field(
+    rules: tuple[RuleOrPreset, ...] = Field(
         min_length=1, description="The first that fits an object takes it."
     )
     pinned: tuple[Pin, ...] = Field(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from millrace.cli import main
 from millrace.housekeeping import Audit, AuditSettings, Operation, Role, Verdict, audit
@@ -205,7 +205,7 @@ def test_an_audit_of_nothing_is_no_proof(place):
     assert not Audit(findings=(), notes=()).proven
 
 
-def test_the_command_prints_a_line_an_operation_and_writes_json(tmp_path: Path, place, rgw):
+def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, place, rgw):
     below = place.url.removesuffix("/below/here")
     key = rgw.read_only
     (tmp_path / "audit.yaml").write_text(
@@ -226,9 +226,60 @@ def test_the_command_prints_a_line_an_operation_and_writes_json(tmp_path: Path, 
     file = tmp_path / "findings.json"
     done = CliRunner().invoke(main, ["audit", str(tmp_path / "audit.yaml"), "--json", str(file)])
     assert done.exit_code == 27, done.output  # there was nothing that it could have read
-    assert "gradients, to read: list: allowed\n" in done.output
-    assert "gradients, to read: put: denied\n" in done.output
-    assert "get: unknown  unproven: There is no object to try it on" in done.output
+    lines = [line.split() for line in done.output.splitlines()]
+    assert ["operation", "gradients", "read"] in lines
+    assert ["list", "allowed"] in lines
+    assert ["put", "denied"] in lines
+    assert ["get", "UNPROVEN"] in lines
+    assert "There is no object to try it on: none could be written." in done.output
+    assert done.output.count("There is no object to try it on") == 1
+    assert done.output.splitlines()[-1].endswith(
+        "of 9 operations are as they should be, 4 unproven."
+    )
     found = Audit.model_validate_json(file.read_bytes())
     assert found.exit_code == 27
     assert key.secret_access_key not in done.output + file.read_text()
+
+
+def test_a_dead_endpoint_is_one_sentence_within_seconds(tmp_path: Path):
+    (port,) = free_ports(1)
+    pair = {"access_key_id": "a", "secret_access_key": "s"}
+    roles = {
+        name: {
+            "store": {"url": f"s3://{name}", "endpoint": f"http://127.0.0.1:{port}"},
+            "read": pair,
+            "write": pair,
+        }
+        for name in ("gradients", "dataset", "aggregator")
+    }
+    (tmp_path / "audit.yaml").write_text(json.dumps({"roles": roles}))
+    done = CliRunner().invoke(main, ["audit", str(tmp_path / "audit.yaml")])
+    assert done.exit_code == 25, done.output
+    assert done.output.count(f"http://127.0.0.1:{port} does not answer") == 1
+    assert "0 of 60 operations are as they should be, 60 unproven." in done.output
+
+
+def test_one_endpoint_is_asked_once_whether_it_answers(monkeypatch: pytest.MonkeyPatch):
+    asked: list[float] = []
+    (port,) = free_ports(1)
+    real = list_objects
+
+    def counted(store: Store, prefix: str) -> object:
+        asked.append(store.spec.patience.total_seconds())
+        return real(store, prefix)
+
+    monkeypatch.setattr("millrace.housekeeping.access.list_objects", counted)
+    pair = Credentials(access_key_id="a", secret_access_key=SecretStr("s"))
+    found = run(
+        {
+            name: Role(
+                store=StoreSpec(url=f"s3://{name}", endpoint=f"http://127.0.0.1:{port}"),
+                read=pair,
+                write=pair,
+            )
+            for name in ("one", "two")
+        }
+    )
+    assert asked == [QUICK.total_seconds()]
+    assert verdicts(found) == {Verdict.UNPROVEN}
+    assert len({one.sentence for one in found.findings}) == 1
