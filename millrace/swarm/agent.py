@@ -227,13 +227,13 @@ class Run:
             self._tell({"e": "files", "f": plain})
 
     def _unpack(self, number: int) -> None:
-        """Unpack an archive while it arrives; told as a file when it is there and unpacked."""
+        """Unpack an archive while it arrives. One that cannot be unpacked costs only itself."""
         try:
             self._archives.unpack(number)
         except ChangedError:
             return  # the run has ended
         except Exception as error:  # noqa: BLE001 - told to the driver
-            self._fault(error)
+            self._tell({"e": "unusable", "f": number, "why": _sentence(error)})
             return
         self._tell({"e": "files", "f": [number]})
 

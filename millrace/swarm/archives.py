@@ -11,6 +11,7 @@ from pathlib import Path
 from millrace.errors import ConfigurationError
 from millrace.swarm.landing import Arriving, Landing
 from millrace.swarm.pieces import OURS, Catalogue, File
+from millrace.swarm.places import ROOM
 
 _Member = tuple[str, int, int]  # path below the folder, bytes, time in ns; of a folder 0 and 0
 
@@ -74,7 +75,8 @@ class Archives:
     def _fill(self, number: int, file: File, half: Path) -> None:
         from millrace.swarm.unpack import Limits, Unpacking, unpack  # noqa: PLC0415
 
-        method, limits = Unpacking(file.unpack), Limits(**self._limits)
+        method = Unpacking(file.unpack)
+        limits = Limits(**self._limits, spare=ROOM + self._landing.unallocated())
         if method is Unpacking.ZIP:  # its directory is at its end
             self._landing.wait_final(number)
             archive: Path | Arriving = self._root / file.path

@@ -161,6 +161,8 @@ class _Member:
     joined: bool = False
     why: str = ""
     files: set[int] = field(default_factory=set[int])
+    unusable: dict[int, str] = field(default_factory=dict[int, str])
+    """Archive → why it could not be unpacked."""
     cached: int = 0
     from_store: int = 0
     from_peers: int = 0
@@ -228,8 +230,11 @@ class _Drive:
                 self._tick(time.monotonic())
                 self._drop_stragglers()
                 self._check_enough()
-                told, self._told = self._told, []
                 over = self._over()
+                if over:
+                    self._lose_incomplete()
+                    self._check_enough()
+                told, self._told = self._told, []
                 if over or time.monotonic() >= due:
                     due = time.monotonic() + _TICK
                     told.append(self._status())
@@ -259,11 +264,22 @@ class _Drive:
 
     def _over(self) -> bool:
         living = [member for member in self._members.values() if not member.why]
-        if not self._startup or not all(member.ready for member in living):
+        if not self._startup or not all(map(self._has_all, living)):
             return False
         coming = self._knocking & self._absent.keys()
         waited = time.monotonic() - self._began
         return not coming or waited > min(_LATECOMER, self._settings.arrival.total_seconds())
+
+    def _has_all(self, member: _Member) -> bool:
+        """Tell whether nothing more comes to a node: it is ready, or an archive is unusable."""
+        return len(member.files) + len(member.unusable) == len(self._catalogue.files)
+
+    def _lose_incomplete(self) -> None:
+        """Count nodes as lost that lack what was in an archive. They have given until now."""
+        for member in self._members.values():
+            for number, why in sorted(member.unusable.items()):
+                origin = self._catalogue.files[number].origin
+                self._lose(member, f"{origin} was not unpacked, all else is there: {why}")
 
     def _status(self) -> Event:
         self._curve.append((time.monotonic() - self._began, self._had))
@@ -293,7 +309,7 @@ class _Drive:
 
     def _drop_stragglers(self) -> None:
         members = [member for member in self._members.values() if not member.why]
-        slow = [member for member in members if not member.ready]
+        slow = [member for member in members if not self._has_all(member)]
         done = [member.seconds for member in members if member.ready]
         now = time.monotonic() - self._began
         if not slow or len(done) < max(2, len(members) // 2):
@@ -531,6 +547,8 @@ class _Drive:
                 member.failures += 1
             case "files":
                 self._files(member, event["f"])
+            case "unusable":
+                member.unusable[event["f"]] = event["why"]
             case "mismatch":
                 self._mismatch(member, event["f"], event["sha256"])
             case _:

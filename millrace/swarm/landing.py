@@ -281,6 +281,11 @@ class Landing:
         state = self._states[number]
         self._wait_until(state, lambda: state.final)
 
+    def unallocated(self) -> int:
+        """Return the bytes that are still to come and for which no room was made on the disk."""
+        small = self._catalogue.piece_size
+        return sum(s.file.size for s in self._states if not s.final and s.file.size < small)
+
     def path_now(self, number: int) -> Path:
         """Where a file's bytes are at the moment."""
         return self._path_of(self._states[number])

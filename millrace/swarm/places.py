@@ -11,7 +11,9 @@ from pathlib import Path
 from millrace.errors import ConfigurationError, NoSpaceError
 from millrace.swarm.pieces import Catalogue, File
 
-_ROOM = 64 << 20  # bytes left free on the disk
+ROOM = 64 << 20
+"""Bytes left free on the disk."""
+
 _FEW = 8  # files that are brought onto the disk one by one
 _OURS = 0o600  # permission bits that we need
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
@@ -64,9 +66,9 @@ class Places:
         """
         needed = sum(place.file.size for place in places if not place.partial.exists())
         free = shutil.disk_usage(self._root).free
-        if needed and needed + _ROOM > free:
+        if needed and needed + ROOM > free:
             raise NoSpaceError(
-                f"{self._root} has {free} bytes free, and {needed} (and {_ROOM} to spare) are to "
+                f"{self._root} has {free} bytes free, and {needed} (and {ROOM} to spare) are to "
                 "come: free some, or choose another root."
             )
 

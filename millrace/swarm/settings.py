@@ -129,7 +129,7 @@ class Host(_Settings):
     @field_validator("name")
     @classmethod
     def _name_by_default(cls, value: str, info: ValidationInfo) -> str:
-        return value or urlsplit(info.data.get("url", "")).netloc
+        return value or urlsplit(str(info.data.get("url", ""))).netloc
 
     @field_validator("url")
     @classmethod

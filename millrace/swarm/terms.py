@@ -20,12 +20,14 @@ class Limits:
         members: Members, and folders that they imply.
         name_bytes: Bytes of a member's name, or of a link's target.
         depth: Parts of a name.
+        spare: Bytes that it leaves free on the disk.
     """
 
     bytes: int = 1 << 40
     members: int = 2_000_000
     name_bytes: int = 2048
     depth: int = 64
+    spare: int = 0
 
 
 @dataclass(frozen=True, slots=True)

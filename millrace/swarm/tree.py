@@ -186,6 +186,14 @@ class Tree:
                 f"The archive holds more than {self.limits.bytes} bytes: raise the limit if it is "
                 "meant to."
             )
+        if self.limits.spare:
+            disk = os.fstatvfs(descriptor)
+            if disk.f_bavail * disk.f_frsize < self.limits.spare + len(block):
+                raise errors.NoSpaceError(
+                    f"The archive does not fit on the disk: it was given up after {self._bytes} "
+                    f"bytes, as {self.limits.spare} must stay free. Free some, or choose another "
+                    "root."
+                )
         while block:
             block = memoryview(block)[os.write(descriptor, block) :]
 

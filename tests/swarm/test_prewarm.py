@@ -536,6 +536,38 @@ def test_a_hostile_archive_leaves_nothing_behind(store, nodes, kind):
     assert not Path("/tmp/millrace-escaped").exists()
 
 
+def test_a_bad_archive_costs_only_itself(store, nodes):
+    """Also where it comes first, and is known to be bad before the rest has begun."""
+    contents = fill(store, "behind")
+    store.put("first.tar", os.urandom(2000))
+    archive = Request(key="first.tar", unpack=Unpacking.TAR)
+    settings = settings_of(store, nodes, requests=[archive, Request(prefix="behind")])
+    slow = Fault(FaultKind.STALL, key="behind/large.bin", offset=0, seconds=2)
+    store.order(slow)
+    with pytest.raises(errors.WorkerError, match=r"first\.tar was not unpacked.*no tar"):
+        prewarm(settings)
+    for node in nodes:
+        found = files_below(node.root)
+        assert found.pop("first.tar")
+        assert found == contents
+
+
+def test_an_archive_that_is_larger_than_the_disk_leaves_the_node_as_it_was(store, nodes):
+    contents = fill(store, "beside")
+    store.put("bomb.tar.gz", tarred({"zeros": bytes(160 * MIB)}))
+    archive = Request(key="bomb.tar.gz", unpack=Unpacking.AUTO)
+    root = nodes[0].root
+    with mounted(root, 128 * MIB):
+        settings = settings_of(store, nodes[:1], requests=[archive, Request(prefix="beside")])
+        with pytest.raises(errors.WorkerError, match="does not fit on the disk"):
+            prewarm(settings)
+        found = files_below(root)
+        assert found.pop("bomb.tar.gz")
+        assert found == contents
+        assert shutil.disk_usage(root).free > 64 * MIB
+        assert prewarm(settings_of(store, nodes[:1], **below("beside"))).nodes[0].ready
+
+
 def test_requests_that_nobody_signed_are_refused(store, nodes):
     place = agent_at(nodes[0].url)
     ours, others = KEY.encode(), b"another key, long enough"
