@@ -12,6 +12,9 @@ local folder, the store a Ceph RGW on loopback, a shard 64 MiB.
 
 Every body's SHA-256 is signed and checked by the server, on all three sides. The first run of
 each is read back, and what it holds must be the same samples.
+
+Last, a source of 1,000,000 files is planned: seconds, and the peak memory of the process. A
+stand-in of a bucket lists them.
 """
 
 import hashlib
@@ -21,6 +24,7 @@ import multiprocessing
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,8 +41,16 @@ from pydantic import ByteSize, SecretStr
 
 from benchmarks.common import Cpu, Results, measured, options, rotated, show
 from benchmarks.corpus import write_jsonl
+from benchmarks.endless import Endless
 from millrace import run_pipeline
-from millrace.shards import CutSettings, PipelineSettings, RunSettings, SourcePlace
+from millrace.shards import (
+    CutSettings,
+    PipelineSettings,
+    RunSettings,
+    SourcePlace,
+    plan_dataset,
+)
+from millrace.sources import SourceKind
 from millrace.storage import Credentials, StoreSpec
 from tests.servers.key import connect
 from tests.servers.rgw import RGW, Key
@@ -48,6 +60,7 @@ SHARD = 64 * MIB
 CAPACITY = 20 << 30  # of the server's disk: a sparse file, but in time it is written all over
 WORKERS = 2
 UPLOADS = 1
+PLANNED = 1_000_000  # files
 SYSTEMS = ("millrace", "webdataset", "floor")
 METRICS = ("MB/s", "cpu_s_per_GB", "peak_rss_MB")
 STATED = SHARD * (UPLOADS + 1) * WORKERS
@@ -184,6 +197,19 @@ def _send_ready(files: list[Path], target: Target, gate: Gate, pipe: Connection)
         pipe.send(cpu.spent())
 
 
+def run_planning(endpoint: str) -> dict[str, float]:
+    """Plan a dataset of all the files of a bucket."""
+    credentials = Credentials(access_key_id="a", secret_access_key=SecretStr("s"))
+    store = StoreSpec(url="s3://bucket", endpoint=endpoint, credentials=credentials)
+    config = PipelineSettings(
+        dataset="d", source=SourcePlace(kind=SourceKind.FILES, store=store), store=store
+    )
+    cpu, began = Cpu(), time.perf_counter()
+    files = plan_dataset(config).source.files
+    wall = time.perf_counter() - began
+    return {"files": files, "seconds": wall, "cpu_s": cpu.spent()}
+
+
 def _figures(size: int, wall: float, cpu: float) -> dict[str, float]:
     return {"MB/s": size / 1e6 / wall, "cpu_s_per_GB": cpu / (size / 1e9)}
 
@@ -289,6 +315,19 @@ class Bench:
             self._delete("idle")
         _remove(source)
 
+    def run_planning(self) -> None:
+        """Plan a million files, a tenth of them with ``--quick``."""
+        files = PLANNED // 10 if self._quick else PLANNED
+        with Endless(files) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            cost = measured(run_planning, f"http://127.0.0.1:{server.server_port}")
+            server.shutdown()
+        if cost.figures.pop("files") != files:
+            raise RuntimeError("the plan does not have every file")
+        for metric, value in cost.figures.items():
+            self.results.add(f"plan {files:,} files", "millrace", metric, value)
+        self.results.add(f"plan {files:,} files", "millrace", "peak_rss_MB", cost.peak_rss / 1e6)
+
     def _target(self, prefix: str) -> Target:
         return Target(self._rgw.endpoint, self._rgw.full, self._bucket, prefix)
 
@@ -328,6 +367,9 @@ def report(results: Results) -> None:
         f"{WORKERS + 1} processes with one row to do; the rest, {peak - idle:.0f} MB, is stated to "
         f"be at most shard_bytes * (uploads + 1) * workers = {STATED / 1e6:.0f} MB."
     )
+    for (work, _, metric), row in values.items():
+        if work.startswith("plan "):
+            print(f"{work}: {metric} {row.value:.1f}")
 
 
 def main() -> int:
@@ -339,6 +381,7 @@ def main() -> int:
         with RGW.start(folder / "rgw", capacity=CAPACITY) as rgw:
             bench = Bench(rgw, folder, quick=asked.quick)
             bench.run_idle()
+            bench.run_planning()
             for work in WORKS:
                 bench.run(work)
     bench.results.add("stated bound", "millrace", "shard_buffers_MB", STATED / 1e6)

@@ -100,6 +100,11 @@ class DatasetKeys:
         return f"{self.dataset}/plan.json"
 
     @property
+    def plan_removed(self) -> str:
+        """Marker: a plan was removed, and shards that nothing names may be left of it."""
+        return f"{self.dataset}/plan-removed.json"
+
+    @property
     def manifest(self) -> str:
         return f"{self.dataset}/manifest.json"
 
@@ -149,6 +154,14 @@ class DatasetKeys:
         if stem == key or not stem.endswith(".json"):
             return None
         return ShardName.parse(stem.removesuffix(".json"))
+
+    def is_shard(self, key: str) -> bool:
+        """Whether a key is that of a shard, or of the bad rows beside one."""
+        for prefix in (self.shards, self.quarantined):
+            stem = key.removeprefix(prefix).rpartition(".")[0]
+            if key.startswith(prefix) and ShardName.parse(stem) is not None:
+                return True
+        return False
 
     def parse_end(self, key: str) -> str | None:
         """The split whose end this key is, or None if it is not a split's end."""

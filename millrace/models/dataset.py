@@ -172,6 +172,7 @@ class ShardCommit(Committed):
         next: The cursor after its last row: where to go on.
         quarantine: The key of its bad rows, if it has any.
         quarantined: How many.
+        plan: SHA-256 of the plan it was made by; empty in records from before it was noted.
     """
 
     split: str
@@ -184,6 +185,7 @@ class ShardCommit(Committed):
     next: int
     quarantine: str | None = None
     quarantined: int = 0
+    plan: str = ""
 
 
 class SplitEnd(Committed):
@@ -195,6 +197,7 @@ class SplitEnd(Committed):
         samples: In all its shards.
         size: Bytes of all its shards.
         quarantined: Rows put aside.
+        plan: SHA-256 of the plan it was made by; empty in records from before it was noted.
     """
 
     split: str
@@ -202,6 +205,7 @@ class SplitEnd(Committed):
     samples: int
     size: int
     quarantined: int
+    plan: str = ""
 
 
 class ManifestShard(Committed):

@@ -12,7 +12,7 @@ from millrace.records import fetch
 from millrace.shards.plan import make_plan, pin_plan
 from millrace.shards.pool import run_splits
 from millrace.shards.quarantine import QuarantineLimit
-from millrace.shards.seal import seal
+from millrace.shards.seal import plan_digest, seal
 from millrace.shards.settings import PipelineSettings
 from millrace.shards.worker import Job
 from millrace.storage import Store, exists, open_store
@@ -82,7 +82,7 @@ def shard_dataset(config: PipelineSettings, *, progress: Progress = silent) -> S
     source = open_store(config.source.store, make_folder=False)
     _refuse_overlap(source, store, config.dataset)
     plan, listings = make_plan(keys, config.source, source, config.cut)
-    plan = pin_plan(store, keys, plan, listings)
+    plan = pin_plan(store, keys, plan, listings, progress)
     progress(
         Event(
             "plan.committed",
@@ -148,9 +148,11 @@ def _refuse_overlap(source: Store, target: Store, dataset: str) -> None:
 
 
 def _jobs(config: PipelineSettings, plan: Plan) -> list[Job]:
+    digest = plan_digest(plan)
     return [
         Job(
             dataset=plan.dataset,
+            plan=digest,
             layout=plan.layout,
             source=plan.source,
             source_store=config.source.store,

@@ -1,20 +1,28 @@
 """The plan: how a dataset is cut, pinned once for everybody who works on it."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from itertools import islice
 from typing import Any
 
 from millrace import errors
 from millrace.formats import webdataset
-from millrace.keys import DatasetKeys
-from millrace.models.dataset import Layout, Plan
+from millrace.keys import DatasetKeys, LeaseKeys
+from millrace.lease import Census, Heartbeat, Holder, Lease, StoreClock, acquire
+from millrace.models.dataset import FileGroup, FileRef, Layout, Plan
+from millrace.progress import Event, Progress, silent
 from millrace.records import commit_once, differences, fetch
 from millrace.shards.settings import CutSettings
 from millrace.sources import Cut, SourceSettings, cut
-from millrace.storage import Store, create
+from millrace.sources.files import difference_of
+from millrace.sources.folder import decode_listing
+from millrace.storage import Store, create, delete, exists, list_objects, put, read
+from millrace.words import count
 
+_CLAIM = timedelta(seconds=30)
+_NAMED = 3  # files in the error about a source that changed
 _AT_ONCE = 16  # listings on their way to the store
 # Versions of what turns a row into the bytes of a sample: a change of the bytes is a change here.
 _ROWS = {"rows": "2", "json": "orjson-3"}
@@ -55,8 +63,16 @@ def make_plan(
     return plan, pieces.listings
 
 
-def pin_plan(store: Store, keys: DatasetKeys, plan: Plan, listings: Mapping[str, bytes]) -> Plan:
+def pin_plan(
+    store: Store,
+    keys: DatasetKeys,
+    plan: Plan,
+    listings: Mapping[str, bytes],
+    progress: Progress = silent,
+) -> Plan:
     """Commit the plan, or find that it is the one that was committed before.
+
+    A plan that differs is replaced as long as nothing was committed by it and no run works by it.
 
     Returns:
         The plan that everybody works by.
@@ -65,14 +81,30 @@ def pin_plan(store: Store, keys: DatasetKeys, plan: Plan, listings: Mapping[str,
         ConflictError: The dataset was planned otherwise: the fields that differ are named, or
             that the source has changed since.
     """
-    try:
-        there = fetch(store, keys.plan, Plan)
-    except errors.NotFoundError:
-        pass
-    else:
-        _same(there, plan)
-        return there
+    while True:
+        there = _committed_plan(store, keys)
+        if there is None:
+            if exists(store, keys.plan_removed):
+                _clear(store, keys)
+            _keep(store, listings)
+            there = commit_once(store, keys.plan, plan).record
+        try:
+            _check_same(store, there, plan, listings)
+        except (errors.ConflictError, errors.ChangedError) as difference:
+            if not _removed(store, keys, there, progress, difference):
+                raise
+        else:
+            return there
 
+
+def _committed_plan(store: Store, keys: DatasetKeys) -> Plan | None:
+    try:
+        return fetch(store, keys.plan, Plan)
+    except errors.NotFoundError:
+        return None
+
+
+def _keep(store: Store, listings: Mapping[str, bytes]) -> None:
     def keep(listing: tuple[str, bytes]) -> None:
         # Its name holds its digest, and whoever reads it checks.
         with contextlib.suppress(errors.ExistsError):
@@ -82,13 +114,65 @@ def pin_plan(store: Store, keys: DatasetKeys, plan: Plan, listings: Mapping[str,
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="listings") as pool:
         while batch := list(islice(bodies, _AT_ONCE)):
             list(pool.map(keep, batch))
-    commit = commit_once(store, keys.plan, plan)
-    if not commit.mine:
-        _same(commit.record, plan)
-    return commit.record
 
 
-def _same(there: Plan, ours: Plan) -> None:
+def _removed(
+    store: Store,
+    keys: DatasetKeys,
+    there: Plan,
+    progress: Progress,
+    difference: errors.MillraceError,
+) -> bool:
+    """Remove a plan by which nothing was committed; return whether it is gone.
+
+    A run by the old plan that was suspended may still commit afterwards. Commits bear the digest
+    of their plan, so neither run takes those of the other; and a run completes its dataset only
+    while its plan is pinned. So the plan is deleted first, and put back if there are commits then.
+
+    Raises:
+        ConflictError: Another run works on the dataset.
+    """
+    if _has_commits(store, keys):
+        return False
+    holder = Holder.this_process()
+    clock = StoreClock.read(store, keys.dataset, holder)
+    with Heartbeat(_CLAIM) as heartbeat:
+        lease = acquire(store, LeaseKeys(keys.dataset, "plan"), holder, _CLAIM, clock)
+        if isinstance(lease, Lease):
+            heartbeat.keep(lease)
+        held = Census(store, keys.dataset, "", clock).held()
+        others = [one.holder for one in held.values() if one.holder.id != holder.id]
+        if others:
+            raise errors.ConflictError(
+                f"{difference} A run of {others[0].host} (process {others[0].pid}) works on it."
+            )
+        progress(Event("plan.replacing", keys.plan))
+        put(store, keys.plan_removed, b"")
+        if delete(store, [keys.plan]):
+            return False
+        progress(Event("plan.removed", keys.plan))
+        if _has_commits(store, keys):
+            commit_once(store, keys.plan, there)
+            delete(store, [keys.plan_removed])
+            return False
+        _clear(store, keys)
+    return True
+
+
+def _clear(store: Store, keys: DatasetKeys) -> None:
+    """Delete the shards that a removed plan left without a commit: new ones have the same names."""
+    if not _has_commits(store, keys):
+        prefixes = (keys.shards, keys.quarantined)
+        stats = (stat for prefix in prefixes for stat in list_objects(store, prefix))
+        delete(store, [stat.key for stat in stats if keys.is_shard(stat.key)])
+    delete(store, [keys.plan_removed])
+
+
+def _has_commits(store: Store, keys: DatasetKeys) -> bool:
+    return next(list_objects(store, keys.commits), None) is not None or exists(store, keys.manifest)
+
+
+def _check_same(store: Store, there: Plan, ours: Plan, listings: Mapping[str, bytes]) -> None:
     differing = [
         f"{name} ({_short(a)}, now {_short(b)})"
         for name, a, b in _fields(there, ours)
@@ -109,16 +193,56 @@ def _same(there: Plan, ours: Plan) -> None:
             "Run it with those, or give this one another name."
         )
     if there.source.sha256 != ours.source.sha256:
+        then = {ref.path: ref for body in _listed(there, _Stored(store)) for ref in body}
+        now = (ref for body in _listed(ours, listings) for ref in body)
         raise errors.ChangedError(
             f"The source {ours.source.url} has changed since {ours.dataset} was planned: "
-            f"{there.source.files} files of {there.source.size} bytes then, {ours.source.files} of "
-            f"{ours.source.size} now. Put it back, or shard it under another dataset name."
+            f"{_changes(then, now)} ({count(there.source.files, 'file')} of "
+            f"{there.source.size} bytes then, {count(ours.source.files, 'file')} of "
+            f"{ours.source.size} now). Put it back, or shard it under another dataset name."
         )
     if there.splits != ours.splits:
         raise errors.ConflictError(
             f"The dataset {ours.dataset} was cut by a Millrace that cuts otherwise: finish it with "
             "that version, or give this one another name."
         )
+
+
+class _Stored:
+    """The listings that a committed plan refers to, as far as they are there."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getitem__(self, key: str) -> bytes:
+        return read(self._store, key)
+
+
+def _listed(plan: Plan, bodies: "Mapping[str, bytes] | _Stored") -> Iterator[list[FileRef]]:
+    """The files of each split of a plan."""
+    for split in plan.splits:
+        if isinstance(split.piece, FileGroup):
+            with contextlib.suppress(errors.NotFoundError):
+                groups = decode_listing(bodies[split.piece.listing])
+                yield [file for group in groups for file in group.files]
+        else:
+            yield [split.piece.file]
+
+
+def _changes(then: dict[str, FileRef], now: Iterable[FileRef]) -> str:
+    """Name the first files that changed, each with what is different."""
+    found: dict[str, str] = {}
+    seen: set[str] = set()
+    for file in now:
+        seen.add(file.path)
+        if file.path not in then:
+            found[file.path] = "is new"
+        elif file != then[file.path]:
+            found[file.path] = difference_of(then[file.path], file.size)
+    found |= {path: "is gone" for path in then if path not in seen}
+    named = [f"{path} {what}" for path, what in sorted(found.items())[:_NAMED]]
+    more = [f"{count(len(found) - _NAMED, 'more file')}"] if len(found) > _NAMED else []
+    return ", ".join(named + more) or "empty files came or went"
 
 
 def _fields(there: Any, ours: Any) -> list[tuple[str, Any, Any]]:

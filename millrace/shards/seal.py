@@ -12,7 +12,7 @@ from millrace.models.dataset import Manifest, ManifestShard, Plan, ShardCommit, 
 from millrace.models.ledger import ledger
 from millrace.progress import Event, Progress
 from millrace.records import commit_same, fetch
-from millrace.shards.split import check_whole
+from millrace.shards.split import check_plan, check_whole
 from millrace.storage import Store, put
 
 
@@ -43,8 +43,10 @@ def seal(
             return fetch(store, keys.end(split.name), SplitEnd)
 
         ends = list(pool.map(end, plan.splits))
+    check_plan([*entries, *ends], plan_digest(plan))
     _check(entries, ends)
     check(entries)
+    _check_still_pinned(store, keys, plan)
     manifest = _manifest(keys, plan, entries)
     progress(Event("manifest.sealing", keys.manifest, {"shards": len(manifest.shards)}))
     put(store, keys.index, wids_index(manifest, keys))
@@ -86,6 +88,22 @@ def wids_index(manifest: Manifest, keys: DatasetKeys) -> bytes:
 def plan_digest(plan: Plan) -> str:
     """SHA-256 of a plan: which one a manifest was made by."""
     return sha256(canonical(plan.model_dump(mode="json")))
+
+
+def _check_still_pinned(store: Store, keys: DatasetKeys, plan: Plan) -> None:
+    """Refuse to complete a dataset whose plan was replaced since this run has read it.
+
+    A plan is replaced only after its deletion, if there are no commits then. All commits of this
+    plan are made by now: so either this finds that it was deleted, or the other finds them.
+    """
+    try:
+        pinned = fetch(store, keys.plan, Plan)
+    except errors.NotFoundError:
+        pinned = None
+    if pinned != plan:
+        raise errors.ConflictError(
+            f"{keys.dataset}: another run has replaced the plan meanwhile. Run it again."
+        )
 
 
 def _check(entries: list[ShardCommit], ends: list[SplitEnd]) -> None:

@@ -6,6 +6,7 @@ are hashed and uploaded; their commits are made in order, so the ledger has no g
 """
 
 import queue
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -33,6 +34,7 @@ def run_split(
     layout: Layout,
     split: Split,
     *,
+    plan: str,
     uploads: int,
     progress: Progress,
 ) -> SplitEnd:
@@ -44,6 +46,7 @@ def run_split(
         keys: The dataset's names.
         layout: What the shards look like.
         split: Which samples.
+        plan: Digest of the dataset's plan.
         uploads: Shards on their way at once. Memory: ``shard_bytes * (uploads + 1)``.
         progress: Told at each boundary, in the thread that reached it.
 
@@ -52,18 +55,21 @@ def run_split(
         ConflictError: A shard or commit is already there with another content.
     """
     if exists(store, keys.end(split.name)):
-        return fetch(store, keys.end(split.name), SplitEnd)
+        end = fetch(store, keys.end(split.name), SplitEnd)
+        check_plan([end], plan)
+        return end
     last = _last_commit(store, keys, split.name)
+    check_plan([last] if last else [], plan)
     cursor, number = (last.next, last.n + 1) if last else (0, 0)
     opened = {"cursor": cursor, "commits": number, "through": split.piece.through(cursor)}
     progress(Event("split.opened", split.name, opened))
-    with _Shipping(store, keys, split, layout, number, uploads, progress) as shipping:
+    with _Shipping(store, keys, split, layout, plan, number, uploads, progress) as shipping:
         batch = shipping.begin(cursor)
         rows = iter(source.rows(split.piece, cursor))
         for row in rows:
             batch = _take(batch, row, layout, shipping)
         shipping.finish(batch)
-    return _end(store, keys, split.name, shipping.number, shipping.cursor, progress)
+    return _end(store, keys, split.name, plan, shipping.number, shipping.cursor, progress)
 
 
 def _take(batch: "_Batch", row: Row, layout: Layout, shipping: "_Shipping") -> "_Batch":
@@ -130,11 +136,13 @@ class _Shipping:
         keys: DatasetKeys,
         split: Split,
         layout: Layout,
+        plan: str,
         number: int,
         uploads: int,
         progress: Progress,
     ) -> None:
         self.progress = progress
+        self._plan = plan
         self._store, self._keys, self._split = store, keys, split
         self.number, self.cursor = number, 0
         self._free: queue.SimpleQueue[Encoder] = queue.SimpleQueue()
@@ -211,6 +219,7 @@ class _Shipping:
             next=batch.next,
             quarantine=quarantine,
             quarantined=len(batch.bad),
+            plan=self._plan,
         )
 
     def _commit_or_remember(self, batch: _Batch, put: Future[ShardCommit]) -> None:
@@ -261,6 +270,20 @@ def _last_commit(store: Store, keys: DatasetKeys, split: str) -> ShardCommit | N
     return fetch(store, keys.commit(max(names, key=lambda n: n.n)), ShardCommit) if names else None
 
 
+def check_plan(records: Iterable[ShardCommit | SplitEnd], plan: str) -> None:
+    """Refuse records that were made by another plan.
+
+    Raises:
+        ConflictError: A run with a plan that was replaced has committed since.
+    """
+    for record in records:
+        if record.plan not in {"", plan}:
+            raise errors.ConflictError(
+                f"{record.split} has a commit of another plan: a run that began before the plan "
+                "was replaced still worked. Shard the source under another name."
+            )
+
+
 def check_whole(entries: list[ShardCommit], split: str) -> None:
     """Refuse a ledger with a gap.
 
@@ -278,10 +301,17 @@ def check_whole(entries: list[ShardCommit], split: str) -> None:
 
 
 def _end(
-    store: Store, keys: DatasetKeys, split: str, commits: int, cursor: int, progress: Progress
+    store: Store,
+    keys: DatasetKeys,
+    split: str,
+    plan: str,
+    commits: int,
+    cursor: int,
+    progress: Progress,
 ) -> SplitEnd:
     """Commit that a split has no more rows, held against what was read of it."""
     entries = sorted(ledger(store, keys, split), key=lambda entry: entry.n)
+    check_plan(entries, plan)
     check_whole(entries, split)
     if len(entries) != commits or (entries and entries[-1].next != cursor):
         raise errors.ConflictError(
@@ -294,6 +324,7 @@ def _end(
         samples=sum(entry.samples for entry in entries),
         size=sum(entry.size for entry in entries),
         quarantined=sum(entry.quarantined for entry in entries),
+        plan=plan,
     )
     progress(Event("split.ending", split, {"samples": end.samples, "bytes": end.size}))
     commit_same(store, keys.end(split), end)

@@ -31,6 +31,7 @@ class Job(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     dataset: str
+    plan: str
     layout: Layout
     source: SourceRecord
     source_store: StoreSpec
@@ -52,7 +53,14 @@ def run_job(job: Job, progress: Progress) -> SplitEnd:
     source = open_source(job.source, open_store(job.source_store, make_folder=False), store)
     keys = DatasetKeys(job.dataset)
     return run_split(
-        store, source, keys, job.layout, job.split, uploads=job.uploads, progress=progress
+        store,
+        source,
+        keys,
+        job.layout,
+        job.split,
+        plan=job.plan,
+        uploads=job.uploads,
+        progress=progress,
     )
 
 

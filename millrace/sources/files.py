@@ -12,7 +12,7 @@ from millrace import errors
 from millrace.digest import local_etag
 from millrace.models.dataset import FileRef
 from millrace.sources.table import Files
-from millrace.storage import Backend, Store, list_objects, read, stream
+from millrace.storage import Backend, Store, head, list_objects, read, stream
 from millrace.storage.read import BLOCK
 
 # Of a local file at a time: larger blocks are new memory each time, and paging that in takes longer
@@ -67,9 +67,9 @@ def read_file(store: Store, file: FileRef) -> bytes:
                 data = opened.read()
                 _check(store, file, opened.fileno())
     except (FileNotFoundError, errors.NotFoundError, errors.ChangedError):
-        raise changed(store, file) from None
+        raise _changed_there(store, file) from None
     if len(data) != file.size:
-        raise changed(store, file)
+        raise _changed_there(store, file)
     return data
 
 
@@ -120,19 +120,46 @@ def file_blocks(
                 data = opened.read(min(block, _LOCAL_BLOCK, rest))
                 _check(store, file, opened.fileno())
                 if not data:
-                    raise changed(store, file)
+                    raise _changed_there(store, file)
                 rest -= len(data)
                 yield data
     except (FileNotFoundError, errors.NotFoundError, errors.ChangedError):
-        raise changed(store, file) from None
+        raise _changed_there(store, file) from None
 
 
-def changed(store: Store, file: FileRef) -> errors.ChangedError:
-    """The sentence for a source that is not what the plan says."""
+def changed(store: Store, file: FileRef, what: str) -> errors.ChangedError:
+    """Return the error for a source that is not what the plan says.
+
+    Args:
+        store: The source's store.
+        file: The file, as the plan has it.
+        what: What is different now.
+    """
     return errors.ChangedError(
-        f"{store.url_of(file.path)} has changed since the plan was made, so the run has stopped "
-        "rather than mix two versions. Put the file back, or shard it under a new dataset name."
+        f"{store.url_of(file.path)} has changed since the plan was made: it {what}. The run has "
+        "stopped rather than mix two versions. Put the file back, or shard it under a new dataset "
+        "name."
     )
+
+
+def difference_of(file: FileRef, size: int | None) -> str:
+    """Say what is different about a file whose size is this now; None if it is gone."""
+    if size is None:
+        return "is gone"
+    if size != file.size:
+        return f"has {size} bytes now, and had {file.size}"
+    return "was written again (its size is the same, its ETag or time is not)"
+
+
+def _changed_there(store: Store, file: FileRef) -> errors.ChangedError:
+    """Return the error for a file that was found to be another, after a look at what it is now."""
+    try:
+        size = head(store, file.path).size
+    except errors.NotFoundError:
+        size = None
+    except errors.MillraceError:
+        size = file.size
+    return changed(store, file, difference_of(file, size))
 
 
 def is_local(store: Store) -> bool:
@@ -143,7 +170,7 @@ def is_local(store: Store) -> bool:
 def _check(store: Store, file: FileRef, descriptor: int) -> None:
     now = os.fstat(descriptor)
     if now.st_size != file.size or local_etag(now) != file.etag:
-        raise changed(store, file)
+        raise changed(store, file, difference_of(file, now.st_size))
 
 
 def _objects(store: Store, taken: Callable[[str], bool]) -> Iterator[tuple[str, int, str]]:

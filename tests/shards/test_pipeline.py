@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import random
 import secrets
 import tarfile
@@ -210,7 +211,7 @@ def test_other_settings_under_the_same_name_are_refused_by_their_names(settings,
 def test_a_source_that_changed_since_the_plan_is_refused(settings, tmp_path):
     shard_dataset(settings)
     (tmp_path / "source" / "b.jsonl").write_text(lines(3))
-    with pytest.raises(errors.ChangedError, match=r"1 files .* then, 2 of"):
+    with pytest.raises(errors.ChangedError, match=r"b\.jsonl is new \(1 file .* then, 2 files"):
         shard_dataset(settings)
 
 
@@ -224,6 +225,114 @@ def test_a_source_that_changes_meanwhile_stops_the_run_and_mixes_nothing(setting
     with pytest.raises(errors.ChangedError, match="rather than mix two versions"):
         shard_dataset(settings, progress=rewrite)
     assert not exists(open_store(settings.store), "sets/one/manifest.json")
+
+
+class KilledError(Exception):
+    pass
+
+
+def kill_at(name: str):
+    """A progress that ends the run where it says so."""
+
+    def kill(event: Event) -> None:
+        if event.name == name:
+            raise KilledError
+
+    return kill
+
+
+OTHER = {"cut": {"split_bytes": 40_000}}
+
+
+@pytest.mark.parametrize("killed_at", ["", "plan.replacing", "plan.removed"])
+def test_a_plan_by_which_nothing_was_committed_is_replaced(settings, killed_at):
+    alone = changed(settings, run={"workers": 0})
+    with pytest.raises(KilledError):  # a shard is there, and no commit
+        shard_dataset(alone, progress=kill_at("shard.put"))
+    assert list(list_objects(open_store(settings.store), "sets/one/shards/"))
+    if killed_at:
+        with pytest.raises(KilledError):
+            shard_dataset(changed(alone, **OTHER), progress=kill_at(killed_at))
+    store = open_store(settings.store)
+    report = shard_dataset(changed(alone, **OTHER))
+    assert report.splits > 5
+    assert not exists(store, "sets/one/plan-removed.json")
+    assert ids_in(store, report.manifest.shards) == Counter(range(2000))
+    assert len(list(list_objects(store, "sets/one/shards/"))) == len(report.manifest.shards)
+
+
+def test_a_plan_that_a_run_works_by_is_not_replaced(settings):
+    def meet(event: Event) -> None:
+        if (event.name, event.subject) == ("split.opened", "train-00000"):
+            with pytest.raises(errors.ConflictError, match=r"A run of .* works on it"):
+                shard_dataset(changed(settings, **OTHER))
+
+    report = shard_dataset(changed(settings, run={"workers": 0}), progress=meet)
+    assert report.samples == 2000
+
+
+def test_a_commit_made_while_a_plan_is_replaced_keeps_the_plan(settings):
+    old = changed(settings, run={"workers": 0})
+    with pytest.raises(KilledError):
+        shard_dataset(old, progress=kill_at("plan.committed"))
+    store = open_store(settings.store)
+    plan = read(store, "sets/one/plan.json")
+
+    def commit(event: Event) -> None:
+        if event.name == "plan.removed":  # by a run that had read the plan before
+            put(store, "sets/one/plan.json", plan)
+            with pytest.raises(KilledError):
+                shard_dataset(old, progress=kill_at("shard.committed"))
+            assert delete(store, ["sets/one/plan.json"]) == []
+
+    with pytest.raises(errors.ConflictError, match="other settings: split_bytes"):
+        shard_dataset(changed(old, **OTHER), progress=commit)
+    assert shard_dataset(old).samples == 2000
+
+
+@pytest.mark.parametrize("other_dies", [False, True])
+def test_a_suspended_run_whose_plan_was_replaced_mixes_nothing(settings, other_dies):
+    store, alone = open_store(settings.store), changed(settings, run={"workers": 0})
+    other = changed(alone, **OTHER)
+    met = []
+
+    def meet(event: Event) -> None:
+        if event.name == "shard.put" and not met:
+            met.append(event)
+            leases = [stat.key for stat in list_objects(store, "sets/one/lease/")]
+            assert delete(store, leases) == []  # this run was not heard of for long
+            if other_dies:
+                with pytest.raises(KilledError):
+                    shard_dataset(other, progress=kill_at("splits.left"))
+            else:
+                shard_dataset(other)
+
+    with pytest.raises(errors.ConflictError):
+        shard_dataset(alone, progress=meet)
+    if other_dies:
+        with pytest.raises(errors.ConflictError, match="commit of another plan"):
+            shard_dataset(other)
+        assert not exists(store, "sets/one/manifest.json")
+    else:
+        assert verify(store, "sets/one").good
+        assert shard_dataset(other).samples == 2000
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda file: file.unlink(), "a.jsonl has changed.*it is gone"),
+        (lambda file: file.write_text("{}"), "has 2 bytes now, and had"),
+        (lambda file: os.utime(file, ns=(1, 1)), "written again"),
+    ],
+)
+def test_a_source_that_changed_is_named_with_what_is_different(settings, tmp_path, change, said):
+    def make(event: Event) -> None:
+        if event.name == "plan.committed":
+            change(tmp_path / "source" / "a.jsonl")
+
+    with pytest.raises(errors.ChangedError, match=said):
+        shard_dataset(settings, progress=make)
 
 
 def test_a_shard_that_is_there_with_other_bytes_is_never_overwritten(settings):
