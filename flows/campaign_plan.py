@@ -113,6 +113,7 @@ class Training(_Part):
                 f"rules.gather wants more gradients than there are workers ({self.workers}): lower "
                 "`quorum` or `wanted`, or raise `workers`"
             )
+        self.rules.check_workers(self.workers)
         return self
 
 

@@ -145,10 +145,10 @@ def weights_of(
         case Rule.CENTERED_CLIP:
             share = _centered_clip(gram(), settings)
         case Rule.MULTI_KRUM:
-            _check_bound(settings, every, 2 * settings.faulty + 2)
+            _check_bound(settings, every)
             share = _multi_krum(gram(), settings.faulty)
         case Rule.TRIMMED:
-            _check_bound(settings, every, 2 * settings.faulty)
+            _check_bound(settings, every)
             share = np.ones(every)
         case Rule.SENDERS | Rule.SIGN | Rule.MEDIAN:
             share = np.ones(every)
@@ -337,11 +337,11 @@ def _by_place(values: Vector, settings: MergeSettings) -> Vector:
     return np.sort(values, axis=0)[faulty : every - faulty].mean(axis=0)
 
 
-def _check_bound(settings: MergeSettings, every: int, most: int) -> None:
-    if every <= most:
+def _check_bound(settings: MergeSettings, every: int) -> None:
+    if few := settings.too_few(every):
         raise errors.ConfigurationError(
-            f"{settings.rule} bears {settings.faulty} liars among more than {most} workers, and "
-            f"there are {every}: wait for more, declare fewer, or choose `centered clip`."
+            f"{few}, and there are {every}: wait for more, declare fewer, or choose `centered "
+            "clip`."
         )
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from millrace.keys import ChainKeys, GradientKeys
 from millrace.models.chain import Outer
-from millrace.models.gradient import Codec
+from millrace.models.gradient import CHUNK, Codec, Support
 from millrace.settings import Duration
 from millrace.storage import StoreSpec
 
@@ -65,6 +65,26 @@ class MergeSettings(BaseModel):
         description="Of the weights, whose merged gradients are one object: a larger model's have "
         "several.",
     )
+
+    @property
+    def fewest(self) -> int:
+        """Number of workers that the rule needs at least."""
+        match self.rule:
+            case Rule.MULTI_KRUM:
+                return 2 * self.faulty + 3
+            case Rule.TRIMMED:
+                return 2 * self.faulty + 1
+            case _:
+                return 1
+
+    def too_few(self, taken: int) -> str:
+        """Return why the rule cannot merge the gradients of so many workers; empty if it can."""
+        if taken >= self.fewest:
+            return ""
+        return (
+            f"{self.rule} bears {self.faulty} Byzantine workers (`faulty`) among at least "
+            f"{self.fewest}"
+        )
 
 
 class GatherSettings(BaseModel):
@@ -142,6 +162,35 @@ class RunRules(WindowRules):
     outer: Outer = Field(default=Outer(), description="How what is merged changes the weights.")
     merge: MergeSettings = Field(default=MergeSettings(), description="How they are merged.")
     steps: int = Field(default=30, ge=1, description="Steps of a worker in each window.")
+
+    @model_validator(mode="after")
+    def _merge_can_work(self) -> Self:
+        codec = self.codec
+        own_places = codec.support is Support.LARGEST and codec.k < CHUNK
+        if self.merge.rule in BY_PLACE and own_places:
+            raise ValueError(
+                f"{self.merge.rule} judges each place by itself, and the workers send different "
+                "places: set `codec` to `support: shared`, or choose `mean`, `centered clip` or "
+                "`multi-krum`"
+            )
+        return self
+
+    def check_workers(self, workers: int) -> None:
+        """Refuse rules that can merge no window.
+
+        Args:
+            workers: Number of workers that are no reserves.
+
+        Raises:
+            ValueError: A window takes fewer gradients than the merge needs.
+        """
+        gather = self.gather
+        taken = max(workers if gather.wanted is None else gather.wanted, gather.quorum)
+        if few := self.merge.too_few(taken):
+            raise ValueError(
+                f"{few}, and a window takes {taken}: name more workers, declare fewer Byzantine "
+                "ones, or choose `centered clip`"
+            )
 
 
 class RunSettings(RunRules):
@@ -259,4 +308,5 @@ class AggregatorSettings(FollowSettings):
         most = max(gather.quorum, gather.wanted or 0)
         if most > len(names):
             raise ValueError(f"{most} gradients are wanted of {len(names)} workers and reserves")
+        self.run.check_workers(len(self.workers))
         return self

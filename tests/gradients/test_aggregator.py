@@ -1,7 +1,15 @@
 """The aggregator as a person starts it, and the weights that it leaves behind."""
 
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -286,12 +294,145 @@ def test_the_commands(store, begun, tmp_path):
         ({"reserves": ["a"]}, "'a' is named twice"),
         ({"buckets": {"z": {"url": "memory://z"}}}, "'z' has a bucket, and is neither"),
         ({"run": {"run": "r", "gather": {"quorum": 4}}}, "4 gradients are wanted of 3"),
+        ({"run": {"run": "r", "merge": {"rule": "median"}}}, "support: shared"),
+        ({"run": {"run": "r", "merge": {"rule": "trimmed mean"}}}, "support: shared"),
+        (
+            {
+                "workers": ["a", "b"],
+                "run": {"run": "r", "merge": {"rule": "multi-krum", "faulty": 2}},
+            },
+            "at least 7, .* takes 2",
+        ),
+        (
+            {"workers": ["a", "b"], "run": {"run": "r", "merge": {"rule": "multi-krum"}}},
+            "at least 3",
+        ),
+        (
+            {
+                "run": {
+                    "run": "r",
+                    "codec": {"support": "shared"},
+                    "merge": {"rule": "trimmed mean", "faulty": 2},
+                }
+            },
+            "at least 5, .* takes 3",
+        ),
+        (
+            {
+                "reserves": ["d", "e"],
+                "run": {
+                    "run": "r",
+                    "gather": {"wanted": 2},
+                    "merge": {"rule": "multi-krum"},
+                },
+            },
+            "at least 3, .* takes 2",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(changes, said):
     data = {"run": {"run": "r"}, "store": {"url": "memory://x"}, "workers": list(UIDS)}
     with pytest.raises(ValidationError, match=said):
         AggregatorSettings.model_validate({**data, **changes})
+
+
+def test_settings_that_can_work_are_taken():
+    data = {"store": {"url": "memory://x"}, "workers": list(UIDS), "reserves": ["d", "e"]}
+    for run in (
+        {"codec": {"support": "shared"}, "merge": {"rule": "trimmed mean", "faulty": 1}},
+        {"codec": {"k": 4096}, "merge": {"rule": "median"}},
+        {"gather": {"wanted": 5}, "merge": {"rule": "multi-krum", "faulty": 1}},
+    ):
+        AggregatorSettings.model_validate({**data, "run": {"run": "r", **run}})
+
+
+MILLRACE = (sys.executable, "-c", "from millrace.cli import main; main()")
+
+
+class Trickle(ThreadingHTTPServer):
+    """A bucket that answers a byte now and then, and never to the end."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.asked, self.over = threading.Event(), threading.Event()
+        trickle = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.send_header("Content-Length", str(1 << 20))
+                self.end_headers()
+                trickle.asked.set()
+                with suppress(OSError):
+                    while not trickle.over.wait(0.2):
+                        self.wfile.write(b" ")
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+
+
+@pytest.fixture
+def trickle() -> Iterator[Trickle]:
+    with Trickle() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.over.set()
+        server.shutdown()
+
+
+@pytest.fixture
+def trickled(store: Store, begun: AggregatorSettings, trickle: Trickle, tmp_path: Path) -> Path:
+    """The settings of a run one of whose workers has a bucket that trickles."""
+    file = tmp_path / "aggregate.yaml"
+    bucket = {
+        "url": "s3://bucket",
+        "endpoint": f"http://127.0.0.1:{trickle.server_port}",
+        "region": "auto",
+        "credentials": {"access_key_id": "key", "secret_access_key": "secret"},
+    }
+    settings = {
+        "run": {"run": "runs/one", "window": "PT0.1S", "gather": {"grace": "PT0.5S"}},
+        "store": {"url": store.url},
+        "workers": ["a", "b"],
+        "buckets": {"b": bucket},
+    }
+    file.write_text(json.dumps(settings))
+    return file
+
+
+def test_a_bucket_that_trickles_does_not_keep_the_process_alive(trickled):
+    done = subprocess.run(
+        [*MILLRACE, "aggregate", str(trickled), "--windows", "1"],
+        capture_output=True,
+        text=True,
+        timeout=60,  # of a request that would go on for half an hour
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "0 in, 2 out (1 missing, 1 unavailable)" in done.stdout
+
+
+def test_an_interrupt_ends_the_aggregator_quietly(trickled, trickle):
+    text = trickled.read_text().replace("PT0.1S", "PT1H")
+    trickled.write_text(text)
+    process = subprocess.Popen(
+        [*MILLRACE, "aggregate", str(trickled)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert trickle.asked.wait(60)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130
+    assert said.strip() == "Stopped. Run it again: it goes on where it was."
 
 
 def test_a_folder_of_ours_is_no_workers_name(store, begun):

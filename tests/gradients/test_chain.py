@@ -212,7 +212,9 @@ def test_too_few_for_the_rule_is_a_window_that_changes_nothing(store):
     link = run.window(1)
     assert (link.updates, link.taken, link.state) == ((), {}, weights().digest())
     assert {out.reason for out in link.out.values()} == {Refusal.QUORUM}
-    assert "multi-krum bears 1 liars among more than 4" in link.out["0"].sentence
+    assert (
+        "multi-krum bears 1 Byzantine workers (`faulty`) among at least 5" in link.out["0"].sentence
+    )
 
 
 def test_who_sends_other_places_is_out_where_the_rule_needs_the_same_of_all(store):

@@ -202,7 +202,7 @@ def test_whoever_is_larger_than_the_median_is_scaled_down_to_it():
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        (MergeSettings(rule=Rule.MULTI_KRUM, faulty=2), "more than 6 workers, and there are 6"),
+        (MergeSettings(rule=Rule.MULTI_KRUM, faulty=2), "at least 7, and there are 6"),
         (MergeSettings(rule=Rule.TOKENS), "of how many tokens"),
     ],
 )
