@@ -1,5 +1,6 @@
 """The command ``millrace campaign``: a campaign from a file, run here."""
 
+import logging
 import signal
 from pathlib import Path
 from typing import Any
@@ -7,23 +8,135 @@ from typing import Any
 import click
 from prefect.blocks.core import Block
 
+from flows.local_server import local_server
 from millrace.cli import said
 from millrace.errors import ConfigurationError
+from millrace.settings import load_data, validated
+
+_EXAMPLE = """\
+# A campaign: a dataset is sharded, workers train on it together, and the weights are handed over.
+# `millrace campaign THIS_FILE` runs it, and goes on where it was stopped. ${NAME} is filled in from
+# the environment, ${NAME:-value} with a default.
+
+name: my-campaign               # a prefix below the bucket's URL
+bucket: ${MILLRACE_STORE:-file:///tmp/millrace-campaign}   # or a Millrace Bucket block's name
+
+data:
+  dataset: my-text              # a prefix below the bucket's URL
+  source:                       # leave it out if the dataset is there and complete
+    url: file:///path/to/a/folder       # or s3://bucket/prefix
+    kind: files                 # a sample of each file; `jsonl` makes one of each line
+  cut: {holdout: 0.01}          # the share that workers measure the loss on
+
+training:
+  command: [python, -m, examples.tiny_lm.train]   # your script, by `millrace.training.Worker`
+  first:                        # the checkpoint to begin with; of a tiny model, by
+    job: models/tiny            # `python -m examples.tiny_lm.begin URL models/tiny`
+    tensors: "model."           # what the names of its weights begin with
+  workers: 2
+  machines:
+    kind: local                 # processes of this machine, that run in `folder`
+    folder: .
+  # machines:                   # or each on a machine of Vast.ai: needs a Vast.ai Credentials block
+  #   kind: rented
+  #   request: {gpu: RTX_4090, max_hourly: 0.5, max_total: 20}
+  #   repo_url: https://github.com/you/your-program
+  #   extras: [gradients]
+  epochs: 1                     # each ends with a checkpoint
+  windows: 10                   # of each epoch
+  rules:
+    steps: 30                   # of a worker in each window
+    window: PT20M               # `window` and `gather` may change while the campaign is stopped
+    gather: {quorum: 1}
+
+hand_over:                      # leave it out to keep the weights where they are
+  job: models/trained
+  bucket: ${MILLRACE_STORE:-file:///tmp/millrace-campaign}
+"""
 
 
-@click.command()
+_ENDS = (
+    "Crash detected!",
+    "Encountered exception during execution",
+    "Finished in state Crashed",
+    "Finished in state Failed",
+)
+
+
+class _Campaigns(click.Group):
+    """The command itself, and its subcommands: a first word that is none of them is a file."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        helps = any(word in ctx.help_option_names for word in args[:1])
+        if not helps and (not args or args[0] not in self.commands):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_Campaigns, options_metavar="[FILE | COMMAND]", subcommand_metavar="")
+def campaign() -> None:
+    r"""Run a whole campaign from a file: shard, rent, warm, train, give back, hand over, clean.
+
+    \b
+    millrace campaign init campaign.yaml    write a file to start from
+    millrace campaign campaign.yaml         run it; start it again to go on where it was stopped
+    """
+
+
+@campaign.command()
 @click.argument("plan", type=click.Path(path_type=Path), default="campaign.yaml")
 @said
-def campaign(plan: Path) -> int:
-    """Run a campaign here: shard, rent, warm, train, give back, hand over, clean."""
-    from flows.campaign import campaign as run
+def run(plan: Path) -> int:
+    """Run a campaign here, or go on with it."""
+    from flows.campaign import campaign as run_campaign
     from tasks.campaigning import describe
 
-    wanted = read(plan)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # machines go back also then
-    found = run(wanted)
+    for handler in _consoles():
+        handler.addFilter(_is_news)
+    data = load_data(plan, template="millrace campaign init")
+    wanted = None if "$ref" in str(data) else read(plan)  # blocks are on the server
+    with local_server():
+        found = run_campaign(wanted or read(plan))
     click.echo(describe(found, picture=False))
     return 0
+
+
+@campaign.command()
+@click.argument("path", type=click.Path(path_type=Path), default="campaign.yaml")
+@said
+def init(path: Path) -> int:
+    """Write a campaign's file to start from."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(_EXAMPLE)
+    except FileExistsError:
+        raise ConfigurationError(
+            f"{path} is already there. Move it away, or name another file."
+        ) from None
+    click.echo(
+        f"Wrote {path}. Set its source, script and checkpoint, then: millrace campaign {path}"
+    )
+    return 0
+
+
+def _consoles() -> list[logging.Handler]:
+    """Return the handlers that print, of this command's logging and of Prefect's."""
+    loggers = [logging.getLogger(), *map(logging.getLogger, logging.root.manager.loggerDict)]
+    return [
+        handler
+        for logger in loggers
+        for handler in logger.handlers
+        if isinstance(handler, logging.StreamHandler)
+    ]
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Decide whether a line of Prefect's is printed: not what ends the command, said at its end.
+
+    The server has all lines, with their tracebacks.
+    """
+    return not record.getMessage().startswith(_ENDS)
 
 
 def read(path: Path) -> Any:
@@ -33,9 +146,10 @@ def read(path: Path) -> Any:
         ConfigurationError: There is no such file, block or value.
     """
     from flows.campaign_plan import Campaign
-    from millrace.settings import load_data, validated
 
-    return validated(Campaign, _with_blocks(load_data(path)), where=str(path))
+    return validated(
+        Campaign, _with_blocks(load_data(path, template="millrace campaign init")), where=str(path)
+    )
 
 
 def _with_blocks(value: Any) -> Any:

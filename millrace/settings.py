@@ -76,12 +76,15 @@ def load(path: Path, model: type[M], environ: Mapping[str, str] | None = None) -
     return validated(model, load_data(path, environ), where=str(path))
 
 
-def load_data(path: Path, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What a settings file says, with ``${VAR}`` filled in.
+def load_data(
+    path: Path, environ: Mapping[str, str] | None = None, *, template: str = "millrace init"
+) -> dict[str, Any]:
+    """Return what a settings file says, with ``${VAR}`` filled in.
 
     Args:
         path: As of `load`.
         environ: Likewise.
+        template: The command that writes such a file to start from.
 
     Raises:
         ConfigurationError: As of `load`, but for values.
@@ -90,11 +93,11 @@ def load_data(path: Path, environ: Mapping[str, str] | None = None) -> dict[str,
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigurationError(
-            f"There is no settings file at {path}. `millrace init` writes one to start from."
+            f"There is no settings file at {path}. `{template}` writes one to start from."
         ) from None
     data = _parse(path, text)
     if not isinstance(data, dict):
-        raise ConfigurationError(f"{path} should hold settings by name, as `millrace init` writes.")
+        raise ConfigurationError(f"{path} should hold settings by name, as `{template}` writes.")
     missing: list[str] = []
     filled: dict[str, Any] = _fill(data, os.environ if environ is None else environ, missing)
     if missing:

@@ -1,0 +1,98 @@
+"""A Prefect server for one command, where none is configured."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from urllib.request import urlopen
+
+from prefect.logging.handlers import APILogHandler
+from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
+
+from millrace.errors import UnavailableError
+
+_PATIENCE = 300.0  # seconds: a busy machine imports the server for more than a minute
+_LOOK = 0.2
+_LEAVING = 10.0
+# It ends with the process that feeds its standard input, however that ends.
+_MAIN = """\
+import os, sys, threading
+def watch():
+    while os.read(0, 4096):
+        pass
+    os._exit(0)
+threading.Thread(target=watch, daemon=True).start()
+import uvicorn
+uvicorn.run("prefect.server.api.server:create_app", factory=True, host="127.0.0.1",
+            port=int(sys.argv[1]), log_level="error", lifespan="on")
+"""
+
+
+@contextlib.contextmanager
+def local_server() -> Generator[None]:
+    """Serve the Prefect API to this process while the block lasts, unless a server is configured.
+
+    Prefect starts one by itself, too. That one ends at a Ctrl-C, before the flow run has reported
+    its end to it, and is given up after 20 seconds.
+
+    Raises:
+        UnavailableError: The server does not start.
+    """
+    if PREFECT_API_URL.value():
+        yield
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PREFECT_UI_ENABLED": "0",
+        "PREFECT__SERVER_EPHEMERAL": "1",
+        "PREFECT__SERVER_FINAL": "1",
+        **get_current_settings().to_environment_variables(exclude_unset=True),
+    }
+    with tempfile.TemporaryFile() as printed:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _MAIN, str(port)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl-C is for the flow run, which ends it in order
+        )
+        try:
+            url, deadline = f"http://127.0.0.1:{port}/api", time.monotonic() + _PATIENCE
+            while not _answers(url):
+                if process.poll() is None and time.monotonic() < deadline:
+                    time.sleep(_LOOK)
+                    continue
+                printed.seek(0)
+                last = printed.read().decode(errors="replace").strip().splitlines()[-1:]
+                raise UnavailableError(
+                    f"The Prefect server of this command does not start: {''.join(last)} Start "
+                    "one with `prefect server start`, and name it in PREFECT_API_URL."
+                )
+            with temporary_settings({PREFECT_API_URL: url}):
+                try:
+                    yield
+                finally:
+                    APILogHandler().flush()  # while there is a server to take the last lines
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_LEAVING)
+            process.kill()
+            process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urlopen(f"{url}/health", timeout=5) as answer:  # noqa: S310 - on loopback
+            return answer.status == 200
+    except OSError:
+        return False

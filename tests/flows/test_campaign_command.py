@@ -1,0 +1,116 @@
+"""The command `millrace campaign`: what it prints, and how it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from examples.tiny_lm.begin import begin
+from flows.campaign_plan import LocalWorkers
+from flows.command import campaign, read
+from millrace.storage import open_store
+from tests.flows.campaigns import here, make_text, plan_of
+from tests.prefect_server import PrefectServer
+from tests.servers.process import REPOSITORY
+
+NOISE = (
+    "Traceback", "Crash detected", "Encountered exception", "Finished in state Crashed",
+    "Finished in state Failed", "API",
+)  # fmt: skip
+
+
+def started(plan: Path, environment: dict[str, str]) -> "subprocess.Popen[str]":
+    """Start the command as a shell does: with a process group of its own."""
+    command = [str(Path(sys.executable).parent / "millrace"), "campaign", str(plan)]
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def written(folder: Path, plan: dict[str, Any]) -> Path:
+    path = folder / "campaign.yaml"
+    path.write_text(yaml.safe_dump(plan))
+    return path
+
+
+def test_init_writes_a_campaign_that_is_valid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MILLRACE_STORE", raising=False)
+    path = tmp_path / "campaign.yaml"
+    done = CliRunner().invoke(campaign, ["init", str(path)])
+    assert (done.exit_code, f"millrace campaign {path}" in done.output) == (0, True)
+    plan = read(path)
+    assert isinstance(plan.training.machines, LocalWorkers)
+    again = CliRunner().invoke(campaign, ["init", str(path)])
+    assert (again.exit_code, "already there" in again.output) == (2, True)
+
+    # What is commented out is valid, too.
+    lines = path.read_text().splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("  machines:"))
+    end = next(n for n, line in enumerate(lines) if line.startswith("  epochs:"))
+    rented = [line.replace("  # ", "  ", 1) for line in lines[start + 3 : end]]
+    path.write_text("\n".join([*lines[:start], *rented, *lines[end:]]))
+    assert read(path).training.machines.kind == "rented"
+
+
+def test_without_a_file_it_says_which_command_writes_one(tmp_path: Path) -> None:
+    done = CliRunner().invoke(campaign, [str(tmp_path / "none.yaml")])
+    assert done.exit_code == 2
+    assert "`millrace campaign init` writes one" in done.output
+    assert len(done.output.splitlines()) == 1
+
+
+def test_an_error_is_a_sentence_and_success_is_a_report(
+    prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    make_text(tmp_path / "text")
+    plan = plan_of("small", (tmp_path / "store").as_uri(), tmp_path / "text", here())
+    process = started(written(tmp_path, plan), prefect_server.environment)
+    _, said = process.communicate()
+    assert process.returncode == 1, said
+    assert not [one for one in NOISE if one in said], said
+    last = said.strip().splitlines()[-1]
+    assert last.startswith("millrace: ")
+    assert last.endswith("has no checkpoint that is undamaged.")
+
+    del plan["training"], plan["hand_over"]
+    process = started(written(tmp_path, plan), prefect_server.environment)
+    printed, said = process.communicate()
+    assert process.returncode == 0, said
+    assert "| Dataset | 60 samples in" in printed
+
+
+def test_a_campaign_without_a_server_is_interrupted_quietly(tmp_path: Path) -> None:
+    make_text(tmp_path / "text")
+    store = tmp_path / "store"
+    begin(open_store(store.as_uri()), "small/first")
+    plan = plan_of("small", store.as_uri(), tmp_path / "text", here())
+    waits = "import time; print('it trains', flush=True); time.sleep(600)"
+    plan["training"] |= {"command": ["python", "-c", waits]}
+    environment = {
+        **{name: value for name, value in os.environ.items() if "PREFECT" not in name},
+        "PREFECT_HOME": str(tmp_path / "home"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    }
+    process = started(written(tmp_path, plan), environment)
+    assert process.stderr is not None
+    before: list[str] = []
+    for line in process.stderr:
+        before.append(line)
+        if "| it trains" in line:
+            break
+    else:
+        raise AssertionError("".join(before))
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, said = process.communicate()
+    assert process.returncode == 130, said
+    assert not [one for one in NOISE if one in said], said
+    assert said.strip().splitlines()[-1] == "Stopped. Run it again: it goes on where it was."
