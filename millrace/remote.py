@@ -99,9 +99,12 @@ def place_of(store: StoreSpec, right: Right, below: str = "") -> dict[str, Any]:
         mode="json", include={"endpoint", "region"}, exclude_none=True
     )
     if store.credentials is not None:
-        names = ("access_key_id", "secret_access_key", "session_token")
         prefix = f"MILLRACE_{right.upper()}"
-        place["credentials"] = {name: f"${{{prefix}_{name.upper()}}}" for name in names}
+        place["credentials"] = {
+            "access_key_id": f"${{{prefix}_ACCESS_KEY_ID}}",
+            "secret_access_key": f"${{{prefix}_SECRET_ACCESS_KEY}}",
+            "session_token": f"${{{prefix}_SESSION_TOKEN:-}}",  # empty where there is none
+        }
     return {"url": url, **place}
 
 

@@ -1,6 +1,7 @@
 """Settings files: YAML or TOML, with ``${VAR}`` filled in from the environment.
 
-``${VAR:-default}`` gives a default; ``$${VAR}`` is the text ``${VAR}`` itself.
+``${VAR:-default}`` gives a default; ``$${VAR}`` is the text ``${VAR}`` itself. An empty variable
+counts as unset.
 """
 
 import os
@@ -13,6 +14,7 @@ from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
+from millrace.environment import variable
 from millrace.errors import ConfigurationError
 
 _VARIABLE = re.compile(r"\$(\$?)\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
@@ -103,7 +105,7 @@ def load_data(
     if missing:
         places = "; ".join(f"{name} ({path}, line {_line(text, name)})" for name in missing)
         raise ConfigurationError(
-            f"Not set in the environment: {places}. Export it, or write ${{NAME:-default}}."
+            f"Unset or empty in the environment: {places}. Export it, or write ${{NAME:-default}}."
         )
     return filled
 
@@ -176,8 +178,8 @@ def _lookup(match: re.Match[str], environ: Mapping[str, str], missing: list[str]
     escaped, name, default = match.groups()
     if escaped:
         return match.group(0)[1:]
-    if name in environ:
-        return environ[name]
+    if value := variable(name, environ):
+        return value
     if default is not None:
         return default
     if name not in missing:

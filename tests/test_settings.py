@@ -59,6 +59,13 @@ def test_every_missing_variable_is_named_with_its_file_and_line(tmp_path):
     assert f"TWO ({path}, line 6)" in str(refusal.value)
 
 
+def test_an_empty_variable_counts_as_unset(tmp_path):
+    needed = written(tmp_path, "a.yaml", "size: ${SIZE}\n")
+    with pytest.raises(errors.ConfigurationError, match=r"SIZE .*line 1"):
+        load(needed, Model, {"SIZE": ""})
+    assert load(written(tmp_path, "b.yaml", "size: ${SIZE:-7}\n"), Model, {"SIZE": ""}).size == 7
+
+
 def test_a_variable_in_a_comment_need_not_be_set(tmp_path):
     assert load(written(tmp_path, "a.yaml", "size: 1  # or ${SIZE}\n"), Model, {}).size == 1
 

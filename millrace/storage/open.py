@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 from obstore.store import GCSStore, LocalStore, MemoryStore, ObjectStore, S3Store
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
+from millrace.environment import drop_empty_variables, variable
 from millrace.errors import ConfigurationError, NotFoundError
 from millrace.settings import Duration
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from obstore.store import S3Credential
 
 _ACCOUNT = re.compile(r"[0-9a-f]{32}(\.(eu|fedramp))?")
+_ENDPOINT = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?$")
 _memory: dict[str, MemoryStore] = {}
 
 
@@ -62,7 +64,9 @@ class StoreSpec(BaseModel):
         default=None, description="Left out: the environment (AWS_*, GOOGLE_*) is asked."
     )
     endpoint: str | None = Field(
-        default=None, description="An S3 endpoint other than the URL's own, such as RGW's."
+        default=None,
+        description="URL of an S3 endpoint other than Amazon's or R2's: of Ceph, MinIO, Backblaze "
+        "B2, Wasabi. Left out, AWS_ENDPOINT_URL for an `s3://` URL.",
     )
     region: str | None = Field(default=None, description="The S3 region; R2's is always auto.")
     account_id: str | None = Field(
@@ -167,9 +171,18 @@ class Location:
 
 @dataclass(slots=True)
 class Throttle:
-    """When the store will hear us again: shared by every thread that uses the store."""
+    """State of a store that every thread shares which uses the store.
+
+    Attributes:
+        until: When the store may be asked again, by the monotonic clock.
+        warned: When the user was last told that the store does not answer, by that clock.
+        may_list: Whether the credentials may list; None until that was asked.
+        lock: Guards the others.
+    """
 
     until: float = 0.0
+    warned: float | None = None
+    may_list: bool | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -271,9 +284,10 @@ def open_store(
         )
     if patience is not None:
         spec = spec.model_copy(update={"patience": patience})
-    location = Location.parse(
-        spec.url, account_id=spec.account_id or os.environ.get("R2_ACCOUNT_ID")
-    )
+    location = Location.parse(spec.url, account_id=spec.account_id or variable("R2_ACCOUNT_ID"))
+    if location.backend in {Backend.S3, Backend.R2, Backend.GS}:
+        drop_empty_variables()
+        spec = _with_environment(spec, location)
     match location.backend:
         case Backend.MEMORY:
             raw = patient = _memory.setdefault(location.bucket, MemoryStore())
@@ -288,6 +302,24 @@ def open_store(
     return Store(spec=spec, location=location, raw=raw, patient=patient)
 
 
+def _with_environment(spec: StoreSpec, location: Location) -> StoreSpec:
+    """Return the spec with the endpoint and the region that the environment names.
+
+    obstore and boto3 look for both by themselves, but not for the same variables, and obstore
+    sends nothing by plain HTTP to an endpoint that it has found.
+    """
+    if location.backend is Backend.S3 and not spec.endpoint:
+        endpoint = variable("AWS_ENDPOINT_URL_S3") or variable("AWS_ENDPOINT_URL")
+        region = spec.region or variable("AWS_REGION") or variable("AWS_DEFAULT_REGION")
+        spec = spec.model_copy(update={"endpoint": endpoint, "region": region})
+    if spec.endpoint and not _ENDPOINT.match(spec.endpoint):
+        raise ConfigurationError(
+            f"The endpoint {spec.endpoint!r} is no URL: write https://HOST or http://HOST:PORT, in "
+            "`endpoint` or AWS_ENDPOINT_URL."
+        )
+    return spec
+
+
 def _reopened(spec: StoreSpec) -> Store:
     return open_store(spec, make_folder=False)
 
@@ -298,12 +330,13 @@ def from_environment(environ: Mapping[str, str] | None = None) -> StoreSpec:
     ``STORAGE_BACKEND=local`` with ``LOCAL_STORAGE_PATH``, or ``STORAGE_BACKEND=s3`` with
     ``CHECKPOINT_BUCKET`` (a bucket, or any URL) and ``AWS_ACCESS_KEY_ID``,
     ``AWS_SECRET_ACCESS_KEY``, ``AWS_SESSION_TOKEN``, ``AWS_ENDPOINT_URL``, ``AWS_REGION``,
-    ``AWS_CA_BUNDLE``.
+    ``AWS_CA_BUNDLE``. An empty variable counts as unset.
 
     Raises:
         ConfigurationError: A variable is missing: all missing ones are named.
     """
-    env = os.environ if environ is None else environ
+    given = os.environ if environ is None else environ
+    env = {name: value for name, value in given.items() if value}
     backend = env.get("STORAGE_BACKEND", "local").lower()
     needed = {"local": ["LOCAL_STORAGE_PATH"], "s3": ["CHECKPOINT_BUCKET"]}.get(backend)
     if needed is None:

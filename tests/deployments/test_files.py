@@ -61,6 +61,11 @@ def services() -> dict[str, dict[str, Any]]:
 
 
 def named_in_example() -> set[str]:
+    """Every variable of the example; optional ones are comments."""
+    return set(found(r"^(?:# )?([A-Z]\w+)=", EXAMPLE.read_text()))
+
+
+def set_in_example() -> set[str]:
     return set(found(r"^(\w+)=", EXAMPLE.read_text()))
 
 
@@ -93,12 +98,19 @@ def test_env_example_is_the_same_to_a_shell_and_to_compose() -> None:
     by_shell = dict(line.split("=", 1) for line in shell.stdout.split("\0") if line)
     said = compose("--environment", **SECRETS)
     by_compose = dict(line.split("=", 1) for line in said.stdout.splitlines() if "=" in line)
-    names = named_in_example() - set(SECRETS)
+    names = set_in_example() - set(SECRETS)
     assert {name: by_compose[name] for name in names} == {name: by_shell[name] for name in names}
 
 
 def test_env_example_names_all_that_setup_reads() -> None:
     assert read_by_setup() <= named_in_example()
+
+
+def test_env_example_as_it_is_sets_nothing_that_prefect_or_boto3_takes_empty() -> None:
+    empty = set(found(r"^(\w+)=$", EXAMPLE.read_text()))
+    assert [
+        name for name in empty if not re.match(r"R2_(DATASET|GRADIENTS|AGGREGATOR)_", name)
+    ] == []
 
 
 # compose.yaml
@@ -122,7 +134,7 @@ def test_no_secret_stands_in_compose(services: dict[str, dict[str, Any]]) -> Non
     for service in services.values():
         for name, value in service["environment"].items():
             if secret.search(name):
-                assert value in {"", *SECRETS.values()}, name
+                assert value in {None, "", *SECRETS.values()}, name
 
 
 def test_only_this_machine_reaches_a_port(services: dict[str, dict[str, Any]]) -> None:

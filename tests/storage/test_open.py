@@ -1,4 +1,6 @@
+import os
 import pickle
+from datetime import timedelta
 
 import pytest
 from pydantic import SecretStr
@@ -9,6 +11,7 @@ from millrace.storage import (
     Credentials,
     StoreSpec,
     from_environment,
+    list_objects,
     open_store,
     put,
     read,
@@ -110,9 +113,51 @@ def test_the_environment_names_a_bucket_and_its_credentials():
         ({}, "LOCAL_STORAGE_PATH"),
         ({"STORAGE_BACKEND": "s3"}, "CHECKPOINT_BUCKET"),
         ({"STORAGE_BACKEND": "s3", "AWS_ACCESS_KEY_ID": "i"}, "CHECKPOINT_BUCKET and AWS_SECRET"),
+        ({"STORAGE_BACKEND": "", "LOCAL_STORAGE_PATH": ""}, "LOCAL_STORAGE_PATH"),
         ({"STORAGE_BACKEND": "tape"}, "tape"),
     ],
 )
 def test_what_the_environment_lacks_is_named_at_once(environ, named):
     with pytest.raises(errors.ConfigurationError, match=named):
         from_environment(environ)
+
+
+@pytest.fixture
+def no_aws(monkeypatch):
+    """An environment that says nothing of S3."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_an_empty_variable_is_no_endpoint_no_region_and_no_key(no_aws):
+    for name in ("ENDPOINT_URL", "REGION", "ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN"):
+        no_aws.setenv(f"AWS_{name}", "")
+    no_aws.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # nothing leaves this machine
+    key = Credentials(access_key_id="id", secret_access_key=SecretStr("secret"))
+    store = open_store("s3://bucket", credentials=key, patience=timedelta(seconds=0.1))
+    assert (store.endpoint, store.region) == (None, None)
+    with pytest.raises(errors.UnavailableError, match=r"s3\.us-east-1\.amazonaws\.com"):
+        read(store, "a")  # obstore panicked at an empty endpoint
+    assert [name for name in os.environ if name.startswith("AWS_")] == []  # boto3 reads them too
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:9000", "minio.example.org", "https://", "s3://x"])
+def test_an_endpoint_that_is_no_url_is_refused_with_what_to_write(endpoint, no_aws):
+    no_aws.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(errors.ConfigurationError, match="write https://HOST"):
+        open_store("s3://bucket")
+    with pytest.raises(errors.ConfigurationError, match="write https://HOST"):
+        open_store(f"r2://{ACCOUNT}/bucket", endpoint=endpoint)
+
+
+def test_a_bare_s3_url_reaches_the_endpoint_of_the_environment(rgw, bucket, no_aws):
+    no_aws.setenv("AWS_ENDPOINT_URL", rgw.endpoint)  # plain HTTP
+    no_aws.setenv("AWS_ACCESS_KEY_ID", rgw.full.access_key_id)
+    no_aws.setenv("AWS_SECRET_ACCESS_KEY", rgw.full.secret_access_key)
+    store = open_store(f"s3://{bucket}")
+    put(store, "a/b", b"data")
+    assert [stat.key for stat in list_objects(store)] == ["a/b"]
+    assert read(store, "a/b") == b"data"
+    no_aws.delenv("AWS_ENDPOINT_URL")
+    assert pickle.loads(pickle.dumps(store)).endpoint == rgw.endpoint

@@ -3,6 +3,7 @@
 from millrace.checkpoints.destinations.base import Destination, bring
 from millrace.checkpoints.destinations.bucket import StoreDestination
 from millrace.checkpoints.destinations.spec import HubSpec
+from millrace.environment import drop_empty_variables
 from millrace.errors import ConfigurationError
 from millrace.storage import StoreSpec, open_store
 
@@ -24,6 +25,7 @@ def open_destination(place: str | StoreSpec | HubSpec, *, make_folder: bool = Tr
         return StoreDestination(open_store(place, make_folder=make_folder))
     if isinstance(place, str) and not place.startswith("hf://"):
         return StoreDestination(open_store(place, make_folder=make_folder))
+    drop_empty_variables()
     try:
         from millrace.checkpoints.destinations.hub import HubDestination  # noqa: PLC0415
     except ImportError:

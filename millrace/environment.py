@@ -1,0 +1,29 @@
+"""Read environment variables, where an empty one counts as unset.
+
+``set -a; . ./.env`` exports every variable of a file, also those that were left empty there.
+"""
+
+import os
+from collections.abc import Mapping
+
+_PREFIXES = ("AWS_", "GOOGLE_", "HF_")  # obstore, boto3 and huggingface_hub read them themselves
+
+
+def variable(name: str, environ: Mapping[str, str] | None = None) -> str | None:
+    """Return an environment variable; None if it is unset or empty.
+
+    Args:
+        name: Name of the variable.
+        environ: The environment; that of the process by default.
+    """
+    return (os.environ if environ is None else environ).get(name) or None
+
+
+def drop_empty_variables() -> None:
+    """Remove empty ``AWS_*``, ``GOOGLE_*`` and ``HF_*`` variables from this process's environment.
+
+    The clients of these stores read them by themselves, and take an empty one for a value.
+    """
+    for name in [name for name, value in os.environ.items() if not value]:
+        if name.startswith(_PREFIXES):
+            os.environ.pop(name, None)
