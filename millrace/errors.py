@@ -22,7 +22,13 @@ class ExistsError(MillraceError):
 
 
 class DeniedError(MillraceError):
-    """The credentials do not allow it, or are not known to the store."""
+    """The credentials do not allow it, or are not known to the store.
+
+    Attributes:
+        why: A sentence that tells which of the two, where the store says so; else empty.
+    """
+
+    why: str = ""
 
 
 class ChangedError(MillraceError):

@@ -63,7 +63,7 @@ def check(store: Store, right: Right, scope: str = "") -> None:
             f"{store.url}: there is no such bucket. Create it, or correct the URL."
         ) from None
     except errors.DeniedError as error:
-        raise _refused(store, scope, "list objects") from error
+        raise _refused(store, scope, "list objects", error.why) from error
     if right is Right.WRITE:
         _check_write(store, scope)
 
@@ -73,17 +73,18 @@ def _check_write(store: Store, scope: str) -> None:
     try:
         create(store, probe, b"")
     except errors.DeniedError as error:
-        raise _refused(store, scope, "create objects") from error
+        raise _refused(store, scope, "create objects", error.why) from error
     try:
         head(store, probe)
     except errors.DeniedError as error:
-        raise _refused(store, scope, "read objects") from error
+        raise _refused(store, scope, "read objects", error.why) from error
     finally:
         failures = delete(store, [probe])
     if failures:
         raise _refused(store, scope, f"delete objects ({store.url_of(probe)} stays behind)")
 
 
-def _refused(store: Store, scope: str, what: str) -> errors.DeniedError:
+def _refused(store: Store, scope: str, what: str, why: str = "") -> errors.DeniedError:
     where = store.url_of(scope) if scope else store.url
-    return errors.DeniedError(f"{where}: the store does not let these credentials {what}.")
+    sentence = f"{where}: the store does not let these credentials {what}. {why}"
+    return errors.DeniedError(sentence.rstrip())

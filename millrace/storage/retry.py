@@ -8,6 +8,7 @@ that uses the store waits as long as it says.
 """
 
 import errno
+import logging
 import random
 import re
 import shutil
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, TypeVar
 
+import obstore
 from obstore.exceptions import (
     AlreadyExistsError,
     BaseError,
@@ -35,12 +37,25 @@ if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 10.0
 _RETRIED_4XX = {408, 429}
+_WARNED_AFTER = 3  # tries, or seconds
+_WARNED_EVERY = 60.0  # seconds
+_SYSTEM = re.compile(r'\b(?:message|error): "([^"]+)"')
+_METADATA = "/latest/api/token"  # of http://169.254.169.254
+_WRITES = re.compile(r"Error performing (PUT|POST|DELETE)")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_REFUSALS = {
+    "InvalidAccessKeyId": "The store does not know the access key id.",
+    "SignatureDoesNotMatch": "The secret does not belong to the access key id.",
+    "ExpiredToken": "They were temporary, and have ended.",
+    "RequestTimeTooSkewed": "The clock of this machine is wrong.",
+}
 
 
 class Tries:
@@ -53,7 +68,8 @@ class Tries:
 
     def __init__(self, store: Store, key: str) -> None:
         self._store, self._key = store, key
-        self._deadline = time.monotonic() + store.spec.patience.total_seconds()
+        self._began = time.monotonic()
+        self._deadline = self._began + store.spec.patience.total_seconds()
         self._failed = 0
 
     def wait_for_throttle(self) -> None:
@@ -73,6 +89,7 @@ class Tries:
             raise fault from error
         pause = _pause(self._failed)
         self._failed += 1
+        self._warn(error)
         if _status(error) in {429, 503}:
             asked = _retry_after(store, key)
             if asked:
@@ -87,6 +104,24 @@ class Tries:
             spent.status = _status(error)
             raise spent from error
         time.sleep(pause)
+
+    def _warn(self, error: BaseException) -> None:
+        """Tell the user that the store does not answer, and that it is tried again."""
+        now, shared, status = time.monotonic(), self._store.throttle, _status(error)
+        if status == 429:  # it asks for a pause, and works
+            return
+        if self._failed < _WARNED_AFTER and now - self._began < _WARNED_AFTER:
+            return
+        if shared.warned is not None and now - shared.warned < _WARNED_EVERY:
+            return
+        shared.warned = now
+        said = f"answers with status {status}" if status else f"does not answer ({_cause(error)})"
+        _log.warning(
+            "%s %s. Trying again for %.0f s.",
+            self._store.endpoint or self._store.url,
+            said,
+            max(0.0, self._deadline - now),
+        )
 
 
 def trying(store: Store, key: str, call: Callable[[], T]) -> T:
@@ -140,7 +175,11 @@ def with_boto3(
             return call(asked)
         except ClientError as error:
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
-            raise GenericError(f"Server returned non-2xx status code: {status}") from error
+            code = error.response.get("Error", {}).get("Code", "")
+            raise GenericError(
+                f"Error performing {error.operation_name} - Server returned non-2xx status code: "
+                f"{status}: <Code>{code}</Code>"
+            ) from error
         except BotoCoreError as error:
             raise GenericError(str(error)) from error
 
@@ -158,6 +197,12 @@ def _pause(attempt: int) -> float:
     return random.uniform(0.0, min(_LONGEST_BACKOFF, _FIRST_BACKOFF * 2.0**attempt))
 
 
+def _cause(error: BaseException) -> str:
+    """Return the innermost cause of an error: what the system said, if obstore's dump has it."""
+    system = _SYSTEM.findall(str(error))
+    return system[-1] if system else errors.one_line(error).rpartition(" - ")[2]
+
+
 def _status(error: BaseException) -> int | None:
     match = _STATUS.search(str(error))
     return int(match[1]) if match else None
@@ -166,6 +211,8 @@ def _status(error: BaseException) -> int | None:
 def _final(error: BaseException, store: Store, key: str) -> errors.MillraceError | None:
     """Our error for one that will not pass; None for one that may."""
     where = store.url_of(key)
+    if store.speaks_s3 and (without := _without_credentials(error, store)):
+        return without
     status = _status(error)
     if store.location.backend is Backend.FILE and _number_of(error) in {errno.ENOSPC, errno.EDQUOT}:
         return _no_space(store, where, error)
@@ -191,7 +238,7 @@ def _final(error: BaseException, store: Store, key: str) -> errors.MillraceError
             raise error
         case _:
             pass
-    return None if status is None else _of_status(status, where, error)
+    return None if status is None else _of_status(status, where, error, store)
 
 
 def _refuses_key(error: BaseException) -> bool:
@@ -217,21 +264,63 @@ def _no_space(store: Store, where: str, error: BaseException) -> errors.NoSpaceE
     )
 
 
-def _of_status(status: int, where: str, error: BaseException) -> errors.MillraceError | None:
+def _of_status(
+    status: int, where: str, error: BaseException, store: Store
+) -> errors.MillraceError | None:
     match status:
         case 404:
             return errors.NotFoundError(f"There is no {where}.")
         case 304 | 412:
             return errors.ChangedError(f"{where} is no longer the object that was meant.")
         case 401 | 403:
-            return errors.DeniedError(
-                f"{where}: the store refuses these credentials. Check that they are for this "
-                "bucket and prefix, and allow what is being done."
-            )
+            return _denied(where, error, store)
         case _ if 400 <= status < 500 and status not in _RETRIED_4XX:
             return errors.MillraceError(f"{where}: the store answered {errors.one_line(error)}")
         case _:
             return None
+
+
+def _denied(where: str, error: BaseException, store: Store) -> errors.DeniedError:
+    """Return the error for refused credentials, which tells a wrong key from one that may less."""
+    code = _CODE.search(str(error))
+    why = _REFUSALS.get(code[1], "") if code else ""
+    if not why and _WRITES.search(str(error)) and _may_list(store):
+        why = "They may list this bucket: the key is right, but does not allow to write here."
+    refused = errors.DeniedError(
+        f"{where}: the store refuses these credentials. "
+        f"{why or 'Check that they are for this bucket and prefix, and allow what is being done.'}"
+    )
+    refused.why = why
+    return refused
+
+
+def _may_list(store: Store) -> bool:
+    """Ask the store, once, whether the credentials may list."""
+    found = store.throttle.may_list
+    if found is None:
+        try:
+            pages = obstore.list(store.raw, chunk_size=1)  # pyright: ignore[reportUnknownMemberType]
+            next(iter(pages), None)
+            found = True
+        except (BaseError, OSError):
+            found = False
+        store.throttle.may_list = found
+    return found
+
+
+def _without_credentials(error: BaseException, store: Store) -> errors.DeniedError | None:
+    """Return the error for a request that no credentials were found for.
+
+    Without any, obstore asks the metadata service of EC2, which other machines do not have.
+    """
+    text = str(error)
+    asked = _METADATA in text and (_status(error) or 0) < 500
+    if not (asked or "Unable to locate credentials" in text):
+        return None
+    return errors.DeniedError(
+        f"{store.url}: there are no credentials for this store. Set AWS_ACCESS_KEY_ID and "
+        "AWS_SECRET_ACCESS_KEY, or write `credentials` beside its url. (~/.aws is not read.)"
+    )
 
 
 def _wait_for_throttle(store: Store, deadline: float) -> None:

@@ -1,11 +1,24 @@
+import os
 from datetime import timedelta
 
 import pytest
+from obstore.exceptions import GenericError
+from pydantic import SecretStr
 
 from millrace import errors
-from millrace.storage import create, open_store, put, read, stream
-from millrace.storage.retry import seconds_of
+from millrace.storage import (
+    Credentials,
+    create,
+    delete,
+    list_objects,
+    open_store,
+    put,
+    read,
+    stream,
+)
+from millrace.storage.retry import seconds_of, translated
 from tests.servers.faults import Fault
+from tests.servers.process import free_ports
 from tests.stores import spec_of
 
 
@@ -47,6 +60,69 @@ def test_a_store_that_keeps_failing_is_given_up_when_the_budget_is_spent(request
     with pytest.raises(errors.UnavailableError, match=r"given up after \d+ tries"):
         read(store, "a")
     assert r2.counts()[Fault.ERROR500] > 1
+
+
+def test_a_dead_endpoint_is_named_at_once_and_tried_until_the_budget_is_spent(caplog):
+    (port,) = free_ports(1)
+    store = open_store(
+        "s3://bucket",
+        endpoint=f"http://127.0.0.1:{port}",
+        credentials=Credentials(access_key_id="id", secret_access_key=SecretStr("secret")),
+        patience=timedelta(seconds=2),
+    )
+    with pytest.raises(errors.UnavailableError, match=r"given up after \d+ tries"):
+        list(list_objects(store))
+    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("mill")]
+    where = f"http://127.0.0.1:{port}"
+    assert said == f"{where} does not answer (Connection refused). Trying again for 2 s."
+
+
+def _denied(store, call, *arguments):
+    with pytest.raises(errors.DeniedError) as refused:
+        call(store, *arguments)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["rgw", "r2"])
+def test_a_key_that_may_only_read_is_told_apart_from_a_wrong_one(kind, request, r2):
+    reader = open_store(spec_of(kind, request, "read_only"))
+    assert "the key is right, but does not allow to write here" in _denied(reader, put, "a", b"x")
+    spec = spec_of(kind, request)
+    wrong = spec.credentials.model_copy(update={"secret_access_key": SecretStr("x" * 32)})
+    store = open_store(spec.model_copy(update={"credentials": wrong}))
+    for call in ((put, "a", b"x"), (read, "a")):
+        assert "the key is right" not in _denied(store, *call)
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("InvalidAccessKeyId", "does not know the access key id"),
+        ("SignatureDoesNotMatch", "secret does not belong to the access key id"),
+        ("RequestTimeTooSkewed", "clock of this machine is wrong"),
+    ],
+)
+def test_why_a_store_refuses_a_key_is_said_where_it_says_so(code, why):
+    # As obstore hands on what S3 and R2 answer; Ceph says AccessDenied of all of them.
+    answer = GenericError(
+        "Generic S3 error: Error performing GET http://127.0.0.1:9/b/a in 1ms - Server returned "
+        f"non-2xx status code: 403 Forbidden: <Error><Code>{code}</Code></Error>"
+    )
+    assert why in str(translated(answer, open_store("s3://b"), "a"))
+
+
+def test_no_key_at_all_is_told_apart_from_a_wrong_one(rgw, bucket, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    # Nobody listens there: as the metadata service of EC2 on any other machine.
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    store = open_store(f"s3://{bucket}", endpoint=rgw.endpoint)
+    for call in ((read, "a"), (put, "a", b"x")):
+        said = _denied(store, *call)
+        assert "there are no credentials" in said
+        assert "AWS_ACCESS_KEY_ID" in said
+    assert "there are no credentials" in delete(store, ["a"])[0].reason
 
 
 def test_nothing_is_tried_again_that_cannot_pass(store, r2):
