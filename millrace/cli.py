@@ -3,6 +3,7 @@
 Other packages add commands through the entry point group ``millrace.commands``.
 """
 
+import errno
 import logging
 import os
 import signal
@@ -111,12 +112,17 @@ class _Commands(click.Group):
 
 
 def said(command: Callable[..., int | None]) -> Callable[..., None]:
-    """Exit with what the command returns; an error of ours is a sentence and exit code 1."""
+    """Run a command for a terminal: print an error of ours as a sentence, and exit.
+
+    Exit codes: what the command returns; 1 failed, 2 wrong input, 130 Ctrl-C or SIGTERM.
+    """
 
     @wraps(command)
     def run(*args: Any, **options: Any) -> None:
+        _end_on_sigterm()
         try:
             code = command(*args, **options)
+            sys.stdout.flush()
         except errors.ConfigurationError as error:
             click.echo(f"millrace: {error}", err=True)
             sys.exit(2)
@@ -126,9 +132,32 @@ def said(command: Callable[..., int | None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             click.echo("\nStopped. Run it again: it goes on where it was.", err=True)
             sys.exit(130)
+        except OSError as error:
+            if error.errno == errno.EPIPE or _can_print():
+                raise
+            click.echo(f"millrace: the output could not be written: {error.strerror}.", err=True)
+            sys.exit(1)
         sys.exit(code or 0)
 
     return run
+
+
+def _end_on_sigterm() -> None:
+    """End on SIGTERM as on Ctrl-C, unless the process was told to treat SIGTERM otherwise."""
+    here = threading.current_thread() is threading.main_thread()
+    if here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def _can_print() -> bool:
+    """Print an empty line, and return whether standard output takes it; if not, close it."""
+    try:
+        print(flush=True)
+    except OSError:
+        # The interpreter would write the rest at its end, and fail with a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

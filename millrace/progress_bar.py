@@ -1,9 +1,12 @@
-"""Progress on a terminal."""
+"""Progress on a terminal, or as lines of text where there is none."""
 
+import time
 from types import TracebackType
 from typing import Self
 
+import click
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -17,15 +20,36 @@ from rich.progress import (
 
 from millrace.progress import Event
 
+_EVERY = 5.0  # seconds from one line to the next, where there is no terminal
+
 
 class _Bar:
-    """What every bar does: it is shown while its block lasts."""
+    """A bar that is shown while its block lasts; without a terminal, lines of text.
+
+    Lines are printed at the first event, at most every five seconds, and at the end.
+    """
 
     _bar: Progress
+    _printed: tuple[float, str] | None = None
 
     def __enter__(self) -> Self:
-        self._bar.start()
+        if self._bar.console.is_terminal:
+            self._bar.start()
         return self
+
+    def line(self) -> str:
+        """Return what the bar shows as one line of text; empty before there is anything."""
+        raise NotImplementedError
+
+    def _changed(self) -> None:
+        if self._printed is None or time.monotonic() - self._printed[0] >= _EVERY:
+            self._print_line()
+
+    def _print_line(self) -> None:
+        line = "" if self._bar.console.is_terminal else self.line()
+        if line and (self._printed is None or line != self._printed[1]):
+            self._printed = (time.monotonic(), line)
+            click.echo(line, err=True)
 
     def __exit__(
         self,
@@ -33,7 +57,9 @@ class _Bar:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        self._bar.stop()
+        self._print_line()
+        if self._bar.console.is_terminal:
+            self._bar.stop()
 
 
 class ProgressBar(_Bar):
@@ -69,7 +95,17 @@ class ProgressBar(_Bar):
                     f"A worker {event.figures['how']}; another takes its place."
                 )
             case _:
-                pass
+                return
+        self._changed()
+
+    def line(self) -> str:
+        task = self._bar.tasks[self._task]
+        if task.total is None:
+            return ""
+        return (
+            f"{task.completed:.0f} of {task.total:.0f} splits, {self._shards} shards, "
+            f"{self._samples} samples"
+        )
 
 
 class BytesBar(_Bar):
@@ -104,7 +140,17 @@ class BytesBar(_Bar):
             case "file.mismatch":
                 self._bar.console.print(f"{event.subject} came out wrong, and is read again.")
             case _:
-                pass
+                return
+        self._changed()
+
+    def line(self) -> str:
+        task = self._bar.tasks[self._task]
+        if task.total is None:
+            return ""
+        return (
+            f"{decimal(int(task.completed))} of {decimal(int(task.total))} on "
+            f"{task.fields['ready']} of {task.fields['nodes']} nodes"
+        )
 
 
 class ObjectsBar(_Bar):
@@ -127,3 +173,9 @@ class ObjectsBar(_Bar):
     def __call__(self, event: Event) -> None:
         if event.name in {"cleaning.seen", "cleaning.deleted"}:
             self._bar.update(self._task, completed=float(event.figures["objects"]))
+            self._changed()
+
+    def line(self) -> str:
+        task = self._bar.tasks[self._task]
+        whole = "" if task.total is None else f" of {task.total:.0f}"
+        return f"{task.description}: {task.completed:.0f}{whole}"

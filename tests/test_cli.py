@@ -1,10 +1,15 @@
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from millrace.cli import main
+from tests.servers.process import REPOSITORY, free_ports
 
 
 @pytest.fixture
@@ -68,6 +73,49 @@ def test_run_verify_status_and_gc_speak_of_the_same_dataset(run, settings, tmp_p
     shard = next((tmp_path / "store" / "lines" / "shards").iterdir())
     shard.write_bytes(b"other")
     assert "5 bytes, not" in run("verify", store, "lines", code=1)
+
+
+def test_without_a_terminal_a_run_prints_lines_of_progress(run, settings):
+    shown = run("run", str(settings)).splitlines()
+    assert shown[0] == "0 of 1 splits, 0 shards, 0 samples"
+    assert "1 of 1 splits, 1 shards, 100 samples" in shown
+
+
+def _millrace(*words: str, **how: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "millrace", *words]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **how)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_whoever_stops_a_command_reads_one_sentence(number, tmp_path):
+    (port,) = free_ports(1)
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        f"dataset: a\nstore: {{url: {tmp_path.as_uri()}}}\n"
+        f"source: {{store: {{url: 's3://bucket', endpoint: 'http://127.0.0.1:{port}', "
+        "credentials: {access_key_id: id, secret_access_key: secret}}}\n"
+    )
+    with _millrace("plan", str(path), cwd=REPOSITORY) as command:
+        assert command.stderr is not None
+        assert "does not answer (Connection refused)" in command.stderr.readline()
+        command.send_signal(number)
+        rest = command.stderr.read()
+    assert command.returncode == 130
+    assert rest == "\nStopped. Run it again: it goes on where it was.\n"
+
+
+def test_a_full_disk_below_the_output_is_a_sentence(run, settings, tmp_path):
+    run("run", str(settings))
+    with (
+        Path("/dev/full").open("w") as full,
+        _millrace("status", (tmp_path / "store").as_uri(), stdout=full, cwd=REPOSITORY) as command,
+    ):
+        assert command.stderr is not None
+        said = command.stderr.read()
+    assert (command.returncode, said) == (
+        1,
+        "millrace: the output could not be written: No space left on device.\n",
+    )
 
 
 def test_a_prefix_is_another_dataset(run, settings):
