@@ -8,7 +8,7 @@ os.environ["HF_HUB_DISABLE_XET"] = os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = 
 pytest_plugins = ["tests.prefect_server", "tests.ray_cluster", "tests.servers.fixtures"]
 
 
-LONGEST = ["campaigns", "prefect"]
+LONGEST = ["campaigns", "prefect", "e2e"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

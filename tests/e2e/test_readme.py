@@ -1,0 +1,200 @@
+"""README's paths by the letter, on a fresh environment that README's own line makes.
+
+Each test runs the commands of a code block as they stand there. Only what a reader substitutes is
+substituted: accounts, folders and ports.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.flows.conftest import jsonl, texts, texts_in
+from tests.oracle import Folder, S3Bucket
+from tests.servers.process import REPOSITORY, free_ports
+from tests.servers.rgw import RGW
+
+README = (REPOSITORY / "README.md").read_text()
+INSTALL = "pip install -c constraints.txt .\n"
+ACCOUNT = "0123456789abcdef0123456789abcdef"
+LONGEST = 900  # seconds for a block of commands, on a busy machine
+
+# What a person does in an editor: fill in the values. Meanwhile the server starts.
+_EDITOR = """
+import re, sys, time, urllib.request
+from pathlib import Path
+
+values = {values!r}
+path = Path(sys.argv[1])
+text = path.read_text()
+for name, value in values.items():
+    text, found = re.subn(rf"^(?:# )?{{name}}=.*$", f"{{name}}={{value}}", text, flags=re.MULTILINE)
+    assert found == 1, name
+path.write_text(text)
+while True:
+    try:
+        urllib.request.urlopen(values["PREFECT_API_URL"] + "/health", timeout=5)
+        break
+    except OSError:
+        time.sleep(0.2)
+"""
+
+
+def block(heading: str, language: str, number: int = 0) -> str:
+    """Return a code block of a section; of a console, the commands alone."""
+    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)
+    text = re.findall(rf"^```{language}\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[number]
+    return re.sub(r"^\$ ", "", text, flags=re.MULTILINE) if language == "console" else text
+
+
+@dataclass(frozen=True)
+class Clone:
+    """A clone of the project whose environment has what README's line installs."""
+
+    folder: Path
+
+    def run(self, script: str, **environment: str) -> str:
+        """Run commands as one shell would, and return what they print.
+
+        What they start in the background ends with the shell.
+        """
+        foreign = ("PREFECT", "AWS_", "R2_", "MILLRACE", "PYTHON", "VIRTUAL_ENV")
+        before = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+        log = self.folder.parent / "output"
+        with log.open("w") as sink:
+            shell = subprocess.Popen(
+                ["bash", "-euo", "pipefail", "-c", script],
+                cwd=self.folder,
+                env={
+                    **before,
+                    "PATH": f"{self.folder / '.venv/bin'}{os.pathsep}{os.environ['PATH']}",
+                    "DO_NOT_TRACK": "1",
+                    **environment,
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                start_new_session=True,
+            )
+        try:
+            code = shell.wait(LONGEST)
+        finally:
+            _end_session(shell)
+        output = log.read_text()
+        assert code == 0, output
+        return output
+
+
+def _end_session(shell: "subprocess.Popen[bytes]") -> None:
+    """End a shell and all that it has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        left: list[psutil.Process] = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.NoSuchProcess):
+                if os.getsid(process.pid) == shell.pid:
+                    process.send_signal(number)
+                    left.append(process)
+        psutil.wait_procs(left, timeout=10)
+    shell.wait()
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
+    """What git would clone, with an environment of its own."""
+    folder = tmp_path_factory.mktemp("readme") / "millrace"
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    for name in filter(None, listed.stdout.split("\0")):
+        if (REPOSITORY / name).is_file():  # not one that was deleted since the last commit
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPOSITORY / name, folder / name)
+    subprocess.run([sys.executable, "-m", "venv", folder / ".venv"], check=True)
+    made = Clone(folder)
+    made.run(INSTALL)
+    return made
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A folder of JSON lines."""
+    folder = tmp_path / "words"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_bytes(jsonl(texts()))
+    return folder
+
+
+def test_the_terminal_path(clone: Clone, source: Path, tmp_path: Path) -> None:
+    commands = block("Use it", "console")
+    assert commands.startswith(INSTALL)
+    store = tmp_path / "store"
+    edit = f"sed -i 's#file:///path/to/a/folder#{source.as_uri()}#' job.yaml"
+    script, edited = re.subn(r"^millrace init .*$", rf"\g<0>\n{edit}", commands, flags=re.MULTILINE)
+    assert edited == 1
+    script = script.removeprefix(INSTALL).replace("r2://ACCOUNT/BUCKET", store.as_uri())
+    where = {
+        "STORAGE_BACKEND": "local",
+        "LOCAL_STORAGE_PATH": str(store),
+        "MILLRACE_STORE": store.as_uri(),
+    }
+
+    shown = clone.run(script, **where)
+
+    assert texts_in(Folder(store / "my-dataset")) == Counter(texts())
+    assert "my-dataset: sealed" in shown
+    assert "shards are as the manifest says" in shown
+    (clone.folder / "read.py").write_text(block("Use it", "python"))
+    assert clone.run("python read.py", **where).splitlines()[-1] == "{'train': 4000}"
+
+
+def test_the_prefect_path(
+    clone: Clone, source: Path, rgw: RGW, bucket: str, tmp_path: Path
+) -> None:
+    commands = block("Use it", "console", 1)
+    assert commands.startswith(INSTALL)
+    (port,) = free_ports(1)
+    values = {
+        "R2_DATASET_ACCOUNT_ID": ACCOUNT,
+        "R2_DATASET_BUCKET_NAME": bucket,
+        "R2_DATASET_READ_ACCESS_KEY_ID": rgw.read_only.access_key_id,
+        "R2_DATASET_READ_SECRET_ACCESS_KEY": rgw.read_only.secret_access_key,
+        "R2_DATASET_WRITE_ACCESS_KEY_ID": rgw.full.access_key_id,
+        "R2_DATASET_WRITE_SECRET_ACCESS_KEY": rgw.full.secret_access_key,
+        "R2_ENDPOINT": rgw.endpoint,
+        "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
+    }
+    editor = tmp_path / "editor"
+    editor.write_text(f"#!{sys.executable}\n{_EDITOR.format(values=values)}")
+    editor.chmod(0o755)
+    script = commands.removeprefix(INSTALL)
+    for written, meant in (("127.0.0.1:4200", f"127.0.0.1:{port}"),
+                           ("file:///data/words", source.as_uri())):  # fmt: skip
+        assert written in script
+        script = script.replace(written, meant)
+
+    shown = clone.run(
+        script,
+        EDITOR=str(editor),
+        PREFECT_HOME=str(tmp_path / "prefect"),
+        PREFECT_SERVER_API_PORT=str(port),
+        PREFECT_SERVER_ANALYTICS_ENABLED="false",
+    )
+
+    assert texts_in(S3Bucket(rgw.client(rgw.full), bucket, "words")) == Counter(texts())
+    assert "ModuleNotFoundError" not in shown
+
+
+def test_the_demo(clone: Clone) -> None:
+    shown = clone.run(block("See it work", "console"))
+    assert re.search(r"^  16 windows, 400 steps of each of 4 workers$", shown, re.MULTILINE)
+    assert re.search(r"books: 4 machines rented, .*\n  0 left$", shown, re.MULTILINE), shown
