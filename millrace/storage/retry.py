@@ -46,6 +46,7 @@ _LONGEST_BACKOFF = 10.0
 _RETRIED_4XX = {408, 429}
 _WARNED_AFTER = 3  # tries, or seconds
 _WARNED_EVERY = 60.0  # seconds
+_ERRNO = re.compile(r"\[Errno -?\d+\] ([^'\")]+)")
 _SYSTEM = re.compile(r'\b(?:message|error): "([^"]+)"')
 _METADATA = "/latest/api/token"  # of http://169.254.169.254
 _WRITES = re.compile(r"Error performing (PUT|POST|DELETE)")
@@ -181,7 +182,8 @@ def with_boto3(
                 f"{status}: <Code>{code}</Code>"
             ) from error
         except BotoCoreError as error:
-            raise GenericError(str(error)) from error
+            system = _ERRNO.search(str(error.kwargs.get("error", "")))
+            raise GenericError(f"{error} - {system[1]}" if system else str(error)) from error
 
     return trying(store, key, request)
 
@@ -211,11 +213,9 @@ def _status(error: BaseException) -> int | None:
 def _final(error: BaseException, store: Store, key: str) -> errors.MillraceError | None:
     """Our error for one that will not pass; None for one that may."""
     where = store.url_of(key)
-    if store.speaks_s3 and (without := _without_credentials(error, store)):
-        return without
+    if known := _of_backend(error, store, where):
+        return known
     status = _status(error)
-    if store.location.backend is Backend.FILE and _number_of(error) in {errno.ENOSPC, errno.EDQUOT}:
-        return _no_space(store, where, error)
     match error:
         case AlreadyExistsError() | FileExistsError():
             return errors.ExistsError(f"{where} is already there.")
@@ -239,6 +239,14 @@ def _final(error: BaseException, store: Store, key: str) -> errors.MillraceError
         case _:
             pass
     return None if status is None else _of_status(status, where, error, store)
+
+
+def _of_backend(error: BaseException, store: Store, where: str) -> errors.MillraceError | None:
+    """Return the error that only this kind of store knows: a full disk, or no credentials."""
+    if store.location.backend is Backend.FILE:
+        full = _number_of(error) in {errno.ENOSPC, errno.EDQUOT}
+        return _no_space(store, where, error) if full else None
+    return _without_credentials(error, store) if store.speaks_s3 else None
 
 
 def _refuses_key(error: BaseException) -> bool:
