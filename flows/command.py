@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 from prefect.blocks.core import Block
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from flows.local_server import local_server
 from millrace.cli import said
@@ -54,6 +55,8 @@ hand_over:                      # leave it out to keep the weights where they ar
   bucket: ${MILLRACE_STORE:-file:///tmp/millrace-campaign}
 """
 
+_RETRIES = 8  # of a request to a server that is away, as in prefect.yaml: more than 6 minutes
+
 
 _ENDS = (
     "Crash detected!",
@@ -91,12 +94,14 @@ def run(plan: Path) -> int:
     from flows.campaign import campaign as run_campaign
     from tasks.campaigning import describe
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # machines go back also then
+    for number in (signal.SIGTERM, signal.SIGHUP):  # machines go back also then
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.default_int_handler)
     for handler in _consoles():
         handler.addFilter(_is_news)
     data = load_data(plan, template="millrace campaign init")
     wanted = None if "$ref" in str(data) else read(plan)  # blocks are on the server
-    with local_server():
+    with local_server(), temporary_settings({PREFECT_CLIENT_MAX_RETRIES: _RETRIES}):
         found = run_campaign(wanted or read(plan))
     click.echo(describe(found, picture=False))
     return 0
