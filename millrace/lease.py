@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict
 
 from millrace import errors
 from millrace.keys import LeaseKeys, clock_probe, leases, parse_lease
+from millrace.processes import started_at
 from millrace.records import commit_once, fetch
 from millrace.settings import Duration
 from millrace.storage import Stat, Store, create, delete, head, list_objects, put
@@ -60,7 +61,7 @@ class Holder(BaseModel):
             host=socket.gethostname(),
             machine=_machine(),
             pid=pid,
-            started=_started(pid) or "",
+            started=started_at(pid) or "",
         )
 
     @property
@@ -69,7 +70,7 @@ class Holder(BaseModel):
         return (
             self.machine != ""
             and self.machine == _machine()
-            and (_started(self.pid) != self.started)
+            and (started_at(self.pid) != self.started)
         )
 
 
@@ -364,13 +365,3 @@ def _machine() -> str:
 def _elapsed() -> float:
     """Seconds that also pass while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def _started(pid: int) -> str | None:
-    """When a process started, in ticks; None if there is none, or only its remains."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in {"Z", "X"} else fields[19]

@@ -31,6 +31,7 @@ from millrace.swarm import Host, Hosts
 from millrace.vast import (
     IDENTITY,
     Account,
+    Guard,
     Offer,
     Reaped,
     Rental,
@@ -131,6 +132,11 @@ def look_for_offers(settings: RentSettings) -> list[Offer]:
     return found
 
 
+def guard_of(settings: RentSettings) -> Guard:
+    """Return what gives a rental back should this process be killed, by its worker or otherwise."""
+    return Guard(StandSettings(store=settings.store, account=settings.account), settings.name)
+
+
 @task(cache_policy=NO_CACHE)
 def rent_machines(settings: RentSettings) -> float:
     """Rent machines, and wait until all of their programs run; dollars so far.
@@ -143,6 +149,7 @@ def rent_machines(settings: RentSettings) -> float:
     key = artifact_key("progress", "rental", settings.name)
     with (
         RentalProgress(key, settings.count) as progress,
+        guard_of(settings),
         Rental(settings, detached=True, wait=True, progress=progress) as rental,
     ):
         rental.until_ready()
@@ -174,6 +181,7 @@ class Attended:
         self._progress = RentalProgress(key, settings.count)
         self._log = get_run_logger()
         self._given_up, self._ready = threading.Event(), threading.Event()
+        self._over = threading.Event()
         self._rental: Rental | None = None
         self._error: BaseException | None = None
         self._token: contextvars.Token[Attended | None] | None = None
@@ -193,11 +201,19 @@ class Attended:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._token is not None:
             _ATTENDED.reset(self._token)
         self._given_up.set()
-        self._thread.join()
+        interrupt: BaseException | None = None
+        while not self._over.is_set():
+            try:
+                self._over.wait()  # not `join`, which an interrupt makes take a thread for ended
+            except BaseException as error:  # noqa: BLE001 - a second Ctrl-C, or SIGTERM
+                interrupt = error
+                self._log.warning("Machines are being given back: wait, or they are billed on.")
+        if interrupt is not None and kind is None:
+            raise interrupt
 
     def until_ready(self) -> float:
         """Wait until all programs run, or have ended; dollars so far.
@@ -232,7 +248,7 @@ class Attended:
         Args:
             patience: Then those that are left are given back all the same.
         """
-        self._thread.join(patience.total_seconds())
+        self._over.wait(patience.total_seconds())
 
     def _owned(self, stack: ExitStack) -> Rental:
         """Own the rental: who still has it may be giving back what a run before this one rented."""
@@ -267,7 +283,7 @@ class Attended:
 
     def _attend(self) -> None:
         try:
-            with self._progress, ExitStack() as stack:
+            with self._progress, guard_of(self._settings), ExitStack() as stack:
                 self._rental = rental = self._owned(stack)
                 rental.until_ready(self._given_up)
                 self._ready.set()
@@ -277,6 +293,7 @@ class Attended:
             self._log.warning("%s: %s", self.rental, one_line(error))
         finally:
             self._ready.set()
+            self._over.set()
 
 
 def nodes_of(rental: str, bucket: Bucket | str, vast: VastCredentials | str) -> Hosts:

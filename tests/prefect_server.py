@@ -221,10 +221,14 @@ class Worker:
         """The flow runs' processes, and theirs."""
         return psutil.Process(self._process.pid).children(recursive=True)
 
+    def terminate(self) -> None:
+        """Send SIGTERM to it alone, as a service manager or `docker stop` does."""
+        self._process.terminate()
+
     def stop(self) -> None:
         """Stop it in order."""
         if self._process.poll() is None:
-            self._process.terminate()
+            self.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(15)
         self.kill()

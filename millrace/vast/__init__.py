@@ -2,6 +2,7 @@
 
 from millrace.vast.api import Vast
 from millrace.vast.clock import Clock, SystemClock
+from millrace.vast.guard import Guard
 from millrace.vast.hiring import node_key
 from millrace.vast.instances import IDENTITY, Instance
 from millrace.vast.ledger import attempts_of, is_rented
@@ -22,6 +23,7 @@ __all__ = [
     "IDENTITY",
     "Account",
     "Clock",
+    "Guard",
     "Instance",
     "Machine",
     "Offer",
