@@ -1,5 +1,9 @@
 """Machines are rented, listed, released and reaped by deployments."""
 
+import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -11,12 +15,14 @@ from prefect.states import Crashed
 from pydantic import SecretStr
 
 from blocks import VastCredentials
+from examples.tiny_lm.begin import begin
 from flows.provision import provision
 from millrace.errors import MachineError
-from millrace.storage import StoreSpec
+from millrace.storage import StoreSpec, open_store
 from millrace.vast import Account, RentSettings
 from tasks.renting import Attended
-from tests.prefect_server import PrefectServer, Worker, until
+from tests.flows.campaigns import make_text, plan_of
+from tests.prefect_server import PATIENCE, PrefectServer, Worker, until
 from tests.servers.vast import VastServer
 
 RENT = {
@@ -85,6 +91,61 @@ def test_a_run_that_hangs_and_is_cancelled_leaves_no_machine(
     until(lambda: vast.alive() == [], "the machine given back")
     deployed.wait(run, "Cancelled")
     until(lambda: "1 machine of hung given back" in deployed.logs(run), "what the hook says")
+
+
+def test_a_worker_that_is_terminated_leaves_no_machine(
+    deployed: PrefectServer, worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
+) -> None:
+    key = vast.reset(rate=1.0, strict=False)  # it takes 20 s at least until a machine is up
+    VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
+    (tmp_path / "store").mkdir()
+    asked = {"bucket": (tmp_path / "store").as_uri(), "vast": payer, "name": "ended", **RENT}
+    run = deployed.start("provision/provision", watch=False, **asked, dry_run=False).run
+    until(lambda: len(vast.alive()) == 1, "a machine")
+    worker.terminate()
+    until(lambda: vast.alive() == [], "the machine given back")
+    (one,) = vast.books()
+    assert one["by"] == "the account"
+    assert deployed.flow_run(run).state_name != "Completed"
+
+
+def test_a_campaign_that_is_hung_up_gives_back_however_often_it_is_interrupted(
+    prefect_api: PrefectServer, vast: VastServer, payer: Any, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    make_text(tmp_path / "text")
+    begin(open_store(store.as_uri()), "hung-up/first")
+    machines = {
+        "kind": "rented", "request": RENT["request"], "vast": "payer", "warm": False,
+        "repo_url": "https://example.org/x", "poll": "PT1S",
+    }  # fmt: skip
+    plan = tmp_path / "campaign.yaml"
+    plan.write_text(json.dumps(plan_of("hung-up", store.as_uri(), tmp_path / "text", machines)))
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [Path(sys.executable).parent / "millrace", "campaign", plan],
+            env=prefect_api.environment, stdout=log, stderr=log, start_new_session=True,
+            preexec_fn=_hear_signals,  # noqa: PLW1509 - it only sets signals
+        )  # fmt: skip
+    try:
+        until(lambda: len(vast.alive()) == 2, "two machines")
+        vast.fail_next(3, "error500", "delete")
+        process.send_signal(signal.SIGHUP)
+        until(lambda: vast.fired()["error500"] > 0, "machines being given back")
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+        process.wait(PATIENCE)
+    finally:
+        process.kill()
+    assert vast.alive() == [], (tmp_path / "log").read_text()[-3000:]
+    leases = [*store.glob("hung-up/lease/**/*.json"), *store.glob("_rentals/**/lease/**/*.json")]
+    assert leases
+    assert [one for one in leases if not one.with_suffix(".end").exists()] == []  # none waits
+
+
+def _hear_signals() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_a_reaper_without_blocks_looks_at_nothing_and_one_that_cannot_read_fails(
