@@ -113,6 +113,7 @@ class Run:
             ),
             fault=self._fault,
         )
+        self._received = 0  # bytes, when the driver last asked
         self._to_store = Connections(_STALLED, ca=plan.ca)
         self._to_peers = Connections(_STALLED)
         self._store = StoreReader(
@@ -170,11 +171,15 @@ class Run:
                 self._orders.put(order)
 
     def events(self, after: int) -> list[_Event]:
-        """What has happened since, or nothing after a while."""
+        """Return what has happened since; after a while, nothing or that bytes have come."""
         self.heard = time.monotonic()
         with self._news:
             if len(self._events) <= after:
                 self._news.wait(_HOLD)
+            received = self._to_store.received + self._to_peers.received
+            if len(self._events) <= after and received != self._received:
+                self._events.append({"e": "received", "b": received})
+            self._received = received
             return self._events[after:]
 
     def _tell(self, event: _Event) -> None:

@@ -27,8 +27,9 @@ _LATECOMER = 5.0  # seconds that a missing host is waited for when all others ar
 _KNOCK = 1.0  # seconds between two tries to reach a host that does not answer yet
 _DENIED = {http.client.UNAUTHORIZED, http.client.FORBIDDEN}
 _REREADS = 2  # times that an object is read again because it is not what its digest says
-_STRAGGLER = 5.0  # times as long as everybody else a node may take
-_STRAGGLER_LEAST = 60.0  # seconds it may take at least
+_STRAGGLER = 5.0  # times as long as the others take that a node may take after its last byte
+_OPENING = 3600.0  # seconds that a node may look at what it has, while it answers otherwise
+_PROGRESS = {"done", "received", "files"}  # events
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,8 @@ class _Member:
     failures: int = 0
     seconds: float = 0.0
     ready: bool = False
+    moved: float = field(default_factory=time.monotonic)
+    """When it last received a byte, or came."""
 
 
 class _Drive:
@@ -308,19 +311,24 @@ class _Drive:
             )
 
     def _drop_stragglers(self) -> None:
+        """Go on without nodes that have stopped, once half of the others are ready."""
         members = [member for member in self._members.values() if not member.why]
         slow = [member for member in members if not self._has_all(member)]
         done = [member.seconds for member in members if member.ready]
-        now = time.monotonic() - self._began
         if not slow or len(done) < max(2, len(members) // 2):
             return
-        allowed = max(_STRAGGLER_LEAST, _STRAGGLER * max(done))
-        if now > allowed:
-            for member in slow:
+        stalled = self._settings.limits.stall_timeout.total_seconds()
+        working = max(stalled, _STRAGGLER * max(done))  # it reads, unpacks or syncs its disk
+        for member in slow:
+            quiet = time.monotonic() - member.moved
+            if member.joined and self._tracker.lacks(member.node.name):
+                if quiet > stalled:
+                    self._lose(member, f"it received no byte for {quiet:.0f} s")
+            elif quiet > working:
                 self._lose(
                     member,
-                    f"it was not ready after {now:.0f} s, the others after "
-                    f"{max(done):.0f} s at most",
+                    f"it was not ready {quiet:.0f} s after its last byte, the others after "
+                    f"{max(done):.0f} s in all",
                 )
 
     # -- nodes come and go
@@ -368,13 +376,16 @@ class _Drive:
             try:
                 if not self._identify(member):
                     return False
-                have = self._ask(member, "PUT", "", body, timeout=3600.0)["have"]
+                have = self._open(member, body)
                 break
             except RefusedError as error:
                 if error.status != http.client.LOCKED:
                     self._lost(member, _why(error))
                     return False
                 if not self._knock_again(member, _why(error)):
+                    return False
+            except TimeoutError:
+                if not self._knock_again(member, f"it did not answer for {_SILENT:.0f} s"):
                     return False
             except (OSError, http.client.HTTPException) as error:
                 if not self._knock_again(
@@ -385,11 +396,53 @@ class _Drive:
             self._join(member, have, set(peers))
         return True
 
+    def _open(self, member: _Member, body: bytes) -> list[tuple[int, str]]:
+        """Start the run on a node, and see that the node answers while it looks at what it has.
+
+        Returns:
+            The pieces that the node has, with their digests.
+
+        Raises:
+            RefusedError: The node refused.
+            OSError, http.client.HTTPException: It cannot be reached, or fell silent.
+        """
+        opened, silent = threading.Event(), threading.Event()
+        connections = Connections(_SILENT)  # of its own: it is broken off when the node is silent
+
+        def watch() -> None:
+            while not opened.wait(_KNOCK):
+                try:
+                    self._ask_identity(member)
+                except RefusedError:
+                    continue
+                except (OSError, http.client.HTTPException):
+                    silent.set()
+                    connections.close()
+                    return
+
+        watcher = threading.Thread(target=watch, name=f"open-{member.node.name}", daemon=True)
+        watcher.start()
+        try:
+            return self._ask(member, "PUT", "", body, timeout=_OPENING, connections=connections)[
+                "have"
+            ]
+        except (OSError, http.client.HTTPException) as error:
+            if silent.is_set():
+                raise TimeoutError from error
+            raise
+        finally:
+            opened.set()
+            connections.close()
+
+    def _ask_identity(self, member: _Member) -> str:
+        place = member.node.place
+        with self._connections.request(place, "GET", "/agent", timeout=_SILENT) as answer:
+            return str(json.loads(answer.read(4096))["identity"])
+
     def _identify(self, member: _Member) -> bool:
         """Ask an agent for its identity, which signatures name. False if it is another node's."""
         place, name = member.node.place, member.node.name
-        with self._connections.request(place, "GET", "/agent", timeout=_SILENT) as answer:
-            identity = str(json.loads(answer.read(4096))["identity"])
+        identity = self._ask_identity(member)
         member.node = replace(member.node, place=replace(place, identity=identity))
         with self._lock:
             twin = self._identities.setdefault(identity, name)
@@ -418,7 +471,7 @@ class _Drive:
                 other.orders.put({"join": name, "place": _place(member.node)})
                 if other.node.name not in known:
                     member.orders.put({"join": other.node.name, "place": _place(other.node)})
-        member.joined = True
+        member.joined, member.moved = True, time.monotonic()
         member.cached = sum(self._sizes[number] for number, _ in have)
         self._had += member.cached
         orders = self._tracker.joined(
@@ -480,10 +533,11 @@ class _Drive:
         body: bytes = b"",
         *,
         timeout: float = _SILENT,
+        connections: Connections | None = None,
     ) -> Any:
         path = f"/runs/{self._name}{tail}"
         headers = {AUTH: sign(member.node.key, method, path, body, to=member.node.place.identity)}
-        with self._connections.request(
+        with (connections or self._connections).request(
             member.node.place, method, path, headers, body or None, timeout=timeout
         ) as answer:
             said = answer.read()
@@ -534,7 +588,11 @@ class _Drive:
     def _happened(self, member: _Member, event: dict[str, Any]) -> None:
         if member.why or self._ending:
             return
+        if event["e"] in _PROGRESS:
+            member.moved = time.monotonic()
         match event["e"]:
+            case "received":
+                pass
             case "done":
                 self._done(member, event["p"], event["s"], event["d"], event["b"])
             case "had":

@@ -220,6 +220,10 @@ class Tracker:
         known = self._nodes.get(node)
         return [size for size, has in zip(sizes, known.have, strict=True) if has] if known else []
 
+    def lacks(self, node: str) -> bool:
+        """Whether a node lacks a piece."""
+        return self._nodes[node].missing > 0
+
     def has(self, node: str, piece: int) -> bool:
         """Whether a node has a piece."""
         return bool(self._nodes[node].have[piece])

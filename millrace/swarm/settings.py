@@ -91,6 +91,12 @@ class LimitSettings(_Settings):
     )
     down: int = Field(default=8, ge=1, le=64, description="Pieces a node fetches from others.")
     up: int = Field(default=8, ge=1, le=64, description="Pieces a node gives to others.")
+    stall_timeout: timedelta = Field(
+        default=timedelta(seconds=60),
+        gt=timedelta(0),
+        description="How long a node may receive no byte, once half of the nodes are ready, before "
+        "the run ends without it. A slow node that goes on receiving is waited for.",
+    )
     direct: bool = Field(
         default=True,
         description="Let nodes read from the store what others have, where it proves to give a "

@@ -152,6 +152,10 @@ class Connections:
     Args:
         timeout: Seconds that a request may go without a byte before it has failed.
         ca: Certificate authorities to trust for TLS, PEM; the system's by default.
+
+    Attributes:
+        received: Bytes of bodies that `fill` has received, or a little less: it grows while they
+            come.
     """
 
     def __init__(self, timeout: float, *, ca: str | None = None) -> None:
@@ -160,6 +164,7 @@ class Connections:
         self._busy: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
         self._closed = False
+        self.received = 0
 
     @contextmanager
     def request(
@@ -214,11 +219,13 @@ class Connections:
             if at > len(into):
                 raise http.client.HTTPException(f"more than {len(into)} bytes")
             into[:at] = head.body
+            self.received += at
             while at < len(into):
                 got = sock.recv_into(into[at : at + _BODY])
                 if not got:
                     raise http.client.IncompleteRead(bytes(into[:0]), len(into) - at)
                 at += got
+                self.received += got
             use.over = head.headers.get("connection", "").lower() != "close"
         return head.headers
 

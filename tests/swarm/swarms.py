@@ -52,10 +52,36 @@ def send_wrong(to, descriptor, start, size):
 agent._send_file = send_wrong
 """
 
+TRICKLE = """
+import time
+import millrace.swarm.agent as agent
+import millrace.swarm.wire as wire
 
-def start_agent(name: str, root: Path, *, port: int = 0, lies: bool = False) -> Agent:
-    """Start a node; one that lies gives pieces with a flipped bit."""
-    command = [sys.executable, "-c", f"{LIE if lies else ''}from millrace.cli import main; main()"]
+class Trickle:
+    def __init__(self, sock): self._sock, self._got = sock, 0
+    def __getattr__(self, name): return getattr(self._sock, name)
+    def recv(self, size): return self._sock.recv(min(size, 4096))
+    def recv_into(self, into):
+        time.sleep({pause} if self._got < {stops_after} else 3600)
+        self._got += 1
+        return self._sock.recv_into(into[:16384])
+
+class Connections(wire.Connections):
+    def _open(self, *arguments):
+        super()._open(*arguments)
+        connection = arguments[0]
+        if not isinstance(connection.sock, Trickle):
+            connection.sock = Trickle(connection.sock)
+        return connection.sock
+
+agent.Connections = Connections
+"""
+"""Lets an agent receive 16 KiB at a time with a pause, and nothing after a number of times."""
+
+
+def start_agent(name: str, root: Path, *, port: int = 0, code: str = "") -> Agent:
+    """Start a node; code may change what it does, as `LIE` and `TRICKLE` do."""
+    command = [sys.executable, "-c", f"{code}from millrace.cli import main; main()"]
     command.append("node")
     process = subprocess.Popen(
         [*command, "--root", str(root), "--port", str(port)],

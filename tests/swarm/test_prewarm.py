@@ -8,6 +8,7 @@ import os
 import resource
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import tarfile
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -35,6 +37,7 @@ from millrace.swarm import (
     PrewarmSettings,
     Request,
     Unpacking,
+    drive,
     preview,
     prewarm,
 )
@@ -44,6 +47,8 @@ from millrace.swarm.places import Places
 from millrace.swarm.wire import AUTH, SKEW, Connections, Place, RefusedError, sign
 from tests.swarm.swarms import (
     KEY,
+    LIE,
+    TRICKLE,
     Agent,
     Heard,
     files_below,
@@ -674,6 +679,93 @@ def test_a_missing_host_does_not_hold_up_the_others(store, nodes):
     assert report.seconds < settings.arrival.total_seconds()
 
 
+def replaced_by_slow(node: Agent, pause: float, stops_after: float) -> Agent:
+    """The same node with an agent that receives slowly."""
+    stop(node)
+    code = TRICKLE.format(pause=pause, stops_after=stops_after)
+    return start_agent(node.name, node.root, port=int(node.url.rpartition(":")[2]), code=code)
+
+
+def test_a_slow_node_that_goes_on_receiving_is_waited_for(store, nodes, monkeypatch):
+    monkeypatch.setattr(drive, "_STRAGGLER", 0.0)  # it counts for nodes that have every piece
+    store.put("steady/object", hashlib.shake_256(b"steady").digest(MIB))
+    nodes[2] = replaced_by_slow(nodes[2], pause=0.3, stops_after=float("1e9"))
+    limits = LimitSettings(stall_timeout=timedelta(seconds=3))  # a piece takes longer
+    report = prewarm(settings_of(store, nodes, limits=limits, **below("steady")))
+    assert [node.why for node in report.nodes] == [""] * 3
+    assert report.nodes[2].ready
+
+
+def test_a_node_that_receives_nothing_any_more_is_given_up(store, nodes):
+    store.put("stalled/object", hashlib.shake_256(b"stalled").digest(MIB))
+    nodes[2] = replaced_by_slow(nodes[2], pause=0.0, stops_after=2)
+    limits = LimitSettings(stall_timeout=timedelta(seconds=2))
+    try:
+        report = prewarm(settings_of(store, nodes, limits=limits, **below("stalled")))
+    finally:
+        nodes[2].kill()
+    assert [node.ready for node in report.nodes] == [True, True, False]
+    assert "received no byte for" in report.nodes[2].why
+
+
+def test_a_node_that_is_frozen_before_its_start_is_noticed(store, nodes, monkeypatch):
+    monkeypatch.setattr(drive, "_SILENT", 1.0)
+    fill(store, "frozen")
+    nodes[2].process.send_signal(signal.SIGSTOP)
+    try:
+        settings = settings_of(store, nodes, **below("frozen"))
+        report = prewarm(settings.model_copy(update={"arrival": timedelta(minutes=5)}))
+    finally:
+        nodes[2].kill()
+    assert [node.ready for node in report.nodes] == [True, True, False]
+    assert report.seconds < 300
+
+
+class Freezing(BaseHTTPRequestHandler):
+    """An agent that answers until a run is to start, and then nothing any more."""
+
+    frozen = threading.Event()
+    thawed = threading.Event()
+
+    def do_GET(self) -> None:
+        if self.frozen.is_set():
+            self.thawed.wait()
+            return
+        body = json.dumps({"identity": "freezing"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_PUT(self) -> None:
+        self.frozen.set()
+        self.thawed.wait()
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+def test_a_node_that_freezes_while_it_looks_at_what_it_has_is_noticed(store, nodes, monkeypatch):
+    monkeypatch.setattr(drive, "_SILENT", 1.0)
+    contents = fill(store, "freezes")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Freezing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        hosts = [agent.host for agent in nodes[:2]]
+        hosts.append(Host(url=f"http://127.0.0.1:{server.server_port}", name="freezes"))
+        settings = settings_of(
+            store, nodes, nodes=Hosts(hosts=tuple(hosts), key=SecretStr(KEY)), **below("freezes")
+        )
+        try:
+            report = prewarm(settings.model_copy(update={"arrival": timedelta(minutes=5)}))
+        finally:
+            Freezing.thawed.set()
+            server.shutdown()
+    ready = {node.name: node.ready for node in report.nodes}
+    assert ready == {"n0": True, "n1": True, "freezes": False}
+    assert "did not answer for" in next(n.why for n in report.nodes if n.name == "freezes")
+    assert files_below(nodes[1].root) == contents
+
+
 @pytest.mark.parametrize("url", ["127.0.0.1:7000", "http://127.0.0.1:99999", "https://a:1", "a"])
 def test_an_address_that_is_none_is_a_sentence(url):
     with pytest.raises(ValidationError, match="is no agent's address"):
@@ -773,7 +865,7 @@ def answer_of(
 def test_a_peer_that_gives_flipped_bits_is_caught_and_asked_no_more(store, nodes, tmp_path):
     contents = fill(store, "liar")
     stop(nodes.pop())
-    liar = start_agent("liar", tmp_path / "liar", lies=True)
+    liar = start_agent("liar", tmp_path / "liar", code=LIE)
     nodes.append(liar)
     heard = Heard()
     report = prewarm(settings_of(store, nodes, **below("liar")), progress=heard)
