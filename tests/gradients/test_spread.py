@@ -61,7 +61,7 @@ def settings_of(rule: Rule, outer: OuterKind, codec: Codec) -> RunSettings:
         codec=codec,
         outer=Outer(kind=outer, lr=0.5),
         merge=MergeSettings(rule=rule, faulty=1, values=VALUES),
-        gather=GatherSettings(look=timedelta(milliseconds=10), quorum=0),
+        gather=GatherSettings(look=timedelta(milliseconds=10), quorum=0, wanted=len(UIDS)),
         window=timedelta(hours=1),
         steps=5,
     )
