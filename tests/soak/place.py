@@ -73,7 +73,7 @@ class S3Place:
             "endpoint": self.endpoint,
             "region": self.region,
             "ca_file": str(self.ca_file) if self.ca_file else None,
-            "patience": self.patience,
+            "patience": f"{self.patience}s",
             "credentials": {
                 "access_key_id": self.access_key_id,
                 "secret_access_key": self.secret_access_key,
