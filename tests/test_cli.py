@@ -9,6 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from millrace.cli import main
+from millrace.progress import Event
+from millrace.progress_bar import BytesBar
 from tests.servers.process import REPOSITORY, free_ports
 
 
@@ -79,6 +81,17 @@ def test_without_a_terminal_a_run_prints_lines_of_progress(run, settings):
     shown = run("run", str(settings)).splitlines()
     assert shown[0] == "0 of 1 splits, 0 shards, 0 samples"
     assert "1 of 1 splits, 1 shards, 100 samples" in shown
+
+
+def test_without_a_terminal_a_prewarm_prints_lines_of_progress(capsys):
+    with BytesBar() as bar:
+        for done in (0, 1_000_000, 2_000_000):
+            figures = {"bytes": done, "of": 2_000_000, "ready": done // 2_000_000, "nodes": 1}
+            bar(Event("swarm.progress", "", figures))
+    assert capsys.readouterr().err.splitlines() == [
+        "0 bytes of 2.0 MB on 0 of 1 nodes",
+        "2.0 MB of 2.0 MB on 1 of 1 nodes",
+    ]
 
 
 def _millrace(*words: str, **how: Any) -> subprocess.Popen[str]:

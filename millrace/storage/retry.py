@@ -49,7 +49,7 @@ _WARNED_EVERY = 60.0  # seconds
 _ERRNO = re.compile(r"\[Errno -?\d+\] ([^'\")]+)")
 _SYSTEM = re.compile(r'\b(?:message|error): "([^"]+)"')
 _METADATA = "/latest/api/token"  # of http://169.254.169.254
-_WRITES = re.compile(r"Error performing (PUT|POST|DELETE)")
+_WRITES = re.compile(r"Error performing (PUT|POST|DELETE|Put|Create|Upload|Delete)")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _REFUSALS = {
     "InvalidAccessKeyId": "The store does not know the access key id.",
