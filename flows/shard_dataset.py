@@ -10,7 +10,7 @@ from millrace.shards import CutSettings, PipelineSettings, RunSettings, ShardRep
 from millrace.storage import Right
 from tasks.limits import share_of_uploads
 from tasks.places import BucketLocation, Source, check_right, spec_of
-from tasks.sharding import cut_shards, report_shards
+from tasks.sharding import cut_shards, repair_shards, report_shards
 
 
 def run_name() -> str:
@@ -26,6 +26,7 @@ def shard_dataset(
     destination: BucketLocation,
     cut: CutSettings = CutSettings(),  # noqa: B008 - frozen
     run: RunSettings = RunSettings(),  # noqa: B008 - frozen
+    repair: bool = False,  # noqa: FBT001, FBT002 - a parameter of the form
 ) -> ShardReport:
     """Cut a dataset into WebDataset shards in a bucket, each sample exactly once.
 
@@ -38,6 +39,7 @@ def shard_dataset(
         destination: A Millrace Bucket block with write credentials, its name, or a URL.
         cut: How it is cut. This cannot change under the same name.
         run: How the work is done. This never changes what comes out.
+        repair: Then verify every shard, and make again what is missing or damaged.
     """
     DatasetKeys(dataset)
     settings = PipelineSettings(
@@ -51,5 +53,7 @@ def shard_dataset(
     check_right(source.place, Right.READ, source.prefix)
     with share_of_uploads(run) as share:
         made = cut_shards(settings.model_copy(update={"run": share}))
+    if repair:
+        repair_shards(settings)
     report_shards(made)
     return made.report

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from millrace import errors
+from millrace import errors, words
 
 if TYPE_CHECKING:
     from millrace.housekeeping import Cleaned, Finding, Rule
@@ -209,11 +209,12 @@ def plan(settings: Path, prefix: str | None) -> int:
 @_settings_file
 @_prefix
 @click.option("--use-vast", is_flag=True, help="On rented machines, as the file's `vast` says.")
+@click.option("--repair", is_flag=True, help="Then verify, and make missing or damaged shards.")
 @said
-def run(settings: Path, prefix: str | None, *, use_vast: bool) -> int:
+def run(settings: Path, prefix: str | None, *, use_vast: bool, repair: bool) -> int:
     """Shard a dataset, or go on where a run was stopped."""
     from millrace.progress_bar import ProgressBar
-    from millrace.shards import shard_dataset
+    from millrace.shards import repair_dataset, shard_dataset
 
     config = _config(settings, prefix)
     if use_vast:
@@ -221,6 +222,13 @@ def run(settings: Path, prefix: str | None, *, use_vast: bool) -> int:
     with ProgressBar() as progress:
         report = shard_dataset(config, progress=progress)
     _show_report(report)
+    if repair:
+        repaired = repair_dataset(config)
+        for key in repaired.made:
+            click.echo(f"Made again: {key}")
+        click.echo(
+            f"{words.count(repaired.shards, 'shard')} verified, {len(repaired.made)} made again."
+        )
     return 0
 
 
@@ -239,7 +247,8 @@ def verify(settings_or_url: str, dataset: str | None, *, quick: bool) -> int:
         click.echo(f"{store.url_of(fault.key)}: {fault.reason}")
     what = "sizes and SHA-256" if result.digests else "sizes"
     click.echo(
-        f"{result.shards - len(result.faults)} of {result.shards} shards are as the manifest says "
+        f"{words.count(result.shards - len(result.faults), 'shard')} of {result.shards} as the "
+        "manifest says "
         f"({what}, {_size(result.size)})."
     )
     return 0 if result.good else 1
@@ -286,7 +295,7 @@ def gc(settings_or_url: str, dataset: str | None, *, delete: bool, min_age: time
     for failure in found.failures:
         click.echo(f"{store.url_of(failure.key)}: {failure.reason}", err=True)
     done = "Deleted" if found.deleted else "Would delete (with --delete)"
-    click.echo(f"{done} {len(found.keys)} objects, {_size(found.size)}.")
+    click.echo(f"{done} {words.count(len(found.keys), 'object')}, {_size(found.size)}.")
     return 1 if found.failures else 0
 
 
@@ -859,14 +868,19 @@ def _show_plan(made: "Plan", config: "PipelineSettings") -> None:
         size = sum(split.piece.size for split in own)
         table.add_row(partition, str(len(own)), _size(size))
     click.echo(
-        f"{made.dataset}: {made.source.files} files, {_size(made.source.size)} of "
+        f"{made.dataset}: {words.count(made.source.files, 'file')}, {_size(made.source.size)} of "
         f"{made.source.kind} at {made.source.url}"
     )
+    if made.source.markers:
+        click.echo(
+            f"Skipped: {words.count(made.source.markers, 'empty object')} that only show folders."
+        )
     _print(table)
-    memory = made.layout.shard_bytes * (config.run.uploads + 1) * max(1, config.run.workers)
+    workers = max(1, config.run.workers)
+    memory = made.layout.shard_bytes * (config.run.uploads + 1) * workers
     click.echo(
         f"Shards of at most {_size(made.layout.shard_bytes)}; "
-        f"{config.run.workers} workers hold at most {_size(memory)} of them in memory."
+        f"at most {_size(memory)} of them in the memory of {words.count(workers, 'worker')}."
     )
 
 
@@ -874,23 +888,28 @@ def _show_report(report: "ShardReport") -> None:
     manifest = report.manifest
     rate = report.bytes_made / report.seconds / 1e6
     click.echo(
-        f"{report.url}: {report.samples} samples in {len(manifest.shards)} shards, "
-        f"{_size(manifest.size)}, from {report.splits} splits."
+        f"{report.url}: {words.count(report.samples, 'sample')} in "
+        f"{words.count(len(manifest.shards), 'shard')}, {_size(manifest.size)}, from "
+        f"{words.count(report.splits, 'split')}."
     )
     click.echo(
-        f"This run made {report.made} shards, {_size(report.bytes_made)} in {report.seconds:.1f} s "
-        f"({rate:.0f} MB/s)."
+        f"This run made {words.count(report.made, 'shard')}, {_size(report.bytes_made)} in "
+        f"{report.seconds:.1f} s ({rate:.0f} MB/s)."
     )
     if manifest.quarantined:
         click.echo(
-            f"{manifest.quarantined} rows made no sample: they are kept, each with its reason, "
-            f"below {report.url}/quarantine/."
+            f"{words.count(manifest.quarantined, 'row')} made no sample, and every such row is "
+            f"kept with its reason below {report.url}/quarantine/."
         )
     click.echo(f"Sealed by {report.manifest_key}.")
 
 
 def _show_status(found: "DatasetStatus") -> None:
-    state = "sealed" if found.sealed else f"{found.ended} of {len(found.splits)} splits ended"
+    state = (
+        "sealed"
+        if found.sealed
+        else f"{found.ended} of {words.count(len(found.splits), 'split')} ended"
+    )
     click.echo(f"{found.dataset}: {state}, from {found.source}")
     table = _table("split", "state", "shards", "samples", "bytes", "quarantined", "held by")
     for split in found.splits:

@@ -19,6 +19,7 @@ from rich.progress import (
 )
 
 from millrace.progress import Event
+from millrace.words import count
 
 _EVERY = 5.0  # seconds from one line to the next, where there is no terminal
 
@@ -70,11 +71,11 @@ class ProgressBar(_Bar):
             TextColumn("splits"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[shards]} shards  {task.fields[samples]} samples"),
+            TextColumn("{task.fields[made]}"),
             TimeElapsedColumn(),
             console=Console(stderr=True),
         )
-        self._task = self._bar.add_task("splits", total=None, shards=0, samples=0)
+        self._task = self._bar.add_task("splits", total=None, made="")
         self._shards = self._samples = 0
 
     def __call__(self, event: Event) -> None:
@@ -87,7 +88,8 @@ class ProgressBar(_Bar):
             case "shard.committed":
                 self._shards += bool(event.figures["samples"])  # else only bad rows were committed
                 self._samples += int(event.figures["samples"])
-                self._bar.update(self._task, shards=self._shards, samples=self._samples)
+                made = f"{count(self._shards, 'shard')}  {count(self._samples, 'sample')}"
+                self._bar.update(self._task, made=made)
             case "split.ended":
                 self._bar.advance(self._task)
             case "worker.lost":

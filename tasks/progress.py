@@ -13,12 +13,14 @@ from uuid import UUID
 from prefect import get_run_logger
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
+from millrace.errors import one_line
 from millrace.progress import Event
 from tasks.words import count, duration, rate, size
 
 logger = logging.getLogger("millrace.flows")
 
 _EVERY = 2.0  # seconds between two updates of the artifact
+_LONGEST = 300  # characters of an error
 _PATIENCE = 5.0  # seconds that the end of a run waits for the last update
 
 
@@ -43,7 +45,7 @@ class LiveProgress(abc.ABC):
         self._began = time.monotonic()
         self._log = get_run_logger()
         self._lock = threading.Lock()
-        self._shown = ""
+        self._shown = self._end = ""
         self._artifact: UUID | None = None
         self._stop = threading.Event()
         context = contextvars.copy_context()
@@ -62,10 +64,14 @@ class LiveProgress(abc.ABC):
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        """Show it for the last time."""
-        if error is None:
-            with self._lock:
+        """Show it for the last time, and how it ended."""
+        with self._lock:
+            if error is None:
                 self._complete()
+            elif isinstance(error, Exception):
+                self._end = f" Failed: {one_line(error)[:_LONGEST]}"
+            else:
+                self._end = " Stopped."
         self._stop.set()
         self._thread.join(_PATIENCE)
 
@@ -84,7 +90,7 @@ class LiveProgress(abc.ABC):
     def sentence(self) -> str:
         """How far it is, in words."""
         with self._lock:
-            return self._words(time.monotonic() - self._began)
+            return self._words(time.monotonic() - self._began) + self._end
 
     @abc.abstractmethod
     def _count(self, event: Event) -> None: ...

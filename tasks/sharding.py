@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from prefect import task
+from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
@@ -37,6 +37,17 @@ def cut_shards(settings: PipelineSettings) -> Sharded:
     with ShardProgress(artifact_key("progress", settings.dataset)) as progress:
         report = shards.shard_dataset(settings, progress=progress)
     return Sharded(report, dict(progress.pace))
+
+
+@task(cache_policy=NO_CACHE, retries=3, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+def repair_shards(settings: PipelineSettings) -> shards.Repair:
+    """Verify every shard of a complete dataset, and make again what is missing or damaged."""
+    repaired = shards.repair_dataset(settings)
+    get_run_logger().info(
+        "%s verified, %d made again: %s",
+        count(repaired.shards, "shard"), len(repaired.made), ", ".join(repaired.made[:20]) or "-",
+    )  # fmt: skip
+    return repaired
 
 
 @task(cache_policy=NO_CACHE)

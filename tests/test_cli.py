@@ -56,7 +56,7 @@ def test_init_writes_settings_that_are_read_back_and_never_overwrites(run, tmp_p
 
 def test_plan_shows_and_writes_nothing(run, settings, tmp_path):
     shown = run("plan", str(settings))
-    assert "1 files" in shown
+    assert "1 file, " in shown
     assert "at most" in shown
     assert not (tmp_path / "store").exists()
 
@@ -64,10 +64,10 @@ def test_plan_shows_and_writes_nothing(run, settings, tmp_path):
 def test_run_verify_status_and_gc_speak_of_the_same_dataset(run, settings, tmp_path):
     store = (tmp_path / "store").as_uri()
     shown = run("run", str(settings))
-    assert "100 samples in 1 shards" in shown
-    assert "1 rows made no sample" in shown
+    assert "100 samples in 1 shard," in shown
+    assert "1 row made no sample" in shown
     assert "This run made 0 shards" in run("run", str(settings))
-    assert "1 of 1 shards are as the manifest says" in run("verify", str(settings))
+    assert "1 shard of 1 as the manifest says" in run("verify", str(settings))
     assert "1 of 1" in run("verify", store, "lines", "--quick")
     assert "lines: sealed" in run("status", store)
     assert "lines: sealed" in run("status", str(settings))

@@ -8,6 +8,7 @@ from millrace.shards.pipeline import (
     run_pipeline,
     shard_dataset,
 )
+from millrace.shards.repair import Repair, repair_dataset
 from millrace.shards.settings import CutSettings, PipelineSettings, RunSettings, SourcePlace
 from millrace.shards.status import DatasetStatus, SplitState, SplitStatus, find_datasets, status
 from millrace.shards.verify import Fault, Verification, sealed, verify
@@ -18,6 +19,7 @@ __all__ = [
     "Fault",
     "Garbage",
     "PipelineSettings",
+    "Repair",
     "RunSettings",
     "ShardReport",
     "SourcePlace",
@@ -27,6 +29,7 @@ __all__ = [
     "collect_garbage",
     "find_datasets",
     "plan_dataset",
+    "repair_dataset",
     "run_from_file",
     "run_pipeline",
     "sealed",

@@ -22,6 +22,7 @@ from millrace.shards import (
     collect_garbage,
     find_datasets,
     plan_dataset,
+    repair_dataset,
     shard_dataset,
     status,
     verify,
@@ -490,3 +491,45 @@ def test_a_ledger_with_a_gap_is_never_sealed(settings):
     with pytest.raises(errors.ConflictError, match="train-00001 has no commit 0"):
         shard_dataset(settings, progress=delete_a_commit)
     assert not exists(store, "sets/one/manifest.json")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "files"])
+def test_a_repair_makes_what_verify_misses_byte_identical(settings, tmp_path, kind):
+    if kind == "files":
+        for row in rows(300):
+            (tmp_path / "source" / f"{row['id']:04d}.txt").write_text(str(row["text"]) * 20)
+        settings = changed(
+            settings,
+            source={"kind": kind, "columns": None, "include": ["*.txt"]},
+            cut={"split_bytes": 500_000},
+        )
+    else:
+        with (tmp_path / "source" / "a.jsonl").open("a") as file:
+            file.write("bad\n" * 3)
+    shard_dataset(settings)
+    store = open_store(settings.store)
+    before = objects(store, "sets/one/shards/")
+    missing, shortened, flipped, *good = before
+    assert delete(store, [missing]) == []
+    put(store, shortened, before[shortened][:-512])
+    put(store, flipped, before[flipped][:-1] + b"x")
+    times = {stat.key: stat.last_modified for stat in list_objects(store, "sets/one/shards/")}
+    report = repair_dataset(settings)
+    assert set(report.made) == {missing, shortened, flipped}
+    assert objects(store, "sets/one/shards/") == before
+    after = {stat.key: stat.last_modified for stat in list_objects(store, "sets/one/shards/")}
+    assert [after[key] for key in good] == [times[key] for key in good]
+    assert repair_dataset(settings).made == ()
+
+
+def test_a_repair_from_a_source_that_gives_other_bytes_replaces_nothing(settings, tmp_path):
+    report = shard_dataset(settings)
+    store, source = open_store(settings.store), tmp_path / "source" / "a.jsonl"
+    damaged = report.manifest.shards[0].key
+    put(store, damaged, b"damaged")
+    stat = source.stat()
+    source.write_text(lines(2000).replace("x", "y"))
+    os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # only the bytes tell
+    with pytest.raises(errors.ChangedError, match="the source gives other bytes now"):
+        repair_dataset(settings)
+    assert read(store, damaged) == b"damaged"

@@ -61,6 +61,14 @@ def test_a_dataset_that_is_finished_is_shown_as_finished(prefect_api: PrefectSer
     assert prefect_api.artifacts(run) == {"progress-shows": 100.0}
 
 
+def test_a_run_that_fails_ends_its_progress_with_the_reason(counting: ShardProgress) -> None:
+    counting(PLAN)
+    counting._thread = threading.Thread(target=str)  # shows nothing: what it would show counts
+    with pytest.raises(KeyError), counting:
+        raise KeyError("boom")
+    assert counting.sentence.endswith("Failed: 'boom'")
+
+
 def test_a_server_that_does_not_answer_holds_up_nothing(
     prefect_api: PrefectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
