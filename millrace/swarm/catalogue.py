@@ -23,10 +23,9 @@ from millrace.storage import (
 )
 from millrace.swarm.pieces import Catalogue, File, catalogue_of, safe
 from millrace.swarm.settings import PrewarmSettings, Request
-from millrace.swarm.unpack import Unpacking, detect
+from millrace.swarm.unpack import HEAD, SINGLE, Unpacking, by_name, detect
 
 _AT_ONCE = 16
-_HEAD = 512  # bytes that tell an archive's kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,16 +174,20 @@ def _unpacked(request: Request, store: Store, stat: Stat, file: File) -> File:
         return file
     method = request.unpack
     if method is Unpacking.AUTO:
-        method = detect(stat.key, read_range(store, stat.key, 0, _HEAD, etag=stat.etag))
+        method = by_name(stat.key) or detect(
+            stat.key, read_range(store, stat.key, 0, HEAD, etag=stat.etag)
+        )
     into = request.into
     if into is None:
         into = _without_ending(file.path)
+    elif method in SINGLE:  # one file, in the folder that was asked for
+        into = f"{into}/{_without_ending(file.path.rpartition('/')[2])}"
     return replace(file, unpack=str(method), into=safe(into))
 
 
 def _without_ending(path: str) -> str:
     folder, _, name = path.rpartition("/")
-    for ending in (".tar.gz", ".tar.zst", ".tgz", ".tzst", ".tar", ".zip"):
+    for ending in (".tar.gz", ".tar.zst", ".tgz", ".tzst", ".tar", ".zip", ".gz", ".zst"):
         if name.lower().endswith(ending) and len(name) > len(ending):
             name = name[: -len(ending)]
             break

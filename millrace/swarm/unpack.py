@@ -4,6 +4,8 @@ Nothing here writes: `untar` and `unzip` read the members, and `tree` makes them
 """
 
 import contextlib
+import io
+import tarfile
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -19,14 +21,28 @@ __all__ = ["Limits", "Reader", "Unpacked", "Unpacking", "detect", "unpack"]
 
 
 class Unpacking(StrEnum):
-    """How an archive is unpacked; ``auto`` is for `detect` to decide."""
+    """How an archive is unpacked; ``auto`` is for `detect` to decide.
+
+    ``gz`` and ``zst`` are for one compressed file, which is not an archive.
+    """
 
     AUTO = "auto"
     TAR = "tar"
     TAR_GZ = "tar.gz"
     TAR_ZST = "tar.zst"
     ZIP = "zip"
+    GZ = "gz"
+    ZST = "zst"
 
+
+SINGLE = {Unpacking.GZ, Unpacking.ZST}
+"""Methods whose result is one file, not a folder."""
+
+CONTENT = "content"
+"""Name of the file that a compressed file becomes in the folder it is unpacked into."""
+
+HEAD = 8192
+"""First bytes of a file that tell what it is."""
 
 _ENDINGS = {
     ".tar": Unpacking.TAR,
@@ -43,29 +59,56 @@ _MAGIC = (
     (0, b"PK\x05\x06", Unpacking.ZIP),  # one without members
     (257, b"ustar", Unpacking.TAR),
 )
+_SINGLE = {Unpacking.TAR_GZ: Unpacking.GZ, Unpacking.TAR_ZST: Unpacking.ZST}
+_TAR_BLOCK = 512
+_FILE_MODE = 0o644
+
+
+def by_name(name: str) -> Unpacking | None:
+    """Return how an archive is to be unpacked, by its name or key; None if that does not say."""
+    lower = name.lower()
+    return next((method for ending, method in _ENDINGS.items() if lower.endswith(ending)), None)
 
 
 def detect(name: str, head: bytes) -> Unpacking:
-    """How an archive is to be unpacked, by its name, and if that does not say, by its content.
+    """Decide how an archive is to be unpacked, by its name, else by its content.
+
+    A gzip or zstd that holds no tar is one compressed file.
 
     Args:
         name: Its file name or key.
-        head: Its first bytes; 262 are enough.
+        head: Its first bytes: `HEAD` of them, where there are as many.
 
     Raises:
         ConfigurationError: It is none that Millrace unpacks.
     """
-    lower = name.lower()
-    for ending, method in _ENDINGS.items():
-        if lower.endswith(ending):
-            return method
+    if (named := by_name(name)) is not None:
+        return named
     for at, magic, method in _MAGIC:
         if head[at : at + len(magic)] == magic:
-            return method
+            single = _SINGLE.get(method)
+            return single if single is not None and not _holds_tar(head, method) else method
     raise errors.ConfigurationError(
         f"{name} is no archive that Millrace unpacks ({', '.join(list(Unpacking)[1:])}): "
         "leave unpack out, or say which of them it is."
     )
+
+
+def _holds_tar(head: bytes, method: Unpacking) -> bool:
+    """Tell whether compressed bytes begin as a tar does."""
+    found = b""
+    with contextlib.suppress(errors.ArchiveError):  # the head ends before the archive does
+        for block in _blocks(io.BytesIO(head), method):
+            found += block[:_TAR_BLOCK]
+            if len(found) >= _TAR_BLOCK:
+                break
+    if found[:_TAR_BLOCK] == bytes(_TAR_BLOCK):
+        return True  # without members
+    try:
+        tarfile.TarInfo.frombuf(found[:_TAR_BLOCK], "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        return False
+    return True
 
 
 def unpack(
@@ -114,15 +157,17 @@ def unpack(
         tree = stack.enter_context(contextlib.closing(Tree(into, limits, mode, owner)))
         if method is Unpacking.ZIP:
             unzip(opened, tree)
+        elif method in SINGLE:
+            tree.file(CONTENT.encode(), _blocks(opened, method), _FILE_MODE, -1)
         else:
             untar(_blocks(opened, method), tree)
         return tree.finish()
 
 
 def _blocks(archive: Reader, method: Unpacking) -> Iterator[bytes]:
-    """A tar's bytes, as many at a time as have arrived."""
-    if method is Unpacking.TAR_GZ:
+    """Decompress an archive, as many bytes at a time as have arrived."""
+    if method in {Unpacking.TAR_GZ, Unpacking.GZ}:
         return gunzip(archive)
-    if method is Unpacking.TAR_ZST:
+    if method in {Unpacking.TAR_ZST, Unpacking.ZST}:
         return unzstd(archive)
     return iter(lambda: archive.read(READ), b"")
