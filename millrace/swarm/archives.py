@@ -40,6 +40,8 @@ class Archives:
             ConfigurationError: Its folder is there already, and not all of it is as we made it.
             ArchiveError: It holds what must not be unpacked.
         """
+        from millrace.swarm.unpack import CONTENT, SINGLE  # noqa: PLC0415
+
         file = self._catalogue.files[number]
         into = self._root / file.into
         name = hashlib.sha256(file.into.encode()).hexdigest()[:16]
@@ -54,10 +56,11 @@ class Archives:
             raise ConfigurationError(
                 f"{into} leads out of {self._root} through a link: nothing was written there."
             )
-        half = into.parent / f".{name}.{self._catalogue.id}.unpacking"
-        old = into.parent / f".{name}.{self._catalogue.id}.replaced"
+        half = into.parent / f".{name}.unpacking"
+        old = into.parent / f".{name}.replaced"
         for left in (half, old):  # by a run that was killed
-            shutil.rmtree(left, ignore_errors=True)
+            _remove(left)
+            self._landing.note_folder(left)
         half.mkdir()
         try:
             self._fill(number, file, half)
@@ -65,12 +68,14 @@ class Archives:
             if os.path.lexists(into):
                 record.check_ours(into, file)
                 into.rename(old)
-            record.write(file, half)
-            half.rename(into)
+            made = half / CONTENT if file.unpack in SINGLE else half
+            record.write(file, made)
+            made.rename(into)
         except BaseException:
-            shutil.rmtree(half, ignore_errors=True)
+            _remove(half)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(half)
+        _remove(old)
 
     def _fill(self, number: int, file: File, half: Path) -> None:
         from millrace.swarm.unpack import Limits, Unpacking, unpack  # noqa: PLC0415
@@ -86,7 +91,7 @@ class Archives:
 
 
 class _Record:
-    """What was unpacked into one folder: from what, then a line for each member.
+    """What was unpacked into one folder, or one file: from what, then a line for each member.
 
     Args:
         path: Of the record.
@@ -126,9 +131,7 @@ class _Record:
             ConfigurationError: Something is, so that the folder must not be replaced.
         """
         noted = set(self._noted())
-        plain = folder.is_dir() and not folder.is_symlink()
-        others = (m[0] for m in _members(folder) if m not in noted) if plain else iter([""])
-        other = next(others, None)
+        other = next((m[0] for m in _members(folder) if m not in noted), None)
         if other is None:
             return
         raise ConfigurationError(
@@ -153,8 +156,18 @@ def _source(file: File) -> dict[str, str]:
     return {"into": file.into, "origin": file.origin, "etag": file.etag}
 
 
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _members(folder: Path) -> Iterator[_Member]:
-    """All that is below a folder, links not followed."""
+    """Return all that is below a folder, links not followed; of a file the file itself."""
+    if folder.is_symlink() or not folder.is_dir():
+        yield from filter(None, [_seen(folder, "")])
+        return
     for above, folders, files in os.walk(folder):
         below = Path(above).relative_to(folder)
         for name in (*folders, *files):

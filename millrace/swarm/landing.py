@@ -4,7 +4,7 @@ Every byte is written once, at its place in the final file. A file gets its fina
 of it is there, is what its digest says, and is on the disk. What a killed agent leaves is found
 again by the next: the journal says which pieces were written, and hashing says whether they are.
 
-Below the root, ``.millrace/`` holds the journals and ``files.jsonl``: what we made, with digests.
+Below the root, ``.millrace/`` holds the journal and ``files.jsonl``: what we made, with digests.
 Nothing that is not in it is ever replaced or removed.
 """
 
@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import os
 import queue
-import struct
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import ChangedError, ConflictError
+from millrace.swarm.journal import Journal, Range, verified
 from millrace.swarm.made import (
     CacheCheck,
     Made,
@@ -30,12 +30,10 @@ from millrace.swarm.made import (
     identity_of,
     read_made,
     recognised,
-    segment_digests,
 )
 from millrace.swarm.pieces import OURS, Catalogue, File, Segment, digest_of
 from millrace.swarm.places import Place, Places, sync
 
-_ENTRY = struct.Struct(">I32s")
 _BLOCK = 1 << 20
 _FLUSHED = 64 << 20  # bytes after which writing to the disk is begun
 
@@ -53,6 +51,8 @@ class _State:
     hashed: int = 0
     hash: Any = field(default_factory=hashlib.sha256)
     unflushed: int = 0
+    noted: bool = False
+    """Whether the journal has the partial file."""
 
     @property
     def file(self) -> File:
@@ -102,7 +102,7 @@ class Landing:
             for work, name in ((self._finish_all, "finish"), (self._hash_all, "hash"))
         ]
         self._lockfile: int | None = None
-        self._journal: int | None = None
+        self._journal = Journal(self._root, self._ours / "partial.jsonl")
 
     # -- before and after
 
@@ -120,9 +120,9 @@ class Landing:
         self._ours.mkdir(parents=True, exist_ok=True)
         self._take_lock()
         self._find_finished()
-        self._find_journaled()
+        self._find_partial()
+        self._begin_journal()
         self._places.check_space(state.place for state in self._states if not state.final)
-        self._journal = os.open(self._journal_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for number, state in enumerate(self._states):
             if not state.final and state.file.size >= self._catalogue.piece_size:
                 self._places.preallocate(state.place)
@@ -145,12 +145,10 @@ class Landing:
     def close(self) -> None:
         """Let go of the root, when nobody writes any more. What is partial stays, for later."""
         self.stop()
-        for descriptor in (self._journal, self._lockfile):
-            if descriptor is not None:
-                os.close(descriptor)
-        self._journal = self._lockfile = None
-        if all(state.final for state in self._states):
-            self._journal_path.unlink(missing_ok=True)
+        self._journal.close(keep=not all(state.final for state in self._states))
+        if self._lockfile is not None:
+            os.close(self._lockfile)
+            self._lockfile = None
 
     def _take_lock(self) -> None:
         descriptor = os.open(self._ours / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -189,6 +187,7 @@ class Landing:
         at = 0
         with self._writing if len(parts) > 1 else contextlib.nullcontext():
             for segment in self._catalogue.pieces[number]:
+                self._note_file(self._states[segment.file])
                 self._write_segment(segment, data[at : at + segment.size])
                 at += segment.size
         with self._lock:
@@ -196,8 +195,11 @@ class Landing:
                 self._remove_strays(number)
                 return False
             self._digests[number] = digest
-            if self._journal is not None:
-                os.write(self._journal, _ENTRY.pack(number, bytes.fromhex(digest)))
+            segments = zip(self._catalogue.pieces[number], parts, strict=True)
+            self._journal.note_pieces(
+                (self._states[s.file].place.object, (s.start, s.size), part.hex())
+                for s, part in segments
+            )
             complete = [
                 segment.file
                 for segment, part in zip(self._catalogue.pieces[number], parts, strict=True)
@@ -226,6 +228,7 @@ class Landing:
                     )
                     continue
                 if state.final:  # taken for whole, as nothing said what it should be
+                    self._note_file(state)
                     self._places.take_back(state.place)
                     state.final = False
                 index = self._index(segment)
@@ -351,9 +354,17 @@ class Landing:
         except FileNotFoundError:  # it got its final name meanwhile
             return os.open(self.path_now(number), os.O_RDONLY | os.O_NOFOLLOW)
 
-    @property
-    def _journal_path(self) -> Path:
-        return self._ours / f"{self._catalogue.id}.journal"
+    def note_folder(self, folder: Path) -> None:
+        """Note a folder for the next run to remove, should this one be killed."""
+        self._journal.note_folder(self._below(folder))
+
+    def _note_file(self, state: _State) -> None:
+        if not state.noted and not state.final:
+            state.noted = True
+            self._journal.note_file(state.place.object, self._below(state.place.partial))
+
+    def _below(self, path: Path) -> str:
+        return path.relative_to(self._root).as_posix()
 
     # -- what an earlier run has left
 
@@ -389,41 +400,50 @@ class Landing:
         self._finished(whole)
         self._note_pieces()
 
-    def _find_journaled(self) -> None:
-        try:
-            journal = self._journal_path.read_bytes()
-        except FileNotFoundError:
-            return
-        whole = len(journal) // _ENTRY.size * _ENTRY.size  # a kill may have cut the last entry
-        if whole != len(journal):
-            os.truncate(self._journal_path, whole)
-        written = dict(_ENTRY.iter_unpack(journal[:whole]))
-        for number, digest in written.items():
-            if number < len(self._digests) and not self._digests[number]:
-                self._check_written(number, digest.hex())
+    def _find_partial(self) -> None:
+        """Take over what was written of files that are not whole, where its bytes are as noted."""
+        self._journal.read()
+        for state in self._states:
+            ranges = self._journal.pieces.get(state.place.object)
+            if state.final or ranges is None:
+                continue
+            path = state.place.partial
+            if not path.exists():
+                path = self._root / self._journal.partials.get(state.place.object, "")
+            if not path.is_file() or path.is_symlink():
+                continue
+            self._places.adopt(state.place, path)
+            found = verified(state.place.partial, ranges, self._spans(state))
+            for index, digest in found.items():
+                if state.digests[index] is None:
+                    state.digests[index] = digest
+                    state.missing -= 1
         self._note_pieces()
 
-    def _check_written(self, number: int, digest: str) -> None:
-        """Take over a piece that the journal says was written, if it is what it says."""
-        piece = self._catalogue.pieces[number]
-        parts: list[bytes] = []
-        for segment in piece:
-            file = self._catalogue.files[segment.file]
-            path = self.path_now(segment.file)
-            try:
-                parts += segment_digests(
-                    path, file, self._catalogue.piece_size, [self._index(segment)]
-                )
-            except OSError:
-                return
-        if digest_of(parts) != digest:
-            return
-        for segment, part in zip(piece, parts, strict=True):
-            state = self._states[segment.file]
-            index = self._index(segment)
-            if state.digests[index] is None:
-                state.digests[index] = part
-                state.missing -= 1
+    def _begin_journal(self) -> None:
+        """Begin the journal with the files that are to come; the rest of what was left goes."""
+        coming = [
+            state
+            for state in self._states
+            if not state.final
+            and (state.file.size >= self._catalogue.piece_size or state.place.partial.exists())
+        ]
+        for state in coming:
+            state.noted = True
+        self._journal.begin(
+            {state.place.object: self._below(state.place.partial) for state in coming},
+            (
+                (state.place.object, span, digest.hex())
+                for state in coming
+                for span, digest in zip(self._spans(state), state.digests, strict=True)
+                if digest is not None
+            ),
+        )
+
+    def _spans(self, state: _State) -> list[Range]:
+        """Return the first byte and size of each segment of a file."""
+        size, step = state.file.size, self._catalogue.piece_size
+        return [(at, min(step, size - at)) for at in range(0, max(size, 1), step)]
 
     def _note_pieces(self) -> None:
         """A piece is here when all of its segments are."""

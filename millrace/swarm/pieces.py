@@ -148,12 +148,17 @@ def safe(path: str) -> str:
         )
     if any(len(part.encode("utf-8", "surrogateescape")) > _LONGEST_NAME for part in parts):
         raise ConfigurationError(f"{path!r} has a part that is longer than {_LONGEST_NAME} bytes.")
-    if _folded(parts[0]) == OURS or any(_UNFINISHED.fullmatch(_folded(part)) for part in parts):
+    if _folded(parts[0]) == OURS or any(map(is_unfinished, parts)):
         raise ConfigurationError(
             f"{path!r} cannot be a destination: a node keeps its own records under that name. Give "
             "the object another destination, or request the other objects without it."
         )
     return path
+
+
+def is_unfinished(name: str) -> bool:
+    """Tell whether a name is one of files and folders that are not whole yet."""
+    return _UNFINISHED.fullmatch(_folded(name)) is not None
 
 
 def _folded(name: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.errors import ConfigurationError, NoSpaceError
+from millrace.swarm.journal import object_of
 from millrace.swarm.pieces import Catalogue, File
 
 ROOM = 64 << 20
@@ -28,12 +29,14 @@ class Place:
         final: Its path when it is whole.
         partial: Its path until then.
         folder: Of both.
+        object: Name of the content, in the journal.
     """
 
     file: File
     final: Path
     partial: Path
     folder: Path
+    object: str
 
 
 class Places:
@@ -50,13 +53,14 @@ class Places:
     def __init__(self, root: Path, catalogue: Catalogue) -> None:
         self._root = root
         self._made: set[Path] = set()  # folders that are there, and below the root
-        self.of = [self._place(file, catalogue.id) for file in catalogue.files]
+        self.of = [self._place(file) for file in catalogue.files]
 
-    def _place(self, file: File, catalogue: str) -> Place:
+    def _place(self, file: File) -> Place:
         final = self._root / file.path
         folder = final.parent
         name = hashlib.sha256(file.path.encode()).hexdigest()[:16]
-        return Place(file, final, folder / f".{name}.{catalogue}.part", folder)
+        content = object_of(file)
+        return Place(file, final, folder / f".{name}.{content}.part", folder, content)
 
     def check_space(self, places: Iterable[Place]) -> None:
         """See that there is room for files of which nothing is there yet.
@@ -103,6 +107,13 @@ class Places:
             os.close(descriptor)
             raise
         return descriptor
+
+    def adopt(self, place: Place, path: Path) -> None:
+        """Go on with a partial file that an earlier run has left, there or elsewhere."""
+        if path != place.partial:
+            self.make_folder(place.folder)
+            path.rename(place.partial)
+        os.close(self.create(place))  # of this run's mode and owner
 
     def make_folder(self, folder: Path) -> None:
         """Make a folder below the root.

@@ -1,5 +1,6 @@
 """Files put on every node, by agents that are processes of their own, from a store that counts."""
 
+import gzip
 import hashlib
 import http.client
 import io
@@ -24,6 +25,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
+import zstandard
 from pydantic import SecretStr, ValidationError
 
 from benchmarks.rig.store import Fault, FaultKind, Store
@@ -246,6 +248,89 @@ def test_an_agent_that_was_killed_goes_on_from_its_journal(store, nodes, tmp_pat
     report = prewarm(settings_of(store, nodes[:1], **below("journal")))
     assert files_below(nodes[0].root) == contents
     assert report.nodes[0].cached > 0.5 * report.size
+
+
+def broken_off(store: Store, agents: list[Agent], prefix: str, **more: object) -> int:
+    """Run until nearly all is there and the end of one object stalls; bytes that left the store."""
+
+    class EnoughError(Exception):
+        pass
+
+    def stop_here() -> None:
+        raise EnoughError
+
+    key = f"{prefix}/large.bin"
+    store.order(Fault(FaultKind.STALL, key=key, offset=9 * MIB, seconds=60, times=None))
+    settings = settings_of(store, agents, **(below(prefix) | more))
+    with pytest.raises(EnoughError):
+        prewarm(settings, progress=Heard(0.9, stop_here))
+    read = store.counts().bytes
+    store.reset()
+    return read
+
+
+@pytest.mark.parametrize("change", ["an object more", "another destination", "larger pieces"])
+def test_pieces_are_known_by_object_and_range(store, nodes, change):
+    contents = fill(store, "ranges")
+    read = broken_off(store, nodes[:1], "ranges")
+    request, piece_size = Request(prefix="ranges"), 256 * 1024
+    if change == "an object more":
+        store.put("more", contents["even.bin"])
+    elif change == "another destination":
+        request = Request(prefix="ranges", destination="moved")
+        contents = {f"moved/{name}": body for name, body in contents.items()}
+    else:
+        piece_size = 512 * 1024
+    requests = [request]
+    if change == "an object more":
+        requests.insert(0, Request(key="more"))
+        contents["more"] = contents["even.bin"]
+    settings = settings_of(store, nodes[:1], requests=requests, piece_size=piece_size)
+    report = prewarm(settings)
+    assert report.nodes[0].ready
+    assert {name: files_below(nodes[0].root)[name] for name in contents} == contents
+    again = 2 * piece_size  # what was on its way
+    if change == "another destination":  # files that were whole have a name there already
+        again += sum(len(body) for name, body in contents.items() if "large" not in name)
+    assert read + store.counts().bytes <= report.size + again
+    assert not list(nodes[0].root.rglob(".*.part"))
+
+
+def test_what_no_request_needs_any_more_is_removed(store, nodes):
+    contents = fill(store, "left")
+    broken_off(store, nodes[:1], "left")
+    root = nodes[0].root
+    assert list(root.glob(".*.part"))
+    store.put("left/large.bin", b"another content")
+    store.put("other", b"other")
+    mine = root / ".0123456789abcdef.part"
+    mine.write_text("not ours, whatever its name")
+    prewarm(settings_of(store, nodes[:1], requests=[Request(key="other")]))
+    assert list(root.rglob(".*.part")) == [mine]
+    assert not (root / ".millrace" / "partial.jsonl").exists()
+    found = files_below(root)
+    assert {name: found[name] for name in ("even.bin", "other")} == {
+        "even.bin": contents["even.bin"],
+        "other": b"other",
+    }
+
+
+def test_a_folder_that_was_being_unpacked_is_removed(store, nodes):
+    body = tarred({"a": os.urandom(2 * MIB), "b": os.urandom(MIB)}, "w")
+    store.put("half.tar", body)
+    store.put("other", b"other")
+    request = Request(key="half.tar", unpack=Unpacking.TAR)
+    settings = settings_of(store, nodes[:1], requests=[request])
+    store.order(Fault(FaultKind.STALL, key="half.tar", offset=len(body) - 100, times=None))
+    with pytest.raises(errors.WorkerError, match=r"no longer answers|orders"):
+        prewarm(settings, progress=Heard(0.7, nodes[0].kill))
+    stop(nodes[0])
+    root = nodes[0].root
+    assert list(root.glob(".*.unpacking"))
+    nodes[0] = start_agent("n0", root)
+    store.reset()
+    prewarm(settings_of(store, nodes[:1], requests=[Request(key="other")]))
+    assert {path.name for path in root.iterdir()} == {".millrace", "other"}
 
 
 @pytest.mark.parametrize(
@@ -539,6 +624,42 @@ def test_a_hostile_archive_leaves_nothing_behind(store, nodes, kind):
     assert set(files_below(root.parent)) <= {f"n0/{kind}.tar"}
     assert not list(root.glob(".*.unpacking"))
     assert not Path("/tmp/millrace-escaped").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "into", "wanted"),
+    [
+        ("g/words.json.gz", None, "g/words.json"),
+        ("g/words.json.gz", "in", "in/words.json"),
+        ("g/words.json.zst", None, "g/words.json"),
+    ],
+)
+def test_a_compressed_file_that_is_no_archive_becomes_one_file(store, nodes, key, into, wanted):
+    body = os.urandom(MIB) + bytes(MIB)
+    packed = gzip.compress(body) if key.endswith("gz") else zstandard.compress(body)
+    store.put(key, packed)
+    request = Request(key=key, unpack=Unpacking.AUTO, into=into, mode=0o600)
+    settings = settings_of(store, nodes[:1], requests=[request])
+    root = nodes[0].root
+    for _ in range(2):  # the second time it is known again
+        assert prewarm(settings).nodes[0].ready
+        assert files_below(root) == {key: packed, wanted: body}
+        assert (root / wanted).stat().st_mode & 0o777 == 0o600
+    store.put(key, gzip.compress(b"new") if key.endswith("gz") else zstandard.compress(b"new"))
+    prewarm(settings)
+    assert files_below(root)[wanted] == b"new"
+    (root / wanted).write_bytes(b"mine")
+    store.put(key, packed)
+    with pytest.raises(errors.WorkerError, match="was not unpacked by us"):
+        prewarm(settings)
+    assert (root / wanted).read_bytes() == b"mine"
+
+
+def test_a_tar_is_known_by_its_content_where_its_name_says_gz(store, nodes):
+    store.put("a.gz", tarred({"x": b"x"}))
+    request = Request(key="a.gz", unpack=Unpacking.AUTO)
+    assert prewarm(settings_of(store, nodes[:1], requests=[request])).nodes[0].ready
+    assert files_below(nodes[0].root)["a/x"] == b"x"
 
 
 def test_a_bad_archive_costs_only_itself(store, nodes):

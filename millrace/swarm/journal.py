@@ -1,0 +1,188 @@
+"""Keep the list of the pieces of files that are not whole yet, for the next run on this node.
+
+``partial.jsonl`` has a JSON list in each line:
+
+- ``["file", OBJECT, PATH]``: the object's bytes land in this partial file, below the root;
+- ``["piece", OBJECT, START, SIZE, SHA256]``: this range of the object was written there;
+- ``["folder", PATH]``: an archive is unpacked into this folder, which goes with the run.
+
+OBJECT names the content of an object of the store: `object_of`. So a piece is known again whatever
+else the next run asks for, and wherever it puts the object.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from bisect import bisect_right
+from collections.abc import Iterable
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from millrace.swarm.pieces import File, is_unfinished
+
+_DIGEST = re.compile("[0-9a-f]{64}")
+_BLOCK = 1 << 20
+
+Range = tuple[int, int]
+"""First byte and number of bytes."""
+
+
+def object_of(file: File) -> str:
+    """Return the name of an object's content: a digest of its URL, ETag and size."""
+    content = json.dumps([file.origin, file.etag, file.size])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+class Journal:
+    """What earlier runs have left, and what this one leaves.
+
+    Args:
+        root: Folder that files go below; resolved.
+        path: Path of the journal.
+
+    Attributes:
+        partials: For each object the path of its partial file, below the root.
+        pieces: For each object the SHA-256 of the ranges that were written.
+    """
+
+    def __init__(self, root: Path, path: Path) -> None:
+        self._root, self._path = root, path
+        self._descriptor: int | None = None
+        self._stale: set[str] = set()
+        self.partials: dict[str, str] = {}
+        self.pieces: dict[str, dict[Range, str]] = {}
+
+    def read(self) -> None:
+        """Read what earlier runs have noted. Lines that a kill has cut are passed over."""
+        with contextlib.suppress(FileNotFoundError):
+            for line in self._path.read_text(errors="replace").splitlines():
+                with contextlib.suppress(ValueError):
+                    self._take(json.loads(line))
+
+    def _take(self, row: object) -> None:
+        match row:
+            case ["file", str(name), str(path)] if _is_ours(path):
+                if (before := self.partials.get(name)) is not None and before != path:
+                    self._stale.add(before)
+                self.partials[name] = path
+            case ["piece", str(name), int(start), int(size), str(digest)] if _DIGEST.fullmatch(
+                digest
+            ):
+                self.pieces.setdefault(name, {})[start, size] = digest
+            case ["folder", str(path)] if _is_ours(path):
+                self._stale.add(path)
+            case _:
+                pass
+
+    def begin(self, files: dict[str, str], pieces: Iterable[tuple[str, Range, str]]) -> None:
+        """Begin anew with what is still of use, and remove everything else that was left.
+
+        Args:
+            files: For each object that is to come the path of its partial file.
+            pieces: Ranges of them that are there.
+        """
+        rows: list[list[Any]] = [["file", *item] for item in files.items()]
+        rows += [["piece", name, *span, digest] for name, span, digest in pieces]
+        for path in (self._stale | set(self.partials.values())) - set(files.values()):
+            self._remove(path)
+        new = self._path.with_suffix(".new")
+        new.write_text("".join(map(_line, rows)))
+        new.rename(self._path)
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+
+    def note_file(self, name: str, path: str) -> None:
+        """Note that a partial file is made."""
+        self._append(["file", name, path])
+
+    def note_folder(self, path: str) -> None:
+        """Note a folder that an archive is being unpacked into."""
+        self._append(["folder", path])
+
+    def note_pieces(self, pieces: Iterable[tuple[str, Range, str]]) -> None:
+        """Note ranges that were written."""
+        self._append(*(["piece", name, *span, digest] for name, span, digest in pieces))
+
+    def close(self, *, keep: bool) -> None:
+        """End it; it is removed where nothing is left to be found."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+            if not keep:
+                self._path.unlink(missing_ok=True)
+
+    def _append(self, *rows: list[Any]) -> None:
+        if self._descriptor is not None:
+            os.write(self._descriptor, "".join(map(_line, rows)).encode())
+
+    def _remove(self, path: str) -> None:
+        left = self._root / path
+        if not left.parent.resolve().is_relative_to(self._root):
+            return  # through a link that somebody has made since
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                left.unlink()
+
+
+def verified(path: Path, noted: dict[Range, str], wanted: Iterable[Range]) -> dict[int, bytes]:
+    """Hash ranges of a partial file that were noted, and keep those that are as noted.
+
+    Args:
+        path: The partial file.
+        noted: SHA-256 of the ranges that were written to it.
+        wanted: Ranges that are of use now; the pieces of the earlier run may have been of
+            another size.
+
+    Returns:
+        SHA-256 of each range that is there, by its position in `wanted`.
+    """
+    found: dict[int, bytes] = {}
+    good: dict[Range, bool] = {}
+    with path.open("rb", buffering=0) as opened:
+
+        def is_good(span: Range) -> bool:
+            if span not in good:
+                good[span] = _hash(opened, span).hex() == noted[span]
+            return good[span]
+
+        spans = sorted(noted)
+        for index, (start, size) in enumerate(wanted):
+            if (start, size) in noted:
+                if is_good((start, size)):
+                    found[index] = bytes.fromhex(noted[start, size])
+                continue
+            at = start
+            first = max(0, bisect_right(spans, (start, sys.maxsize)) - 1)
+            for span in spans[first:]:
+                if span[0] > at or at >= start + size or not is_good(span):
+                    break
+                at = max(at, sum(span))
+            if at >= start + size:
+                found[index] = _hash(opened, (start, size))
+    return found
+
+
+def _hash(opened: FileIO, span: Range) -> bytes:
+    start, left = span
+    digest = hashlib.sha256()
+    opened.seek(start)
+    while left and (block := opened.read(min(left, _BLOCK))):
+        digest.update(block)
+        left -= len(block)
+    return digest.digest()
+
+
+def _is_ours(path: str) -> bool:
+    """Tell whether a path is below the root, and has a name that only we give."""
+    parts = path.split("/")
+    return {"", ".", ".."}.isdisjoint(parts) and is_unfinished(parts[-1])
+
+
+def _line(row: list[Any]) -> str:
+    return f"{json.dumps(row)}\n"
