@@ -31,7 +31,7 @@ def shard_on(job: dict[str, Any]) -> None:
 
     config = PipelineSettings(
         dataset="text",
-        source=SourcePlace(store=StoreSpec(**job["source"]), columns={"txt": "text"}),
+        source=SourcePlace(**job["source"], columns={"txt": "text"}),
         store=StoreSpec(**job["store"]),
         cut=CutSettings(shard_bytes=ByteSize(SHARD), split_bytes=ByteSize(1 << 40)),
         run=RunSettings(workers=1),

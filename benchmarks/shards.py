@@ -228,7 +228,7 @@ def _pipeline(
         store = StoreSpec(url=folder.as_uri())
     return PipelineSettings(
         dataset=target.prefix,
-        source=SourcePlace(store=StoreSpec(url=source.as_uri()), columns={"txt": "text"}),
+        source=SourcePlace(url=source.as_uri(), columns={"txt": "text"}),
         store=store,
         cut=CutSettings(shard_bytes=ByteSize(SHARD), split_bytes=ByteSize(split)),
         run=RunSettings(workers=WORKERS, uploads=UPLOADS),

@@ -44,7 +44,7 @@ def shard_dataset(
     DatasetKeys(dataset)
     settings = PipelineSettings(
         dataset=dataset,
-        source=SourcePlace(store=source.store(), **source.samples()),
+        source=SourcePlace(**dict(source.store()), **source.samples()),
         store=spec_of(destination, Right.WRITE),
         cut=cut,
         run=run,

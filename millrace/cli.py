@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import wraps
 from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,18 +37,21 @@ _EXAMPLE = """\
 dataset: my-dataset             # a prefix below the store's URL
 
 source:
+  url: file:///path/to/a/folder # or s3://bucket/prefix, r2://account/bucket/prefix, gs://
   kind: jsonl                   # a sample a line; `files` makes one of each file
   include: ["*.jsonl"]
   columns: {txt: text}          # field: column; leave it out to keep each row whole, as json
-  store:
-    url: file:///path/to/a/folder     # or s3://bucket/prefix, r2://account/bucket/prefix, gs://
+  # credentials:                # left out: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY
+  #   access_key_id: ${R2_DATASET_READ_ACCESS_KEY_ID}
+  #   secret_access_key: ${R2_DATASET_READ_SECRET_ACCESS_KEY}
 
-store:
-  url: ${MILLRACE_STORE:-file:///tmp/millrace-store}
-  # url: r2://${R2_ACCOUNT_ID}/${R2_BUCKET}/datasets
-  # credentials:
-  #   access_key_id: ${R2_WRITE_ACCESS_KEY_ID}
-  #   secret_access_key: ${R2_WRITE_SECRET_ACCESS_KEY}
+# Where the shards go. Left out: what STORAGE_BACKEND and its companions say (.env.example):
+# LOCAL_STORAGE_PATH, or with STORAGE_BACKEND=s3 CHECKPOINT_BUCKET.
+# store:
+#   url: r2://${R2_DATASET_ACCOUNT_ID}/${R2_DATASET_BUCKET_NAME}
+#   credentials:
+#     access_key_id: ${R2_DATASET_WRITE_ACCESS_KEY_ID}
+#     secret_access_key: ${R2_DATASET_WRITE_SECRET_ACCESS_KEY}
 
 cut:                            # pinned by the plan: cannot change under the same name
   shard_bytes: 64MiB
@@ -197,12 +201,23 @@ def init(path: Path) -> int:
 @_prefix
 @said
 def plan(settings: Path, prefix: str | None) -> int:
-    """Show how a dataset would be cut. Writes nothing."""
-    from millrace.shards import plan_dataset
+    """Show how a dataset would be cut, and where to. Writes nothing.
+
+    Exit code 1 if `run` would refuse.
+    """
+    from millrace.shards import check_destination
 
     config = _config(settings, prefix)
-    _show_plan(plan_dataset(config), config)
-    return 0
+    made, found = check_destination(config)
+    _show_plan(made, config)
+    click.echo(f"Goes to {found.url}{found.state and f' ({found.state})'}.")
+    for sentence in found.unchecked:
+        click.echo(sentence)
+    if config.vast is not None and find_spec("vastai") is None:
+        click.echo("`run --use-vast` needs the extra vast: pip install 'millrace[vast]'.")
+    for sentence in found.refusals:
+        click.echo(f"`millrace run` will refuse: {sentence}", err=True)
+    return 1 if found.refusals else 0
 
 
 @main.command()

@@ -64,9 +64,11 @@ def sharding(config: PipelineSettings, section: VastSection) -> RentSettings:
     """
     source = _below(config.store, config.source.store)
     reach = (Reach(prefix=f"{source}/"), Reach(prefix=f"{config.dataset}/", right=Right.WRITE))
-    sent = config.model_dump(mode="json", exclude={"store": True, "source": {"store"}})
+    sent = config.model_dump(
+        mode="json", exclude={"store": True, "source": set(StoreSpec.model_fields)}
+    )
     sent["store"] = place_of(config.store, Right.WRITE)
-    sent["source"]["store"] = place_of(config.store, Right.READ, source)
+    sent["source"] |= place_of(config.store, Right.READ, source)
     return RentSettings(
         name=f"shard/{config.dataset}",
         store=config.store,

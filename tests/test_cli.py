@@ -1,7 +1,9 @@
 import json
+import re
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from click.testing import CliRunner
 from millrace.cli import main
 from millrace.progress import Event
 from millrace.progress_bar import BytesBar
+from millrace.settings import load
+from millrace.shards import PipelineSettings
 from tests.servers.process import REPOSITORY, free_ports
 
 
@@ -33,7 +37,7 @@ def settings(tmp_path):
     (tmp_path / "source" / "a.jsonl").write_text(text + "bad\n")
     path = tmp_path / "job.yaml"
     path.write_text(
-        f"dataset: lines\nsource: {{store: {{url: {(tmp_path / 'source').as_uri()}}}}}\n"
+        f"dataset: lines\nsource: {{url: {(tmp_path / 'source').as_uri()}}}\n"
         f"store: {{url: {(tmp_path / 'store').as_uri()}}}\nrun: {{workers: 1}}\n"
     )
     return path
@@ -45,7 +49,8 @@ def test_help_names_every_command(run):
         assert f"\n  {command} " in shown
 
 
-def test_init_writes_settings_that_are_read_back_and_never_overwrites(run, tmp_path):
+def test_init_writes_settings_that_are_read_back_and_never_overwrites(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_STORAGE_PATH", str(tmp_path / "shards"))
     assert "millrace plan" in run("init")
     assert "There is no folder" in run("plan", code=1)
     assert not Path("/path/to").exists()
@@ -59,6 +64,55 @@ def test_plan_shows_and_writes_nothing(run, settings, tmp_path):
     assert "1 file, " in shown
     assert "at most" in shown
     assert not (tmp_path / "store").exists()
+
+
+def test_plan_says_where_the_dataset_goes_and_where_run_will_refuse(run, settings, tmp_path):
+    where = (tmp_path / "store" / "lines").as_uri()
+    assert f"Goes to {where} (new: the run makes the folder)." in run("plan", str(settings))
+    assert not (tmp_path / "store").exists()
+    run("run", str(settings))
+    shown = run("plan", str(settings))
+    assert f"Goes to {where} (complete)." in shown
+    assert "Whether the credentials may write there is not checked" in shown
+    settings.write_text(settings.read_text() + "cut: {seed: 3}\n")
+    shown = run("plan", str(settings), code=1)
+    assert "`millrace run` will refuse: The dataset lines was planned with other settings" in shown
+    assert "was planned with other settings" in run("run", str(settings), code=1)
+
+
+def test_plan_says_that_a_destination_does_not_answer(run, settings, monkeypatch):
+    (port,) = free_ports(1)
+    monkeypatch.setattr("millrace.shards.pipeline._PREFLIGHT", timedelta(seconds=0.5))
+    text = re.sub("^store: .*$", "", settings.read_text(), flags=re.MULTILINE)
+    settings.write_text(
+        f"{text}store: {{url: 's3://bucket', endpoint: 'http://127.0.0.1:{port}', "
+        "credentials: {access_key_id: a, secret_access_key: b}}\n"
+    )
+    shown = run("plan", str(settings), code=1)
+    assert "`millrace run` will refuse: s3://bucket does not answer" in shown
+
+
+def test_the_store_of_a_source_stands_beside_its_other_settings(run, settings):
+    """As in a flow's form, and in a campaign's file."""
+    settings.write_text(settings.read_text().replace("source: {url:", "source: {store: {url:", 1))
+    settings.write_text(settings.read_text().replace("}\n", "}}\n", 1))
+    assert "source: the store of a source stands beside its other settings: write" in run(
+        "plan", str(settings), code=2
+    )
+
+
+def test_the_template_leaves_the_store_to_the_environment(run, tmp_path, monkeypatch):
+    """And its variables are those of .env.example."""
+    run("init")
+    monkeypatch.setenv("STORAGE_BACKEND", "local")
+    monkeypatch.setenv("LOCAL_STORAGE_PATH", str(tmp_path / "shards"))
+    assert load(tmp_path / "millrace.yaml", PipelineSettings).store.url == (
+        (tmp_path / "shards").as_uri()
+    )
+    named = set(re.findall(r"\$\{([A-Z0-9_]+)", (tmp_path / "millrace.yaml").read_text()))
+    known = set(re.findall(r"^#? ?([A-Z0-9_]+)=", (REPOSITORY / ".env.example").read_text(), re.M))
+    assert named - {"NAME"} == named & known
+    assert {"R2_DATASET_ACCOUNT_ID", "R2_DATASET_WRITE_ACCESS_KEY_ID"} <= named
 
 
 def test_run_verify_status_and_gc_speak_of_the_same_dataset(run, settings, tmp_path):

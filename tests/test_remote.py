@@ -32,7 +32,7 @@ SECTION = VastSection.model_validate(
 
 
 def settings(**more: Any) -> PipelineSettings:
-    source = {"include": ["*.jsonl"], "store": {**STORE, "url": "s3://bucket/below/raw/words"}}
+    source = {"include": ["*.jsonl"], **STORE, "url": "s3://bucket/below/raw/words"}
     return PipelineSettings.model_validate(
         {"dataset": "words", "source": source, "store": STORE, "cut": {"seed": 7}, **more}
     )
@@ -67,7 +67,7 @@ def test_machines_are_sent_settings_without_a_secret_that_they_can_read(tmp_path
 
 
 def test_a_source_elsewhere_is_refused() -> None:
-    source = {"store": {**STORE, "url": "s3://another/raw"}}
+    source = {**STORE, "url": "s3://another/raw"}
     with pytest.raises(errors.ConfigurationError, match="does not lie below s3://bucket/below"):
         sharding(settings(source=source), SECTION)
 
@@ -87,7 +87,7 @@ def test_run_use_vast_rents_and_gives_back(
         yaml.safe_dump(
             {
                 "dataset": "words",
-                "source": {"store": {"url": f"{store}/raw"}},
+                "source": {"url": f"{store}/raw"},
                 "store": {"url": store},
                 "vast": section,
             }

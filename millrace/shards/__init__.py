@@ -2,7 +2,9 @@
 
 from millrace.shards.gc import Garbage, collect_garbage
 from millrace.shards.pipeline import (
+    Preflight,
     ShardReport,
+    check_destination,
     plan_dataset,
     run_from_file,
     run_pipeline,
@@ -19,6 +21,7 @@ __all__ = [
     "Fault",
     "Garbage",
     "PipelineSettings",
+    "Preflight",
     "Repair",
     "RunSettings",
     "ShardReport",
@@ -26,6 +29,7 @@ __all__ = [
     "SplitState",
     "SplitStatus",
     "Verification",
+    "check_destination",
     "collect_garbage",
     "find_datasets",
     "plan_dataset",

@@ -1,7 +1,9 @@
 """The whole way: plan, cut, seal. What the flow, the command and Python call alike."""
 
+import os
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 from millrace import errors, settings
@@ -9,13 +11,13 @@ from millrace.keys import DatasetKeys
 from millrace.models.dataset import Manifest, Plan
 from millrace.progress import Event, Progress, silent
 from millrace.records import fetch
-from millrace.shards.plan import make_plan, pin_plan
+from millrace.shards.plan import check_pinned, make_plan, pin_plan
 from millrace.shards.pool import run_splits
 from millrace.shards.quarantine import QuarantineLimit
 from millrace.shards.seal import plan_digest, seal
 from millrace.shards.settings import PipelineSettings
 from millrace.shards.worker import Job
-from millrace.storage import Store, exists, open_store
+from millrace.storage import Backend, Location, Store, exists, open_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,64 @@ def plan_dataset(config: PipelineSettings) -> Plan:
     return make_plan(
         keys, config.source, open_store(config.source.store, make_folder=False), config.cut
     )[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """State of the place where a dataset's shards will be, as far as reading shows it.
+
+    Attributes:
+        url: URL of the dataset.
+        state: Whether the dataset is new there, begun or complete; empty if that is not known.
+        unchecked: What reading does not show, or was not possible, in sentences.
+        refusals: Why `shard_dataset` will refuse, in sentences; empty if it will not.
+    """
+
+    url: str
+    state: str
+    unchecked: tuple[str, ...]
+    refusals: tuple[str, ...]
+
+
+_PREFLIGHT = timedelta(seconds=10)  # that the destination may take to answer
+
+
+def check_destination(config: PipelineSettings) -> tuple[Plan, Preflight]:
+    """Plan a dataset, and find out by reading whether it can be made. Writes nothing.
+
+    Raises:
+        NotFoundError: The source has no files.
+    """
+    keys = DatasetKeys(config.dataset)
+    source = open_store(config.source.store, make_folder=False)
+    plan, listings = make_plan(keys, config.source, source, config.cut)
+    patience = min(config.store.patience, _PREFLIGHT)
+    spec = config.store.model_copy(update={"patience": patience})
+    account = spec.account_id or os.environ.get("R2_ACCOUNT_ID")
+    place = Location.parse(spec.url, account_id=account)
+    url = str(place)
+    unchecked = ["Whether the credentials may write there is not checked: planning writes nothing."]
+    refusals: list[str] = []
+    state = ""
+    try:
+        store = open_store(spec, make_folder=False)
+        _refuse_overlap(source, store, config.dataset)
+        begun = check_pinned(store, keys, plan, listings)
+        complete = exists(store, keys.manifest)
+        state = "complete" if complete else "begun, and gone on with" if begun else "new"
+    except errors.NotFoundError as error:
+        if place.backend is Backend.FILE:
+            state = "new: the run makes the folder"
+        else:
+            refusals.append(str(error))
+    except (errors.ConflictError, errors.ChangedError, errors.ConfigurationError) as error:
+        refusals.append(str(error))
+    except errors.UnavailableError as error:
+        refusals.append(f"{url} does not answer: {errors.one_line(error)}")
+    except errors.MillraceError as error:
+        unchecked.append(f"What is there cannot be read: {errors.one_line(error)}")
+    found = Preflight(f"{url}/{config.dataset}", state, tuple(unchecked), tuple(refusals))
+    return plan, found
 
 
 def shard_dataset(config: PipelineSettings, *, progress: Progress = silent) -> ShardReport:

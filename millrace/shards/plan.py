@@ -63,6 +63,29 @@ def make_plan(
     return plan, pieces.listings
 
 
+def check_pinned(
+    store: Store, keys: DatasetKeys, plan: Plan, listings: Mapping[str, bytes]
+) -> bool:
+    """Check by reading that `pin_plan` would not refuse a plan. Writes nothing.
+
+    Returns:
+        Whether this plan was committed before.
+
+    Raises:
+        ConflictError, ChangedError: The dataset was planned otherwise, and has commits by that.
+    """
+    there = _committed_plan(store, keys)
+    if there is None:
+        return False
+    try:
+        _check_same(store, there, plan, listings)
+    except (errors.ConflictError, errors.ChangedError):
+        if _has_commits(store, keys):
+            raise
+        return False
+    return True
+
+
 def pin_plan(
     store: Store,
     keys: DatasetKeys,

@@ -4,7 +4,7 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 from millrace.settings import Duration
 from millrace.sources import SourceSettings
@@ -80,10 +80,29 @@ class RunSettings(BaseModel):
     )
 
 
-class SourcePlace(SourceSettings):
-    """A source: where it is, and which samples it gives."""
+class SourcePlace(SourceSettings, StoreSpec):
+    """A source: the store that its files are in, and which samples to take of them.
 
-    store: StoreSpec = Field(description="The folder or prefix that the files are in.")
+    The settings of the store stand beside the others: ``source: {url: ..., kind: jsonl}``, as a
+    flow's form and a campaign's file have them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "store" in data:
+            raise ValueError(
+                "the store of a source stands beside its other settings: write "
+                "source: {url: ..., credentials: ..., kind: ...}, without store"
+            )
+        return data  # pyright: ignore[reportUnknownVariableType] - pydantic's
+
+    @property
+    def store(self) -> StoreSpec:
+        """Store that the files are in."""
+        return StoreSpec(**{name: getattr(self, name) for name in StoreSpec.model_fields})
 
 
 class PipelineSettings(BaseModel):

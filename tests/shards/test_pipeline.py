@@ -50,7 +50,7 @@ def settings(tmp_path):
             "dataset": "sets/one",
             "source": {
                 "columns": {"txt": "text", "id": "id"},
-                "store": {"url": (tmp_path / "source").as_uri()},
+                "url": (tmp_path / "source").as_uri(),
             },
             "store": {"url": (tmp_path / "store").as_uri()},
             "cut": {"shard_bytes": 512 << 10, "split_bytes": 100_000},
@@ -442,7 +442,7 @@ def test_a_run_in_memory_needs_no_processes(settings):
 
 
 def test_a_dataset_inside_its_own_source_is_refused(settings):
-    inside = {"url": f"{settings.source.store.url}/out"}
+    inside = {"url": f"{settings.source.url}/out"}
     with pytest.raises(errors.ConfigurationError, match="inside of its own source"):
         shard_dataset(changed(settings, store=inside))
 
@@ -460,7 +460,7 @@ def test_a_run_from_a_file_is_the_same_run(settings, tmp_path, monkeypatch):
     path = tmp_path / "job.yaml"
     path.write_text(
         f"dataset: sets/one\nstore: {{url: '${{WHERE}}'}}\n"
-        f"source: {{columns: {{txt: text, id: id}}, store: {{url: {settings.source.store.url}}}}}\n"
+        f"source: {{columns: {{txt: text, id: id}}, url: {settings.source.url}}}\n"
         "cut: {shard_bytes: 512KiB, split_bytes: 100000}\nrun: {workers: 2}\n"
     )
     assert run_from_file(path).manifest == shard_dataset(settings).manifest

@@ -54,7 +54,7 @@ class Case:
             source = {"url": self.material.folder.as_uri()}
         return {
             "dataset": DATASET,
-            "source": {**self.material.source, "store": source},
+            "source": {**self.material.source, **source},
             "store": self.place.spec(self.name),
             "cut": self.material.cut,
             "run": {

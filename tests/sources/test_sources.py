@@ -209,7 +209,7 @@ def test_names_that_people_have_come_back_from_webdataset(kind, request, tmp_pat
         PipelineSettings.model_validate(
             {
                 "dataset": "d",
-                "source": {"kind": "files", "store": store.spec.reveal()},
+                "source": {"kind": "files", **store.spec.reveal()},
                 "store": {"url": (tmp_path.parent / f"{tmp_path.name}-out").as_uri()},
                 "run": {"workers": 0},
             }
