@@ -159,8 +159,8 @@ def test_whoever_stops_a_command_reads_one_sentence(number, tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(
         f"dataset: a\nstore: {{url: {tmp_path.as_uri()}}}\n"
-        f"source: {{store: {{url: 's3://bucket', endpoint: 'http://127.0.0.1:{port}', "
-        "credentials: {access_key_id: id, secret_access_key: secret}}}\n"
+        f"source: {{url: 's3://bucket', endpoint: 'http://127.0.0.1:{port}', "
+        "credentials: {access_key_id: id, secret_access_key: secret}}\n"
     )
     with _millrace("plan", str(path), cwd=REPOSITORY) as command:
         assert command.stderr is not None
