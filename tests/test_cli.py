@@ -122,7 +122,7 @@ def test_run_verify_status_and_gc_speak_of_the_same_dataset(run, settings, tmp_p
     assert "1 row made no sample" in shown
     assert "This run made 0 shards" in run("run", str(settings))
     assert "1 shard of 1 as the manifest says" in run("verify", str(settings))
-    assert "1 of 1" in run("verify", store, "lines", "--quick")
+    assert "1 shard of 1" in run("verify", store, "lines", "--quick")
     assert "lines: sealed" in run("status", store)
     assert "lines: sealed" in run("status", str(settings))
     assert "Would delete" in run("gc", store, "lines")
