@@ -105,4 +105,5 @@ def _before(prefix: str) -> str:
     """A key shortly before every key that starts with the prefix: an offset is exclusive."""
     if not prefix or prefix.endswith("/") or not prefix.isascii() or prefix[-1] <= "!":
         return ""
-    return prefix[:-1] + chr(ord(prefix[-1]) - 1) + "~"
+    before = "." if prefix[-1] == "0" else chr(ord(prefix[-1]) - 1)  # a slash would end a segment
+    return f"{prefix[:-1]}{before}~"

@@ -264,6 +264,17 @@ def test_a_copy_is_the_same_bytes(store):
     assert read(store, "b/c") == b"data"
 
 
+@pytest.mark.parametrize("prefix", ["0", "a/0", "a/00", "a/-0"])
+def test_listing_takes_a_prefix_that_ends_in_a_zero(store, prefix):
+    """Right before a zero comes the slash, which no part of a key has."""
+    for key in ("-", "0", "00", "1", "a/-0b", "a/0", "a/00", "a/0b", "a/1", "a/b"):
+        put(store, key, b"")
+    found = [stat.key for stat in list_objects(store, prefix)]
+    everything = [stat.key for stat in list_objects(store)]
+    assert found
+    assert sorted(found) == sorted(key for key in everything if key.startswith(prefix))
+
+
 def test_keys_do_not_escape_the_stores_prefix(store):
     for key in ("../out", "a/../../out", "/../out"):
         for write in (put, create_with_its_digest):
