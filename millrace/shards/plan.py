@@ -1,7 +1,8 @@
 """The plan: how a dataset is cut, pinned once for everybody who works on it."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import islice
@@ -22,6 +23,7 @@ from millrace.storage import Store, create, delete, exists, list_objects, put, r
 from millrace.words import count
 
 _CLAIM = timedelta(seconds=30)
+_LOOK = 1.0  # seconds between two looks at a removal that another run does
 _NAMED = 3  # files in the error about a source that changed
 _AT_ONCE = 16  # listings on their way to the store
 # Versions of what turns a row into the bytes of a sample: a change of the bytes is a change here.
@@ -107,8 +109,9 @@ def pin_plan(
     while True:
         there = _committed_plan(store, keys)
         if there is None:
-            if exists(store, keys.plan_removed):
-                _clear(store, keys)
+            if exists(store, keys.plan_removed) and not _cleared(store, keys):
+                time.sleep(_LOOK)
+                continue
             _keep(store, listings)
             there = commit_once(store, keys.plan, plan).record
         try:
@@ -157,12 +160,7 @@ def _removed(
     """
     if _has_commits(store, keys):
         return False
-    holder = Holder.this_process()
-    clock = StoreClock.read(store, keys.dataset, holder)
-    with Heartbeat(_CLAIM) as heartbeat:
-        lease = acquire(store, LeaseKeys(keys.dataset, "plan"), holder, _CLAIM, clock)
-        if isinstance(lease, Lease):
-            heartbeat.keep(lease)
+    with _claimed(store, keys) as (holder, clock, _):
         held = Census(store, keys.dataset, "", clock).held()
         others = [one.holder for one in held.values() if one.holder.id != holder.id]
         if others:
@@ -180,6 +178,29 @@ def _removed(
             return False
         _clear(store, keys)
     return True
+
+
+@contextlib.contextmanager
+def _claimed(store: Store, keys: DatasetKeys) -> Generator[tuple[Holder, StoreClock, bool]]:
+    """Claim the removal of a plan; the last value tells whether no other run has claimed it."""
+    holder = Holder.this_process()
+    clock = StoreClock.read(store, keys.dataset, holder)
+    with Heartbeat(_CLAIM) as heartbeat:
+        lease = acquire(store, LeaseKeys(keys.dataset, "plan"), holder, _CLAIM, clock)
+        if isinstance(lease, Lease):
+            heartbeat.keep(lease)
+        yield holder, clock, isinstance(lease, Lease)
+
+
+def _cleared(store: Store, keys: DatasetKeys) -> bool:
+    """Finish the removal of a plan; return False while another run does that.
+
+    That run deletes shards without a commit: those of a plan committed meanwhile would be deleted.
+    """
+    with _claimed(store, keys) as (_, _, mine):
+        if mine and exists(store, keys.plan_removed) and _committed_plan(store, keys) is None:
+            _clear(store, keys)
+        return mine
 
 
 def _clear(store: Store, keys: DatasetKeys) -> None:

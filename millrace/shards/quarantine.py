@@ -10,7 +10,9 @@ from millrace.keys import DatasetKeys
 from millrace.models.dataset import Plan, ShardCommit
 from millrace.models.ledger import ledger
 from millrace.progress import Event, Progress
+from millrace.shards.seal import plan_digest
 from millrace.shards.settings import RunSettings
+from millrace.shards.split import check_plan
 from millrace.storage import Store, list_objects, read
 
 _ALWAYS_ALLOWED = 10  # rows: one bad row of ten is no reason to stop
@@ -34,8 +36,11 @@ class QuarantineLimit:
 
     def __init__(self, store: Store, keys: DatasetKeys, plan: Plan, settings: RunSettings) -> None:
         self._store, self._keys, self._settings = store, keys, settings
+        self._plan = plan_digest(plan)
         self._parts = {split.name: split.piece.size for split in plan.splits}
         self._through: dict[str, float] = {}
+        self._size = sum(self._parts.values())
+        self._read = 0.0  # bytes of the source
         self._good = self._bad = 0
 
     def resume(self, plan: Plan) -> None:
@@ -43,12 +48,13 @@ class QuarantineLimit:
 
         Raises:
             QuarantineError: The limit is exceeded already.
+            ConflictError: A run with a plan that was replaced has committed since.
         """
         pieces = {split.name: split.piece for split in plan.splits}
         for entry in ledger(self._store, self._keys):
+            check_plan([entry], self._plan)
             self._add(entry.samples, entry.quarantined)
-            through = pieces[entry.split].through(entry.next)
-            self._through[entry.split] = max(through, self._through.get(entry.split, 0.0))
+            self._advance(entry.split, pieces[entry.split].through(entry.next))
         self._stop_early()
 
     def watch(self, progress: Progress) -> Progress:
@@ -59,7 +65,7 @@ class QuarantineLimit:
             if event.name == "shard.committed":
                 figures = event.figures
                 self._add(int(figures["samples"]), int(figures["quarantined"]))
-                self._through[str(figures["split"])] = float(figures["through"])
+                self._advance(str(figures["split"]), float(figures["through"]))
                 self._stop_early()
 
         return passed_on
@@ -82,19 +88,25 @@ class QuarantineLimit:
         self._good += good
         self._bad += bad
 
+    def _advance(self, split: str, through: float) -> None:
+        """Note how much of a split was read."""
+        before = self._through.get(split, 0.0)
+        if through > before:
+            self._through[split] = through
+            self._read += self._parts[split] * (through - before)
+
     def _allowed(self, rows: float) -> float:
         share = self._settings.max_quarantined
         return max(_ALWAYS_ALLOWED if share else 0, share * rows)
 
     def _stop_early(self) -> None:
-        read = sum(self._parts[name] * through for name, through in self._through.items())
-        rest = max(0.0, sum(self._parts.values()) - read)
+        rest = max(0.0, self._size - self._read)
         rows = self._good + self._bad
-        if not rows or not read:
+        if not rows or not self._read:
             return
-        expected = rows + rest * (rows / read) * _MARGIN
+        expected = rows + rest * (rows / self._read) * _MARGIN
         if self._bad > self._allowed(expected):
-            total = round(rows + rest * rows / read)
+            total = round(rows + rest * rows / self._read)
             so_far = f" read so far, of about {total} expected," if rest else ""
             raise self._exceeded(f"{self._bad} of {rows} rows{so_far}")
 

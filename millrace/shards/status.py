@@ -100,7 +100,8 @@ def status(store: Store, dataset: str) -> DatasetStatus:
     }
     entries: dict[str, list[ShardCommit]] = {split.name: [] for split in plan.splits}
     for entry in ledger(store, keys):
-        entries[entry.split].append(entry)
+        if entry.split in entries:  # else of a plan that was replaced, which a run refuses
+            entries[entry.split].append(entry)
     clock: StoreClock | None = None
     splits: list[SplitStatus] = []
     for name, own in entries.items():

@@ -7,7 +7,7 @@ import random
 import secrets
 import tarfile
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -15,6 +15,8 @@ import pytest
 import webdataset
 
 from millrace import errors, run_from_file, run_pipeline
+from millrace.keys import LeaseKeys
+from millrace.lease import Holder, Lease, StoreClock, acquire
 from millrace.progress import Event
 from millrace.shards import (
     PipelineSettings,
@@ -262,6 +264,25 @@ def test_a_plan_by_which_nothing_was_committed_is_replaced(settings, killed_at):
     assert len(list(list_objects(store, "sets/one/shards/"))) == len(report.manifest.shards)
 
 
+def test_no_plan_is_committed_while_another_run_removes_one(settings):
+    """That run deletes shards that have no commit: a new run's first ones would be among them."""
+    store = open_store(settings.store)
+    clock = StoreClock.read(store, "sets/one", Holder.this_process())
+    put(store, "sets/one/plan-removed.json", b"")
+    lease = acquire(
+        store, LeaseKeys("sets/one", "plan"), Holder.this_process(), timedelta(minutes=1), clock
+    )
+    assert isinstance(lease, Lease)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(shard_dataset, changed(settings, run={"workers": 0}))
+        done, _ = wait([run], 3)
+        there = exists(store, "sets/one/plan.json")
+        lease.release()
+        assert (done, there) == (set(), False)
+        assert run.result(60).samples == 2000
+    assert not exists(store, "sets/one/plan-removed.json")
+
+
 def test_a_plan_that_a_run_works_by_is_not_replaced(settings):
     def meet(event: Event) -> None:
         if (event.name, event.subject) == ("split.opened", "train-00000"):
@@ -317,6 +338,29 @@ def test_a_suspended_run_whose_plan_was_replaced_mixes_nothing(settings, other_d
     else:
         assert verify(store, "sets/one").good
         assert shard_dataset(other).samples == 2000
+
+
+def test_a_commit_of_a_split_that_the_new_plan_lacks_is_an_error_with_a_sentence(settings):
+    store, few = open_store(settings.store), changed(settings, run={"workers": 0})
+    many = changed(few, **OTHER)
+    met = []
+
+    def meet(event: Event) -> None:
+        if event.name == "shard.put" and not met:
+            met.append(event)
+            leases = [stat.key for stat in list_objects(store, "sets/one/lease/")]
+            assert delete(store, leases) == []  # this run was not heard of for long
+            with pytest.raises(KilledError):
+                shard_dataset(few, progress=kill_at("splits.left"))
+
+    with pytest.raises(errors.ConflictError):
+        shard_dataset(many, progress=meet)
+    left = json.loads(read(store, next(list_objects(store, "sets/one/commits/")).key))
+    left["record"] |= {"split": "train-00099", "n": 0, "key": None}
+    put(store, "sets/one/commits/train-00099-000000.json", json.dumps(left).encode())
+    with pytest.raises(errors.ConflictError, match="commit of another plan"):
+        shard_dataset(few)
+    assert status(store, "sets/one").dataset == "sets/one"
 
 
 @pytest.mark.parametrize(
