@@ -14,6 +14,7 @@ from millrace.gradients import FollowRules, RunRules, WeightsOf
 from millrace.housekeeping import Rule
 from millrace.keys import CampaignKeys
 from millrace.remote import Repository
+from millrace.settings import Duration
 from millrace.shards import CutSettings
 from millrace.training import TrainingPlan
 from millrace.vast import OfferRequest, Patience
@@ -91,7 +92,7 @@ class Training(_Part):
     machines: RentedWorkers | LocalWorkers = Field(
         default=LocalWorkers(), description="Where they run."
     )
-    arrival: timedelta = Field(
+    arrival: Duration = Field(
         default=timedelta(hours=1),
         gt=timedelta(0),
         description="How long workers are waited for before the first window opens: it opens when "
