@@ -16,7 +16,7 @@ def plan(endpoint):
         "credentials": {"access_key_id": "a", "secret_access_key": "s"},
     }
     made = plan_dataset(PipelineSettings.model_validate({
-        "dataset": "d", "source": {"kind": "files", "store": store}, "store": store,
+        "dataset": "d", "source": {"kind": "files", **store}, "store": store,
     }))
     return made.source.files, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
