@@ -895,7 +895,8 @@ def _show_plan(made: "Plan", config: "PipelineSettings") -> None:
     memory = made.layout.shard_bytes * (config.run.uploads + 1) * workers
     click.echo(
         f"Shards of at most {_size(made.layout.shard_bytes)}; "
-        f"at most {_size(memory)} of them in the memory of {words.count(workers, 'worker')}."
+        f"at most {_size(memory)} of them in the memory of {words.count(workers, 'worker')}. "
+        "A larger sample is a shard of its own: each worker holds one such at a time, besides."
     )
 
 

@@ -40,5 +40,5 @@ class Encoder(Protocol):
         ...
 
     def reset(self) -> None:
-        """Begin the next shard in the same buffer."""
+        """Begin the next shard in the same buffer; memory for a large sample is given back."""
         ...

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from millrace.formats.base import BadSampleError
 from millrace.memory import anonymous
-from millrace.models.sample import Sample
+from millrace.models.sample import LargeFile, Sample
 
 EXTENSION = "tar"
 WRITER = {"webdataset": "ustar-1"}  # a change of the bytes is a change of this
@@ -31,10 +31,11 @@ class TarEncoder:
     """A tar file in a buffer.
 
     Args:
-        capacity: Bytes to begin with; a sample that is larger makes it grow.
+        capacity: Bytes to begin with; a sample that is larger makes it grow until `reset`.
     """
 
     def __init__(self, capacity: int = 1 << 20) -> None:
+        self._capacity = capacity
         self._buffer = anonymous(capacity)
         self._end = 0
         self.samples = 0
@@ -47,22 +48,26 @@ class TarEncoder:
     def add(self, sample: Sample, limit: int) -> bool:
         """Append a sample's members, unless the shard would then be larger than the limit."""
         key = sample.key
-        members: list[tuple[bytes, bytes]] = []
+        members: list[tuple[bytes, bytes | LargeFile]] = []
         end = self._end
         for extension in sorted(sample.fields):
             data = sample.fields[extension]
             header = _header(f"{key}.{extension}", len(data))
             members.append((header, data))
             end += len(header) + len(data) + -len(data) % _BLOCK
-        if self.samples and _padded(end + 2 * _BLOCK, _RECORD) > limit:
+        closed = _padded(end + 2 * _BLOCK, _RECORD)
+        if self.samples and closed > limit:
             return False
-        self._reserve(end)
+        self._reserve(closed)  # with its end: else `close` would copy a large sample
         at, buffer = self._end, self._buffer
         for header, data in members:
             body = at + len(header)
             buffer[at:body] = header
             after = body + len(data)
-            buffer[body:after] = data
+            if isinstance(data, LargeFile):
+                _copy(data, memoryview(buffer)[body:after])
+            else:
+                buffer[body:after] = data
             at = after + -len(data) % _BLOCK
             buffer[after:at] = _ZEROS[: at - after]
         self._end = at
@@ -77,7 +82,9 @@ class TarEncoder:
         return memoryview(self._buffer)[:size]
 
     def reset(self) -> None:
-        """Begin the next tar file in the same buffer."""
+        """Begin the next tar file in the same buffer; one that has grown is given back."""
+        if len(self._buffer) > self._capacity:
+            self._buffer = anonymous(self._capacity)
         self._end = 0
         self.samples = 0
 
@@ -87,6 +94,15 @@ class TarEncoder:
             larger = anonymous(max(size, 2 * len(self._buffer)))
             larger[: self._end] = self._buffer[: self._end]
             self._buffer = larger
+
+
+def _copy(file: LargeFile, into: memoryview) -> None:
+    at = 0
+    for block in file.blocks():
+        into[at : at + len(block)] = block
+        at += len(block)
+    if at != len(into):
+        raise ValueError(f"A file of {len(into)} bytes gave {at}.")
 
 
 def _padded(size: int, unit: int) -> int:

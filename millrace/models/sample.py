@@ -1,6 +1,24 @@
 """A sample between its source and its format."""
 
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class LargeFile:
+    """A part of a sample that is read only while its shard is encoded.
+
+    Attributes:
+        size: Bytes.
+        blocks: Read it from its beginning; raises `ChangedError` if it is another by then.
+    """
+
+    size: int
+    blocks: Callable[[], Iterator[bytes]]
+
+    def __len__(self) -> int:
+        return self.size
 
 
 class Sample(NamedTuple):
@@ -13,7 +31,7 @@ class Sample(NamedTuple):
     """
 
     key: str
-    fields: dict[str, bytes]
+    fields: Mapping[str, bytes | LargeFile]
     next: int
 
 

@@ -23,7 +23,8 @@ class CutSettings(BaseModel):
         ge=10240,
         le=LARGEST_SHARD,
         description="A shard is closed before it would be larger, such as 64MiB; at most 1GiB. "
-        "Memory follows it: shard_bytes * (uploads + 1) * workers.",
+        "Memory follows it: shard_bytes * (uploads + 1) * workers, and for each worker the "
+        "largest sample that is larger.",
     )
     shard_samples: int = Field(
         default=100_000, ge=1, description="A shard is closed when it has as many samples."

@@ -47,7 +47,8 @@ def run_split(
         layout: What the shards look like.
         split: Which samples.
         plan: Digest of the dataset's plan.
-        uploads: Shards on their way at once. Memory: ``shard_bytes * (uploads + 1)``.
+        uploads: Shards on their way at once. Memory: ``shard_bytes * (uploads + 1)``, and once
+            the largest sample, if it is larger than ``shard_bytes``.
         progress: Told at each boundary, in the thread that reached it.
 
     Raises:
@@ -142,6 +143,7 @@ class _Shipping:
         progress: Progress,
     ) -> None:
         self.progress = progress
+        self._shard_bytes = layout.shard_bytes
         self._plan = plan
         self._store, self._keys, self._split = store, keys, split
         self.number, self.cursor = number, 0
@@ -171,13 +173,18 @@ class _Shipping:
         """The next batch, once a buffer is free."""
         encoder = self._free.get()
         self._raise_fault()
-        encoder.reset()
         self.cursor = cursor
         return _Batch(ShardName(self._split.name, self.number), encoder, cursor, cursor)
 
     def ship(self, batch: _Batch) -> _Batch:
-        """Send a batch on its way; returns the one that follows it."""
-        self._send(batch)
+        """Send a batch on its way; returns the one that follows it.
+
+        A shard larger than the limit is waited for: only one such is in memory at a time.
+        """
+        large = batch.encoder.size > self._shard_bytes
+        committed = self._send(batch)
+        if large:
+            committed.result()
         return self.begin(batch.next)
 
     def finish(self, batch: _Batch) -> None:
@@ -186,10 +193,10 @@ class _Shipping:
             self._send(batch)
             self.cursor = batch.next
 
-    def _send(self, batch: _Batch) -> None:
+    def _send(self, batch: _Batch) -> Future[None]:
         self.number += 1
         put = self._puts.submit(self._put, batch)
-        self._commits.submit(self._commit_or_remember, batch, put)
+        return self._commits.submit(self._commit_or_remember, batch, put)
 
     def _raise_fault(self) -> None:
         """The first fault, in the order of the commits: it stays, so nothing can miss it."""
@@ -229,6 +236,7 @@ class _Shipping:
         except BaseException as error:  # noqa: BLE001 - raised in the thread that reads
             self._fault = error
         finally:
+            batch.encoder.reset()
             self._free.put(batch.encoder)
 
     def _commit(self, batch: _Batch, commit: ShardCommit) -> None:

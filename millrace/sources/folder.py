@@ -14,11 +14,14 @@ import orjson
 from millrace import errors
 from millrace.digest import sha256
 from millrace.models.dataset import FileGroup, FileRef, Piece
-from millrace.models.sample import BadRow, Row, Sample
-from millrace.sources.files import read_ahead
+from millrace.models.sample import BadRow, LargeFile, Row, Sample
+from millrace.sources.files import file_blocks, read_ahead
 from millrace.sources.table import Files, path_bytes, path_text, shown, unreadable
 from millrace.storage import Store, read
 
+# Bytes of a sample from which its files are read while its shard is encoded. Smaller ones are read
+# ahead, whole and several at once.
+_LARGE = 32 * 1024 * 1024
 _NAME = re.compile(r"(?P<key>(?:.*/)?[^./][^./]*)\.(?P<extension>[^/]+)", re.DOTALL)
 RESERVED = re.compile(r"__[^/]*__")  # of extensions: readers keep such names for themselves
 _SKIPPED = re.compile(r"__[^/]*__($|/)")  # webdataset leaves such names out of what it reads
@@ -161,7 +164,11 @@ class Folder:
         self._dataset = dataset
 
     def rows(self, piece: Piece, cursor: int) -> Iterator[Row]:
-        """The samples of a piece from the cursor-th on."""
+        """Yield the samples of a piece from the cursor-th on.
+
+        The files of a sample of more than 32 MiB are `LargeFile`: they are read by whoever
+        encodes it.
+        """
         if not isinstance(piece, FileGroup):
             raise errors.ConfigurationError(f"A folder is cut by files, not {piece.kind}.")
         body = read(self._dataset, piece.listing)
@@ -171,12 +178,29 @@ class Folder:
                 "made with: something wrote under this dataset's name."
             )
         groups = decode_listing(body)[cursor:]
-        wanted = (file for group in groups if not group.reason for file in group.files)
+        wanted = (
+            file
+            for group in groups
+            if not group.reason
+            for file in group.files
+            if not _is_large(group, file)
+        )
         contents = read_ahead(self._store, wanted)
         for place, group in enumerate(groups, start=cursor + 1):
             if group.reason:
                 names = ", ".join(file.path for file in group.files)
                 yield BadRow(names, group.reason, b"", place)
             else:
-                data = [next(contents) for _ in group.files]
+                data = [
+                    self._later(file) if _is_large(group, file) else next(contents)
+                    for file in group.files
+                ]
                 yield Sample(group.key, dict(zip(group.extensions, data, strict=True)), place)
+
+    def _later(self, file: FileRef) -> LargeFile:
+        return LargeFile(file.size, lambda: file_blocks(self._store, file, 0, file.size))
+
+
+def _is_large(group: Group, file: FileRef) -> bool:
+    """Return whether a file is read block by block: an empty one has no block to check."""
+    return file.size > 0 and group.size > _LARGE
