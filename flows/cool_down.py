@@ -13,7 +13,7 @@ from millrace.keys import CheckpointKeys
 from millrace.settings import Duration
 from millrace.storage import Right, StoreSpec
 from tasks.cooling import race_on_ray, report_epoch, watch_epoch
-from tasks.places import BucketLocation, Url, check_right, spec_of
+from tasks.places import BucketLocation, NodeUrl, check_right, spec_of
 
 
 class NodeCheckpoints(BaseModel):
@@ -21,7 +21,7 @@ class NodeCheckpoints(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: Url = Field(
+    url: NodeUrl = Field(
         description="The folder on every node that it was saved to, such as "
         "`file:///$SCRATCH/checkpoints`; `$NAME` is filled in from the node's own environment."
     )

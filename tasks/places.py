@@ -4,6 +4,7 @@ import os
 import re
 import tempfile
 from collections.abc import Sequence
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -44,6 +45,15 @@ def _checked_url(url: str) -> str:
     )
 
 
+def _checked_node_url(url: str) -> str:
+    """Refuse what is no location, but for a folder that the node's own environment names.
+
+    Raises:
+        ValueError: It is a relative path.
+    """
+    return url if url.startswith("file://$") else _checked_url(url)
+
+
 def _checked_folder(folder: str) -> str:
     """Refuse a relative path.
 
@@ -64,6 +74,9 @@ def _checked(location: Bucket | str) -> Bucket | str:
 
 Url = Annotated[str, AfterValidator(_checked_url)]
 """A URL of a store, or an absolute path."""
+
+NodeUrl = Annotated[str, AfterValidator(_checked_node_url)]
+"""A URL as other machines read it: `$NAME` is filled in there."""
 
 NodeFolder = Annotated[str, AfterValidator(_checked_folder)]
 """A folder on other machines: an absolute path, `$NAME` filled in there."""
@@ -121,6 +134,12 @@ def known(location: Bucket | str) -> Bucket | str | None:
         raise ConfigurationError(str(error)) from None
 
 
+def _ratio(alike: SequenceMatcher[str], name: str) -> float:
+    """Return how alike a name is to the one that was asked for, from 0 to 1."""
+    alike.set_seq1(name)
+    return alike.ratio()
+
+
 def needed(location: Bucket | str) -> Bucket | str:
     """Look a block's name up, where the block must exist.
 
@@ -129,7 +148,8 @@ def needed(location: Bucket | str) -> Bucket | str:
     """
     found = known(location)
     if found is None:
-        names = [repr(name) for name in bucket_names()]
+        alike = SequenceMatcher(b=str(location))
+        names = [repr(name) for name in sorted(bucket_names(), key=lambda n: -_ratio(alike, n))]
         more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         there = f"There are {', '.join(names[:_SHOWN])}{more}" if names else "There is none at all"
         raise ConfigurationError(

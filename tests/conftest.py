@@ -1,9 +1,14 @@
 import os
 
+import hypothesis
 import pytest
 
 # The stand-in of the Hub speaks Git LFS; the library would offer it Xet. Read when it is imported.
 os.environ["HF_HUB_DISABLE_XET"] = os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
+# How long an example takes says more about what else the machine does.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 pytest_plugins = ["tests.prefect_server", "tests.ray_cluster", "tests.servers.fixtures"]
 

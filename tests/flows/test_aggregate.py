@@ -162,6 +162,9 @@ def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_can
         assert said.returncode == 0, said.stdout + said.stderr
         deployed.wait(first.run, "Cancelled")
         working = [pool.submit(take_part, store, store, uid, 3, broken=2) for uid in UIDS]
+        # A window in which somebody is never right lasts its full time.
+        short = RUN.model_copy(update={"window": timedelta(seconds=30)})
+        parameters["run"] = short.model_dump(mode="json")
         done = deployed.start(AGGREGATE, **parameters)
         assert done.code == 0, done.output
         assert len({one.result().state for one in working}) == 1

@@ -87,9 +87,9 @@ def test_a_name_without_a_block_names_the_blocks_that_there_are(
 ) -> None:
     name, _ = named
     with pytest.raises(ConfigurationError) as refused:
-        shard_dataset("words", folder_source, "datasett", CUT, HERE)  # pyright: ignore[reportArgumentType]
-    assert "There is no Millrace Bucket block 'datasett'" in str(refused.value)
-    assert repr(name) in str(refused.value)
+        shard_dataset("words", folder_source, f"{name}x", CUT, HERE)  # pyright: ignore[reportArgumentType]
+    assert f"There is no Millrace Bucket block '{name}x'. There" in str(refused.value)
+    assert repr(name) in str(refused.value)  # of many those that are most alike
     assert "file:///folder" in str(refused.value)
     with pytest.raises(ConfigurationError, match="no Millrace Bucket block 'datasett'"):
         release("fleet", "datasett")
