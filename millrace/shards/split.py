@@ -236,8 +236,10 @@ class _Shipping:
         except BaseException as error:  # noqa: BLE001 - raised in the thread that reads
             self._fault = error
         finally:
-            batch.encoder.reset()
-            self._free.put(batch.encoder)
+            try:
+                batch.encoder.reset()
+            finally:
+                self._free.put(batch.encoder)  # else who reads would wait for it for ever
 
     def _commit(self, batch: _Batch, commit: ShardCommit) -> None:
         commit_same(self._store, self._keys.commit(batch.name), commit)

@@ -47,7 +47,7 @@ _LINGER = 10.0  # seconds that the rest of a request that is refused is let go o
 _LET_GO = 256 * 1024  # bytes of it at a time
 _BACKLOG = 256
 _MOST_IDLE = 1024  # connections that are kept without a request
-_DRIVEN = 6.0  # seconds after which a driver that asks for no events counts as gone
+_DRIVEN = 15.0  # seconds after which a driver that asks for no events counts as gone
 
 _Event = dict[str, Any]
 

@@ -275,7 +275,7 @@ class _Drive:
 
     def _has_all(self, member: _Member) -> bool:
         """Tell whether nothing more comes to a node: it is ready, or an archive is unusable."""
-        return len(member.files) + len(member.unusable) == len(self._catalogue.files)
+        return len(member.files | member.unusable.keys()) == len(self._catalogue.files)
 
     def _lose_incomplete(self) -> None:
         """Count nodes as lost that lack what was in an archive. They have given until now."""

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 GRACE = 30.0  # seconds in which a next owner may go on with the machines of one that was killed
 _LOOK = 1.0  # seconds between two looks at the owner
-_TRIES = 3
+_TRIES = 30
+_PAUSE = 60.0  # seconds between two tries
 
 
 class Guard:
@@ -61,7 +62,6 @@ class Guard:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            cwd="/",
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             start_new_session=True,
         )
@@ -104,8 +104,9 @@ def _give_back(told: dict[str, Any]) -> None:
             release(settings, told["rental"], left=False)
         except (errors.HeldError, errors.NotFoundError):
             return  # it has a next owner, or never had a machine
-        except errors.MillraceError:
-            continue  # the reaper, and the machines' own watchdogs, come after the last try
+        except Exception:  # noqa: BLE001 - machines are billed while it lasts, and nobody reads of it
+            time.sleep(_PAUSE)  # the reaper and the watchdogs come after the last try
+            continue
         return
 
 
