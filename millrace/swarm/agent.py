@@ -31,7 +31,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, cast
 
-from millrace.errors import ChangedError, ConfigurationError, MillraceError, one_line
+from millrace.errors import ChangedError, ConfigurationError, HeldError, MillraceError, one_line
 from millrace.swarm.archives import Archives
 from millrace.swarm.fetch import Buffers, FetchError, PeerReader, StoreReader, digests
 from millrace.swarm.landing import Landing
@@ -378,7 +378,7 @@ def serve(root: Path, key: bytes, host: str, port: int, told: Callable[[str], No
     agent.close()
 
 
-class _BusyError(MillraceError):
+class _BusyError(HeldError):
     """The agent takes part in the run of another driver."""
 
 

@@ -21,6 +21,7 @@ FINAL = [
     errors.MachineError,
     errors.NoSpaceError,
     errors.NotFoundError,
+    errors.QuarantineError,
     errors.StoppedError,
     ZeroDivisionError,
 ]
