@@ -91,7 +91,7 @@ class LimitSettings(_Settings):
     )
     down: int = Field(default=8, ge=1, le=64, description="Pieces a node fetches from others.")
     up: int = Field(default=8, ge=1, le=64, description="Pieces a node gives to others.")
-    stall_timeout: timedelta = Field(
+    stall_timeout: Duration = Field(
         default=timedelta(seconds=60),
         gt=timedelta(0),
         description="How long a node may receive no byte, once half of the nodes are ready, before "
