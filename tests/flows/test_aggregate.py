@@ -161,8 +161,9 @@ def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_can
         said = deployed.prefect("flow-run", "cancel", str(first.run))
         assert said.returncode == 0, said.stdout + said.stderr
         deployed.wait(first.run, "Cancelled")
-        working = [pool.submit(take_part, store, store, uid, 3, broken=2) for uid in UIDS]
-        # A window in which somebody is never right lasts its full time.
+        working = [pool.submit(take_part, store, store, uid, 3, broken=3) for uid in UIDS]
+        # A window in which a worker is never right lasts its full time. That of window 2, which
+        # was open, cannot change any more.
         short = RUN.model_copy(update={"window": timedelta(seconds=30)})
         parameters["run"] = short.model_dump(mode="json")
         done = deployed.start(AGGREGATE, **parameters)
@@ -170,7 +171,7 @@ def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_can
         assert len({one.result().state for one in working}) == 1
     found = list(links(store, RUN.chain))
     assert [link.window for link in found] == [1, 2, 3]
-    assert [sorted(link.taken) for link in found] == [UIDS, ["a", "b"], UIDS]
-    assert "| 2 | 50 | 2 | 1 format |" in deployed.artifacts(done.run)["aggregated-gradients"]
+    assert [sorted(link.taken) for link in found] == [UIDS, UIDS, ["a", "b"]]
+    assert "| 3 | 55 | 2 | 1 format |" in deployed.artifacts(done.run)["aggregated-gradients"]
     catch_up(store, RUN.chain, start)
     assert start.digest() == found[-1].state
