@@ -1,7 +1,6 @@
 """The command ``millrace campaign``: a campaign from a file, run here."""
 
 import logging
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from flows.local_server import local_server
 from millrace.cli import said
+from millrace.cli_rentals import give_back_when_stopped
 from millrace.errors import ConfigurationError
 from millrace.settings import load_data, validated
 
@@ -93,10 +93,9 @@ def run(plan: Path) -> int:
     """Run a campaign here, or go on with it."""
     from flows.campaign import campaign as run_campaign
     from tasks.campaigning import describe
+    from tasks.renting import Attended
 
-    for number in (signal.SIGTERM, signal.SIGHUP):  # machines go back also then
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, signal.default_int_handler)
+    give_back_when_stopped(Attended.any_has_machines)
     for handler in _consoles():
         handler.addFilter(_is_news)
     data = load_data(plan, template="millrace campaign init")

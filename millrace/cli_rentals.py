@@ -1,7 +1,7 @@
 """The commands that rent machines, and give them back."""
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -47,7 +47,7 @@ def rent(settings: Path, *, detach: bool) -> int:
     wanted = load(settings, RentSettings)
     if not detach:
         return _use(wanted)
-    _stop_kindly()
+    give_back_when_stopped()
     with Rental(wanted, detached=True, progress=_Lines()) as rental:
         for machine in rental.until_ready():
             where = machine.instance.address if machine.instance else ""
@@ -119,7 +119,7 @@ def _use(wanted: "RentSettings") -> int:
     """Rent machines until all of their programs have ended."""
     from millrace.vast import Rental
 
-    _stop_kindly()
+    give_back_when_stopped()
     with Rental(wanted, progress=_Lines()) as rental:
         rental.until_done()
         cost = rental.cost
@@ -127,13 +127,18 @@ def _use(wanted: "RentSettings") -> int:
     return 0
 
 
-def _stop_kindly() -> None:
-    """Have what is rented given back also when this process is asked to end, once or often."""
+def give_back_when_stopped(rented: Callable[[], bool] = lambda: True) -> None:
+    """End this process by giving back what it rents, however often it is asked to end.
+
+    Args:
+        rented: Whether it has machines now. While it has, only the first request interrupts:
+            a second one, wherever it hits, could end the process before its machines are back.
+    """
     asked = False
 
     def stop(_: int, __: FrameType | None) -> None:
         nonlocal asked
-        if asked:
+        if asked and rented():
             click.echo("Machines are being given back: wait, or they are billed on.", err=True)
             return
         asked = True

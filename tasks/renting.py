@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import timedelta
 from time import monotonic
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from prefect import Flow, State, get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
@@ -174,6 +174,8 @@ class Attended:
             fails ends the rental: its command is wrong, on whatever machine.
     """
 
+    _living: ClassVar[set["Attended"]] = set()
+
     def __init__(self, settings: RentSettings, proven: Callable[[], bool] = lambda: True) -> None:
         self._settings, self._proven = settings, proven
         self._failed: list[str] = []
@@ -190,6 +192,11 @@ class Attended:
             name="attended", target=context.run, args=(self._attend,), daemon=True
         )
 
+    @classmethod
+    def any_has_machines(cls) -> bool:
+        """Tell whether this process owns a rental that is not given back yet."""
+        return bool(cls._living)
+
     @property
     def rental(self) -> str:
         """The rental's name."""
@@ -198,6 +205,7 @@ class Attended:
     def __enter__(self) -> Self:
         """Begin to own, and to rent."""
         self._token = _ATTENDED.set(self)
+        self._living.add(self)
         self._thread.start()
         return self
 
@@ -292,6 +300,7 @@ class Attended:
             self._error = self._error or error
             self._log.warning("%s: %s", self.rental, one_line(error))
         finally:
+            self._living.discard(self)
             self._ready.set()
             self._over.set()
 

@@ -32,7 +32,7 @@ source:
   kind: jsonl
   include: ["*.jsonl"]
   columns: {txt: text}
-  store: {url: "file://${PWD}/words"}
+  url: file://${PWD}/words
 store:
   url: ${MILLRACE_STORE}
   endpoint: ${AWS_ENDPOINT_URL}
