@@ -179,8 +179,9 @@ def latest(
 ) -> Checkpoint | None:
     """The newest checkpoint that is verified; None if there is none.
 
-    One that is damaged is moved out of the way (`quarantine`), also if it is its metadata that is,
-    and the one before it is looked at.
+    One with a damaged file is moved out of the way (`quarantine`), and the one before it is looked
+    at. One whose metadata is damaged is passed over and stays, until its step is saved anew: a
+    reader that deleted it could delete what a saver has put there meanwhile.
 
     Args:
         store: Where to look.
@@ -195,8 +196,9 @@ def latest(
         found = surveyed
         if isinstance(found, errors.CorruptError):
             progress(Event("checkpoint.damaged", "", {"step": step, "damage": str(found)}))
-            found = _without_metadata(store, job, step, found)
-            if found is None:
+            try:
+                found = checkpoint_of(store, job, step)  # damaged on its way, perhaps
+            except (errors.NotFoundError, errors.CorruptError):
                 continue
         damage = verify(store, found, check=check)
         if not damage:
@@ -206,18 +208,6 @@ def latest(
         with suppress(errors.DeniedError):  # whoever may only read goes on without it
             quarantine(store, found, damage)
     return None
-
-
-def _without_metadata(
-    store: Store, job: str, step: int, error: errors.CorruptError
-) -> Checkpoint | None:
-    """Move damaged metadata away, where the credentials allow it, unless it proves to be right."""
-    if isinstance(error, errors.VersionError):
-        return None
-    try:
-        return quarantine_metadata(store, job, step, str(error))
-    except errors.DeniedError:
-        return None
 
 
 def quarantine_metadata(store: Store, job: str, step: int, damage: str) -> Checkpoint | None:
@@ -270,7 +260,8 @@ def quarantine_metadata(store: Store, job: str, step: int, damage: str) -> Check
 def quarantine(store: Store, checkpoint: Checkpoint, damage: dict[str, str]) -> None:
     """Move a damaged checkpoint out of the way: nobody finds it, and its step can be saved anew.
 
-    Nothing is lost: what it was is recorded, and the damaged bytes stay beside the record.
+    Nothing is lost: what it was is recorded, and the damaged bytes stay beside the record. If
+    another process has done that, and perhaps saved the step anew, nothing is moved.
 
     Args:
         store: Where it is.
@@ -283,6 +274,11 @@ def quarantine(store: Store, checkpoint: Checkpoint, damage: dict[str, str]) -> 
     keys = CheckpointKeys(checkpoint.job)
     record = Quarantine(checkpoint=checkpoint, damage=tuple(damage.values()))
     commit_once(store, keys.quarantine(checkpoint.step, checkpoint.root), record)
+    try:
+        if checkpoint_of(store, checkpoint.job, checkpoint.step) != checkpoint:
+            return
+    except (errors.NotFoundError, errors.CorruptError):
+        return
     moved: list[str] = []
     for part in checkpoint.parts:
         if part.sha256 in damage:

@@ -18,7 +18,6 @@ from millrace import errors
 from millrace.checkpoints.find import (
     checkpoint_of,
     commit_checkpoint,
-    quarantine_metadata,
     root_of,
 )
 from millrace.checkpoints.pieces import covered_once
@@ -116,8 +115,8 @@ def _there(store: Store, share: Share) -> Checkpoint | None:
         return None
     except errors.VersionError:
         raise
-    except errors.CorruptError as error:  # of a save before this one
-        return quarantine_metadata(store, share.job, share.step, str(error))
+    except errors.CorruptError:
+        return None  # of a save before this one: the rank that commits moves it away
 
 
 def has(checkpoint: Checkpoint, share: Share) -> bool:
