@@ -36,7 +36,8 @@ from millrace.vast.settings import RentSettings, account
 
 _BAD = {Ending.DEAD, Ending.OUTBID, Ending.DEARER}  # after which a host is not taken again
 _FOLLOWED = "Another process has gone on with {}, and has its machines: this one ends."
-_UNANSWERED = 3  # creates in a row of which nothing came, before the rental stops to create
+_UNANSWERED = 3  # creates in a row of which nothing came, before the rental pauses between two
+_LONGEST_PAUSE = 960.0  # seconds between two, from 60 doubled for each
 _UNSEEN = 180.0  # seconds that one whose create was answered may be missing in the list
 _AGAIN = 60.0  # seconds until one that was lost, and could not be replaced, is looked for again
 _FRESH = 60.0  # seconds in which what a search has found is relied on
@@ -144,7 +145,8 @@ class Rental:
         self._had: set[int] = set()
         self._unseen: dict[int, Machine] = {}  # their creates were not answered
         self._closed: dict[int, Machine] = {}  # written off, by this owner or one before
-        self._unanswered = 0
+        self._unanswered = 0  # creates in a row
+        self._paused_until = 0.0  # no create before, by `Clock.elapsed`
         self._faults: list[str] = []  # why programs could not be installed
         self._lost_by: dict[int, str] = {}  # why the last machine of a slot was given back
         self._again: dict[int, float] = {}
@@ -267,7 +269,8 @@ class Rental:
             passing = isinstance(error, errors.UnavailableError)
             if not self._machines or not (passing or slot in self._had):
                 raise
-            self._again[slot] = self._clock.elapsed() + (0.0 if passing else _AGAIN)
+            now = self._clock.elapsed()
+            self._again[slot] = max(now, self._paused_until) if passing else now + _AGAIN
             figures = {"why": errors.one_line(error)}
             self._progress(Event("rental.missing", f"{self.settings.name}/{slot}", figures))
 
@@ -365,6 +368,9 @@ class Rental:
         del self._machines[machine.slot]
         self._unseen[machine.attempt.number] = machine
         self._unanswered += 1
+        if (over := self._unanswered - _UNANSWERED) >= 0:
+            pause = min(_AGAIN * 2.0 ** min(over, 10), _LONGEST_PAUSE)
+            self._paused_until = self._clock.elapsed() + pause
 
     def _judged(self, machine: Machine, rows: dict[str, Instance] | None) -> _Verdict | None:
         """Why a machine is not to be had any longer; None if it is."""
@@ -491,8 +497,7 @@ class Rental:
                 f"come up, or were lost: {self._lost_by.get(slot, '').rstrip('.')}. See the "
                 "reports of each, and ask for others."
             )
-        if self._unanswered >= _UNANSWERED:
-            self._unanswered = 0
+        if self._clock.elapsed() < self._paused_until:
             raise errors.UnavailableError(
                 "Vast.ai does not answer whether a machine was rented: wait, and start again."
             )
@@ -560,7 +565,7 @@ class Rental:
     def _adopt(self, machine: Machine) -> None:
         """Have a machine that there is in its slot."""
         self._machines[machine.slot] = machine
-        self._unanswered = 0
+        self._unanswered, self._paused_until = 0, 0.0
         self._tries[machine.slot] = self._tries.get(machine.slot, 0) + 1
         figures = {"instance": machine.attempt.instance or 0}
         self._progress(Event("rental.rented", _name(machine), figures))

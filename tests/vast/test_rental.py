@@ -233,6 +233,27 @@ def test_a_create_whose_answer_was_lost_is_waited_for_before_another_is_sent(wor
     assert endings(account) == [Ending.RELEASED]
 
 
+def test_creates_that_are_never_answered_are_sent_ever_more_rarely_while_others_run(
+    world: Reset,
+) -> None:
+    hours = 4
+    account = world(program=3600.0 * hours, machines=40)
+
+    def fail_creates(event: Event) -> None:
+        account.progress(event)
+        if event.name == "rental.rented":
+            account.server.fail_next(10_000, "cut", "create")
+
+    request = {"max_lifetime": timedelta(hours=2 * hours)}
+    settings = account.settings(count=2, request=request)
+    with Rental(settings, vast=account.vast, progress=fail_creates) as rental:
+        with pytest.raises(errors.UnavailableError, match="does not answer whether"):
+            rental.until_done()  # the one that runs has done its work: then it ends
+        assert account.server.alive() == []
+    assert endings(account).count(Ending.DONE) == 1
+    assert 5 < creates(account) < 20  # one in 4 minutes at first, then in 20
+
+
 def test_a_machine_that_is_listed_after_another_was_rented_is_given_back(world: Reset) -> None:
     account = world(late=400.0)
     account.server.fail_next(1, "lost, listed late", "create")
