@@ -321,7 +321,7 @@ def race(members: int, size: int) -> float:
             },
             "job": JOB,
             "epoch": 0,
-            "source": {"store": {"url": here}, "job": "trained"},
+            "source": {"url": here, "job": "trained"},
             "members": members,
             "seed": 0,
         }

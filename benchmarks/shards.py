@@ -202,7 +202,7 @@ def run_planning(endpoint: str) -> dict[str, float]:
     credentials = Credentials(access_key_id="a", secret_access_key=SecretStr("s"))
     store = StoreSpec(url="s3://bucket", endpoint=endpoint, credentials=credentials)
     config = PipelineSettings(
-        dataset="d", source=SourcePlace(kind=SourceKind.FILES, store=store), store=store
+        dataset="d", source=SourcePlace(kind=SourceKind.FILES, **dict(store)), store=store
     )
     cpu, began = Cpu(), time.perf_counter()
     files = plan_dataset(config).source.files

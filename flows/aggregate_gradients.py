@@ -35,8 +35,9 @@ class First(Place, WeightsOf):
     """The checkpoint whose weights a run begins with."""
 
     def beginning(self) -> Beginning:
-        """The same, as the engine is told."""
-        return Beginning(store=self.store(), job=self.job, step=self.step, tensors=self.tensors)
+        """Return the checkpoint as the engine takes it."""
+        which = {name: getattr(self, name) for name in WeightsOf.model_fields}
+        return Beginning(**dict(self.store()), **which)
 
 
 def run_name() -> str:

@@ -11,7 +11,7 @@ from millrace.checkpoints import CooldownSettings, MemberSettings, SavedSource, 
 from millrace.errors import ConfigurationError, UnavailableError
 from millrace.keys import CheckpointKeys
 from millrace.settings import Duration
-from millrace.storage import Right, StoreSpec
+from millrace.storage import Right
 from tasks.cooling import race_on_ray, report_epoch, watch_epoch
 from tasks.places import BucketLocation, NodeUrl, check_right, spec_of
 
@@ -70,7 +70,7 @@ def cool_down(
     if nodes is None:
         ended = watch_epoch(place, job, epoch, patience)
     else:
-        source = SavedSource(store=StoreSpec(url=nodes.url), job=nodes.job, step=nodes.step)
+        source = SavedSource(url=nodes.url, job=nodes.job, step=nodes.step)
         member = MemberSettings(store=place, job=job, epoch=epoch, source=source, cooldown=settings)
         ended = race_on_ray(member, nodes.address, patience)
     report_epoch(place.url, job, epoch, ended)

@@ -65,7 +65,7 @@ def save_checkpoint(
     else:
         raise ConfigurationError("Name either a bucket or a hub repository to bring it to.")
     check_right(source.place, Right.READ, source.prefix)
-    wanted = SavedSource(store=source.store(), job=source.job, step=source.step)
+    wanted = SavedSource(**dict(source.store()), job=source.job, step=source.step)
     saved = transfer_checkpoint(wanted, place, job)
     report_saved(saved)
     return saved.checkpoint

@@ -96,7 +96,7 @@ def test_the_store_of_a_source_stands_beside_its_other_settings(run, settings):
     """As in a flow's form, and in a campaign's file."""
     settings.write_text(settings.read_text().replace("source: {url:", "source: {store: {url:", 1))
     settings.write_text(settings.read_text().replace("}\n", "}}\n", 1))
-    assert "source: the store of a source stands beside its other settings: write" in run(
+    assert "source: the settings of its store stand beside its other settings: write" in run(
         "plan", str(settings), code=2
     )
 

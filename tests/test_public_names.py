@@ -22,6 +22,7 @@ def test_the_names_of_storage():
         "Right",
         "Stat",
         "Store",
+        "StoreSettings",
         "StoreSpec",
         "Upload",
         "Version",

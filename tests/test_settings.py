@@ -4,11 +4,16 @@ from pathlib import Path
 from pkgutil import walk_packages
 
 import pytest
+import yaml
 from pydantic import BaseModel, SecretStr, TypeAdapter, ValidationError
 
 from millrace import errors
+from millrace.checkpoints import MemberSettings
+from millrace.gradients import AggregatorSettings
 from millrace.housekeeping import CleanSettings
 from millrace.settings import Duration, load
+from millrace.shards import PipelineSettings
+from millrace.storage import StoreSpec
 
 
 class Inner(BaseModel):
@@ -179,3 +184,50 @@ def test_an_error_of_a_rule_names_the_field_and_what_is_allowed(tmp_path, rule, 
     assert said in str(refused.value)
     for noise in ("Rule", "CleanupBucket", "S3Manager", "Value error", "Extra inputs"):
         assert noise not in str(refused.value).removeprefix(str(path))
+
+
+ENDPOINT = {
+    "url": "s3://bucket",
+    "endpoint": "http://127.0.0.1:1",
+    "credentials": {"access_key_id": "a", "secret_access_key": "b"},
+}
+WHOLE = {
+    "millrace.yaml": (PipelineSettings, "source", {"dataset": "d", "source": {"kind": "files"}}),
+    "cool-down.yaml": (MemberSettings, "source", {"job": "j", "epoch": 0, "source": {"job": "j"}}),
+    "aggregate.yaml": (
+        AggregatorSettings,
+        "begin",
+        {"run": {"run": "r"}, "workers": ["a"], "begin": {"job": "j"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_store_of_a_part_stands_beside_its_other_settings(name, tmp_path):
+    """In each file as in a flow's form and in a campaign."""
+    model, part, data = WHOLE[name]
+    data = {"store": {"url": "memory://x"}, **data, part: {**data[part], **ENDPOINT}}
+    found = load(written(tmp_path, name, yaml.safe_dump(data)), model)
+    assert getattr(found, part).store == StoreSpec.model_validate(ENDPOINT)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_part_with_a_nested_store_is_refused_with_the_shape_to_write(name, tmp_path):
+    model, part, data = WHOLE[name]
+    own = next(iter(data[part]))
+    data = {"store": {"url": "memory://x"}, **data, part: {**data[part], "store": ENDPOINT}}
+    with pytest.raises(errors.ConfigurationError) as refusal:
+        load(written(tmp_path, name, yaml.safe_dump(data)), model)
+    assert (
+        f"{name}: {part}: the settings of its store stand beside its other settings: write "
+        f"{{url: ..., credentials: ..., {own}: ...}}, without `store`"
+    ) in str(refusal.value)
+
+
+def test_weights_without_a_url_are_in_the_aggregators_bucket(tmp_path):
+    model, part, data = WHOLE["aggregate.yaml"]
+    data = {"store": {"url": "memory://x"}, **data}
+    assert load(written(tmp_path, "a.yaml", yaml.safe_dump(data)), model).begin.url == ""
+    data[part] = {**data[part], "endpoint": ENDPOINT["endpoint"]}
+    with pytest.raises(errors.ConfigurationError, match=r"begin: endpoint .*: write its url, too"):
+        load(written(tmp_path, "a.yaml", yaml.safe_dump(data)), model)

@@ -13,20 +13,19 @@ from millrace.checkpoints.settings import CooldownSettings
 from millrace.models.checkpoint import Checkpoint
 from millrace.progress import Progress, silent
 from millrace.settings import Duration
-from millrace.storage import Store, StoreSpec, open_store
+from millrace.storage import Store, StoreSettings, StoreSpec, open_store
 
 
-class SavedSource(BaseModel):
-    """A checkpoint that was saved before."""
+class SavedSource(StoreSettings):
+    """A saved checkpoint: the store that it is in, such as a folder of this machine, and which."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    store: StoreSpec = Field(description="Where it is, such as a folder of this machine.")
-    job: str = Field(description="Whose it is there.")
-    step: int | None = Field(default=None, description="Which; by default the newest.")
+    job: str = Field(description="Job that the checkpoint belongs to.")
+    step: int | None = Field(
+        default=None, description="Step of the checkpoint; left out, the newest."
+    )
 
     def open(self) -> tuple[Store, Checkpoint]:
-        """The store, and the checkpoint, whose files are not looked at yet.
+        """Open the store, and read the checkpoint's metadata but none of its files.
 
         Raises:
             NotFoundError: There is none.

@@ -77,11 +77,10 @@ def _got(ray: Any, asked: Any) -> str:
 
 
 def _here(settings: MemberSettings) -> MemberSettings:
-    """The same, with what this node's environment says."""
+    """Return the settings with the variables of this node filled into the source's URL."""
     source = settings.source
-    url = os.path.expandvars(source.store.url)
-    store = source.store.model_copy(update={"url": url})
-    return settings.model_copy(update={"source": source.model_copy(update={"store": store})})
+    url = os.path.expandvars(source.url)
+    return settings.model_copy(update={"source": source.model_copy(update={"url": url})})
 
 
 def _missing(settings: MemberSettings) -> str:

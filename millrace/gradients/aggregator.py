@@ -148,7 +148,7 @@ def beginning(
             f"{store.url_of(keys.links)} has no link: the run has not begun. Say with which "
             "checkpoint it begins."
         )
-    origin = open_store(begin.store, make_folder=False) if begin.store else store
+    origin = open_store(begin.store, make_folder=False) if begin.url else store
     model, step = weights_of_checkpoint(
         origin, begin.job, place, step=begin.step, tensors=begin.tensors
     )

@@ -14,7 +14,7 @@ from millrace.keys import ChainKeys, GradientKeys
 from millrace.models.chain import Outer
 from millrace.models.gradient import CHUNK, Codec, Support
 from millrace.settings import Duration
-from millrace.storage import StoreSpec
+from millrace.storage import StoreSettings, StoreSpec
 
 
 class Rule(StrEnum):
@@ -224,12 +224,28 @@ class WeightsOf(BaseModel):
     )
 
 
-class Beginning(WeightsOf):
-    """The checkpoint whose weights a run begins with."""
+class Beginning(WeightsOf, StoreSettings):
+    """The checkpoint whose weights a run begins with, and the store that it is in."""
 
-    store: StoreSpec | None = Field(
-        default=None, description="Where it is; left out, in the aggregator's bucket."
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str = Field(
+        default="",
+        description="URL of the store that has the checkpoint; left out, the aggregator's bucket.",
     )
+
+    @model_validator(mode="after")
+    def _store_is_whole(self) -> Self:
+        fields = StoreSpec.model_fields
+        given = [
+            name
+            for name in fields
+            if name != "url"
+            and getattr(self, name) != fields[name].get_default(call_default_factory=True)
+        ]
+        if given and not self.url:
+            raise ValueError(f"{' and '.join(given)} belong to another store: write its url, too")
+        return self
 
 
 class FollowRules(BaseModel):

@@ -4,11 +4,11 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
 from millrace.settings import Duration
 from millrace.sources import SourceSettings
-from millrace.storage import StoreSpec, from_environment
+from millrace.storage import StoreSettings, StoreSpec, from_environment
 
 LARGEST_SHARD = 1 << 30
 
@@ -81,29 +81,10 @@ class RunSettings(BaseModel):
     )
 
 
-class SourcePlace(SourceSettings, StoreSpec):
-    """A source: the store that its files are in, and which samples to take of them.
-
-    The settings of the store stand beside the others: ``source: {url: ..., kind: jsonl}``, as a
-    flow's form and a campaign's file have them.
-    """
+class SourcePlace(SourceSettings, StoreSettings):
+    """A source: the store that its files are in, and which samples to take of them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _flat(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "store" in data:
-            raise ValueError(
-                "the store of a source stands beside its other settings: write "
-                "source: {url: ..., credentials: ..., kind: ...}, without store"
-            )
-        return data  # pyright: ignore[reportUnknownVariableType] - pydantic's
-
-    @property
-    def store(self) -> StoreSpec:
-        """Store that the files are in."""
-        return StoreSpec(**{name: getattr(self, name) for name in StoreSpec.model_fields})
 
 
 class PipelineSettings(BaseModel):

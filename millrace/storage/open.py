@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote, urlsplit
 
 from obstore.store import GCSStore, LocalStore, MemoryStore, ObjectStore, S3Store
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from millrace.environment import drop_empty_variables, variable
 from millrace.errors import ConfigurationError, NotFoundError
@@ -97,6 +97,30 @@ class StoreSpec(BaseModel):
                     self.credentials.session_token.get_secret_value()
                 )
         return data
+
+
+class StoreSettings(StoreSpec):
+    """A part of a settings file that says where something is, and which of it is meant.
+
+    The settings of the store stand beside the others (``source: {url: ..., job: ...}``), as in
+    flows' forms and in campaigns.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_nesting(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "store" in data:
+            own = next((n for n in cls.model_fields if n not in StoreSpec.model_fields), "...")
+            raise ValueError(
+                "the settings of its store stand beside its other settings: write "
+                f"{{url: ..., credentials: ..., {own}: ...}}, without `store`"
+            )
+        return data  # pyright: ignore[reportUnknownVariableType] - pydantic's
+
+    @property
+    def store(self) -> StoreSpec:
+        """Settings of the store alone."""
+        return StoreSpec(**{name: getattr(self, name) for name in StoreSpec.model_fields})
 
 
 @dataclass(frozen=True, slots=True)

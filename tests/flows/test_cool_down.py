@@ -76,7 +76,7 @@ def start(spec: StoreSpec, tmp_path: Path) -> Iterator[Start]:
         "store": spec.reveal(),
         "job": "job",
         "epoch": 0,
-        "source": {"store": {"url": (tmp_path / "disk").as_uri()}, "job": "trained"},
+        "source": {"url": (tmp_path / "disk").as_uri(), "job": "trained"},
         "members": len(NAMES),
         "ttl": "PT3S",
         "seed": SEED,

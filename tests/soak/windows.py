@@ -159,7 +159,7 @@ def _begin(folder: Path) -> Beginning:
     store = open_store((folder / "begin").as_uri())
     with Saver(store, "trained") as saver:
         saver.save(dict(_FIRST.named_parameters()), step=7).result()
-    return Beginning(store=store.spec, job="trained")
+    return Beginning(**dict(store.spec), job="trained")
 
 
 class _Run:
