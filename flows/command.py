@@ -20,7 +20,9 @@ _EXAMPLE = """\
 # the environment, ${NAME:-value} with a default.
 
 name: my-campaign               # a prefix below the bucket's URL
-bucket: ${MILLRACE_STORE:-file:///tmp/millrace-campaign}   # or a Millrace Bucket block's name
+# Where all of it is written: a folder of this machine to try it in. Elsewhere `dataset`, the block
+# that `millrace setup` makes from R2_DATASET_* (.env.example), or a URL such as s3://bucket/prefix.
+bucket: ${LOCAL_STORAGE_PATH:-/tmp/millrace-campaign}
 
 data:
   dataset: my-text              # a prefix below the bucket's URL
@@ -52,7 +54,7 @@ training:
 
 hand_over:                      # leave it out to keep the weights where they are
   job: models/trained
-  bucket: ${MILLRACE_STORE:-file:///tmp/millrace-campaign}
+  bucket: ${LOCAL_STORAGE_PATH:-/tmp/millrace-campaign}
 """
 
 _RETRIES = 8  # of a request to a server that is away, as in prefect.yaml: more than 6 minutes

@@ -56,12 +56,15 @@ source:
 cut:                            # pinned by the plan: cannot change under the same name
   shard_bytes: 64MiB
   split_bytes: 512MiB
+  # split_files: 10000          # of kind files: at most about so many files a split
   seed: 0                       # of the shuffle; null keeps the source's order
   holdout: 0.0                  # the share held out as the partition `val`
 
 run:                            # never changes what comes out
   workers: 2                    # memory: shard_bytes * (uploads + 1) * workers
   uploads: 2
+  # max_quarantined: 0.01       # share of rows that may make no sample; above it the run fails
+  # allow_empty: false          # true completes a dataset that has no samples
 """
 
 

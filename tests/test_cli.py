@@ -115,6 +115,22 @@ def test_the_template_leaves_the_store_to_the_environment(run, tmp_path, monkeyp
     assert {"R2_DATASET_ACCOUNT_ID", "R2_DATASET_WRITE_ACCESS_KEY_ID"} <= named
 
 
+def test_what_the_template_has_as_a_comment_is_valid_too(run, tmp_path, monkeypatch):
+    """And is the default: taking the "# " away changes nothing."""
+    monkeypatch.setenv("LOCAL_STORAGE_PATH", str(tmp_path))
+    run("init")
+    path = tmp_path / "millrace.yaml"
+    text = path.read_text()
+    for name in ("max_quarantined", "allow_empty", "split_files"):
+        assert re.search(rf"^  # {name}: ", text, re.MULTILINE), name
+    before = load(path, PipelineSettings)
+    path.write_text(re.sub(r"^  # (\w+: [\w.]+ +#)", r"  \1", text, flags=re.MULTILINE))
+    after = load(path, PipelineSettings)
+    assert (after.cut, after.run) == (before.cut, before.run)
+    assert {"max_quarantined", "allow_empty"} <= after.run.model_fields_set
+    assert "split_files" in after.cut.model_fields_set
+
+
 def test_run_verify_status_and_gc_speak_of_the_same_dataset(run, settings, tmp_path):
     store = (tmp_path / "store").as_uri()
     shown = run("run", str(settings))

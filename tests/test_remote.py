@@ -75,7 +75,8 @@ def test_a_source_elsewhere_is_refused() -> None:
 def test_run_use_vast_rents_and_gives_back(
     vast: VastServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.cli_rentals._stop_kindly", lambda: None)  # pytest's own signals
+    # The handlers would replace pytest's own.
+    monkeypatch.setattr("millrace.cli_rentals.give_back_when_stopped", lambda: None)
     key = vast.reset(rate=300.0, strict=False, program=100.0)
     (tmp_path / "store/raw").mkdir(parents=True)
     (tmp_path / "store/raw/a.jsonl").write_text('{"text": "x"}\n')

@@ -142,11 +142,7 @@ def test_the_terminal_path(clone: Clone, source: Path, tmp_path: Path) -> None:
     script, edited = re.subn(r"^millrace init .*$", rf"\g<0>\n{edit}", commands, flags=re.MULTILINE)
     assert edited == 1
     script = script.removeprefix(INSTALL).replace("r2://ACCOUNT/BUCKET", store.as_uri())
-    where = {
-        "STORAGE_BACKEND": "local",
-        "LOCAL_STORAGE_PATH": str(store),
-        "MILLRACE_STORE": store.as_uri(),
-    }
+    where = {"STORAGE_BACKEND": "local", "LOCAL_STORAGE_PATH": str(store)}
 
     shown = clone.run(script, **where)
 

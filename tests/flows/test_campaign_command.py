@@ -1,6 +1,7 @@
 """The command `millrace campaign`: what it prints, and how it ends."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,12 +44,18 @@ def written(folder: Path, plan: dict[str, Any]) -> Path:
 def test_init_writes_a_campaign_that_is_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("MILLRACE_STORE", raising=False)
+    monkeypatch.delenv("LOCAL_STORAGE_PATH", raising=False)
     path = tmp_path / "campaign.yaml"
     done = CliRunner().invoke(campaign, ["init", str(path)])
     assert (done.exit_code, f"millrace campaign {path}" in done.output) == (0, True)
     plan = read(path)
     assert isinstance(plan.training.machines, LocalWorkers)
+    assert plan.bucket == plan.hand_over.bucket == "/tmp/millrace-campaign"
+    monkeypatch.setenv("LOCAL_STORAGE_PATH", "/srv/millrace")
+    assert read(path).bucket == read(path).hand_over.bucket == "/srv/millrace"
+    named = set(re.findall(r"\$\{([A-Z0-9_]+)", path.read_text())) - {"NAME"}
+    example = (REPOSITORY / ".env.example").read_text()
+    assert named <= set(re.findall(r"^#? ?([A-Z0-9_]+)=", example, re.MULTILINE))
     again = CliRunner().invoke(campaign, ["init", str(path)])
     assert (again.exit_code, "already there" in again.output) == (2, True)
 
