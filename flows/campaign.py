@@ -33,6 +33,7 @@ from tasks.campaigning import (
     Summary,
     await_workers,
     begin_warming,
+    check_cluster,
     check_command,
     check_plan,
     end_warming,
@@ -175,6 +176,8 @@ def _check_training(site: _Site, training: Training) -> None:
     machines = training.machines
     local = isinstance(machines, LocalWorkers)
     check_command(training.command, Path(machines.folder) if local else machines)
+    if training.follow.ray is not None:
+        check_cluster(training.follow.ray)
 
 
 def _shard(site: _Site, data: Data) -> None:

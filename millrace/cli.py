@@ -689,7 +689,10 @@ def catch_up(url: str, run: str, version: str, to: str) -> int:
 @click.option("--dry-run", is_flag=True, help="Show what would go where; start nothing.")
 @said
 def prewarm(settings: Path, *, dry_run: bool) -> int:
-    """Put the same files on every node of a cluster, each byte out of the store once."""
+    """Put the same files on every node of a cluster, each byte out of the store once.
+
+    Exit code 1 if a node is not ready at the end, or, of a dry run, if the run would refuse.
+    """
     from millrace.progress_bar import BytesBar
     from millrace.settings import load
     from millrace.swarm import PrewarmSettings, preview
@@ -700,9 +703,11 @@ def prewarm(settings: Path, *, dry_run: bool) -> int:
         seen = preview(config)
         for path, size, origin in seen.files:
             click.echo(f"{config.root / path}  {_size(size)}  {origin}")
-        count = len(seen.files)
-        click.echo(f"{count} files, {_size(seen.size)}, in {seen.pieces} pieces.")
-        return 0
+        files, pieces = words.count(len(seen.files), "file"), words.count(seen.pieces, "piece")
+        click.echo(f"{files}, {_size(seen.size)}, in {pieces}.")
+        for sentence in seen.refusals:
+            click.echo(f"`millrace prewarm` will refuse: {sentence}", err=True)
+        return 1 if seen.refusals else 0
     with BytesBar() as progress:
         report = warm(config, progress=progress)
     _show_prewarmed(report)

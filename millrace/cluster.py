@@ -31,7 +31,7 @@ def connected(address: str | None) -> Generator[Any]:
     if ray.is_initialized():
         yield ray
         return
-    _check_address(address or os.environ.get("RAY_ADDRESS") or "auto")
+    _check_address(_resolved(ray, address))
     try:
         ray.init(
             address=address or "auto",
@@ -50,6 +50,38 @@ def connected(address: str | None) -> Generator[Any]:
         ray.shutdown()
 
 
+def check_reachable(address: str | None) -> None:
+    """Check within seconds that a Ray cluster can be reached; whether it lets us in is not checked.
+
+    Args:
+        address: As of `connected`.
+
+    Raises:
+        ConfigurationError: As of `connected`.
+    """
+    ray = _ray()
+    if not ray.is_initialized():
+        _check_address(_resolved(ray, address))
+
+
+def _resolved(ray: Any, address: str | None) -> str:
+    """Return the address that `ray.init` would connect to.
+
+    Raises:
+        ConfigurationError: It would look for a cluster on this machine, and there is none.
+    """
+    wanted = address or os.environ.get("RAY_ADDRESS") or "auto"
+    if wanted != "auto":
+        return wanted
+    try:
+        return ray._private.services.get_ray_address_from_environment("auto", None)  # noqa: SLF001
+    except ConnectionError:
+        raise ConfigurationError(
+            "There is no Ray cluster on this machine: start one with `ray start --head`, join one "
+            "with `ray start --address HOST:PORT`, or give the address of one."
+        ) from None
+
+
 def _check_address(address: str) -> None:
     """Check that a Ray server listens at an address: `ray.init` retries a wrong one for minutes.
 
@@ -59,7 +91,7 @@ def _check_address(address: str) -> None:
     Raises:
         ConfigurationError: The address is no address, or no Ray server answers there.
     """
-    if address in {"auto", "local"}:
+    if address == "local":
         return
     try:
         parts = urlsplit(address if "://" in address else f"ray://{address}")

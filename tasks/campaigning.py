@@ -14,7 +14,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel, ConfigDict
 
-from millrace import errors, gradients
+from millrace import cluster, errors, gradients
 from millrace.checkpoints.members import moved_on
 from millrace.gradients import Link, RunSettings, WindowRules
 from millrace.keys import CampaignKeys, DatasetKeys
@@ -239,6 +239,16 @@ def check_command(command: tuple[str, ...], where: Path | Repository) -> None:
         check_here(command, where)
     else:
         check_repository(command, where)
+
+
+@task(cache_policy=NO_CACHE)
+def check_cluster(address: str) -> None:
+    """Refuse a Ray cluster that cannot be reached, before anything is made or rented.
+
+    Raises:
+        ConfigurationError: There is no such cluster, or Ray is not installed here.
+    """
+    cluster.check_reachable(address)
 
 
 def has_joined(place: StoreSpec, run: RunSettings, uids: Sequence[str]) -> bool:

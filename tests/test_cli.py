@@ -238,7 +238,19 @@ def warm(tmp_path):
 def test_prewarm_shows_what_would_go_where(run, warm):
     shown = run("prewarm", str(warm), "--dry-run")
     assert "/data/a.bin  2.0 MB  file://" in shown
-    assert "1 files, 2.0 MB, in 2 pieces." in shown
+    assert "1 file, 2.0 MB, in 2 pieces." in shown
+
+
+def test_a_dry_run_says_where_prewarm_will_refuse(run, warm):
+    """Within seconds, where Ray itself would try for minutes."""
+    (port,) = free_ports(1)
+    nodes = f"nodes: {{kind: ray, address: '127.0.0.1:{port}'}}"
+    warm.write_text(re.sub("^nodes: .*$", nodes, warm.read_text(), flags=re.MULTILINE))
+    shown = run("prewarm", str(warm), "--dry-run", code=1)
+    assert "1 file, 2.0 MB, in 2 pieces." in shown
+    said = f"There is no Ray cluster at 127.0.0.1:{port}"
+    assert f"`millrace prewarm` will refuse: {said}" in shown
+    assert said in run("prewarm", str(warm), code=2)
 
 
 def test_prewarm_says_which_node_cannot_be_reached(run, warm):

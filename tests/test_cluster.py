@@ -4,6 +4,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 
 import pytest
 
@@ -53,6 +54,36 @@ def test_the_address_in_the_environment_is_checked_too(monkeypatch):
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
     with pytest.raises(ConfigurationError, match="There is no Ray"), cluster.connected(None):
         pass
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    """The file in which Ray keeps the address of this machine's cluster."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(
+        "ray._private.services.find_gcs_addresses", lru_cache(set)
+    )  # of other tests
+    (tmp_path / "ray").mkdir()
+    return tmp_path / "ray" / "ray_current_cluster"
+
+
+def test_a_cluster_of_this_machine_that_has_ended_is_refused_at_once(kept):
+    """Ray would try its address for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    kept.write_text(address)
+    said = f"There is no Ray cluster at {address}"
+    with pytest.raises(ConfigurationError, match=said), cluster.connected(None):
+        pass
+    with pytest.raises(ConfigurationError, match=said):
+        cluster.check_reachable("auto")
+
+
+def test_a_machine_that_is_in_no_cluster_is_refused_at_once(kept):
+    assert not kept.exists()
+    with pytest.raises(ConfigurationError, match="There is no Ray cluster on this machine"):
+        cluster.check_reachable(None)
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "ray://", "127.0.0.1:99999", "head:port"])

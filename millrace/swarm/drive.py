@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
-from millrace import errors
+from millrace import cluster, errors
 from millrace.progress import Event, Progress, silent
 from millrace.storage import open_store
 from millrace.swarm.catalogue import Found, find
 from millrace.swarm.fetch import FINAL
 from millrace.swarm.nodes import Node, NotStarted, agents
 from millrace.swarm.plan import STORE, Order, Tracker
-from millrace.swarm.settings import PrewarmSettings
+from millrace.swarm.settings import PrewarmSettings, RayNodes
 from millrace.swarm.wire import AUTH, Connections, RefusedError, sign
 
 _READABLE_FOR = timedelta(hours=24)  # that signed URLs are valid
@@ -125,6 +125,7 @@ class Preview:
         pieces: How many pieces they travel in.
         piece_size: Bytes of a piece at most.
         unverified: Files of which nothing says what they should be.
+        refusals: Why `prewarm` will refuse on this machine, in sentences; empty if it will not.
     """
 
     files: tuple[tuple[str, int, str], ...]
@@ -132,22 +133,32 @@ class Preview:
     pieces: int
     piece_size: int
     unverified: int
+    refusals: tuple[str, ...]
 
 
 def preview(settings: PrewarmSettings) -> Preview:
-    """What a run would put where. Asks the store for names and sizes; starts nothing.
+    """Return what a run would put where. Asks the store for names and sizes; starts nothing.
+
+    Whether a Ray cluster can be reached is checked; hosts may come later, and are not.
 
     Raises:
         NotFoundError, ConfigurationError: As `prewarm` does.
     """
     stores = {name: open_store(spec) for name, spec in settings.stores.items()}
     catalogue = find(settings, stores).catalogue
+    refusals: list[str] = []
+    if isinstance(settings.nodes, RayNodes):
+        try:
+            cluster.check_reachable(settings.nodes.address)
+        except errors.ConfigurationError as error:
+            refusals.append(str(error))
     return Preview(
         files=tuple((file.path, file.size, file.origin) for file in catalogue.files),
         size=catalogue.size,
         pieces=len(catalogue.pieces),
         piece_size=catalogue.piece_size,
         unverified=sum(not file.sha256 for file in catalogue.files),
+        refusals=tuple(refusals),
     )
 
 

@@ -95,6 +95,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_done(
         ({"command": ["python", "-m", "examples.tiny_lm.trian"]}, "no module"),
         ({"workers": 3}, r"training\.workers was 2, and is 3 now"),
         ({"workers": 1}, "more gradients than there are workers"),
+        ({"follow": {"ray": "127.0.0.1:1"}}, r"no Ray cluster at 127\.0\.0\.1:1"),
     ],
 )
 def test_what_can_be_known_is_checked_before_anything_is_made(
