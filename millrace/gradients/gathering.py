@@ -4,10 +4,13 @@ Who takes part is known before it begins. A bucket is listed as a whole, once fo
 and what appears is read at once, so that nothing that came is lost when time is up. Reserves are
 read before the deadline, as soon as those who were asked first are late. One bad worker costs its
 own gradient and nothing else: it is out, with a reason. Until the window is over a refusal is not
-final: a right gradient that overwrites what was refused counts.
+final: a right gradient that overwrites what was refused counts. At most three objects of a worker
+are read in a window, so that a worker which overwrites its gradient at every look keeps no reader
+busy.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
@@ -34,6 +37,8 @@ from millrace.storage import Stat, Store, list_objects
 from millrace.threads import DaemonPool
 
 _MAY_PASS = {Refusal.CHANGED, Refusal.UNAVAILABLE}
+_NOT_READ = {Refusal.EARLY, Refusal.LATE, Refusal.TOO_LARGE, Refusal.UNAVAILABLE}
+_MOST_READS = 3  # of one worker's gradient in a window
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +216,7 @@ class _Gathering:
         self._reading: dict[str, Future[_Read]] = {}
         self._until = time.monotonic()  # when nothing is waited for any more
         self._read: dict[str, _Read] = {}
+        self._reads = Counter[str]()  # of each worker, how many objects were read
         self._listings: dict[int, Future[dict[str, Stat]]] = {}
         self._over = False
         self._said: dict[str, Out] = {}  # of who has sent nothing that is read yet
@@ -303,7 +309,20 @@ class _Gathering:
                     continue
                 self._said.pop(uid, None)
                 self._seen[uid] = stat
+                if self._reads[uid] >= _MOST_READS:
+                    self._refuse_more(uid, stat)
+                    continue
                 self._reading[uid] = reading.submit(self._one, uid, stat)
+
+    def _refuse_more(self, uid: str, stat: Stat) -> None:
+        """Record that a worker's gradient was overwritten too often to be read again."""
+        before = self._read.get(uid)
+        if before is not None and before.out and before.out.reason is Refusal.OVERWRITTEN:
+            return
+        name = PurePosixPath(stat.key).name
+        sentence = f"{name} was overwritten after it was read {_MOST_READS} times in this window."
+        self._read[uid] = _Read(None, Out(Refusal.OVERWRITTEN, sentence))
+        self._progress(Event("gradient.refused", uid, {"reason": Refusal.OVERWRITTEN}))
 
     def _hurried(self, uid: str) -> Store:
         """A worker's store, whose requests are not tried again when the window is over."""
@@ -364,6 +383,8 @@ class _Gathering:
                 continue
             del self._reading[uid]
             read = future.result()
+            if read.out is None or read.out.reason not in _NOT_READ:
+                self._reads[uid] += 1
             if read.out is not None and read.out.reason in _MAY_PASS and not last:
                 self._said[uid] = read.out
                 del self._seen[uid]  # it is tried again

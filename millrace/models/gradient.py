@@ -91,6 +91,7 @@ class Refusal(StrEnum):
     TOO_LARGE = "too large"  # for what it can hold; it was not read
     UNAVAILABLE = "unavailable"  # its bucket does not answer, or refuses
     CHANGED = "changed"  # it was replaced while it was read
+    OVERWRITTEN = "overwritten"  # it was replaced again after the last read that a window allows
     FORMAT = "format"  # no safetensors file of ours
     HEADER = "header"  # it does not say what it is, or contradicts itself
     RUN = "run"  # another run's

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from millrace.errors import ConfigurationError
+from millrace.errors import ConfigurationError, UnavailableError
 from millrace.gradients import GatherSettings, QuorumError, Refusal, Window, Worker, gather
 from millrace.gradients.payload import Expected, Payload, read_payload
 from millrace.keys import GradientKeys
@@ -263,6 +263,56 @@ def test_a_right_gradient_that_overwrites_a_refused_one_counts(store, reason):
     found = gather(OPEN, workers(store, 0, 1), QUICK, progress=sends_the_right_one)
     assert set(found.taken) == {"0", "1"}
     assert found.out == {}
+
+
+def test_a_gradient_that_is_overwritten_again_and_again_is_read_three_times(store):
+    """Whoever overwrites before each look keeps no reader busy, and costs few bytes."""
+    asked: list[str] = []
+    heard: list[Event] = []
+    looks = 0
+
+    class Clock(StoreClock):
+        def now(self) -> datetime:
+            nonlocal looks
+            looks += 1
+            send(store, "1", f"wrong {looks}".encode())
+            reasons = [event.figures.get("reason") for event in heard]
+            over = Refusal.OVERWRITTEN in reasons or asked.count("1") > 3
+            return OPEN.closes + timedelta(seconds=1 if over else -1)
+
+    def reading(uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:
+        asked.append(uid)
+        return read_payload(store, stat, expected)
+
+    send(store, "0")
+    found = gather(
+        OPEN,
+        workers(store, 0, 1),
+        QUICK,
+        reading=reading,
+        clock=Clock(NOW, 0.0),
+        progress=heard.append,
+    )
+    assert asked.count("1") == 3
+    assert set(found.taken) == {"0"}
+    assert found.out["1"].reason is Refusal.OVERWRITTEN
+    assert "was overwritten after it was read 3 times" in found.out["1"].sentence
+
+
+def test_requests_that_fail_do_not_count_as_reads(store):
+    """A bucket that recovers costs its worker nothing."""
+    asked = 0
+
+    def reading(uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:
+        nonlocal asked
+        asked += 1
+        if asked < 6:
+            raise UnavailableError("503")
+        return read_payload(store, stat, expected)
+
+    send(store, "0")
+    found = gather(OPEN, workers(store, 0), QUICK, reading=reading)
+    assert set(found.taken) == {"0"}
 
 
 def test_what_an_earlier_run_has_left_does_not_end_a_window_before_its_time(store):
