@@ -198,10 +198,11 @@ class _Drive:
         self._connections = Connections(_SILENT)
         self._lock = threading.RLock()
         self._news = threading.Condition(self._lock)
+        # By `Node.id`: two nodes may have the same name.
         self._members: dict[str, _Member] = {}
-        self._absent: dict[str, str] = {}
-        self._identities: dict[str, str] = {}  # identity of an agent → name of its node
-        self._knocking: set[str] = set()  # of them, those that may yet come
+        self._absent: dict[str, NotStarted] = {}
+        self._knocking: set[str] = set()  # of the absent ones, those that may yet come
+        self._identities: dict[str, Node] = {}  # identity of an agent → its node
         self._fatal: errors.MillraceError | None = None
         self._ending = False
         self._expected = 0
@@ -309,10 +310,11 @@ class _Drive:
         return Event("swarm.progress", "", figures)
 
     def _check_enough(self) -> None:
-        lost = {m.node.name: m.why for m in self._members.values() if m.why}
-        lost |= {name: why for name, why in self._absent.items() if name not in self._knocking}
-        if self._arrival_is_over(time.monotonic()):
-            lost |= self._absent
+        lost = {self._title(m.node): m.why for m in self._members.values() if m.why}
+        over = self._arrival_is_over(time.monotonic())
+        for absent in self._absent.values():
+            if over or absent.id not in self._knocking:
+                lost[self._title(absent)] = absent.why
         if not self._expected or len(lost) > (1 - self._settings.least) * self._expected + 1e-9:
             reasons = "; ".join(f"{name}: {why}" for name, why in sorted(lost.items())[:5])
             raise errors.WorkerError(
@@ -332,7 +334,7 @@ class _Drive:
         working = max(stalled, _STRAGGLER * max(done))  # it reads, unpacks or syncs its disk
         for member in slow:
             quiet = time.monotonic() - member.moved
-            if member.joined and self._tracker.lacks(member.node.name):
+            if member.joined and self._tracker.lacks(member.node.id):
                 if quiet > stalled:
                     self._lose(member, f"it received no byte for {quiet:.0f} s")
             elif quiet > working:
@@ -347,7 +349,7 @@ class _Drive:
     def _came(self, node: Node | NotStarted) -> None:
         if isinstance(node, NotStarted):
             with self._lock:
-                self._absent[node.name] = node.why
+                self._absent[node.id] = node
                 self._news.notify_all()
             return
         member = _Member(node)
@@ -357,7 +359,7 @@ class _Drive:
         with self._lock:
             if self._ending:
                 return
-            self._members[node.name] = member
+            self._members[node.id] = member
             self._threads.append(thread)
         thread.start()
 
@@ -374,14 +376,14 @@ class _Drive:
         except Exception as error:  # noqa: BLE001 - a fault of ours must not leave a run hanging
             with self._lock:
                 self._fatal = self._fatal or errors.WorkerError(
-                    f"{member.node.name}: {type(error).__name__}: {error}"
+                    f"{self._title(member.node)}: {type(error).__name__}: {error}"
                 )
                 self._news.notify_all()
 
     def _begin(self, member: _Member) -> bool:
         with self._lock:
-            peers = {m.node.name: m.node for m in self._members.values() if m.joined}
-        known = {name: _place(node) for name, node in peers.items()}
+            peers = {m.node.id: m.node for m in self._members.values() if m.joined}
+        known = {each: _place(node) for each, node in peers.items()}
         body = b"\n".join((json.dumps(known).encode(), self._plan))
         while True:
             try:
@@ -452,41 +454,45 @@ class _Drive:
 
     def _identify(self, member: _Member) -> bool:
         """Ask an agent for its identity, which signatures name. False if it is another node's."""
-        place, name = member.node.place, member.node.name
+        place = member.node.place
         identity = self._ask_identity(member)
         member.node = replace(member.node, place=replace(place, identity=identity))
         with self._lock:
-            twin = self._identities.setdefault(identity, name)
-            if twin != name:
-                self._lose(member, f"its address leads to the agent of {twin}: name each node once")
-        return twin == name
+            twin = self._identities.setdefault(identity, member.node)
+            is_another = twin.id != member.node.id
+            if is_another:
+                self._lose(
+                    member,
+                    f"its address leads to the agent of {self._title(twin)}: name each node once",
+                )
+        return not is_another
 
     def _knock_again(self, member: _Member, why: str) -> bool:
         """Wait a moment, and tell whether to try a host again that did not answer or was busy."""
         with self._lock:
             if self._ending:
                 return False
-            name = member.node.name
-            self._absent[name] = why
-            self._knocking.add(name)
-            self._members.pop(name, None)
+            node = member.node
+            self._absent[node.id] = NotStarted(node.id, node.name, why)
+            self._knocking.add(node.id)
+            self._members.pop(node.id, None)
             self._news.wait(_KNOCK)
             return not self._ending
 
     def _join(self, member: _Member, have: list[tuple[int, str]], known: set[str]) -> None:
-        name = member.node.name
-        self._absent.pop(name, None)
-        self._members[name] = member
+        identity = member.node.id
+        self._absent.pop(identity, None)
+        self._members[identity] = member
         for other in self._members.values():
             if other.joined and not other.why:
-                other.orders.put({"join": name, "place": _place(member.node)})
-                if other.node.name not in known:
-                    member.orders.put({"join": other.node.name, "place": _place(other.node)})
+                other.orders.put({"join": identity, "place": _place(member.node)})
+                if other.node.id not in known:
+                    member.orders.put({"join": other.node.id, "place": _place(other.node)})
         member.joined, member.moved = True, time.monotonic()
         member.cached = sum(self._sizes[number] for number, _ in have)
         self._had += member.cached
         orders = self._tracker.joined(
-            name,
+            identity,
             have,
             time.monotonic(),
             zone=member.node.zone,
@@ -525,14 +531,21 @@ class _Drive:
             return
         member.why = why
         member.orders.put(None)
-        self._told.append(Event("node.lost", member.node.name, {"why": why}))
-        self._had -= sum(self._tracker.held(member.node.name, self._sizes))
-        self._deal(self._tracker.lost(member.node.name, time.monotonic()))
+        self._told.append(Event("node.lost", self._title(member.node), {"why": why}))
+        self._had -= sum(self._tracker.held(member.node.id, self._sizes))
+        self._deal(self._tracker.lost(member.node.id, time.monotonic()))
         for number, audit in list(self._audits.items()):
-            if audit.reader == member.node.name:
+            if audit.reader == member.node.id:
                 del self._audits[number]
                 self._audit(number)
         self._news.notify_all()
+
+    def _title(self, node: Node | NotStarted) -> str:
+        """Return the name of a node, with its id where another node has the same name."""
+        known = [*(member.node for member in self._members.values()), *self._absent.values()]
+        if any(other.name == node.name and other.id != node.id for other in known):
+            return f"{node.name} ({node.id})"
+        return node.name
 
     # -- talking to a node
 
@@ -608,7 +621,7 @@ class _Drive:
                 self._done(member, event["p"], event["s"], event["d"], event["b"])
             case "had":
                 self._deal(
-                    self._tracker.ended(member.node.name, event["p"], event["s"], time.monotonic())
+                    self._tracker.ended(member.node.id, event["p"], event["s"], time.monotonic())
                 )
             case "failed":
                 self._failed(member, event)
@@ -624,7 +637,7 @@ class _Drive:
                 self._lose(member, event["why"])
 
     def _done(self, member: _Member, number: int, source: str, digest: str, size: int) -> None:
-        name, now = member.node.name, time.monotonic()
+        name, now = member.node.id, time.monotonic()
         if source == STORE:
             member.from_store += size
             self._failing.pop(number, None)
@@ -655,10 +668,12 @@ class _Drive:
         now = time.monotonic()
         wrong = bool(event.get("wrong"))
         if wrong:
-            self._told.append(Event("node.untrusted", source, {"piece": number}))
+            self._told.append(
+                Event("node.untrusted", self._title(self._members[source].node), {"piece": number})
+            )
         if source == STORE:
             self._store_failed(number, status, event["why"], now)
-        self._deal(self._tracker.failed(member.node.name, number, source, now, wrong=wrong))
+        self._deal(self._tracker.failed(member.node.id, number, source, now, wrong=wrong))
 
     def _store_failed(self, number: int, status: int, why: str, now: float) -> None:
         origins = sorted(
@@ -687,7 +702,7 @@ class _Drive:
             member.ready = True
             member.seconds = time.monotonic() - self._began
             figures = {"seconds": round(member.seconds, 2)}
-            self._told.append(Event("node.ready", member.node.name, figures))
+            self._told.append(Event("node.ready", self._title(member.node), figures))
 
     # -- an object that is not what its digest says
 
@@ -764,7 +779,7 @@ class _Drive:
         quarantined = set(self._tracker.quarantined)
         nodes = [
             NodeReport(
-                name=name,
+                name=self._title(m.node),
                 ready=m.ready and not m.why,
                 why=m.why,
                 cached=m.cached,
@@ -772,13 +787,13 @@ class _Drive:
                 from_peers=m.from_peers,
                 failures=m.failures,
                 seconds=round(m.seconds, 3),
-                trusted=name not in quarantined,
+                trusted=m.node.id not in quarantined,
             )
-            for name, m in sorted(self._members.items())
+            for m in self._members.values()
         ]
         nodes += [
-            NodeReport(name, False, why, 0, 0, 0, 0, 0.0, True)  # noqa: FBT003
-            for name, why in sorted(self._absent.items())
+            NodeReport(self._title(m), False, m.why, 0, 0, 0, 0, 0.0, True)  # noqa: FBT003
+            for m in self._absent.values()
         ]
         return PrewarmReport(
             files=len(self._catalogue.files),
@@ -786,7 +801,7 @@ class _Drive:
             unverified=sum(not file.sha256 for file in self._catalogue.files),
             seconds=round(self._seconds, 3),
             startup=round(self._startup, 3),
-            nodes=tuple(nodes),
+            nodes=tuple(sorted(nodes, key=lambda node: node.name)),
             direct=self._tracker.direct,
             curve=tuple(self._curve),
         )

@@ -26,12 +26,14 @@ class Node:
     """An agent.
 
     Attributes:
+        id: What tells it from all other nodes: the node's id in Ray, or the address of the host.
         name: What the report calls it.
         place: Where it listens.
         key: What control requests to it are signed with.
         zone: Its zone or rack; may be empty.
     """
 
+    id: str
     name: str
     place: Place
     key: bytes
@@ -43,10 +45,12 @@ class NotStarted:
     """A node without an agent.
 
     Attributes:
+        id: As `Node.id`.
         name: What the report calls it.
         why: A sentence.
     """
 
+    id: str
     name: str
     why: str
 
@@ -83,7 +87,7 @@ def _hosts(settings: Hosts) -> Iterator[Node]:
         secret = host.key or settings.key
         assert secret is not None  # the settings see to it
         place, _ = Place.of(host.url)
-        yield Node(host.name, place, secret.get_secret_value().encode(), host.zone)
+        yield Node(host.url, host.name, place, secret.get_secret_value().encode(), host.zone)
 
 
 class _Cluster:
@@ -149,8 +153,10 @@ class _Cluster:
             try:
                 port, its_key = self._ray.get(asked)
             except Exception as error:  # noqa: BLE001 - a node that cannot start is a node less
-                self._came(NotStarted(name, f"its agent did not start: {one_line(error)}"))
+                why = f"its agent did not start: {one_line(error)}"
+                self._came(NotStarted(identity, name, why))
                 return
-            self._came(Node(name, Place("http", node["NodeManagerAddress"], port), its_key, zone))
+            place = Place("http", node["NodeManagerAddress"], port)
+            self._came(Node(identity, name, place, its_key, zone))
 
         threading.Thread(target=tell, name=f"start-{identity[:6]}", daemon=True).start()

@@ -30,7 +30,16 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
         yield store
 
 
-def warm(cluster: RayCluster, store: Store, root: str, **more: Any) -> dict[str, Any]:
+ALIKE = """
+import millrace.cluster
+millrace.cluster.name_of = lambda node: "node"
+"""
+"""Gives all nodes of the cluster the same name."""
+
+
+def warm(
+    cluster: RayCluster, store: Store, root: str, *, code: str = "", **more: Any
+) -> dict[str, Any]:
     """Run it in a process of its own: Ray lets one connect to one cluster only."""
     settings = PrewarmSettings(
         requests=(Request(prefix=""),),
@@ -41,7 +50,7 @@ def warm(cluster: RayCluster, store: Store, root: str, **more: Any) -> dict[str,
     asked = settings.model_dump(mode="json")
     asked["stores"] = {"s": spec_of(store).reveal()}
     done = subprocess.run(
-        [sys.executable, "-c", WARM],
+        [sys.executable, "-c", code + WARM],
         input=json.dumps(asked),
         env=os.environ | cluster.environment,
         capture_output=True,
@@ -82,6 +91,23 @@ def test_agents_that_are_kept_are_used_again(ray_cluster, store):
     second = warm(ray_cluster, store, f"${DISK}/kept", keep=True)
     assert [node["ready"] for node in second["nodes"]] == [True] * 3, (first, second)
     assert files_below(ray_cluster.disks[1] / "kept") == {"model.bin": b"22"}
+
+
+def test_nodes_of_one_name_are_all_warmed_and_reported(ray_cluster, store):
+    body = os.urandom(5 << 20)
+    store.put("model.bin", body)
+    store.reset()
+    report = warm(ray_cluster, store, f"${DISK}/alike", code=ALIKE)
+    assert [node["ready"] for node in report["nodes"]] == [True] * 3, report
+    assert len({node["name"] for node in report["nodes"]}) == 3, report
+    assert [files_below(disk / "alike") for disk in ray_cluster.disks] == [{"model.bin": body}] * 3
+    assert store.counts().bytes == len(body)
+
+
+def test_nodes_of_one_name_that_cannot_start_are_all_named(ray_cluster, store):
+    store.put("model.bin", b"1")
+    with pytest.raises(AssertionError, match=r"lost.*node \(\w+\): .*; node \(\w+\): "):
+        warm(ray_cluster, store, "$NO_SUCH_VARIABLE/x", code=ALIKE)
 
 
 def test_a_root_with_an_unknown_variable_fails_with_a_sentence(ray_cluster, store):
