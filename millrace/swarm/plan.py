@@ -23,8 +23,8 @@ STORE = ""
 _LOOKED_AT = 16  # pieces of a node's queue, and holders of a piece, that one decision looks at
 _FED = 8  # waiting nodes that are offered what one event has freed
 _VERY_LATE = 4.0  # times what is late
-_SLOW_READER = 2.0  # times as long as the quickest reader takes
-_SLOW_ZONE = 1.3  # and as long as the quickest zone takes
+_SLOW_READER = 2.0  # times as long as the quickest reader of its zone takes
+_SLOW_ZONE = 1.3  # times as long as the quickest zone takes
 _SLOW_FETCHER = 4.0  # times as long as the quickest node takes for a piece of another one
 _FIRST_FETCHES = 4  # of a node, until one is over
 _SLOW_LEAST = 1.5  # seconds after which a slow reader's piece is read by another node too
@@ -166,9 +166,9 @@ class Tracker:
         self._nodes: dict[str, _Node] = {}
         self._zones: dict[str, list[_Node]] = {}  # the nodes that live
         self._lacking: Counter[str] = Counter()  # zone → living nodes that lack something
-        self._zone_paces: dict[str, float] = {}  # as `_Node.read_pace`, of labelled zones
         self._quickest = 0.0  # the least `_Node.read_pace`
-        self._slow_readers: set[str] = set()  # zones, and nodes without one
+        self._slow_zones: set[str] = set()  # labelled zones that read slowly from the store
+        self._slow_readers: set[str] = set()  # nodes that do, beside the others of their zone
         self._least_fetch = 0.0  # the least `_Node.fetch_pace`
         self._least_missing = len(sizes)  # pieces
         self._unread = list(range(len(sizes)))  # a heap: in no node, and nobody reads it
@@ -551,35 +551,51 @@ class Tracker:
         return not (behind or self._is_tried(node) or self._reads_slowly(node))
 
     def _is_tried(self, node: _Node) -> bool:
-        """Whether a first read is under way that will show how quick the node's reads are."""
-        if self._read_pace(node):
-            return False
-        mates = self._zones[node.zone] if node.zone else [node]
-        return any(mate.reads for mate in mates)
+        """Tell whether a first read is under way that will show how quick a node's reads are.
 
-    def _read_pace(self, node: _Node) -> float:
-        return self._zone_paces.get(node.zone, 0.0) if node.zone else node.read_pace
+        The first read of a zone is one node's: all of a zone may have one thin link to the store.
+        """
+        if node.read_pace:
+            return False
+        if self._is_one_of_zones(node) and not self._zone_pace(node.zone):
+            return any(mate.reads for mate in self._zones[node.zone])
+        return node.reads > 0
+
+    def _is_one_of_zones(self, node: _Node) -> bool:
+        """Tell whether a node has a labelled zone, and there are nodes outside of it."""
+        return bool(node.zone) and any(
+            nodes for zone, nodes in self._zones.items() if zone != node.zone
+        )
+
+    def _zone_pace(self, zone: str) -> float:
+        """Return the least `_Node.read_pace` of a zone; 0 before its first read."""
+        paces = [mate.read_pace for mate in self._zones[zone] if mate.trusted and mate.read_pace]
+        return min(paces, default=0.0)
 
     def _reads_slowly(self, node: _Node) -> bool:
-        return (node.zone or node.name) in self._slow_readers
+        return node.zone in self._slow_zones or node.name in self._slow_readers
 
     def _find_quickest(self) -> None:
-        paces = [pace for n in self._living() if n.trusted and (pace := self._read_pace(n))]
+        paces = [node.read_pace for node in self._living() if node.trusted and node.read_pace]
         self._quickest = min(paces, default=0.0)
         self._least_missing = min((n.missing for n in self._living()), default=0)
 
     def _find_slow_readers(self, measured: _Node) -> None:
-        """Compare all readers with the quickest.
+        """Compare each zone with the quickest reader, and each node with that of its zone.
 
         One that is slow stays so until its own next read: it may be a while, and what was measured
         then cannot be compared with what the others do now.
         """
         self._find_quickest()
-        self._slow_readers.discard(measured.zone or measured.name)
-        for node in self._living():
-            slow = _SLOW_ZONE if node.zone else _SLOW_READER
-            if self._read_pace(node) > slow * self._quickest:
-                self._slow_readers.add(node.zone or node.name)
+        self._slow_zones.discard(measured.zone)
+        self._slow_readers.discard(measured.name)
+        for zone, nodes in self._zones.items():
+            quickest = self._zone_pace(zone) if zone else self._quickest
+            if zone and quickest > _SLOW_ZONE * self._quickest:
+                self._slow_zones.add(zone)
+            for node in nodes:
+                if node.read_pace > _SLOW_READER * quickest:
+                    self._slow_readers.add(node.name)
 
     def _living(self) -> Iterator[_Node]:
         return (node for node in self._nodes.values() if node.alive)
@@ -701,9 +717,6 @@ class Tracker:
 
     def _note_pace(self, node: _Node, pace: float) -> None:
         node.read_pace = 0.7 * node.read_pace + 0.3 * pace if node.read_pace else pace
-        if node.zone:
-            before = self._zone_paces.get(node.zone)
-            self._zone_paces[node.zone] = 0.7 * before + 0.3 * pace if before else pace
         self._find_slow_readers(node)
 
     def _path(self, giver: _Node, node: _Node) -> Durations:

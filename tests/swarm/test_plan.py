@@ -356,6 +356,32 @@ def test_slow_nodes_hold_nobody_up(mbits):
     assert network.tracker.direct == ""
 
 
+@pytest.mark.parametrize("zone", ["", "near"])
+@pytest.mark.parametrize("mbits", [[200, 200, 50, 4], [200, 200, 4, 4], [200, 200, 200, 200, 4]])
+def test_slow_nodes_hold_nobody_up_whether_their_zone_has_a_name_or_not(mbits, zone):
+    network = nodes_of(mbits, 64)
+    network.zones = dict.fromkeys(network.zones, zone)
+    network.store_zone = zone
+    network.run(2000)
+    size = 64 * MIB
+    slow = sum(mbit < 200 for mbit in mbits)
+    assert network.store_bytes <= size + slow * MIB  # what each of them reads first
+    for name, mbit in zip(network.zones, mbits, strict=True):
+        assert network.ready[name] <= 1.3 * size / (mbit * MBIT)
+    assert network.tracker.direct == ""
+
+
+def test_a_slow_node_of_a_zone_does_not_make_its_zone_slow():
+    network = zones_over_a_link(50, 128, near=3)
+    network.rates |= {"n2 up": 4 * MBIT, "n2 down": 4 * MBIT}
+    network.run(2000)
+    size = 128 * MIB
+    assert network.store_bytes <= size + 2 * MIB
+    assert max(network.ready["n0"], network.ready["n1"]) <= 1.3 * size / (200 * MBIT)
+    assert max(network.ready["n3"], network.ready["n4"]) <= 1.15 * size / (50 * MBIT)
+    assert network.ready["n2"] <= 1.15 * size / (4 * MBIT)
+
+
 @pytest.mark.parametrize("zones", [1, 2, 4])
 def test_zones_that_are_equally_near_share_the_reads(zones):
     network = nodes_of([100] * 8, 128, zones=zones)
