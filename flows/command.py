@@ -58,13 +58,13 @@ hand_over:                      # leave it out to keep the weights where they ar
 """
 
 _RETRIES = 8  # of a request to a server that is away, as in prefect.yaml: more than 6 minutes
-
-
+_NAME = "campaign"  # of the flow
+_FAILED = "Finished in state Failed"
 _ENDS = (
     "Crash detected!",
     "Encountered exception during execution",
     "Finished in state Crashed",
-    "Finished in state Failed",
+    _FAILED,
 )
 
 
@@ -99,7 +99,7 @@ def run(plan: Path) -> int:
 
     give_back_when_stopped(Attended.any_has_machines)
     for handler in _consoles():
-        handler.addFilter(_is_news)
+        handler.addFilter(is_news)
     data = load_data(plan, template="millrace campaign init")
     wanted = None if "$ref" in str(data) else read(plan)  # blocks are on the server
     with local_server(), temporary_settings({PREFECT_CLIENT_MAX_RETRIES: _RETRIES}):
@@ -137,12 +137,18 @@ def _consoles() -> list[logging.Handler]:
     ]
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Decide whether a line of Prefect's is printed: not what ends the command, said at its end.
+def is_news(record: logging.LogRecord) -> bool:
+    """Decide whether the command prints a line of Prefect's log.
 
-    The server has all lines, with their tracebacks.
+    The command itself prints at its end why the campaign failed, so its own run's failure is left
+    out. The failure of another run is printed: the campaign may go on after it. Tracebacks, and
+    failures of tasks, which fail their run, are left out; the server has all lines.
     """
-    return not record.getMessage().startswith(_ENDS)
+    message = record.getMessage()
+    if message.startswith(_FAILED) and record.name == "prefect.flow_runs":
+        return getattr(record, "flow_name", _NAME) != _NAME
+    is_last_try = message.startswith("Task run failed") and record.exc_info is not None
+    return not is_last_try and not message.startswith(_ENDS)
 
 
 def read(path: Path) -> Any:

@@ -1,20 +1,26 @@
 """The command `millrace campaign`: what it prints, and how it ends."""
 
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from click.testing import CliRunner
+from prefect import flow, task
 
 from examples.tiny_lm.begin import begin
+from flows.campaign import campaign as run_campaign
 from flows.campaign_plan import LocalWorkers
-from flows.command import campaign, read
+from flows.command import campaign, is_news, read
+from millrace.errors import UnavailableError
 from millrace.storage import open_store
 from tests.flows.campaigns import here, make_text, plan_of
 from tests.prefect_server import PrefectServer
@@ -93,6 +99,37 @@ def test_an_error_is_a_sentence_and_success_is_a_report(
     printed, said = process.communicate()
     assert process.returncode == 0, said
     assert "| Dataset | 60 samples in" in printed
+
+
+def test_a_failure_of_a_stage_that_is_tolerated_is_printed(
+    prefect_api: PrefectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command says at its end why the campaign failed; of the stages it says nothing then."""
+
+    @task
+    def fails(said: str) -> None:
+        raise UnavailableError(said)
+
+    @flow(name="prewarm")
+    def stage() -> None:
+        fails("No node could be reached.")
+
+    @flow(name=run_campaign.name)
+    def top() -> None:
+        with suppress(UnavailableError):
+            stage()
+        fails("There is no dataset.")
+
+    printed = logging.StreamHandler(StringIO())
+    printed.addFilter(is_news)
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [printed])
+    with pytest.raises(UnavailableError):
+        top()
+    lines = printed.stream.getvalue().splitlines()
+    (said,) = [line for line in lines if "No node could be reached." in line]
+    assert "Finished in state Failed" in said
+    assert not [line for line in lines if "There is no dataset." in line or "Traceback" in line]
 
 
 def test_a_campaign_without_a_server_is_interrupted_quietly(tmp_path: Path) -> None:
