@@ -9,7 +9,7 @@ from prefect.blocks.core import Block
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from flows.local_server import local_server
-from millrace.cli import said
+from millrace.cli import said, write_template
 from millrace.cli_rentals import give_back_when_stopped
 from millrace.errors import ConfigurationError
 from millrace.settings import load_data, validated
@@ -113,13 +113,7 @@ def run(plan: Path) -> int:
 @said
 def init(path: Path) -> int:
     """Write a campaign's file to start from."""
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(_EXAMPLE)
-    except FileExistsError:
-        raise ConfigurationError(
-            f"{path} is already there. Move it away, or name another file."
-        ) from None
+    write_template(path, _EXAMPLE)
     click.echo(
         f"Wrote {path}. Set its source, script and checkpoint, then: millrace campaign {path}"
     )

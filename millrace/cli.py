@@ -188,15 +188,26 @@ _prefix = click.option("--prefix", metavar="NAME", help="Another dataset name th
 @said
 def init(path: Path) -> int:
     """Write a settings file to start from."""
+    write_template(path, _EXAMPLE)
+    click.echo(f"Wrote {path}. Set its source and store, then: millrace plan {path}")
+    return 0
+
+
+def write_template(path: Path, text: str) -> None:
+    """Write a settings file to start from.
+
+    Raises:
+        ConfigurationError: A file of this name exists, or none can be written there.
+    """
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(_EXAMPLE)
+            file.write(text)
     except FileExistsError:
         raise errors.ConfigurationError(
             f"{path} is already there. Move it away, or name another file."
         ) from None
-    click.echo(f"Wrote {path}. Set its source and store, then: millrace plan {path}")
-    return 0
+    except OSError as error:
+        raise errors.ConfigurationError(f"{path} cannot be written: {error.strerror}.") from None
 
 
 @main.command()

@@ -12,6 +12,8 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    Task,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -31,6 +33,7 @@ class _Bar:
     """
 
     _bar: Progress
+    _task: TaskID
     _printed: tuple[float, str] | None = None
 
     def __enter__(self) -> Self:
@@ -39,7 +42,12 @@ class _Bar:
         return self
 
     def line(self) -> str:
-        """Return what the bar shows as one line of text; empty before there is anything."""
+        """Return what the bar shows as one line of text; empty while the total is unknown."""
+        task = self._bar.tasks[self._task]
+        return "" if task.total is None else self._line_of(task, task.total)
+
+    def _line_of(self, task: Task, total: float) -> str:
+        """Return what the bar shows of its task, whose total is known, as one line of text."""
         raise NotImplementedError
 
     def _changed(self) -> None:
@@ -100,12 +108,9 @@ class ProgressBar(_Bar):
                 return
         self._changed()
 
-    def line(self) -> str:
-        task = self._bar.tasks[self._task]
-        if task.total is None:
-            return ""
+    def _line_of(self, task: Task, total: float) -> str:
         return (
-            f"{task.completed:.0f} of {task.total:.0f} splits, {self._shards} shards, "
+            f"{task.completed:.0f} of {total:.0f} splits, {self._shards} shards, "
             f"{self._samples} samples"
         )
 
@@ -145,12 +150,9 @@ class BytesBar(_Bar):
                 return
         self._changed()
 
-    def line(self) -> str:
-        task = self._bar.tasks[self._task]
-        if task.total is None:
-            return ""
+    def _line_of(self, task: Task, total: float) -> str:
         return (
-            f"{decimal(int(task.completed))} of {decimal(int(task.total))} on "
+            f"{decimal(int(task.completed))} of {decimal(int(total))} on "
             f"{task.fields['ready']} of {task.fields['nodes']} nodes"
         )
 
@@ -178,6 +180,7 @@ class ObjectsBar(_Bar):
             self._changed()
 
     def line(self) -> str:
+        """Return the count also while the total is unknown."""
         task = self._bar.tasks[self._task]
         whole = "" if task.total is None else f" of {task.total:.0f}"
         return f"{task.description}: {task.completed:.0f}{whole}"

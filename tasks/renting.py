@@ -31,10 +31,10 @@ from millrace.swarm import Host, Hosts
 from millrace.vast import (
     IDENTITY,
     Account,
-    Guard,
     Offer,
     Reaped,
     Rental,
+    RentalGuard,
     Rented,
     RentSettings,
     StandSettings,
@@ -132,9 +132,9 @@ def look_for_offers(settings: RentSettings) -> list[Offer]:
     return found
 
 
-def guard_of(settings: RentSettings) -> Guard:
+def guard_of(settings: RentSettings) -> RentalGuard:
     """Return what gives a rental back should this process be killed, by its worker or otherwise."""
-    return Guard(StandSettings(store=settings.store, account=settings.account), settings.name)
+    return RentalGuard(StandSettings(store=settings.store, account=settings.account), settings.name)
 
 
 @task(cache_policy=NO_CACHE)

@@ -57,6 +57,7 @@ def test_init_writes_settings_that_are_read_back_and_never_overwrites(run, tmp_p
     before = (tmp_path / "millrace.yaml").read_text()
     assert "already there" in run("init", code=2)
     assert (tmp_path / "millrace.yaml").read_text() == before
+    assert "none/job.yaml cannot be written: No such file" in run("init", "none/job.yaml", code=2)
 
 
 def test_plan_shows_and_writes_nothing(run, settings, tmp_path):

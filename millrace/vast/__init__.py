@@ -2,7 +2,7 @@
 
 from millrace.vast.api import Vast
 from millrace.vast.clock import Clock, SystemClock
-from millrace.vast.guard import Guard
+from millrace.vast.guard import RentalGuard
 from millrace.vast.hiring import node_key
 from millrace.vast.instances import IDENTITY, Instance
 from millrace.vast.ledger import attempts_of, is_rented
@@ -23,7 +23,6 @@ __all__ = [
     "IDENTITY",
     "Account",
     "Clock",
-    "Guard",
     "Instance",
     "Machine",
     "Offer",
@@ -34,6 +33,7 @@ __all__ = [
     "Reaped",
     "RentSettings",
     "Rental",
+    "RentalGuard",
     "Rented",
     "StandSettings",
     "SystemClock",

@@ -32,7 +32,7 @@ _TRIES = 30
 _PAUSE = 60.0  # seconds between two tries
 
 
-class Guard:
+class RentalGuard:
     """Watches this process while it owns a rental. Use it as a context around the rental's.
 
     Args:
@@ -54,7 +54,7 @@ class Guard:
         }
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Guard:
+    def __enter__(self) -> RentalGuard:
         package = str(Path(__file__).parents[2])
         paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(

@@ -11,10 +11,10 @@ from pydantic import SecretStr
 from millrace.storage import StoreSpec
 from millrace.vast import (
     Account,
-    Guard,
     OfferRequest,
     Program,
     Rental,
+    RentalGuard,
     RentSettings,
     StandSettings,
 )
@@ -38,7 +38,7 @@ def own(key: str, url: str, folder: str, grace: str) -> None:
     """Own a machine until this process is killed."""
     settings = settings_of(key, url, Path(folder))
     stand = StandSettings(store=settings.store, account=settings.account)
-    with Guard(stand, settings.name, grace=float(grace)), Rental(settings) as rental:
+    with RentalGuard(stand, settings.name, grace=float(grace)), Rental(settings) as rental:
         rental.until_ready()
         print("ready", flush=True)
         signal.pause()
