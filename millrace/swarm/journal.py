@@ -17,8 +17,9 @@ import os
 import re
 import shutil
 import sys
+import time
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from millrace.swarm.pieces import File, is_unfinished
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 _BLOCK = 1 << 20
+_KEPT_FOR = 7 * 24 * 3600.0  # seconds after its last byte that the file of another request is kept
+_DISK_BLOCK = 512  # bytes that `st_blocks` counts in
 
 Range = tuple[int, int]
 """First byte and number of bytes."""
@@ -79,6 +82,38 @@ class Journal:
             case _:
                 pass
 
+    def partials_of_others(
+        self, objects: Collection[str], stems: Collection[str], room: int
+    ) -> dict[str, str]:
+        """Choose the partial files of other requests that are kept, for when these come again.
+
+        Kept are the newest ones, for a week, while they take at most half of the disk that is left.
+
+        Args:
+            objects: Objects of this run: whatever is left of these is its own.
+            stems: `partial_stem` of each destination of this run: an earlier content is not needed.
+            room: Bytes of the disk that are free and that this run does not need.
+
+        Returns:
+            For each object the path of its partial file.
+        """
+        found: list[tuple[float, int, str, str]] = []
+        for name, path in self.partials.items():
+            left = self._root / path
+            if name in objects or partial_stem(path) in stems or not self._is_below_root(left):
+                continue
+            if left.is_file() and not left.is_symlink():
+                stat = left.stat()
+                found.append((stat.st_mtime, stat.st_blocks * _DISK_BLOCK, name, path))
+        most = (room + sum(size for _, size, _, _ in found)) // 2
+        kept: dict[str, str] = {}
+        for written, size, name, path in sorted(found, reverse=True):
+            most -= size
+            if most < 0 or time.time() - written > _KEPT_FOR:
+                break
+            kept[name] = path
+        return kept
+
     def begin(self, files: dict[str, str], pieces: Iterable[tuple[str, Range, str]]) -> None:
         """Begin anew with what is still of use, and remove everything else that was left.
 
@@ -121,13 +156,21 @@ class Journal:
 
     def _remove(self, path: str) -> None:
         left = self._root / path
-        if not left.parent.resolve().is_relative_to(self._root):
+        if not self._is_below_root(left):
             return  # through a link that somebody has made since
         if left.is_dir() and not left.is_symlink():
             shutil.rmtree(left, ignore_errors=True)
         else:
             with contextlib.suppress(OSError):
                 left.unlink()
+
+    def _is_below_root(self, path: Path) -> bool:
+        return path.parent.resolve().is_relative_to(self._root)
+
+
+def partial_stem(path: str) -> str:
+    """Return the part of a partial file's path that its destination alone decides."""
+    return path.rsplit(".", 2)[0]
 
 
 def verified(path: Path, noted: dict[Range, str], wanted: Iterable[Range]) -> dict[int, bytes]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import ChangedError, ConflictError
-from millrace.swarm.journal import Journal, Range, verified
+from millrace.swarm.journal import Journal, Range, partial_stem, verified
 from millrace.swarm.made import (
     CacheCheck,
     Made,
@@ -103,6 +103,7 @@ class Landing:
         ]
         self._lockfile: int | None = None
         self._journal = Journal(self._root, self._ours / "partial.jsonl")
+        self._others: dict[str, str] = {}  # partial files of other requests, by their objects
 
     # -- before and after
 
@@ -145,7 +146,8 @@ class Landing:
     def close(self) -> None:
         """Let go of the root, when nobody writes any more. What is partial stays, for later."""
         self.stop()
-        self._journal.close(keep=not all(state.final for state in self._states))
+        whole = all(state.final for state in self._states)
+        self._journal.close(keep=not whole or bool(self._others))
         if self._lockfile is not None:
             os.close(self._lockfile)
             self._lockfile = None
@@ -421,7 +423,7 @@ class Landing:
         self._note_pieces()
 
     def _begin_journal(self) -> None:
-        """Begin the journal with the files that are to come; the rest of what was left goes."""
+        """Begin the journal with the files that are to come, and with those of other requests."""
         coming = [
             state
             for state in self._states
@@ -430,15 +432,22 @@ class Landing:
         ]
         for state in coming:
             state.noted = True
-        self._journal.begin(
-            {state.place.object: self._below(state.place.partial) for state in coming},
-            (
-                (state.place.object, span, digest.hex())
-                for state in coming
-                for span, digest in zip(self._spans(state), state.digests, strict=True)
-                if digest is not None
-            ),
+        self._others = self._journal.partials_of_others(
+            {state.place.object for state in self._states},
+            {partial_stem(self._below(state.place.partial)) for state in self._states},
+            self._places.room_beside(state.place for state in self._states if not state.final),
         )
+        files = {state.place.object: self._below(state.place.partial) for state in coming}
+        pieces = [
+            (state.place.object, span, digest.hex())
+            for state in coming
+            for span, digest in zip(self._spans(state), state.digests, strict=True)
+            if digest is not None
+        ]
+        for name in self._others:
+            noted = self._journal.pieces.get(name, {})
+            pieces += [(name, span, digest) for span, digest in noted.items()]
+        self._journal.begin(files | self._others, pieces)
 
     def _spans(self, state: _State) -> list[Range]:
         """Return the first byte and size of each segment of a file."""

@@ -68,13 +68,21 @@ class Places:
         Raises:
             NoSpaceError: There is not.
         """
-        needed = sum(place.file.size for place in places if not place.partial.exists())
-        free = shutil.disk_usage(self._root).free
+        free, needed = self._free_and_needed(places)
         if needed and needed + ROOM > free:
             raise NoSpaceError(
                 f"{self._root} has {free} bytes free, and {needed} (and {ROOM} to spare) are to "
                 "come: free some, or choose another root."
             )
+
+    def room_beside(self, places: Iterable[Place]) -> int:
+        """Return the free bytes of the disk that files which are to come do not need."""
+        free, needed = self._free_and_needed(places)
+        return free - needed - ROOM
+
+    def _free_and_needed(self, places: Iterable[Place]) -> tuple[int, int]:
+        needed = sum(place.file.size for place in places if not place.partial.exists())
+        return shutil.disk_usage(self._root).free, needed
 
     def preallocate(self, place: Place) -> None:
         """Make a partial file of its full size.

@@ -95,15 +95,16 @@ def detect(name: str, head: bytes) -> Unpacking:
 
 
 def _holds_tar(head: bytes, method: Unpacking) -> bool:
-    """Tell whether compressed bytes begin as a tar does."""
+    """Tell whether compressed bytes begin with the header of a tar's member.
+
+    A tar without members is zeros, as is many a file that is no tar: it counts as one file.
+    """
     found = b""
     with contextlib.suppress(errors.ArchiveError):  # the head ends before the archive does
         for block in _blocks(io.BytesIO(head), method):
             found += block[:_TAR_BLOCK]
             if len(found) >= _TAR_BLOCK:
                 break
-    if found[:_TAR_BLOCK] == bytes(_TAR_BLOCK):
-        return True  # without members
     try:
         tarfile.TarInfo.frombuf(found[:_TAR_BLOCK], "utf-8", "surrogateescape")
     except tarfile.HeaderError:

@@ -293,20 +293,63 @@ def test_pieces_are_known_by_object_and_range(store, nodes, change):
     if change == "another destination":  # files that were whole have a name there already
         again += sum(len(body) for name, body in contents.items() if "large" not in name)
     assert read + store.counts().bytes <= report.size + again
-    assert not list(nodes[0].root.rglob(".*.part"))
+    assert partial_files(nodes[0].root) == []
 
 
-def test_what_no_request_needs_any_more_is_removed(store, nodes):
-    contents = fill(store, "left")
-    broken_off(store, nodes[:1], "left")
+def partial_files(root: Path) -> list[Path]:
+    return sorted(root.rglob(".*.part"))
+
+
+def test_interrupted_requests_that_alternate_keep_each_others_pieces(store, nodes):
+    contents = {prefix: fill(store, prefix) for prefix in ("one", "two")}
+    read = 0
+    for prefix in ("one", "two", "one", "two"):
+        request = Request(prefix=prefix, destination=prefix)
+        read += broken_off(store, nodes[:1], prefix, requests=[request])
+    assert len(partial_files(nodes[0].root)) == 2
+    for prefix in ("one", "two"):
+        request = Request(prefix=prefix, destination=prefix)
+        prewarm(settings_of(store, nodes[:1], requests=[request]))
+    read += store.counts().bytes
     root = nodes[0].root
-    assert list(root.glob(".*.part"))
-    store.put("left/large.bin", b"another content")
+    assert {prefix: files_below(root / prefix) for prefix in contents} == contents
+    size = sum(len(body) for each in contents.values() for body in each.values())
+    assert read <= size + 6 * 2 * 256 * 1024  # what was on its way, each time
+    assert partial_files(root) == []
+    assert not (root / ".millrace" / "partial.jsonl").exists()
+
+
+@pytest.mark.parametrize("size", [180 * MIB, 30 * MIB])
+def test_pieces_of_another_request_are_kept_while_the_disk_has_room(store, nodes, size):
+    fill(store, "early")
+    root = nodes[0].root
+    with mounted(root, 256 * MIB):
+        broken_off(store, nodes[:1], "early")
+        (left,) = partial_files(root)
+        store.generate("late", size)
+        assert prewarm(settings_of(store, nodes[:1], requests=[Request(key="late")])).nodes[0].ready
+        assert partial_files(root) == ([left] if size == 30 * MIB else [])
+        assert (root / ".millrace" / "partial.jsonl").exists() == (size == 30 * MIB)
+
+
+@pytest.mark.parametrize("why", ["replaced", "old"])
+def test_what_no_request_needs_any_more_is_removed(store, nodes, why):
+    contents = fill(store, f"left-{why}")
+    broken_off(store, nodes[:1], f"left-{why}")
+    root = nodes[0].root
+    (left,) = partial_files(root)
     store.put("other", b"other")
+    requests = [Request(key="other")]
+    if why == "replaced":
+        store.put("left-replaced/large.bin", b"another content")
+        requests.append(Request(prefix="left-replaced"))
+    else:
+        week_ago = time.time() - 7 * 24 * 3600 - 1
+        os.utime(left, (week_ago, week_ago))
     mine = root / ".0123456789abcdef.part"
     mine.write_text("not ours, whatever its name")
-    prewarm(settings_of(store, nodes[:1], requests=[Request(key="other")]))
-    assert list(root.rglob(".*.part")) == [mine]
+    prewarm(settings_of(store, nodes[:1], requests=requests))
+    assert partial_files(root) == [mine]
     assert not (root / ".millrace" / "partial.jsonl").exists()
     found = files_below(root)
     assert {name: found[name] for name in ("even.bin", "other")} == {
@@ -329,8 +372,9 @@ def test_a_folder_that_was_being_unpacked_is_removed(store, nodes):
     assert list(root.glob(".*.unpacking"))
     nodes[0] = start_agent("n0", root)
     store.reset()
+    left = {path.name for path in partial_files(root)}
     prewarm(settings_of(store, nodes[:1], requests=[Request(key="other")]))
-    assert {path.name for path in root.iterdir()} == {".millrace", "other"}
+    assert {path.name for path in root.iterdir()} == {".millrace", "other"} | left
 
 
 @pytest.mark.parametrize(
@@ -655,6 +699,39 @@ def test_a_compressed_file_that_is_no_archive_becomes_one_file(store, nodes, key
     assert (root / wanted).read_bytes() == b"mine"
 
 
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [("cut", "ends before its end"), ("flipped", "is damaged"), ("bomb", "holds more than")],
+)
+def test_a_damaged_compressed_file_costs_only_itself(store, nodes, ending, damage, says):
+    def packed(body: bytes) -> bytes:
+        if ending == "gz":
+            return gzip.compress(body)
+        return zstandard.ZstdCompressor(write_checksum=True).compress(body)
+
+    contents = fill(store, "with")
+    key, body = f"words.txt.{ending}", secrets.token_bytes(MIB)
+    bad = bytearray(packed(bytes(20 * MIB) if damage == "bomb" else body))
+    if damage == "cut":
+        del bad[-3:]
+    elif damage == "flipped":
+        bad[-3] ^= 1
+    store.put(key, bytes(bad))
+    archive = Request(key=key, unpack=Unpacking.AUTO)
+    requests = [archive, Request(prefix="with")]
+    settings = settings_of(store, nodes[:1], requests=requests, unpacked_bytes=10 * MIB)
+    with pytest.raises(errors.WorkerError, match=says):
+        prewarm(settings)
+    root = nodes[0].root
+    assert files_below(root) == contents | {key: bytes(bad)}
+    assert not list(root.glob(".*.unpacking"))
+    good = packed(body)
+    store.put(key, good)
+    assert prewarm(settings).nodes[0].ready
+    assert files_below(root) == contents | {key: good, "words.txt": body}
+
+
 def test_a_tar_is_known_by_its_content_where_its_name_says_gz(store, nodes):
     store.put("a.gz", tarred({"x": b"x"}))
     request = Request(key="a.gz", unpack=Unpacking.AUTO)
@@ -678,17 +755,19 @@ def test_a_bad_archive_costs_only_itself(store, nodes):
         assert found == contents
 
 
-def test_an_archive_that_is_larger_than_the_disk_leaves_the_node_as_it_was(store, nodes):
+@pytest.mark.parametrize("key", ["bomb.tar.gz", "bomb.gz"])
+def test_an_archive_that_is_larger_than_the_disk_leaves_the_node_as_it_was(store, nodes, key):
     contents = fill(store, "beside")
-    store.put("bomb.tar.gz", tarred({"zeros": bytes(160 * MIB)}))
-    archive = Request(key="bomb.tar.gz", unpack=Unpacking.AUTO)
+    zeros = bytes(160 * MIB)
+    store.put(key, tarred({"zeros": zeros}) if "tar" in key else gzip.compress(zeros, 1))
+    archive = Request(key=key, unpack=Unpacking.AUTO)
     root = nodes[0].root
     with mounted(root, 128 * MIB):
         settings = settings_of(store, nodes[:1], requests=[archive, Request(prefix="beside")])
         with pytest.raises(errors.WorkerError, match="does not fit on the disk"):
             prewarm(settings)
         found = files_below(root)
-        assert found.pop("bomb.tar.gz")
+        assert found.pop(key)
         assert found == contents
         assert shutil.disk_usage(root).free > 64 * MIB
         assert prewarm(settings_of(store, nodes[:1], **below("beside"))).nodes[0].ready

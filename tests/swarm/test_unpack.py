@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.errors import ArchiveError, ConfigurationError, UnavailableError
-from millrace.swarm.unpack import SINGLE, Limits, Unpacked, Unpacking, detect, unpack
+from millrace.swarm.unpack import CONTENT, SINGLE, Limits, Unpacked, Unpacking, detect, unpack
 
 TARS = [Unpacking.TAR, Unpacking.TAR_GZ, Unpacking.TAR_ZST]
 ARCHIVES = [m for m in Unpacking if m is not Unpacking.AUTO and m not in SINGLE]
@@ -115,9 +115,9 @@ def zip_of(*members, **told):
 
 
 def packed(tar, method):
-    if method is Unpacking.TAR_GZ:
+    if method in {Unpacking.TAR_GZ, Unpacking.GZ}:
         return gzip.compress(tar)
-    if method is Unpacking.TAR_ZST:
+    if method in {Unpacking.TAR_ZST, Unpacking.ZST}:
         return zstandard.ZstdCompressor(write_checksum=True).compress(tar)
     return tar
 
@@ -770,6 +770,102 @@ def test_garbage_is_refused(into, method, size):
     with pytest.raises(ArchiveError):
         unpack(reader_of(data, method), method, into, limits=LIMITS)
     assert tree_of(into) == {}
+
+
+@pytest.mark.parametrize("method", sorted(SINGLE))
+@pytest.mark.parametrize("size", [0, 1, 511, 5000])
+def test_what_is_not_compressed_is_refused(into, method, size):
+    data = random.Random(size).randbytes(size)
+    with pytest.raises(ArchiveError):
+        unpack(Trickle(data), method, into, limits=LIMITS)
+    assert size_of(into) == 0
+
+
+@pytest.mark.parametrize("method", sorted(SINGLE))
+@pytest.mark.parametrize("size", [512, 10240, 100_000])
+def test_compressed_zeros_are_a_file_and_no_tar_without_members(method, size):
+    assert detect("disk.img", packed(bytes(size) + b"end", method)[:8192]) is method
+    assert detect("disk.img", packed(bytes(size), method)) is method
+
+
+@pytest.mark.parametrize("method", sorted(SINGLE))
+def test_a_compressed_file_cut_anywhere_is_refused(into, method):
+    data = packed(b"text " * 40 + random.Random(1).randbytes(300), method)
+    for cut in range(len(data)):
+        with (
+            tempfile.TemporaryDirectory(dir=into) as name,
+            pytest.raises(ArchiveError, match="ends before its end"),
+        ):
+            unpack(Trickle(data[:cut]), method, Path(name), limits=LIMITS)
+
+
+@pytest.mark.parametrize("method", sorted(SINGLE))
+def test_a_compressed_file_with_a_wrong_checksum_is_refused(into, method):
+    data = packed(random.Random(2).randbytes(5000), method)
+    for at in range(1, 5 if method is Unpacking.ZST else 9):  # XXH64; CRC-32 and size
+        damaged = bytearray(data)
+        damaged[-at] ^= 1
+        with (
+            tempfile.TemporaryDirectory(dir=into) as name,
+            pytest.raises(ArchiveError, match="is damaged"),
+        ):
+            unpack(Trickle(bytes(damaged)), method, Path(name), limits=LIMITS)
+
+
+@pytest.mark.parametrize("method", sorted(SINGLE))
+def test_a_damaged_compressed_file_is_refused_or_becomes_what_it_was(into, method):
+    chance = random.Random(3)
+    body = chance.randbytes(400) + b"1" * 400
+    data = packed(body, method)
+    refusals = 0
+    for _ in range(600):
+        damaged = bytearray(data)
+        for _ in range(chance.randint(1, 4)):
+            damaged[chance.randrange(len(data))] = chance.randrange(256)
+        with tempfile.TemporaryDirectory(dir=into) as name:
+            try:
+                unpack(Trickle(bytes(damaged)), method, Path(name), limits=LIMITS)
+            except ArchiveError:
+                refusals += 1
+            else:
+                assert tree_of(Path(name)) == {CONTENT: ("file", body, False)}
+    assert refusals > 500
+
+
+@pytest.mark.parametrize("method", sorted(SINGLE))
+def test_what_follows_a_compressed_file_is_refused_but_for_zeros(into, method):
+    data = packed(b"body", method)
+    unpack(Trickle(data + bytes(700)), method, into, limits=LIMITS)
+    assert tree_of(into) == {CONTENT: ("file", b"body", False)}
+    with (
+        tempfile.TemporaryDirectory(dir=into) as name,
+        pytest.raises(ArchiveError, match="is damaged"),
+    ):
+        unpack(Trickle(data + b"more than eight bytes"), method, Path(name), limits=LIMITS)
+
+
+@pytest.mark.parametrize("method", sorted(SINGLE))
+def test_compressed_files_one_after_another_are_one(into, method):
+    unpack(Trickle(packed(b"a", method) + packed(b"b", method)), method, into, limits=LIMITS)
+    assert tree_of(into) == {CONTENT: ("file", b"ab", False)}
+
+
+@pytest.mark.parametrize("method", sorted(SINGLE))
+def test_a_bomb_that_is_one_file_ends_at_the_limit(into, method):
+    encoder = (
+        zlib.compressobj(9, wbits=31)
+        if method is Unpacking.GZ
+        else zstandard.ZstdCompressor(1).compressobj()
+    )
+    data = b"".join([*(encoder.compress(bytes(1 << 20)) for _ in range(100)), encoder.flush()])
+    assert len(data) < 200_000
+
+    def run():
+        with pytest.raises(ArchiveError, match="more than 1048576 bytes"):
+            unpack(io.BytesIO(data), method, into, limits=LIMITS)
+
+    assert peak_of(run) < 150 << 20
+    assert size_of(into) <= LIMITS.bytes
 
 
 def test_a_zip_that_says_less_than_it_holds_is_refused(into):
