@@ -31,5 +31,7 @@ def reap_instances(
     found = reap_machines(stand, dry_run=dry_run)
     word = "would be given back" if dry_run else "given back"
     headline = f"{count(len(found.returned), 'machine')} {word}, {len(found.kept)} stay."
+    if found.elsewhere:
+        headline += f" Another account pays for {found.elsewhere} more: look with its API key."
     report_rentals(headline, (*found.returned, *found.kept), key="reaper")
     return found

@@ -104,6 +104,8 @@ def reap_rentals(settings: Path, *, dry_run: bool) -> int:
     click.echo(f"{word}: {_machines(len(found.returned))}. Stay: {len(found.kept)}.")
     if found.closed:
         click.echo(f"Closed: {found.closed}, of which nothing was left.")
+    if found.elsewhere:
+        click.echo(f"Another account pays for {found.elsewhere} more: look with its API key.")
     return 0
 
 

@@ -589,9 +589,10 @@ class MachineKeys:
 
 
 def rental_of(key: str) -> str | None:
-    """The rental that an attempt's key belongs to, or None if it is none's."""
+    """Return the rental that an attempt's key belongs to; None if it is none's."""
     name, slash, _ = key.removeprefix(f"{RENTALS}/").rpartition("/attempts/")
-    return name if slash and key.startswith(f"{RENTALS}/") else None
+    ours = slash and key.startswith(f"{RENTALS}/") and _can_be(RentalKeys, name)
+    return name if ours else None
 
 
 def member_lease(job: str, member: str) -> LeaseKeys:
@@ -725,6 +726,8 @@ def named(key: str) -> Named | None:
     if leaf.startswith(("gradient-", "start_window-")):
         return _of_worker(key)
     if machine := _OF_MACHINE.fullmatch(key):
+        if not _can_be(RentalKeys, machine["rental"]):
+            return None
         return Named(Kind.PASSING, RentalKeys(machine["rental"]).scope)
     match = _OF_CHAIN.fullmatch(key)
     if match and _can_be(CheckpointKeys, ChainKeys(match["scope"], match["version"]).job):
@@ -762,7 +765,7 @@ _CHECKED: dict[Kind, type[DatasetKeys] | type[CheckpointKeys]] = {
 
 
 @lru_cache(maxsize=1024)
-def _can_be(keys: type[DatasetKeys] | type[CheckpointKeys], name: str) -> bool:
+def _can_be(keys: type[DatasetKeys] | type[CheckpointKeys] | type[RentalKeys], name: str) -> bool:
     try:
         keys(name)
     except ConfigurationError:

@@ -19,7 +19,7 @@ from millrace.housekeeping.plans import (
 )
 from millrace.housekeeping.protection import Guard, clock_of
 from millrace.housekeeping.uploads import abort_uploads
-from millrace.keys import CLEANING, Kind, named
+from millrace.keys import CLEANING, Kind, RentalKeys, named, rental_of
 from millrace.lease import StoreClock
 from millrace.progress import Progress, silent
 from millrace.storage import (
@@ -178,8 +178,16 @@ def check_name(location: Location, typed: str) -> None:
 
 
 def _all(store: Store, guard: Guard, progress: Progress) -> Iterator[Entry]:
+    """Yield all that is to be deleted.
+
+    Raises:
+        HeldError: Somebody works there, or a machine that was rented is not given back: without
+            what is written down of it, nobody could.
+    """
     seen: set[str] = set()
+    out: dict[str, set[int]] = {}
     for stat in listed(store, "", progress):
+        _note(stat.key, out)
         what = named(stat.key)
         if what is not None and what.kind is Kind.RECORD and what.scope not in seen:
             seen.add(what.scope)
@@ -187,3 +195,21 @@ def _all(store: Store, guard: Guard, progress: Progress) -> Iterator[Entry]:
                 raise errors.HeldError(f"{why}: end it before {store.url} is wiped.")
         if not stat.key.startswith(f"{CLEANING}/"):
             yield Entry(stat, 0)
+    if rented := [name for name, numbers in sorted(out.items()) if numbers]:
+        raise errors.HeldError(
+            f"{store.url} is where the machines of {', '.join(rented)} are written down, "
+            "which are not given back: release them, or let `millrace reap` close what is gone; "
+            "then wipe."
+        )
+
+
+def _note(key: str, out: dict[str, set[int]]) -> None:
+    """Note of a rental's attempt whether it is out; an attempt's keys are listed in this order."""
+    rental = rental_of(key)
+    parsed = RentalKeys(rental).parse(key) if rental else None
+    if rental is not None and parsed is not None:
+        number, part = parsed
+        if part == "intent":
+            out.setdefault(rental, set()).add(number)
+        elif part == "returned":
+            out.setdefault(rental, set()).discard(number)

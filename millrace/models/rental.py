@@ -27,9 +27,12 @@ class Intent(Committed):
         label: By which it is found again should the answer be lost.
         offer: The ask that is taken; its number may come to mean another.
         machine: The host that is behind it.
+        account: Account that pays for it, as of `Vast.identity`.
         dph: Dollars an hour that it costs, disk included.
         up_cost: Dollars for each GB that it sends.
         down_cost: Dollars for each GB that it receives.
+        up: Mbit/s that it can send, by its offer; 0 if that is not known.
+        down: Mbit/s that it can receive, likewise.
         begun: When, by the owner's clock.
         until: When it has to be back.
     """
@@ -39,9 +42,12 @@ class Intent(Committed):
     label: str
     offer: int
     machine: int
+    account: str
     dph: float = Field(ge=0, allow_inf_nan=False)
     up_cost: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     down_cost: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    up: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    down: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     begun: datetime
     until: datetime
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from pydantic import SecretStr
 
 from millrace import errors
+from millrace.digest import sha256
 from millrace.vast.clock import Clock, SystemClock
 from millrace.vast.instances import Instance
 
@@ -28,6 +29,7 @@ T = TypeVar("T")
 
 _PATIENCE = timedelta(minutes=2)
 _TIMEOUT = 60.0  # seconds without an answer
+_DESTROY_TIMEOUT = 20.0  # the same of a destroy: whoever gives many back goes on with the next
 _PARTLY = 5.0  # seconds until a list that came in part is asked for again
 _CREDIT = re.compile(r"credit|billing|balance", re.IGNORECASE)
 
@@ -143,11 +145,30 @@ class Vast:
         self._key = key
         self._sdk: Any = sdk_of(key, url, retry=1, quiet=True)
         self._sdk.client.timeout = _TIMEOUT
+        self._destroying: Any = sdk_of(key, url, retry=1, quiet=True)
+        self._destroying.client.timeout = _DESTROY_TIMEOUT
+        self._identity = ""
         self.url: str = self._sdk.client.server_url
         """The API's address, which machines ask too."""
         self.clock = clock or SystemClock()
         self._pace = _Pace(self.clock)
         self._patience = patience.total_seconds()
+
+    def identity(self) -> str:
+        """Return what tells this account from others, whichever of its keys is used.
+
+        A key that may not read its account's number is told by its digest.
+
+        Raises:
+            UnavailableError: The API does not answer.
+        """
+        if not self._identity:
+            try:
+                user = self._patiently(Call.USER, self._sdk.show_user)
+                self._identity = f"user-{int(user['id'])}"
+            except (errors.ConfigurationError, errors.DeniedError, KeyError, TypeError, ValueError):
+                self._identity = f"key-{sha256(self._key.get_secret_value().encode())[:16]}"
+        return self._identity
 
     def search(
         self, filters: Mapping[str, Any], *, kind: str, disk: float, limit: int
@@ -256,7 +277,7 @@ class Vast:
         return {**page, "instances": instances, "total": total}
 
     def destroy(self, instance: int) -> None:
-        """Destroy a machine. One that is gone is a success; whether it is says the listing.
+        """Ask once to destroy a machine. One that is gone is a success; the listing tells.
 
         Raises:
             UnavailableError: The API does not answer.
@@ -264,12 +285,12 @@ class Vast:
         """
 
         def ask() -> None:
-            answer: Any = self._sdk.destroy_instance(instance)
+            answer: Any = self._destroying.destroy_instance(instance)
             if answer.get("success") is not True:
                 self._refused(200, answer, _said(answer))
 
         try:
-            self._patiently(Call.DESTROY, ask)
+            self._patiently(Call.DESTROY, ask, again=False)
         except errors.NotFoundError:
             return
 

@@ -1,7 +1,7 @@
 """What the store knows of rentals: who is behind a label, and what has not come back yet."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TypeVar
@@ -13,10 +13,12 @@ from millrace.keys import INSTALLATION, RENTALS, RentalKeys, rental_of
 from millrace.models.rental import Contract, Installation, Intent, Returned
 from millrace.records import commit_once, fetch
 from millrace.storage import Store, StoreSpec, list_objects, open_store
+from millrace.vast.instances import Instance
 
 R = TypeVar("R", bound=BaseModel)
 
-_BYTES_AN_HOUR = 1.25e9 * 3600  # at 10 Gbit/s: more than any host has
+_FASTEST = 10_000.0  # Mbit/s: more than any host has
+_BURST = 4.0  # times the speed of its offer that a machine's counters are believed
 
 
 def installation_of(store: Store) -> str:
@@ -65,10 +67,29 @@ class Attempt:
         if self.returned is not None:
             return self.returned.cost
         hours = max(timedelta(0), now - self.intent.begun) / timedelta(hours=1)
-        most = hours * _BYTES_AN_HOUR  # what it says of itself may be anything
-        down, up = min(received, most), min(sent, most)
-        traffic = down * self.intent.down_cost + up * self.intent.up_cost
+        down, up = self.movable(now)
+        traffic = min(received, down) * self.intent.down_cost + min(sent, up) * self.intent.up_cost
         return hours * (self.intent.dph if dph is None else dph) + traffic / 1e9
+
+    def movable(self, now: datetime) -> tuple[float, float]:
+        """Return the bytes that its line can have received, and sent, since it was rented."""
+        seconds = max(timedelta(0), now - self.intent.begun).total_seconds()
+        down, up = (
+            min(mbits * _BURST, _FASTEST) if mbits else _FASTEST
+            for mbits in (self.intent.down, self.intent.up)
+        )
+        return seconds * down * 1e6 / 8, seconds * up * 1e6 / 8
+
+    def find(self, instances: Iterable[Instance]) -> Instance | None:
+        """Find its machine in a listing: by its number, which nobody can change, if that is known.
+
+        Another machine may bear the same label.
+        """
+        number = self.instance
+        for one in instances:
+            if one.id == number or (number is None and one.label == self.intent.label):
+                return one
+        return None
 
 
 def attempts_of(store: Store, rental: str) -> list[Attempt]:
@@ -88,6 +109,20 @@ def open_attempts(store: Store) -> Iterator[tuple[str, Attempt]]:
     Of those that have, however many there are, nothing but their names is read.
     """
     return _attempts(store, f"{RENTALS}/", returned=False)
+
+
+def refuse_others(rental: str, machines: int) -> None:
+    """Refuse to go on with machines that another account pays for.
+
+    Raises:
+        ConfigurationError: There are some: nobody can see or destroy them with this account.
+    """
+    if machines:
+        count = "1 machine" if machines == 1 else f"{machines} machines"
+        raise errors.ConfigurationError(
+            f"{count} of {rental} were rented with another account of Vast.ai, and not given back: "
+            "use that account's API key, or release the rental with it first."
+        )
 
 
 def is_rented(place: StoreSpec) -> bool:

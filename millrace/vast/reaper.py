@@ -5,7 +5,7 @@ unknown, not empty: then nothing is done, and the reaper fails, which is seen.
 """
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from millrace import errors
@@ -24,6 +24,7 @@ from millrace.vast.ledger import (
     attempts_of,
     installation_of,
     open_attempts,
+    refuse_others,
 )
 from millrace.vast.owning import own
 from millrace.vast.returning import give_back, write_off
@@ -43,6 +44,7 @@ class Rented:
         owner: Who has it; empty if nobody does.
         cost: Dollars that it has come to, without its traffic.
         why: Why it should be given back; empty if it should not.
+        stray: Whether it only bears the label of the attempt, whose machine is another.
     """
 
     instance: Instance
@@ -51,6 +53,7 @@ class Rented:
     owner: str
     cost: float
     why: str
+    stray: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +64,14 @@ class Reaped:
         returned: Machines that were given back; in a dry run those that would be.
         kept: Those that have an owner, and time.
         closed: Attempts that were never ended, and of which nothing is left.
+        elsewhere: Attempts that were not ended, and that another account pays for: only its key
+            can tell what is left of them.
     """
 
     returned: tuple[Rented, ...]
     kept: tuple[Rented, ...]
     closed: int
+    elsewhere: int = 0
 
 
 def list_rentals(settings: StandSettings, *, vast: Vast | None = None) -> list[Rented]:
@@ -108,8 +114,11 @@ def reap(
     going = [one for one in found if one.why]
     if not dry_run:
         _give_back(store, vast, going, progress)
-    closed = 0 if dry_run else _close(store, vast, owners, instances, attempts)
-    return Reaped(tuple(going), tuple(one for one in found if not one.why), closed)
+    mine = vast.identity()
+    here = [(rental, one) for rental, one in attempts if one.intent.account == mine]
+    closed = 0 if dry_run else _close(store, vast, owners, instances, here)
+    kept = tuple(one for one in found if not one.why)
+    return Reaped(tuple(going), kept, closed, len(attempts) - len(here))
 
 
 def release(
@@ -132,6 +141,7 @@ def release(
         progress: Told ``rental.returned``, for each.
 
     Raises:
+        ConfigurationError: Another account pays for some of them: those of this one are given back.
         HeldError: It has an owner that lives, and gives them back itself: end that.
         NotFoundError: There is no such rental.
         UnavailableError: It is not known whether they are gone now.
@@ -144,7 +154,9 @@ def release(
             raise errors.NotFoundError(
                 f"{store.url} knows no rental {rental!r}: `millrace rentals` lists them."
             )
-        out = [one for one in attempts if one.returned is None and (left or not one.left)]
+        mine = vast.identity()
+        all_out = [one for one in attempts if one.returned is None and (left or not one.left)]
+        out = [one for one in all_out if one.intent.account == mine]
         going = {one.intent.label: one for one in out}
         keys = RentalKeys(rental)
         delete(store, [keys.left(one.number) for one in out])  # should this be killed
@@ -158,21 +170,20 @@ def release(
         settled = [label for label, one in going.items() if now - one.intent.begun > _YOUNG]
         give_back(vast, {label: one.instance for label, one in going.items()}, gone,
                   settled=settled)  # fmt: skip
+    refuse_others(rental, len(all_out) - len(out))
     return len(going)
 
 
 def _give_back(store: Store, vast: Vast, going: list[Rented], progress: Progress) -> None:
-    by_label = {
-        one.attempt.intent.label if one.attempt else one.instance.label: one for one in going
-    }
+    by_label = {f"{one.instance.id} {one.instance.label}": one for one in going}
 
     def gone(label: str) -> None:
         one = by_label[label]
-        if one.attempt is not None and one.attempt.returned is None:
+        if one.attempt is not None and one.attempt.returned is None and not one.stray:
             now = vast.clock.now()
             write_off(store, one.rental, one.attempt, Ending.REAPED, one.why, one.cost, now)
         figures = {"why": one.why, "dollars": one.cost}
-        progress(Event("rental.returned", label, figures))
+        progress(Event("rental.returned", one.instance.label, figures))
 
     give_back(vast, {label: one.instance.id for label, one in by_label.items()}, gone)
 
@@ -207,7 +218,7 @@ def _rented(
         attempt.instance: Label.parse(attempt.intent.label, installation) for _, attempt in attempts
     }  # a label can be changed, a number cannot
     return [
-        _judged(store, one, Label.parse(one.label, installation) or ours.get(one.id), owners, now)
+        _judged(store, one, ours.get(one.id) or Label.parse(one.label, installation), owners, now)
         for one in instances
         if is_ours(one.label, installation) or one.id in ours
     ]
@@ -227,8 +238,13 @@ def _judged(
     # Read after it was seen that nobody has it: who leaves a machine says so before.
     attempt = attempt_of(store, label.rental, label.attempt)
     left = attempt is not None and attempt.left
-    if now >= label.until:
-        why = f"its time was over at {label.until:%Y-%m-%d %H:%M} UTC"
+    if attempt is not None and attempt.instance not in {None, instance.id}:
+        why = f"it bears the label of machine {attempt.instance}, and is another"
+        cost = replace(attempt, returned=None).cost(now, dph=instance.dph)
+        return Rented(instance, label.rental, attempt, owner, cost, why, stray=True)
+    until = min(attempt.intent.until, label.until) if attempt else label.until
+    if now >= until:
+        why = f"its time was over at {until:%Y-%m-%d %H:%M} UTC"
     elif attempt is not None and attempt.returned is not None:
         why = f"it was given back before ({attempt.returned.why}), and is there"
     elif not owner and left and _has_ended(store, label):
@@ -256,13 +272,11 @@ def _close(
 ) -> int:
     """Write down what was never ended, though nothing is left of it; how many there were."""
     now = vast.clock.now()
-    labels, numbers = {one.label for one in instances}, {one.id for one in instances}
     closed = 0
     for rental, attempt in attempts:
         if now - attempt.intent.begun <= _YOUNG:
             continue
-        there = attempt.intent.label in labels or attempt.instance in numbers
-        if not there and not owners.of(rental):
+        if attempt.find(instances) is None and not owners.of(rental):
             said = "its owner was lost, and the provider has it no more"
             write_off(store, rental, attempt, Ending.REAPED, said, attempt.cost(now), now)
             closed += 1

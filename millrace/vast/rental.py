@@ -27,7 +27,7 @@ from millrace.vast.api import Created, Vast
 from millrace.vast.hiring import environment, onstart, send_files
 from millrace.vast.instances import Instance
 from millrace.vast.labels import Label
-from millrace.vast.ledger import Attempt, attempts_of, installation_of
+from millrace.vast.ledger import Attempt, attempts_of, installation_of, refuse_others
 from millrace.vast.offers import LONGEST, Offer, find_offers
 from millrace.vast.owning import Owner, own
 from millrace.vast.reports import Report, cause_of
@@ -162,6 +162,7 @@ class Rental:
         """Take the rental over.
 
         Raises:
+            ConfigurationError: Another account pays for machines of it that are not given back.
             HeldError: Somebody else has it.
         """
         with contextlib.ExitStack() as stack:
@@ -237,7 +238,7 @@ class Rental:
         """Look once more for machines that no slot has; what to give back, and to write off."""
         if not self._unseen:
             return []
-        late = self._appeared(self._rows() or {}, adopt=False)
+        late = self._appeared(self._rows() or [], adopt=False)
         never = _Verdict(Ending.NEVER, "its create was not answered, and no listing has shown it")
         return [*late, *((one, never) for one in self._unseen.values())]
 
@@ -280,7 +281,7 @@ class Rental:
             self._refuse_if_followed()
         self._refuse_spending()
         rows = self._rows()
-        ended = self._appeared(rows or {}, adopt=True)
+        ended = self._appeared(rows or [], adopt=True)
         for machine in self.machines:
             verdict = self._judged(machine, rows)
             if verdict is not None and verdict.why is Ending.NEVER:
@@ -322,20 +323,18 @@ class Rental:
             "image, and start again."
         )
 
-    def _rows(self) -> dict[str, Instance] | None:
-        """The account's machines by their labels; None where that is not known."""
+    def _rows(self) -> list[Instance] | None:
+        """List the account's machines; None where they are not known."""
         try:
-            return {one.label: one for one in self._vast.instances()}
+            return self._vast.instances()
         except (errors.DeniedError, errors.UnavailableError):
             return None  # unknown: not that there is none
 
-    def _appeared(
-        self, rows: dict[str, Instance], *, adopt: bool
-    ) -> list[tuple[Machine, _Verdict]]:
+    def _appeared(self, rows: list[Instance], *, adopt: bool) -> list[tuple[Machine, _Verdict]]:
         """Find the machines in a listing that no slot has.
 
         Args:
-            rows: The listing, by labels.
+            rows: The listing.
             adopt: Whether a machine that was never written off gets its slot, if that is free.
 
         Returns:
@@ -354,13 +353,16 @@ class Rental:
                 self._adopt(machine)
         return [*found, *((one, back) for one in self._listed(self._closed, rows))]
 
-    def _listed(self, machines: dict[int, Machine], rows: dict[str, Instance]) -> list[Machine]:
+    def _listed(self, machines: dict[int, Machine], rows: list[Instance]) -> list[Machine]:
         """Take those of some machines out that a listing shows."""
-        there = [number for number, one in machines.items() if one.attempt.intent.label in rows]
-        found = [machines.pop(number) for number in there]
-        for machine in found:
-            machine.attempt = replace(machine.attempt, returned=None)  # it is billed
-            self._contract(machine, rows[machine.attempt.intent.label].id)
+        there = {number: one.attempt.find(rows) for number, one in machines.items()}
+        found: list[Machine] = []
+        for number, row in there.items():
+            if row is not None:
+                machine = machines.pop(number)
+                machine.attempt = replace(machine.attempt, returned=None)  # it is billed
+                self._contract(machine, row.id)
+                found.append(machine)
         return found
 
     def _set_aside(self, machine: Machine) -> None:
@@ -372,21 +374,23 @@ class Rental:
             pause = min(_AGAIN * 2.0 ** min(over, 10), _LONGEST_PAUSE)
             self._paused_until = self._clock.elapsed() + pause
 
-    def _judged(self, machine: Machine, rows: dict[str, Instance] | None) -> _Verdict | None:
+    def _judged(self, machine: Machine, rows: list[Instance] | None) -> _Verdict | None:
         """Why a machine is not to be had any longer; None if it is."""
         now = self._clock.elapsed()
+        row = machine.attempt.find(rows or [])
         if machine.awaited and rows is not None:
-            row = rows.get(machine.attempt.intent.label)
             if row is not None:
                 self._contract(machine, row.id)
                 self._adopt(machine)
             elif now - machine.since > SETTLING:
                 return _Verdict(Ending.NEVER, "its create was not answered")
         self._listen(machine, now)
+        if said := self._implausible(machine):
+            return _Verdict(Ending.DEARER, said)
         if machine.report.ended is not None:
             return self._ended(machine, machine.report.ended.code)
         if rows is not None:
-            machine.instance = rows.get(machine.attempt.intent.label)
+            machine.instance = row
             if machine.instance is None and now - machine.since > _UNSEEN:
                 return _Verdict(Ending.DEAD, "the provider has it no more")
         return self._lost(machine) or (
@@ -433,6 +437,24 @@ class Rental:
         lasts = (intent.until - intent.begun) / timedelta(hours=1)
         if self._detached and dph > intent.dph * _RAISED and dph * lasts > share:
             return f"{said}: left until its time is over, it would cost more than was granted"
+        return ""
+
+    def _implausible(self, machine: Machine) -> str:
+        """Say why a machine's count of its own traffic is not believed, or too dear; or nothing."""
+        beat, attempt = machine.report.beat, machine.attempt
+        if beat is None:
+            return ""
+        now = self._clock.now()
+        down, up = attempt.movable(now)
+        if beat.received > down or beat.sent > up:
+            return (
+                f"it says that it has received {beat.received / 1e9:.0f} GB and sent "
+                f"{beat.sent / 1e9:.0f} GB, more than its line can move"
+            )
+        without = attempt.cost(now, dph=machine.dph)
+        share = self.settings.request.max_total / self.settings.count
+        if self.settings.count > 1 and (traffic := machine.cost(now) - without) > share:
+            return f"its traffic has cost ${traffic:.2f}, more than its share of what was granted"
         return ""
 
     def _silent(self, machine: Machine, now: float) -> _Verdict | None:
@@ -588,9 +610,12 @@ class Rental:
             label=str(label),
             offer=offer.id,
             machine=offer.machine,
+            account=self._vast.identity(),
             dph=offer.dph,
             up_cost=offer.up_cost,
             down_cost=offer.down_cost,
+            up=offer.up,
+            down=offer.down,
             begun=begun,
             until=until,
         )
@@ -645,7 +670,11 @@ class Rental:
         """Go on with what an owner before has left."""
         now, time = self._clock.elapsed(), self._clock.now()
         left = list[tuple[Machine, _Verdict]]()
-        for attempt in attempts_of(self._store, self.settings.name):
+        attempts = attempts_of(self._store, self.settings.name)
+        mine = self._vast.identity()
+        others = [one for one in attempts if one.returned is None and one.intent.account != mine]
+        refuse_others(self.settings.name, len(others))
+        for attempt in attempts:
             keys = MachineKeys(self._keys.machine(attempt.number))
             machine = Machine(attempt, Report(self._store, keys), since=now, heard=now)
             slot = attempt.intent.slot

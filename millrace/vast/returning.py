@@ -32,11 +32,14 @@ def give_back(
     *,
     settled: Collection[str] = (),
 ) -> None:
-    """Destroy machines until a listing shows none of their labels, nor of their numbers.
+    """Destroy machines until a listing shows none of their numbers, nor of their labels.
+
+    All are asked for once in each round: one that cannot be destroyed does not delay the others.
 
     Args:
         vast: The account.
-        machines: What is to be gone: labels, each with its machine's number where it is known.
+        machines: What is to be gone: labels, each with its machine's number where it is known;
+            then the label may be any name for it.
         gone: Told each label once nothing is left of it.
         settled: The labels whose create was sent `SETTLING` seconds ago or earlier. A machine with
             no known number counts as gone once a listing lacks its label; the others wait.
@@ -99,8 +102,12 @@ def _unseen(
 
 
 def _label(instance: Instance, left: Mapping[str, int | None]) -> str:
-    """The label that a machine was rented under, whatever it bears now."""
-    return next((one for one, number in left.items() if number == instance.id), instance.label)
+    """Return which of some machines one is: by its number, or by its label if that is not known.
+
+    Of a machine whose number is known, another that bears its label is none of them.
+    """
+    by_number = next((one for one, number in left.items() if number == instance.id), "")
+    return by_number or (instance.label if left.get(instance.label, 0) is None else "")
 
 
 def _destroyed(vast: Vast, number: int) -> str:

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from millrace import errors
 from millrace.cli import main
 from millrace.housekeeping import abort_uploads, name_to_type, plan_wiping, survey_wiping, wipe
-from millrace.keys import ChainKeys
+from millrace.keys import ChainKeys, RentalKeys
 from millrace.storage import (
     StoreSpec,
     VersionCount,
@@ -80,6 +80,23 @@ def test_a_store_where_somebody_works_is_not_wiped(place):
     with pytest.raises(errors.HeldError):
         plan_wiping(place.store.spec)
     assert there < keys_of(place)
+
+
+def test_a_ledger_of_machines_that_are_not_given_back_is_not_wiped(place):
+    there = fill(place)
+    keys = RentalKeys("fleet")
+    for part in (keys.intent(0), keys.returned(0), keys.intent(1)):
+        put(place.store, part, b"{}")  # of a machine that came back, and of one that did not
+    for look in (survey_wiping, plan_wiping):
+        with pytest.raises(errors.HeldError, match="the machines of fleet"):
+            look(place.store.spec)
+    put(place.store, keys.returned(1), b"{}")
+    done = wipe(
+        place.store.spec, plan_wiping(place.store.spec).name,
+        confirm=name_to_type(place.store.location),
+    )  # fmt: skip
+    assert done.deleted == len(there) + 4
+    assert not keys_of(place)
 
 
 def test_what_was_written_since_a_wiping_was_planned_stays(place):

@@ -119,6 +119,10 @@ class VastServer:
         """Have something happen to a machine: see `Instance.fate`."""
         self.ask("befall", {"instance": instance, "fate": fate})
 
+    def second_account(self) -> str:
+        """Open another account; its key."""
+        return self.ask("account", {})["key"]
+
     def plant(self, label: str) -> int:
         """Have somebody else, with the same account, rent a machine; its number."""
         return self.ask("plant", {"label": label})["id"]
@@ -215,7 +219,7 @@ class Instance:
         fate: What becomes of it: ``exited``, ``offline``, ``unknown``, ``oci``, ``stuck``,
             ``outbid``, ``silent`` (it runs, and says nothing), ``failing`` (its program does),
             ``broken`` (nothing can be installed), ``raised`` (it costs half as much again as was
-            offered), ``dearer``, ``vanished``; empty: nothing.
+            offered), ``dearer``, ``vanished``, ``lying`` (about what it has moved); empty: nothing.
         lag: Seconds after its creation in which the listing does not show it.
     """
 
@@ -228,6 +232,7 @@ class Instance:
     storage_hourly: float
     fate: str = ""
     lag: float = 0.0
+    account: int = 1
     stopped: bool = False
     running: float | None = None
     destroyed: float | None = None
@@ -360,6 +365,7 @@ class _Server:
     folder: Path
     world: World = field(default_factory=World)
     key: str = ""
+    others: dict[str, int] = field(default_factory=dict)  # accounts, by their keys
     extra: float = 0.0
     begun: float = 0.0
     drawing: random.Random = field(default_factory=random.Random)
@@ -424,7 +430,9 @@ class _Server:
         if not one.beats:  # what it says that it has moved, a GB and a tenth of one
             one.cost += one.machine.down_cost + one.machine.up_cost / 10
         one.beats += 1
-        _write(one, "beat.json", {"number": one.beats, "received": 10**9, "sent": 10**8})
+        lies = one.fate == "lying"
+        moved = {"received": 10**15, "sent": 10**15} if lies else {"received": 10**9, "sent": 10**8}
+        _write(one, "beat.json", {"number": one.beats, **moved})
         if now >= one.running + self.world.program:
             one.ended = True
             _write(one, "log/000000.txt", "the last words\n")
@@ -450,8 +458,8 @@ class _Server:
     async def control(self, request: web.Request) -> web.Response:
         body = await request.json()
         match request.match_info["verb"]:
-            case "reset":
-                answer: Any = {"key": self.reset(World(**body))}
+            case "reset" | "account" as verb:
+                answer: Any = {"key": self.reset(World(**body)) if verb == "reset" else self.open()}
             case "time":
                 answer = {"now": self.now}
             case "advance":
@@ -504,6 +512,12 @@ class _Server:
             "home": str(one.home) if one.home else None,
             "body": one.body,
         }
+
+    def open(self) -> str:
+        """Open another account; its key."""
+        key = f"account-{secrets.token_hex(16)}"
+        self.others[key] = len(self.others) + 2
+        return key
 
     def reset(self, world: World) -> str:
         for one in self.instances.values():
@@ -648,9 +662,13 @@ class _Server:
     def _who(self, request: web.Request) -> str:
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")
         mine = next((one for one in self.instances.values() if one.key == token), None)
-        if token != self.key and mine is None:
+        if token != self.key and token not in self.others and mine is None:
             raise _refused(401, "auth_error", "Invalid user key")
         return "" if mine is None else str(mine.id)
+
+    def _account(self, request: web.Request) -> int:
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        return self.others.get(token, 1)
 
     async def search(self, request: web.Request) -> web.Response:
         self._who(request)
@@ -689,6 +707,7 @@ class _Server:
         if size > 32768 or len(body.get("onstart") or "") > 4096 or len(body["label"] or "") > 256:
             raise _refused(400, "invalid_args", "too long")
         one = self._rented(machine, body)
+        one.account = self._account(request)
         price = body.get("price")
         if price is not None and price < machine.dph * 0.6:
             one.stopped = True
@@ -721,7 +740,8 @@ class _Server:
         after = int(request.query.get("after_token", 0))
         there = sorted(
             (one for one in self.instances.values()
-             if one.destroyed is None and self.now >= one.created + one.lag),
+             if one.destroyed is None and self.now >= one.created + one.lag
+             and one.account == self._account(request)),
             key=lambda one: one.id,
         )  # fmt: skip
         page = [one for one in there if one.id > after][:limit]
@@ -740,7 +760,8 @@ class _Server:
         one = self.instances.get(int(number))
         if who and who != number:
             raise _refused(403, "forbidden", "not your own")
-        if one is None or one.destroyed is not None:
+        theirs = one is not None and not who and one.account != self._account(request)
+        if one is None or one.destroyed is not None or theirs:
             raise _refused(404, "no_such_instance", f"Instance {number} not found.")
         return one
 
@@ -760,7 +781,9 @@ class _Server:
     async def user(self, request: web.Request) -> web.Response:
         self._who(request)
         spent = sum(one.cost for one in self.instances.values())
-        return web.json_response({"id": 1, "credit": self.world.credit - spent, "balance": 0})
+        return web.json_response(
+            {"id": self._account(request), "credit": self.world.credit - spent, "balance": 0}
+        )
 
 
 def _refused(status: int, code: str, said: str) -> _RefusedError:

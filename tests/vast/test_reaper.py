@@ -6,7 +6,7 @@ import pytest
 
 from millrace import errors
 from millrace.models.rental import Ending
-from millrace.storage import open_store
+from millrace.storage import open_store, put
 from millrace.vast import Rental, list_rentals, reap, release
 from millrace.vast.labels import Label
 from millrace.vast.ledger import attempts_of, installation_of
@@ -145,6 +145,78 @@ def test_a_rental_is_released_by_name(world: Reset) -> None:
     assert release(account.stand(), "fleet", vast=account.vast) == 2
     assert account.server.alive() == []
     assert release(account.stand(), "fleet", vast=account.vast) == 0
+
+
+def other_account(account: Account_) -> Account_:
+    """Another account, with the same store."""
+    return Account_(account.server, account.server.second_account(), account.folder)
+
+
+def test_machines_of_another_account_are_neither_closed_nor_called_gone(world: Reset) -> None:
+    account = world()
+    with Rental(account.settings(count=2), vast=account.vast, detached=True) as rental:
+        rental.until_ready()
+    account.server.advance(3600)
+    other = other_account(account)
+
+    found = reap(other.stand(), vast=other.vast)
+    assert (found.returned, found.closed, found.elsewhere) == ((), 0, 2)
+    with pytest.raises(errors.ConfigurationError, match=r"2 machines of fleet .* another account"):
+        release(other.stand(), "fleet", vast=other.vast)
+    with (
+        pytest.raises(errors.ConfigurationError, match=r"2 machines of fleet .* another account"),
+        Rental(other.settings(count=2), vast=other.vast),
+    ):
+        pass
+    assert len(account.server.alive()) == 2
+    assert {one.returned for one in attempts_of(open_store(account.store), "fleet")} == {None}
+
+    assert len(list_rentals(account.stand(), vast=account.vast)) == 2
+    assert release(account.stand(), "fleet", vast=account.vast) == 2
+    assert account.server.alive() == []
+
+
+def test_a_machine_that_bears_the_label_of_another_costs_that_one_nothing(world: Reset) -> None:
+    account = world()
+    with Rental(account.settings(), vast=account.vast, progress=account.progress) as rental:
+        (machine,) = rental.until_ready()
+        stray = account.server.plant(machine.attempt.intent.label)
+        rental.until_ready()
+        done = reap(account.stand(), vast=account.vast)
+        assert [one.instance.id for one in done.returned] == [stray]
+        assert "bears the label of" in done.returned[0].why
+        assert [one.instance.id for one in done.kept] == [machine.attempt.instance]
+        assert [one["id"] for one in account.server.alive()] == [machine.attempt.instance]
+        (attempt,) = attempts_of(open_store(account.store), "fleet")
+        assert attempt.returned is None
+        again = account.server.plant(machine.attempt.intent.label)
+    assert [one["id"] for one in account.server.alive()] == [again]  # the rental's own is gone
+    assert [one.instance.id for one in reap(account.stand(), vast=account.vast).returned] == [again]
+    assert account.server.alive() == []
+
+
+def test_a_label_that_was_changed_gives_a_machine_no_more_time(world: Reset) -> None:
+    account = world()
+    request = {"max_lifetime": timedelta(hours=2)}
+    with Rental(account.settings(request=request), vast=account.vast, detached=True) as rental:
+        (machine,) = rental.until_ready()
+    assert machine.attempt.instance
+    label = machine.attempt.intent.label.rpartition("/")[0] + "/9999999999"
+    account.server.ask("label", {"instance": machine.attempt.instance, "label": label})
+    account.server.advance(2 * 3600)
+    (gone,) = reap(account.stand(), vast=account.vast).returned
+    assert "its time was over" in gone.why
+    assert account.server.alive() == []
+
+
+def test_names_that_no_rental_can_have_hide_no_machine(world: Reset) -> None:
+    account = world()
+    abandon(account)
+    store = open_store(account.store)
+    for name in ("a/lease/b", "x/attempts/y", "bad name", "..x"):
+        put(store, f"_rentals/{name}/attempts/000000-intent.json", b"{}")
+    assert len(reap(account.stand(), vast=account.vast).returned) == 1
+    assert account.server.alive() == []
 
 
 def test_a_label_says_what_it_is_and_another_says_nothing() -> None:

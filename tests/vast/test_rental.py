@@ -358,6 +358,34 @@ def test_the_money_that_was_granted_is_a_hard_stop(world: Reset) -> None:
     assert endings(account) == [Ending.SPENT] * 2
 
 
+def test_a_machine_that_lies_about_its_traffic_ends_neither_the_rental_nor_the_budget(
+    world: Reset,
+) -> None:
+    account = world(program=600.0, first="lying")
+    settings = account.settings(count=2, request={"max_total": 5.0})
+    with Rental(settings, vast=account.vast) as rental:
+        rental.until_done()
+    assert sorted(endings(account)) == [Ending.DEARER, Ending.DONE, Ending.DONE]
+    (liar,) = [
+        one.returned
+        for one in attempts_of(open_store(account.store), "fleet")
+        if one.returned and one.returned.why is Ending.DEARER
+    ]
+    assert "more than its line can move" in liar.said
+    assert liar.cost < 1.0  # what its line can move, at most
+    assert rental.cost < 5.0
+
+
+def test_machines_are_given_back_side_by_side(world: Reset) -> None:
+    account = world()
+    with Rental(account.settings(count=8), vast=account.vast) as rental:
+        rental.until_ready()
+        account.server.fail_next(40, "error500", "delete")
+        before = account.server.now()
+    assert account.server.alive() == []
+    assert account.server.now() - before < 300  # each destroy tried for two minutes: 15 minutes
+
+
 def test_the_time_that_was_granted_is_one_too(world: Reset) -> None:
     account = world()
     minute, hour = timedelta(minutes=1), timedelta(hours=1)
