@@ -43,6 +43,7 @@ _AGAIN = 60.0  # seconds until one that was lost, and could not be replaced, is 
 _FRESH = 60.0  # seconds in which what a search has found is relied on
 _ALIKE = 2  # machines on which the installation fails alike, after which no more are rented
 _RAISED = 1.1  # times the offered price that a machine may cost before that is reported
+_UNDOUBTED = 10e9  # bytes that a machine may claim to have moved, however young it is
 _RESERVE = timedelta(minutes=2)  # of what all machines cost: what giving back them takes
 
 
@@ -446,7 +447,7 @@ class Rental:
             return ""
         now = self._clock.now()
         down, up = attempt.movable(now)
-        if beat.received > down or beat.sent > up:
+        if beat.received > down + _UNDOUBTED or beat.sent > up + _UNDOUBTED:
             return (
                 f"it says that it has received {beat.received / 1e9:.0f} GB and sent "
                 f"{beat.sent / 1e9:.0f} GB, more than its line can move"
