@@ -212,7 +212,7 @@ def _read_update(
     try:
         with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
             return {
-                name: _runs(arrays, number, shape, link.codec)
+                name: _runs(arrays, number, shape, link.codec.of(name))
                 for name, (number, shape) in tensors.items()
             }
     except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:

@@ -61,11 +61,13 @@ class Weights:
         scales: What each is scaled by before the rule.
         weights: What each has in the weighted sum, its scale included; of `Rule.SIGN`, `MEDIAN` and
             `TRIMMED`, which are no weighted sums, its scale.
+        shares: What each counts in the average of a buffer: they add up to 1.
     """
 
     workers: tuple[str, ...]
     scales: Vector
     weights: Vector
+    shares: Vector
 
 
 def objects_of(shapes: Shapes, values: int) -> list[tuple[str, ...]]:
@@ -154,7 +156,7 @@ def weights_of(
             share = np.ones(every)
         case Rule.MEAN:
             share = np.full(every, 1.0 / every)
-    return Weights(workers, scales, share * scales)
+    return Weights(workers, scales, share * scales, share / fsum(share))
 
 
 def merge(
@@ -208,6 +210,8 @@ def merge_tensor(
     Raises:
         ConfigurationError: The rule cannot merge these; the message says why.
     """
+    if codec.is_buffer(name):
+        return _merged_buffer(name, gradients, codec, settings, weights)
     runs = zip(*(gradients[worker][name] for worker in weights.workers), strict=True)
     return tuple(_merged(name, run, codec, settings, weights.weights, threads) for run in runs)
 
@@ -268,6 +272,8 @@ def _products(
 ) -> Iterator[Vector]:
     gradients, codec = _tensors_of(payloads)
     for name in sorted(gradients[workers[0]]):
+        if codec.is_buffer(name):
+            continue
         yield products_of(name, gradients, workers, codec, threads=threads)
 
 
@@ -309,6 +315,51 @@ def _merged(
     blocks = side_by_side(block, chunks.count, threads, BLOCK)
     counts, places, values = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
     return Merged(chunks, counts, places, values)
+
+
+def _merged_buffer(
+    name: str, gradients: Gradients, codec: Codec, settings: MergeSettings, weights: Weights
+) -> tuple[Merged, ...]:
+    """Average a buffer, after those far from the coordinate-wise median were moved towards it.
+
+    No worker is further from the median than the median worker, whatever the rule: what a worker
+    sends of its buffers has no part in the distances by which a rule judges it. A worker's share
+    is that of its gradient. Every average is between the least and the largest value that was
+    sent, so that a variance stays non-negative. `Rule.MEDIAN` and `TRIMMED` judge each value by
+    itself, as they do everywhere.
+    """
+    codec = codec.of(name)
+    counted = np.flatnonzero(weights.shares)
+    senders = [gradients[weights.workers[number]][name] for number in counted]
+    runs = [run.chunks for run in senders[0]]
+    empty = np.empty(0, np.float32)  # of a tensor without values
+    values = np.array(
+        [
+            np.concatenate([empty, *(values_of(run, codec).ravel() for run in one)])
+            for one in senders
+        ],
+        np.float64,
+    )
+    if settings.rule in BY_PLACE:
+        merged = _by_place(values, settings)
+    else:
+        center = np.median(values, axis=0)
+        apart = np.array([kernels.sum_of_squares(one - center) for one in values]) ** 0.5
+        radius = np.median(apart)
+        merged = np.zeros_like(center)
+        for one, far, share in zip(values, apart, weights.shares[counted], strict=True):
+            near = radius / far if far > radius else 1.0
+            merged += share * (near * one + (1.0 - near) * center)
+    made = merged.astype(np.float32)
+    return tuple(
+        Merged(
+            run,
+            np.full(run.count, run.size, np.uint16),
+            np.tile(np.arange(run.size, dtype=np.uint16), run.count),
+            made[run.first : run.first + run.values],
+        )
+        for run in runs
+    )
 
 
 def _stacked(

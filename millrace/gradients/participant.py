@@ -1,5 +1,6 @@
 """A worker of a run: the face for training code, also where a model is sharded over ranks."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import distributed
 from millrace import errors
 from millrace.checkpoints.pieces import is_distributed
 from millrace.gradients.chain import link_after, link_at, newest
-from millrace.gradients.compress import Feedback
+from millrace.gradients.compress import Encoder, Feedback
 from millrace.gradients.payload import Shapes, identity_of, payload_bytes
 from millrace.gradients.portion import Portion
 from millrace.gradients.settings import Opening, RunSettings
@@ -26,9 +27,12 @@ from millrace.gradients.state import State, state_of
 from millrace.gradients.together import Together
 from millrace.gradients.weights import newest_weights
 from millrace.models.chain import Link, Start
+from millrace.models.gradient import BUFFERS, Codec
 from millrace.progress import Event, Progress, silent
 from millrace.records import fetch
 from millrace.storage import Store, exists, put
+
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -132,6 +136,7 @@ class Participant:
         self._model = weights
         self._before = ranks.each(lambda: link_at(aggregator, settings.chain, after))
         self._feedback = Feedback(settings.codec, decay=settings.decay, threads=threads)
+        self._threads, self._warned = threads, False
         self._submitted, self._sha256 = 0, ""
 
     @classmethod
@@ -200,9 +205,10 @@ class Participant:
             self._advance(number)
 
     def submit(self, model: torch.nn.Module, *, tokens: int = 0, samples: str = "") -> int:
-        """Send how the model has changed in this window, the largest of it.
+        """Send how the model has changed in this window, the largest of it, and all its buffers.
 
-        If it is not taken, what was sent is kept and sent with what comes next.
+        If it is not taken, what was sent is kept and sent with what comes next; of buffers nothing
+        is kept.
 
         Args:
             model: After its steps; its weights were those of `apply` before.
@@ -238,7 +244,10 @@ class Participant:
             whole = _whole(weight)  # of all ranks: also of one that has failed
             if name in self._model.held.weights and not failed:
                 try:
-                    body = self._feedback.compress(name, self._change(name, whole), mask)
+                    if self._settings.codec.is_buffer(name):
+                        body = self._encoded(name, whole)
+                    else:
+                        body = self._feedback.compress(name, self._change(name, whole), mask)
                     bodies[name] = np.frombuffer(body, np.uint8)
                 except Exception as error:  # noqa: BLE001 - raised when all have done theirs
                     failed.append(error)
@@ -249,6 +258,15 @@ class Participant:
             return pack(bodies)
 
         return self._ranks.each(end)
+
+    def _encoded(self, name: str, buffer: torch.Tensor) -> bytes:
+        """Return the values of a buffer, packed."""
+        values = buffer.cpu().float()
+        if not torch.isfinite(values).all():
+            raise errors.ConfigurationError(
+                f"The buffer {name} has values that are not finite: leave this window out."
+            )
+        return Encoder(self._settings.codec.of(name), self._threads).encode(values)
 
     def _change(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         whole = torch.from_numpy(self._model.held.weights[name])  # pyright: ignore[reportUnknownMemberType]
@@ -275,7 +293,7 @@ class Participant:
         """Wait until this window is merged, and give the model the weights of all.
 
         Args:
-            model: Its weights are overwritten.
+            model: Its weights are overwritten, and its buffers by their averages.
             patience: How long; by default twice as long as the window lasts.
 
         Raises:
@@ -324,7 +342,7 @@ class Participant:
             return self._settings.window
 
     def load(self, model: torch.nn.Module) -> None:
-        """Give the model the weights of all, as they are after the last window."""
+        """Give the model the weights and buffers of all, as they are after the last window."""
         held = self._model.held.weights
         with torch.no_grad():
             for name, weight in self._ranks.each(lambda: self._weights(model)).items():
@@ -342,7 +360,22 @@ class Participant:
                     f"The model has no {name} of the shape {list(shape)}, which the run has: it is "
                     "another model, or the run began with more than the model's tensors."
                 )
+        self._warn_of_buffers(tensors)
         return {name: tensors[name] for name in self._model.shapes}
+
+    def _warn_of_buffers(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Log once which buffers the model has and the run has not."""
+        codec = self._settings.codec
+        absent = [
+            name for name in tensors if codec.is_buffer(name) and name not in self._model.shapes
+        ]
+        if absent and not self._warned:
+            self._warned = True
+            log.warning(
+                "The run has no %s, which the model has: each worker keeps its own. Begin the run "
+                "with all of `model.state_dict()`.",
+                ", ".join(absent),
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint of this rank of the worker holds: what it has not sent yet."""
@@ -378,13 +411,19 @@ class Participant:
             self._feedback.give_back()
 
 
-def weights_of_model(model: torch.nn.Module) -> State:
-    """The weights of a model as a run has them: those that are trained, in float32.
+def weights_of_model(model: torch.nn.Module, *, buffers: Sequence[str] = BUFFERS) -> State:
+    """Return the weights of a model as a run has them: what is trained, and buffers, in float32.
 
     Of a model that is sharded, all ranks call it, and each has all of it in memory.
+
+    Args:
+        model: The model.
+        buffers: Names of its buffers, as of `Codec.buffers`.
     """
-    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    return state_of({name: _whole(weight) for name, weight in trained.items()})
+    codec = Codec(buffers=tuple(buffers))
+    tensors = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    tensors |= {name: value for name, value in model.named_buffers() if codec.is_buffer(name)}
+    return state_of({name: _whole(tensor) for name, tensor in tensors.items()})
 
 
 def _whole(weight: torch.Tensor) -> torch.Tensor:

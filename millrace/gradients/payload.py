@@ -22,7 +22,7 @@ from millrace.gradients import kernels
 from millrace.gradients.shared import Mask
 from millrace.gradients.tensors import CodeError, Sparse, largest, unpacked, values_of
 from millrace.gradients.torchfile import FormatError, texts_and_tensors
-from millrace.models.gradient import Codec, GradientHeader, Refusal
+from millrace.models.gradient import Codec, GradientHeader, Refusal, range_of
 from millrace.storage import Stat, Store, read_range
 
 _LENGTH = struct.Struct("<Q")
@@ -75,7 +75,8 @@ class Expected:
     @property
     def size(self) -> int:
         """Bytes that it has at most."""
-        bodies = sum(largest(shape, self.codec) for shape in self.shapes.values())
+        codec = self.codec
+        bodies = sum(largest(shape, codec.of(name)) for name, shape in self.shapes.items())
         return self.header_size + bodies
 
     @property
@@ -92,7 +93,7 @@ class Payload:
     Attributes:
         header: What it says of itself.
         tensors: Those of its tensors that are here, by their names.
-        norm: The L2 norm of all of it.
+        norm: The L2 norm of all of it but the buffers.
         sha256: Of its header, which names that of all else.
         size: Bytes of it.
     """
@@ -129,7 +130,7 @@ class Tensors:
     Attributes:
         sparse: By their names.
         digests: Of their bytes.
-        squares: The sums of their values' squares.
+        squares: The sums of their values' squares; of buffers none.
         fault: What is wrong with one of them; empty if nothing is.
     """
 
@@ -355,14 +356,31 @@ def check_tensors(
         piece = body[begin - at : end - at]
         digests[name] = sha256(piece)
         try:
-            runs = unpacked(piece, expected.shapes[name], codec, mask=mask)
+            runs = unpacked(piece, expected.shapes[name], codec.of(name), mask=mask)
+            if codec.is_buffer(name):
+                _check_range(name, runs, codec.of(name))
         except CodeError as error:
             fault = fault or f"{name}: {error}"
             continue
         tensors[name] = runs
+        if codec.is_buffer(name):  # a value and no change: no part of the gradient's norm
+            continue
         each = (kernels.sum_of_squares(values_of(run, codec).reshape(-1)) for run in runs)
         squares[name] = float(sum(each))
     return Tensors(tensors, digests, squares, fault)
+
+
+def _check_range(name: str, runs: Sequence[Sparse], codec: Codec) -> None:
+    """Refuse a buffer with a value that it cannot have.
+
+    Raises:
+        CodeError: It has one.
+    """
+    least, most = range_of(name)
+    for run in runs:
+        values = values_of(run, codec)
+        if (values < least).any() or (values > most).any():
+            raise CodeError(f"A value is not between {least:g} and {most:g}.")
 
 
 def put_together(opened: Opened, parts: Sequence[Tensors], expected: Expected) -> Payload:

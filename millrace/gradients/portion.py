@@ -175,6 +175,7 @@ class Portion:
         return [
             products_of(name, self._received, workers, codec, threads=self._threads)
             for name in self._names
+            if not codec.is_buffer(name)
         ]
 
     def merge(

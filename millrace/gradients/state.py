@@ -40,7 +40,9 @@ class State:
     moments: dict[str, Array] = field(default_factory=dict[str, Array])
 
     def apply(self, name: str, runs: Sequence[Merged], codec: Codec, outer: Outer) -> None:
-        """Change a tensor by what was merged of it, in place.
+        """Change a tensor by what was merged of it, in place; set a buffer to it.
+
+        The moment of a buffer stays zero: weights and moments have the same names.
 
         Raises:
             ConfigurationError: There is no such tensor.
@@ -48,7 +50,12 @@ class State:
         weight = self.weights.get(name)
         if weight is None:
             raise errors.ConfigurationError(f"The weights have no {name}.")
-        change = dense_change(runs, weight.shape, codec)
+        change = dense_change(runs, weight.shape, codec.of(name))
+        if codec.is_buffer(name):
+            weight[...] = change
+            if outer.kind is OuterKind.NESTEROV:
+                self.moments.setdefault(name, np.zeros_like(weight))
+            return
         match outer.kind:
             case OuterKind.SIGN:
                 np.sign(change, out=change)

@@ -6,8 +6,10 @@ The bytes of each run of equal chunks, little-endian:
   length of each block's Rice codes, four bytes a block of 256 chunks; the Rice codes of the places,
   block by block, each ending with a byte;
 - the values' codes of ``bits`` bits, from the lowest bit of a byte to its highest;
-- the largest magnitude of each chunk, as bfloat16;
-- but for 16 bits, the smallest over the largest in 255ths, one byte a chunk.
+- but for 32 bits, the largest magnitude of each chunk, as bfloat16;
+- but for 16 and 32 bits, the smallest over the largest in 255ths, one byte a chunk.
+
+With 32 bits the codes are the values themselves, as float32. A buffer is all of its values so.
 
 Equal values make equal bytes, on every machine, and every value has one way to be written: bytes
 that `unpacked` takes are those that `packed` makes of what it returns.
@@ -52,9 +54,10 @@ class Sparse:
     Attributes:
         chunks: The run.
         places: (count, k), uint16, ascending in each chunk.
-        high: (count,), uint16: the largest magnitude of each chunk, the bits of a bfloat16.
-        ratio: (count,), uint8: the smallest over it, in 255ths; empty for 16 bits.
-        codes: (count, k), uint8, or uint16 for 16 bits.
+        high: (count,), uint16: the largest magnitude of each chunk, the bits of a bfloat16; empty
+            for 32 bits.
+        ratio: (count,), uint8: the smallest over it, in 255ths; empty for 16 and 32 bits.
+        codes: (count, k), uint8; uint16 for 16 bits; uint32, the bits of a float32, for 32 bits.
     """
 
     chunks: Chunks
@@ -91,6 +94,8 @@ def chosen(
 
 def values_of(sparse: Sparse, codec: Codec) -> npt.NDArray[np.float32]:
     """The values that codes mean: (count, k), float32."""
+    if codec.bits == 32:
+        return sparse.codes.view(np.float32)
     values = np.empty(sparse.codes.shape, np.float32)
     if codec.bits == 16:
         top = (sparse.high.astype(np.uint32) << 16).view(np.float32)
@@ -155,15 +160,27 @@ def largest(shape: tuple[int, ...], codec: Codec) -> int:
     return sum(
         places * (1 + 5 * -(-run.count // BLOCK) + -(-run.sent * (_RICE_MOST + 1) // 8))
         + -(-run.sent * codec.bits // 8)
-        + (2 if codec.bits == 16 else 3) * run.count
+        + (_high_bytes(codec) + _ratio_bytes(codec)) * run.count
         for run in chunks_of(shape, codec)
     )
 
 
+def _high_bytes(codec: Codec) -> int:
+    """Return how many bytes the largest magnitude of a chunk has."""
+    return 0 if codec.bits == 32 else 2
+
+
+def _ratio_bytes(codec: Codec) -> int:
+    """Return how many bytes the ratio of a chunk's smallest and largest magnitude has."""
+    return 0 if codec.bits >= 16 else 1
+
+
 def shared_places(run: Chunks, codec: Codec, mask: Mask | None) -> Places | None:
-    """The places that all workers send of each chunk; None if each sends its own."""
+    """Return the indices that all workers send of each chunk; None if each sends its own."""
     if codec.support is Support.LARGEST:
         return None
+    if run.k == run.size:
+        return np.arange(run.size, dtype=np.uint16)
     if mask is None:
         raise errors.ConfigurationError(
             "The places that all workers send are those of a window: say of which (a Mask)."
@@ -220,6 +237,9 @@ def quantised(
         codec: How.
         threads: How many work side by side.
     """
+    if codec.bits == 32:
+        none = np.empty(0, np.uint16), np.empty(0, np.uint8)
+        return Sparse(run, places, *none, picked.view(np.uint32))
     high = np.empty(run.count, np.uint16)
     half = codec.bits == 16
     ratio = np.empty(0 if half else run.count, np.uint8)
@@ -290,9 +310,9 @@ def _unpacked(
     else:
         places = np.tile(shared, (run.count, 1))
     packed, rest = _taken(rest, -(-run.sent * codec.bits // 8))
-    raw, rest = _taken(rest, 2 * run.count)
+    raw, rest = _taken(rest, _high_bytes(codec) * run.count)
     high = np.frombuffer(raw.tobytes(), _U16).astype(np.uint16)
-    ratio, rest = _taken(rest, 0 if codec.bits == 16 else run.count)
+    ratio, rest = _taken(rest, _ratio_bytes(codec) * run.count)
     if (high > 0x7F7F).any() or (codec.bits == 16 and (high & 0x7F).any()):
         raise CodeError("A magnitude is negative, not finite, or no power of two.")
     codes = _codes_unpacked(packed, run.sent, codec.bits).reshape(run.count, run.k)
@@ -333,8 +353,8 @@ def _taken(rest: Bytes, count: int) -> tuple[Bytes, Bytes]:
 
 
 def _codes_packed(codes: npt.NDArray[Any], bits: int) -> bytes:
-    if bits == 16:
-        return codes.astype(_U16).tobytes()
+    if bits >= 16:
+        return codes.astype(_U16 if bits == 16 else _U32).tobytes()
     each = 8 // bits
     padded = np.zeros(-(-codes.size // each) * each, np.uint8)
     padded[: codes.size] = codes
@@ -349,6 +369,11 @@ def _codes_unpacked(packed: Bytes, count: int, bits: int) -> npt.NDArray[Any]:
         codes = np.frombuffer(packed.tobytes(), _U16).astype(np.uint16)
         if not (np.abs(codes.view(np.float16)) <= 2.0).all():
             raise CodeError("A value is not finite, or more than its chunk's largest.")
+        return codes
+    if bits == 32:
+        codes = np.frombuffer(packed.tobytes(), _U32).astype(np.uint32)
+        if not np.isfinite(codes.view(np.float32)).all():
+            raise CodeError("A value is not finite.")
         return codes
     each, mask = 8 // bits, np.uint8((1 << bits) - 1)
     out = np.empty(packed.size * each, np.uint8)

@@ -24,6 +24,7 @@ from millrace.gradients.together import Together
 from millrace.keys import ChainKeys
 from millrace.models.chain import Link, Start
 from millrace.models.checkpoint import Checkpoint
+from millrace.models.gradient import BUFFERS, last_part
 from millrace.progress import Event, Progress, silent
 from millrace.storage import Store
 
@@ -249,13 +250,16 @@ def _asked(store: Store, job: str, step: int | None) -> Iterable[Checkpoint]:
 
 
 def _shapes(found: Checkpoint, prefix: str) -> Shapes:
-    """The weights of a checkpoint, by their names without a prefix: what has it and is floating."""
+    """Return the shapes of a checkpoint's weights, by their names without a prefix.
+
+    Weights are the tensors that have the prefix and are floating, and BatchNorm's counts.
+    """
     return {
         name.removeprefix(prefix): record.shape
         for name, record in found.tensors.items()
         if name.startswith(prefix)
         and own_rank(name) is None
-        and dtype_of(record.dtype).is_floating_point
+        and (dtype_of(record.dtype).is_floating_point or last_part(name) in BUFFERS)
     }
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from enum import StrEnum
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -117,6 +118,8 @@ class Link(Committed):
         previous: The digest of the link before.
         state: The digest of the weights after it.
     """
+
+    record_version: ClassVar[int] = 2  # with buffers, whose values are set
 
     run: str
     window: int

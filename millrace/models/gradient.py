@@ -1,5 +1,6 @@
 """What the workers of a run put into the bucket: compressed gradients, and what is said of them."""
 
+import math
 from enum import StrEnum
 from typing import Literal
 
@@ -9,6 +10,11 @@ from millrace.models.dataset import Committed
 
 CHUNK = 4096
 """Values that a chunk has at most: as many as its indices can count in 12 bits."""
+
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+"""Last parts of the names of BatchNorm's buffers."""
+
+_RANGES = {"running_var": (0.0, math.inf), "num_batches_tracked": (0.0, 2.0**53)}
 
 
 class Transform(StrEnum):
@@ -28,8 +34,9 @@ class Support(StrEnum):
 class Codec(Committed):
     """How a gradient is compressed.
 
-    Of each 4096 values ``k`` are sent: each its place, its sign and one of ``2 ** (bits - 1)``
-    magnitudes between two that are the chunk's own.
+    Buffers are sent whole, in float32: their values, and not how they have changed. Of each 4096
+    values of the other tensors ``k`` are sent: each its place, its sign and one of
+    ``2 ** (bits - 1)`` magnitudes between two that are the chunk's own.
     """
 
     transform: Transform = Field(
@@ -44,9 +51,37 @@ class Codec(Committed):
         "mean`.",
     )
     k: int = Field(default=64, ge=1, le=CHUNK, description="Values that are sent, of 4096.")
-    bits: Literal[2, 4, 8, 16] = Field(
-        default=2, description="Bits of each, its sign among them; 16 are a float16."
+    bits: Literal[2, 4, 8, 16, 32] = Field(
+        default=2,
+        description="Bits of each, its sign among them; 16 are a float16, 32 a float32.",
     )
+    buffers: tuple[str, ...] = Field(
+        default=BUFFERS,
+        description="Names of the model's buffers, or the last parts of their names: by default "
+        "those of BatchNorm. Buffers are sent whole and averaged; neither the feedback nor the "
+        "outer step changes them.",
+    )
+
+    def is_buffer(self, name: str) -> bool:
+        """Return whether a tensor is a buffer, by its name."""
+        return name in self.buffers or last_part(name) in self.buffers
+
+    def of(self, name: str) -> "Codec":
+        """Return how one tensor is compressed: a buffer whole, in float32."""
+        if not self.is_buffer(name):
+            return self
+        whole = {"transform": Transform.NONE, "support": Support.SHARED, "k": CHUNK, "bits": 32}
+        return self.model_copy(update=whole)
+
+
+def last_part(name: str) -> str:
+    """Return the last part of a tensor's name: ``running_var`` of ``layer.1.running_var``."""
+    return name.rpartition(".")[2]
+
+
+def range_of(name: str) -> tuple[float, float]:
+    """Return the least and the largest value that a buffer may have, by the buffer's name."""
+    return _RANGES.get(last_part(name), (-math.inf, math.inf))
 
 
 class GradientHeader(Committed):
@@ -67,7 +102,7 @@ class GradientHeader(Committed):
         digest: SHA-256 of all other fields, in canonical JSON.
     """
 
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     run: str
     uid: str
     window: int = Field(ge=0)

@@ -27,7 +27,7 @@ from millrace.models.gradient import CHUNK
 
 SHAPES = [(), (1,), (7,), (64,), (4096,), (4097,), (12289,), (1, 1), (131, 1), (1, 257), (64, 64)]
 SHAPES += [(127, 65), (97, 101), (3, 3, 17, 5), (2, 0, 3), (700, 300)]
-BITS = [2, 4, 8, 16]
+BITS = [2, 4, 8, 16, 32]
 shapes = st.lists(st.integers(1, 90), max_size=3).map(tuple)
 codecs = st.builds(
     Codec,

@@ -208,7 +208,7 @@ def test_what_was_replaced_since_it_was_listed_is_refused(store):
     assert caught.value.reason is Refusal.CHANGED
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+@pytest.mark.parametrize("bits", [2, 4, 8, 16, 32])
 @pytest.mark.parametrize("k", [1, 64, 1000, 4096])
 def test_nothing_is_larger_than_the_most_it_can_be(bits, k):
     codec = Codec(k=k, bits=bits)

@@ -49,7 +49,13 @@ from tests.gradients.test_codec import drawn
 from tests.gradients.test_payload import as_torch
 from tests.ray_cluster import RayCluster
 
-SHAPES = {"embed": (50, 30), "head": (30, 50), "layer.bias": (17,), "layer.weight": (70, 65)}
+SHAPES = {
+    "embed": (50, 30),
+    "head": (30, 50),
+    "layer.bias": (17,),
+    "layer.running_mean": (17,),
+    "layer.weight": (70, 65),
+}
 UIDS = ("a", "b", "c", "d", "e", "f")
 VALUES = 2000  # of an object: the tensors make three
 WINDOWS = 2
@@ -74,9 +80,9 @@ def weights() -> State:
 def gradient(
     run: RunSettings, uid: str, window: int, shapes: Shapes = SHAPES, cut: str = ""
 ) -> bytes:
-    encoder, mask = Encoder(run.codec, 1), Mask(run.run, window)
+    mask = Mask(run.run, window)
     bodies = {
-        name: encoder.encode(drawn(shape, 100 * window + ord(uid)), mask)
+        name: Encoder(run.codec.of(name), 1).encode(drawn(shape, 100 * window + ord(uid)), mask)
         for name, shape in shapes.items()
     }
     if cut:
