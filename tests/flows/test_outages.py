@@ -6,12 +6,17 @@ import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from urllib.parse import urlsplit
+from uuid import UUID
 
 import pytest
 import yaml
 from prefect import flow, task
 from prefect.artifacts import create_markdown_artifact
+from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run
+from prefect.server.schemas.responses import SetStateStatus
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.states import Crashed
 
 from tests.prefect_server import PrefectServer
 from tests.servers.process import REPOSITORY, free_ports
@@ -107,3 +112,24 @@ def test_a_run_waits_for_a_server_that_is_away_for_three_minutes(
     with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: retries}):
         assert work() == "done"
     assert AWAY <= sum(waited) < 3 * AWAY
+
+
+def test_a_run_that_is_called_crashed_though_it_lives_goes_on_and_completes(
+    prefect_api: PrefectServer,
+) -> None:
+    runs: list[UUID] = []
+
+    @flow
+    def work() -> str:
+        begin()
+        runs.append(UUID(flow_run.get_id()))
+        with get_client(sync_client=True) as client:  # as the automation does after an outage
+            answer = client.set_flow_run_state(runs[0], Crashed(message="no heartbeat"))
+        assert answer.status is SetStateStatus.ACCEPT
+        return end()
+
+    assert work() == "done"
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(runs[0]).state
+    assert state is not None
+    assert state.is_completed()
