@@ -18,8 +18,8 @@ _NO_JOBS = frozenset({*_OURS, CHECKPOINTS})
 _GATHERS = "gathers"
 _NO_WORKERS = frozenset({*_NO_JOBS, _GATHERS, "epochs"})
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
-_SPLIT = re.compile(r"[a-z]+-\d{5,}")
-_SHARD = re.compile(r"(?P<split>[a-z]+-\d{5,})-(?P<n>\d{6,})")
+_SPLIT = re.compile(r"[a-z]+-[0-9]{5,}")
+_SHARD = re.compile(r"(?P<split>[a-z]+-[0-9]{5,})-(?P<n>[0-9]{6,})")
 CLEANING = "_clean"
 """What plans of cleaning stand under: no dataset, job or run can be called so."""
 RENTALS = "_rentals"
@@ -202,7 +202,7 @@ class LeaseKeys:
 
     def parse(self, key: str) -> tuple[int, str] | None:
         """The epoch's number and which of the three this key is (``json``, ``beat``, ``end``)."""
-        match = re.fullmatch(re.escape(self.prefix) + r"(\d{6,})\.(json|beat|end)", key)
+        match = re.fullmatch(re.escape(self.prefix) + r"([0-9]{6,})\.(json|beat|end)", key)
         return (int(match[1]), match[2]) if match else None
 
 
@@ -274,18 +274,18 @@ class CheckpointKeys:
 
     def parse_folder(self, name: str) -> int | None:
         """The step that a folder's name (``step_000001000``) means, or None."""
-        match = re.fullmatch(r"step_(\d{9,})", name)
+        match = re.fullmatch(r"step_([0-9]{9,})", name)
         return int(match[1]) if match else None
 
     def parse_part(self, key: str) -> tuple[int, str] | None:
         """The step and the digest of a part's key, or None if it is no part's."""
-        pattern = re.escape(self.prefix) + r"step_(\d{9,})/parts/([0-9a-f]{64})\.safetensors"
+        pattern = re.escape(self.prefix) + r"step_([0-9]{9,})/parts/([0-9a-f]{64})\.safetensors"
         match = re.fullmatch(pattern, key)
         return (int(match[1]), match[2]) if match else None
 
     def is_share(self, key: str) -> bool:
         """Whether a key is that of what one of several ranks has saved."""
-        pattern = re.escape(self.prefix) + r"step_\d{9,}/shares/[^/]+/\d{6,}\.json"
+        pattern = re.escape(self.prefix) + r"step_[0-9]{9,}/shares/[^/]+/[0-9]{6,}\.json"
         return re.fullmatch(pattern, key) is not None
 
 
@@ -334,7 +334,7 @@ class GradientKeys:
     def _parsed(self, key: str, what: str, ending: str) -> tuple[str, int] | None:
         pattern = (
             re.escape(self.run)
-            + rf"/(?P<uid>[^/]+)/{what}-(?P<window>\d{{9,}})-(?P=uid)-v"
+            + rf"/(?P<uid>[^/]+)/{what}-(?P<window>[0-9]{{9,}})-(?P=uid)-v"
             + re.escape(self.version)
             + rf"\.{ending}"
         )
@@ -475,7 +475,7 @@ class RentalKeys:
 
     def parse(self, key: str) -> tuple[int, str] | None:
         """An attempt's number, and ``intent``, ``contract``, ``left`` or ``returned``."""
-        pattern = re.escape(self.attempts) + r"(\d{6,})-(intent|contract|left|returned)\.json"
+        pattern = re.escape(self.attempts) + r"([0-9]{6,})-(intent|contract|left|returned)\.json"
         match = re.fullmatch(pattern, key)
         return (int(match[1]), match[2]) if match else None
 
@@ -683,29 +683,29 @@ class Named:
 
 _PARTS = _NAME.pattern
 _OF_WORKER = re.compile(
-    rf"(?P<scope>{_PARTS})/(?P<uid>[^/]+)/(?P<what>gradient|start_window)-(?P<number>\d{{9,}})"
+    rf"(?P<scope>{_PARTS})/(?P<uid>[^/]+)/(?P<what>gradient|start_window)-(?P<number>[0-9]{{9,}})"
     r"-(?P=uid)-v(?P<version>[A-Za-z0-9][A-Za-z0-9._-]*)\.(?P<ending>safetensors|pt|json)"
 )
 _OF_CHAIN = re.compile(
     rf"(?P<scope>{_PARTS})/{_GATHERS}/(?P<version>{_PARTS})/"
-    r"(?:(?P<step>\d{9,})-[0-9a-f]{64}\.npz|chain/(?P<window>\d{9,})\.json"
-    r"|windows/(?P<opening>\d{9,})\.json)"
+    r"(?:(?P<step>[0-9]{9,})-[0-9a-f]{64}\.npz|chain/(?P<window>[0-9]{9,})\.json"
+    r"|windows/(?P<opening>[0-9]{9,})\.json)"
 )
-_OF_JOB = re.compile(rf"(?P<scope>{_PARTS})/{CHECKPOINTS}/step_(?P<number>\d{{9,}})/.+")
+_OF_JOB = re.compile(rf"(?P<scope>{_PARTS})/{CHECKPOINTS}/step_(?P<number>[0-9]{{9,}})/.+")
 _OF_DATASET = re.compile(
     rf"(?P<scope>{_PARTS})/(?:(?:plan|manifest|index)\.json|(?:splits|commits)/[^/]+\.jsonl?"
-    r"|quarantine/[a-z]+-\d{5,}-\d{6,}\.jsonl|shards/[a-z]+-\d{5,}-\d{6,}\.[a-z]+)"
+    r"|quarantine/[a-z]+-[0-9]{5,}-[0-9]{6,}\.jsonl|shards/[a-z]+-[0-9]{5,}-[0-9]{6,}\.[a-z]+)"
 )
-_OF_MACHINE = re.compile(rf"{MACHINES}/(?P<rental>{_PARTS})/\d{{6,}}/.+")
+_OF_MACHINE = re.compile(rf"{MACHINES}/(?P<rental>{_PARTS})/[0-9]{{6,}}/.+")
 _PASSING = re.compile(
     rf"(?:(?P<scope>{_PARTS})/)?(?:_audit-[0-9a-f]{{16}}-[a-z]+|_probe-[0-9a-f]{{16}}(?:\.bin)?"
     rf"|lease/clock/[0-9a-f]{{16}})|{CLEANING}/(?:lease/clock/[0-9a-f]{{16}}"
-    r"|\d{8}T\d{6}-[0-9a-f]{8}/(?:plan\.jsonl|outcome\.json))"
+    r"|[0-9]{8}T[0-9]{6}-[0-9a-f]{8}/(?:plan\.jsonl|outcome\.json))"
 )
 
 
 _RECORD = re.compile(
-    rf"(?P<scope>(?:{RENTALS}/)?{_PARTS})/(?:lease/.+\.(?:json|beat|end)|epochs/\d{{6,}}\.json|cooldowns/\d{{6,}}/.+)"
+    rf"(?P<scope>(?:{RENTALS}/)?{_PARTS})/(?:lease/.+\.(?:json|beat|end)|epochs/[0-9]{{6,}}\.json|cooldowns/[0-9]{{6,}}/.+)"
 )
 
 

@@ -1,9 +1,24 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace import errors
-from millrace.keys import DatasetKeys, LeaseKeys, ShardName, checked_name, split_name
+from millrace.keys import (
+    ChainKeys,
+    CheckpointKeys,
+    CooldownKeys,
+    DatasetKeys,
+    GradientKeys,
+    LeaseKeys,
+    MachineKeys,
+    RentalKeys,
+    ShardName,
+    checked_name,
+    named,
+    parse_lease,
+    rental_of,
+    split_name,
+)
 
 SPLITS = st.builds(split_name, st.sampled_from(["train", "val"]), st.integers(0, 200_000))
 
@@ -43,3 +58,51 @@ def test_a_leases_keys_are_parsed_back():
     assert keys.parse(keys.beat(3)) == (3, "beat")
     assert keys.parse(keys.end(3)) == (3, "end")
     assert keys.parse(LeaseKeys("run", "train-00002").epoch(3)) is None
+
+
+WORDS = [
+    "", ".", "..", " ", "a", "run", ".hidden", "ä", "\x00", "\n", "a b", "x" * 250, "٣٣٣٣٣٣",
+    "_machines", "_rentals", "_cleaning", "lease", "clock", "attempts", "gathers", "chain",
+    "windows", "epochs", "cooldowns", "claims", "ended", "checkpoints", "members", "commits",
+    "splits", "shards", "quarantine", "000000", "000000001", "0" * 600, "step_000000001",
+    "step_٣٣٣٣٣٣٣٣٣", "000000.json", "000001-intent.json", "000000001.json", "plan.json",
+    "train-00000-000000.tar", "gradient-000000001-a-v1.safetensors", "owner", "1",
+    f"000000001-{'a' * 64}.npz",
+]  # fmt: skip
+OURS = [
+    MachineKeys(RentalKeys("a").machine(0)).beat, RentalKeys("a").intent(0),
+    LeaseKeys("a", "owner").epoch(0), CheckpointKeys("a").metadata(1), CooldownKeys("a", 0).roster,
+    GradientKeys("a", "1").gradient("b", 1), ChainKeys("a", "1").link(1), DatasetKeys("a").manifest,
+]  # fmt: skip
+
+
+@st.composite
+def keys(draw: st.DrawFn) -> str:
+    """A key of ours in which folders were replaced, added and left out."""
+    parts = draw(st.sampled_from(OURS)).split("/")
+    for _ in range(draw(st.integers(0, 3))):
+        start = draw(st.integers(0, len(parts)))
+        parts[start : start + draw(st.integers(0, 1))] = [draw(st.sampled_from(WORDS))]
+    return "/".join(parts)
+
+
+@settings(max_examples=2000)
+@given(keys())
+def test_no_key_that_anybody_may_write_fails_a_parser(key):
+    parsers = [
+        named, rental_of, ShardName.parse, DatasetKeys("a").parse_commit,
+        DatasetKeys("a").parse_end, LeaseKeys("a", "owner").parse, CheckpointKeys("a").parse_folder,
+        CheckpointKeys("a").parse_part, GradientKeys("a", "1").parse,
+        GradientKeys("a", "1").parse_start,
+        CooldownKeys("a", 0).parse, RentalKeys("a").parse, lambda key: parse_lease("a", key),
+    ]  # fmt: skip
+    for parse in parsers:
+        parse(key)
+    what = named(key)
+    if what is not None and what.version:
+        assert ChainKeys(what.scope, what.version).job == what.leases
+
+
+def test_a_number_in_digits_of_another_script_is_none_of_ours():
+    assert CheckpointKeys("a").parse_folder("step_٣٣٣٣٣٣٣٣٣") is None
+    assert named("a/checkpoints/step_٣٣٣٣٣٣٣٣٣/metadata.json") is None
