@@ -4,6 +4,7 @@ import os
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from millrace import errors, settings
@@ -14,6 +15,7 @@ from millrace.records import fetch
 from millrace.shards.plan import check_pinned, make_plan, pin_plan
 from millrace.shards.pool import run_splits
 from millrace.shards.quarantine import QuarantineLimit
+from millrace.shards.repair import remake_shards
 from millrace.shards.seal import plan_digest, seal
 from millrace.shards.settings import PipelineSettings
 from millrace.shards.worker import Job
@@ -164,7 +166,8 @@ def shard_dataset(config: PipelineSettings, *, progress: Progress = silent) -> S
             lease=config.run.lease,
             progress=limit.watch(counted),
         )
-        manifest = seal(store, keys, plan, progress, check=limit.check)
+        remake = partial(remake_shards, store, plan, source, progress=progress)
+        manifest = seal(store, keys, plan, progress, check=limit.check, remake=remake)
     return ShardReport(
         url=store.url_of(config.dataset),
         manifest_key=keys.manifest,

@@ -109,7 +109,7 @@ def pin_plan(
     while True:
         there = _committed_plan(store, keys)
         if there is None:
-            if exists(store, keys.plan_removed) and not _cleared(store, keys):
+            if exists(store, keys.plan_removed) and not _cleared(store, keys, progress):
                 time.sleep(_LOOK)
                 continue
             _keep(store, listings)
@@ -176,7 +176,7 @@ def _removed(
             commit_once(store, keys.plan, there)
             delete(store, [keys.plan_removed])
             return False
-        _clear(store, keys)
+        _clear(store, keys, progress)
     return True
 
 
@@ -192,23 +192,38 @@ def _claimed(store: Store, keys: DatasetKeys) -> Generator[tuple[Holder, StoreCl
         yield holder, clock, isinstance(lease, Lease)
 
 
-def _cleared(store: Store, keys: DatasetKeys) -> bool:
+def _cleared(store: Store, keys: DatasetKeys, progress: Progress) -> bool:
     """Finish the removal of a plan; return False while another run does that.
 
     That run deletes shards without a commit: those of a plan committed meanwhile would be deleted.
     """
     with _claimed(store, keys) as (_, _, mine):
         if mine and exists(store, keys.plan_removed) and _committed_plan(store, keys) is None:
-            _clear(store, keys)
+            _clear(store, keys, progress)
         return mine
 
 
-def _clear(store: Store, keys: DatasetKeys) -> None:
-    """Delete the shards that a removed plan left without a commit: new ones have the same names."""
+def _clear(store: Store, keys: DatasetKeys, progress: Progress) -> None:
+    """Delete the shards that a removed plan left without a commit: new ones have the same names.
+
+    If this process is suspended for longer than its lease, another run may commit such a shard
+    before it is deleted here. That run compares its shards with the ledger before it completes the
+    dataset; for the case that it is complete by then, the commits are looked for again.
+
+    Raises:
+        ConflictError: Another run has committed shards meanwhile.
+    """
     if not _has_commits(store, keys):
+        progress(Event("plan.clearing", keys.shards))
         prefixes = (keys.shards, keys.quarantined)
         stats = (stat for prefix in prefixes for stat in list_objects(store, prefix))
         delete(store, [stat.key for stat in stats if keys.is_shard(stat.key)])
+        if _has_commits(store, keys):
+            raise errors.ConflictError(
+                f"{store.url_of(keys.dataset)}: another run committed shards while this one "
+                "deleted those of a plan that was replaced, and some of them may be gone. Run "
+                "`millrace run FILE --repair` with the settings of that run: it makes them again."
+            )
     delete(store, [keys.plan_removed])
 
 

@@ -1,6 +1,7 @@
 """Make the shards of a complete dataset again that are missing or damaged."""
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from millrace import errors
@@ -8,10 +9,11 @@ from millrace.digest import sha256
 from millrace.formats.base import BadSampleError
 from millrace.formats.webdataset import TarEncoder
 from millrace.keys import DatasetKeys
-from millrace.models.dataset import Layout, ManifestShard, Plan, ShardCommit, Split
+from millrace.models.dataset import Layout, Plan, ShardCommit, Split
 from millrace.models.ledger import ledger
 from millrace.progress import Event, Progress, silent
 from millrace.records import fetch
+from millrace.shards.seal import LostShard
 from millrace.shards.settings import PipelineSettings
 from millrace.shards.verify import sealed, verify
 from millrace.sources import BadRow, Source, open_source
@@ -52,12 +54,9 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = silent) -> 
     if found.good:
         return Repair(found.shards, ())
     plan = fetch(store, keys.plan, Plan)
-    source_store = open_store(config.source.store, make_folder=False)
-    source = open_source(plan.source, source_store, store)
-    splits = {split.name: split for split in plan.splits}
-    shards = {shard.key: shard for shard in sealed(store, keys).shards}
+    sealed_shards = {shard.key: shard for shard in sealed(store, keys).shards}
     entries = {entry.key: entry for entry in ledger(store, keys)}
-    made: list[str] = []
+    lost: list[LostShard] = []
     for fault in found.faults:
         entry = entries.get(fault.key)
         if entry is None:
@@ -65,12 +64,42 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = silent) -> 
                 f"{store.url_of(fault.key)} is {fault.reason}, and its commit is missing: it "
                 "cannot be made again. Shard the source under another name."
             )
-        progress(Event("shard.repairing", fault.key, {"why": fault.reason}))
+        shard = sealed_shards[fault.key]
+        proven = entry.model_copy(update={"size": shard.size, "sha256": shard.sha256})
+        lost.append(LostShard(proven, fault.reason))
+    source_store = open_store(config.source.store, make_folder=False)
+    remake_shards(store, plan, source_store, lost, progress=progress)
+    return Repair(found.shards, tuple(fault.key for fault in found.faults))
+
+
+def remake_shards(
+    store: Store,
+    plan: Plan,
+    source_store: Store,
+    lost: Iterable[LostShard],
+    *,
+    progress: Progress = silent,
+) -> None:
+    """Make shards again from the source. Each is written only if its SHA-256 is that of its commit.
+
+    Args:
+        store: Store of the dataset.
+        plan: The dataset's plan.
+        source_store: Store of the source.
+        lost: Shards to make.
+        progress: Called before and after each shard.
+
+    Raises:
+        ChangedError: The source no longer gives the same bytes.
+    """
+    source = open_source(plan.source, source_store, store)
+    splits = {split.name: split for split in plan.splits}
+    for entry, reason in lost:
+        key = str(entry.key)
+        progress(Event("shard.repairing", key, {"why": reason}))
         data = _made_again(source, splits[entry.split], plan.layout, entry)
-        _replace(store, shards[fault.key], data)
-        progress(Event("shard.repaired", fault.key, {"bytes": len(data)}))
-        made.append(fault.key)
-    return Repair(found.shards, tuple(made))
+        _replace(store, key, entry, data)
+        progress(Event("shard.repaired", key, {"bytes": len(data)}))
 
 
 def _made_again(source: Source, split: Split, layout: Layout, entry: ShardCommit) -> memoryview:
@@ -84,15 +113,15 @@ def _made_again(source: Source, split: Split, layout: Layout, entry: ShardCommit
     return encoder.close()
 
 
-def _replace(store: Store, shard: ManifestShard, data: memoryview) -> None:
+def _replace(store: Store, key: str, entry: ShardCommit, data: memoryview) -> None:
     """Write a shard whose bytes are proven; an object that is good by now stays."""
-    if sha256(data) != shard.sha256:
+    if sha256(data) != entry.sha256:
         raise errors.ChangedError(
-            f"{store.url_of(shard.key)} cannot be made again: the source gives other bytes now. "
+            f"{store.url_of(key)} cannot be made again: the source gives other bytes now. "
             "Nothing was replaced. Put the source back as it was when the dataset was planned."
         )
     try:
-        create(store, shard.key, data, sha256=shard.sha256)
+        create(store, key, data, sha256=entry.sha256)
     except errors.ExistsError:
-        if difference(store, shard.key, shard.size, shard.sha256):
-            put(store, shard.key, data)
+        if difference(store, key, entry.size, entry.sha256):
+            put(store, key, data)

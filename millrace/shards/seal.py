@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import orjson
 
@@ -13,7 +14,14 @@ from millrace.models.ledger import ledger
 from millrace.progress import Event, Progress
 from millrace.records import commit_same, fetch
 from millrace.shards.split import check_plan, check_whole
-from millrace.storage import Store, put
+from millrace.storage import Store, list_objects, put
+
+
+class LostShard(NamedTuple):
+    """A shard that is committed, and that the store does not have as it was committed."""
+
+    entry: ShardCommit
+    reason: str
 
 
 def seal(
@@ -23,8 +31,12 @@ def seal(
     progress: Progress,
     *,
     check: Callable[[Iterable[ShardCommit]], None] = lambda _: None,
+    remake: Callable[[Iterable[LostShard]], None],
 ) -> Manifest:
     """Commit the manifest, and write the index that readers of WebDataset know.
+
+    A run that removed a replaced plan, and was suspended meanwhile, may have deleted shards that
+    were committed afterwards. So the shards are listed once, and compared with the ledger.
 
     Args:
         store: Store of the dataset.
@@ -32,6 +44,8 @@ def seal(
         plan: The dataset's plan.
         progress: Called at each boundary.
         check: Called with the ledger before anything is written; what it raises prevents that.
+        remake: Called with the committed shards that the store has not, if there are any; it makes
+            them again.
 
     Raises:
         ConflictError: The ledger is not whole, or another manifest is there.
@@ -47,6 +61,8 @@ def seal(
     _check(entries, ends)
     check(entries)
     _check_still_pinned(store, keys, plan)
+    if lost := find_lost(store, keys, entries):
+        remake(lost)
     manifest = _manifest(keys, plan, entries)
     progress(Event("manifest.sealing", keys.manifest, {"shards": len(manifest.shards)}))
     put(store, keys.index, wids_index(manifest, keys))
@@ -60,6 +76,17 @@ def seal(
         )
     )
     return sealed
+
+
+def find_lost(store: Store, keys: DatasetKeys, entries: Iterable[ShardCommit]) -> list[LostShard]:
+    """Return the committed shards that the store has not, or has in another size. One listing."""
+    missing = {entry.key: entry for entry in entries if entry.key is not None}
+    damaged: list[LostShard] = []
+    for stat in list_objects(store, keys.shards):
+        entry = missing.pop(stat.key, None)
+        if entry is not None and stat.size != entry.size:
+            damaged.append(LostShard(entry, f"has {stat.size} bytes, not {entry.size}"))
+    return [*damaged, *(LostShard(entry, "missing") for entry in missing.values())]
 
 
 def wids_index(manifest: Manifest, keys: DatasetKeys) -> bytes:

@@ -577,3 +577,47 @@ def test_a_repair_from_a_source_that_gives_other_bytes_replaces_nothing(settings
     with pytest.raises(errors.ChangedError, match="the source gives other bytes now"):
         repair_dataset(settings)
     assert read(store, damaged) == b"damaged"
+
+
+@pytest.mark.parametrize("found", ["missing", "other size"])
+def test_a_shard_lost_before_the_dataset_is_complete_is_made_again(settings, found):
+    settings = changed(settings, run={"workers": 0})
+    store, lost = open_store(settings.store), ""
+    splits = len(plan_dataset(settings).splits)
+    expected: dict[str, bytes] = {}
+
+    def lose_a_shard(event: Event) -> None:
+        nonlocal splits, lost
+        splits -= event.name == "split.ended"
+        if splits == 0 and not lost:
+            expected.update(objects(store, "sets/one/shards/"))
+            lost = next(iter(expected))
+            if found == "missing":
+                assert delete(store, [lost]) == []
+            else:
+                put(store, lost, expected[lost][:-512])
+
+    shard_dataset(settings, progress=lose_a_shard)
+    assert lost
+    assert objects(store, "sets/one/shards/") == expected
+    assert verify(store, "sets/one").good
+
+
+def test_a_removal_that_another_runs_commits_overtook_names_the_repair(settings):
+    """A removal deletes what had no commit when it looked, and may have been suspended since."""
+    alone = changed(settings, run={"workers": 0})
+    with pytest.raises(KilledError):
+        shard_dataset(alone, progress=kill_at("shard.put"))
+    store = open_store(settings.store)
+    plan = read(store, "sets/one/plan.json")
+
+    def commit(event: Event) -> None:
+        if event.name == "plan.clearing":
+            put(store, "sets/one/plan.json", plan)
+            with pytest.raises(KilledError):
+                shard_dataset(alone, progress=kill_at("shard.committed"))
+
+    with pytest.raises(errors.ConflictError, match="--repair"):
+        shard_dataset(changed(alone, **OTHER), progress=commit)
+    shard_dataset(alone)
+    assert verify(store, "sets/one").good
