@@ -106,7 +106,7 @@ def setup(
     allowed = [Right(right) for right in rights] or list(Right)
     try:
         buckets = buckets_of(os.environ, chosen, allowed)
-        with _server() as client:
+        with connect() as client:
             for what, outcome in _set_up(client, buckets, uploads, dry_run=dry_run):
                 would = "would be " if dry_run and outcome is not Outcome.SAME else ""
                 click.echo(f"{what}: {would}{outcome}")
@@ -115,12 +115,12 @@ def setup(
     except errors.MillraceError as error:
         raise click.ClickException(str(error)) from None
     except PrefectHTTPStatusError as error:
-        raise click.ClickException(_refusal(error)) from None
-    click.echo("Next: prefect deploy --all, then: prefect worker start --pool " + POOL)
+        raise click.ClickException(describe_refusal(error)) from None
+    click.echo("Next: millrace deploy, then: prefect worker start --pool " + POOL)
 
 
-def _server() -> SyncPrefectClient:
-    """The server's client.
+def connect() -> SyncPrefectClient:
+    """Return a client of the server at PREFECT_API_URL.
 
     Raises:
         ConfigurationError: No server is named, or it does not answer.
@@ -150,7 +150,8 @@ def _server() -> SyncPrefectClient:
     return get_client(sync_client=True)
 
 
-def _refusal(error: PrefectHTTPStatusError) -> str:
+def describe_refusal(error: PrefectHTTPStatusError) -> str:
+    """Return what an error of the server means, as a sentence."""
     code = error.response.status_code
     if code in {401, 403}:
         return "The Prefect server wants a password: set PREFECT_API_AUTH_STRING to it."
@@ -165,10 +166,7 @@ def _set_up(
     dry_run: bool,
 ) -> Iterator[tuple[str, Outcome]]:
     if not dry_run:
-        for kind in (
-            AwsCredentials, Bucket, CleaningRules, HuggingFaceCredentials, VastCredentials,
-        ):  # fmt: skip
-            kind.register_type_and_schema()
+        register_types()
     for bucket in buckets:
         yield from _bucket(bucket, dry_run=dry_run)
     for block, name in _accounts(os.environ):
@@ -176,9 +174,7 @@ def _set_up(
             f"block {type(block).get_block_type_slug()}/{name}",
             _save(block, name, dry_run=dry_run)[1],
         )
-    yield f"limit {UPLOADS}", _limit(client, uploads, dry_run=dry_run)
-    yield f"work pool {POOL}", _pool(client, dry_run=dry_run)
-    yield f"automation {_ZOMBIES}", _automation(client, zombies(), dry_run=dry_run)
+    yield from make_essentials(client, uploads, dry_run=dry_run)
     if url := os.environ.get(_NOTIFY):
         block, outcome = _save(Webhook(url=SecretStr(url)), _NOTICES, dry_run=dry_run)
         yield f"block webhook/{_NOTICES}", outcome
@@ -186,6 +182,30 @@ def _set_up(
         if saved is not None:
             outcome = _automation(client, notices(saved), dry_run=dry_run)
         yield f"automation {_NOTICES}", outcome
+
+
+def make_essentials(
+    client: SyncPrefectClient, uploads: int | None = None, *, dry_run: bool = False
+) -> Iterator[tuple[str, Outcome]]:
+    """Make what every run needs on a server and holds no credentials.
+
+    Args:
+        client: Client of the server.
+        uploads: Slots of the limit on uploads; by default as many as it has, or 32.
+        dry_run: Whether only to find out what would be done.
+
+    Yields:
+        Each thing, and what became of it.
+    """
+    yield f"limit {UPLOADS}", _limit(client, uploads, dry_run=dry_run)
+    yield f"work pool {POOL}", _pool(client, dry_run=dry_run)
+    yield f"automation {_ZOMBIES}", _automation(client, zombies(), dry_run=dry_run)
+
+
+def register_types() -> None:
+    """Register the types of our blocks, and keep their forms up to date."""
+    for kind in (AwsCredentials, Bucket, CleaningRules, HuggingFaceCredentials, VastCredentials):
+        kind.register_type_and_schema()
 
 
 def _bucket(wanted: BucketSettings, *, dry_run: bool) -> Iterator[tuple[str, Outcome]]:

@@ -1,0 +1,50 @@
+"""`millrace deploy`, on a real server."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.prefect_server import PrefectServer
+from tests.servers.process import REPOSITORY
+
+DEPLOY = [sys.executable, "-c", "from blocks.deploy import deploy; deploy()"]
+
+
+@pytest.fixture
+def fresh_server(tmp_path: Path) -> Iterator[PrefectServer]:
+    """A server on which nothing was set up."""
+    server = PrefectServer(tmp_path / "home")
+    yield server
+    server.stop()
+
+
+def deploy(server: PrefectServer, folder: Path = REPOSITORY) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        DEPLOY, cwd=folder, env=server.environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_deploy_needs_no_setup_before_it(fresh_server: PrefectServer) -> None:
+    done = deploy(fresh_server)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "work pool millrace: made" in done.stdout
+    missing = "millrace-bucket/gradients, millrace-bucket/dataset, millrace-bucket/aggregator"
+    assert f"Missing blocks: {missing}." in done.stdout
+    assert "`millrace setup` makes them" in done.stdout
+    wanted = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
+    with fresh_server.client() as client:
+        assert {one.name for one in client.read_deployments()} == {one["name"] for one in wanted}
+        assert client.read_work_pool("millrace").type == "process"
+
+
+def test_deploy_elsewhere_than_in_the_clone_is_a_sentence(
+    prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    refused = deploy(prefect_server, tmp_path)
+    assert refused.returncode == 1
+    assert f"There is no prefect.yaml in {tmp_path}" in refused.stderr
+    assert "Traceback" not in refused.stderr
