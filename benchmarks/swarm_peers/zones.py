@@ -18,7 +18,7 @@ from pydantic import SecretStr
 from benchmarks.rig import Rig, RigError
 from benchmarks.rig.store import Store
 from benchmarks.swarm_peers.order import Order, read_order
-from millrace.storage import Credentials, StoreSpec
+from benchmarks.swarm_peers.spec import spec_of
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm
 
 PORT = 7070
@@ -76,15 +76,6 @@ def run_zones(rig: Rig, store: Store, keys: Sequence[str], destination: Path) ->
 def main() -> None:
     """Warm every node, and say how long each took without the start of the run."""
     order = read_order()
-    store = StoreSpec(
-        url=f"s3://{order.store['bucket']}",
-        endpoint=order.store["endpoint"],
-        region=order.store["region"],
-        credentials=Credentials(
-            access_key_id=order.store["access_key_id"],
-            secret_access_key=SecretStr(order.store["secret_access_key"]),
-        ),
-    )
     hosts = tuple(
         Host(url=f"http://{address}:{PORT}", name=name, zone=zone)
         for name, (address, zone) in order.options["nodes"].items()
@@ -92,7 +83,7 @@ def main() -> None:
     report = prewarm(
         PrewarmSettings(
             requests=tuple(Request(key=key) for key in order.keys),
-            stores={"store": store},
+            stores={"store": spec_of(order.store)},
             root=Path(order.destination),
             nodes=Hosts(hosts=hosts, key=SecretStr(os.environ[KEY])),
         )

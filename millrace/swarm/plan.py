@@ -312,6 +312,7 @@ class Tracker:
         self._zones[node.zone].remove(node)
         self._lacking[node.zone] -= bool(node.missing)
         self._find_quickest()
+        self._find_least_fetch()
         for number, sources in list(node.down.items()):
             for source in list(sources):
                 self._over(node, number, source, now)
@@ -697,14 +698,21 @@ class Tracker:
         self._path(giver, node).took(piece.size, seconds)
         node.outrun.given(piece.size)
         pace = seconds / max(piece.size, 1)
-        node.fetch_pace = 0.7 * node.fetch_pace + 0.3 * pace if node.fetch_pace else pace
-        paces = [n.fetch_pace for n in self._living() if n.fetch_pace]
-        self._least_fetch = min(paces, default=0.0)
+        before = node.fetch_pace
+        node.fetch_pace = 0.7 * before + 0.3 * pace if before else pace
+        if not self._least_fetch or node.fetch_pace <= self._least_fetch:
+            self._least_fetch = node.fetch_pace
+        elif before == self._least_fetch:
+            self._find_least_fetch()
         if giver.zone == node.zone:
             giver.slow = False
         rate = piece.size / seconds
-        before = giver.rates.get(node.zone)
-        giver.rates[node.zone] = 0.8 * before + 0.2 * rate if before else rate
+        given = giver.rates.get(node.zone)
+        giver.rates[node.zone] = 0.8 * given + 0.2 * rate if given else rate
+
+    def _find_least_fetch(self) -> None:
+        paces = [node.fetch_pace for node in self._living() if node.fetch_pace]
+        self._least_fetch = min(paces, default=0.0)
 
     def _measure_read(self, node: _Node, size: int, took: "_Took", now: float) -> None:
         self._from_store.took(size, took.seconds)
