@@ -67,7 +67,7 @@ def aggregate_gradients(
     Args:
         bucket: A Millrace Bucket block with write credentials, its name, or a URL: the chain
             is written there, below `{run}/gathers/`.
-        run: What all who take part have alike.
+        run: Settings that all workers of the run have in common.
         workers: The names of those who are asked first in each window.
         gradients: The bucket that the workers share, with read credentials; left out, `bucket`.
         own: Workers that have a bucket of their own.

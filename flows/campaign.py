@@ -69,7 +69,7 @@ class _Site:
         return CampaignKeys(self.plan.name)
 
     def run(self, training: Training) -> RunSettings:
-        """What all who take part have alike."""
+        """Return the settings that all workers of the run have in common."""
         windows = training.epochs * training.windows
         return RunSettings(run=self.keys.run, windows=windows, **training.rules.model_dump())
 

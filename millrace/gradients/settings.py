@@ -18,7 +18,7 @@ from millrace.storage import StoreSettings, StoreSpec
 
 
 class Rule(StrEnum):
-    """How gradients are merged."""
+    """Rules by which gradients are merged."""
 
     MEAN = "mean"  # over all workers: who does not send a value sends zero
     SENDERS = "senders"  # over those that sent the value (Templar)
@@ -31,44 +31,44 @@ class Rule(StrEnum):
 
 
 BY_PLACE = frozenset({Rule.MEDIAN, Rule.TRIMMED})
-"""Rules that judge each place by itself: all workers must have sent it."""
+"""Rules that judge each coordinate by itself: all workers must have sent it."""
 
 
 class MergeSettings(BaseModel):
-    """How the gradients of a window are merged."""
+    """Settings of the merge of a window's gradients."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rule: Rule = Field(
         default=Rule.MEAN,
         description="`mean` over all workers; over the `senders` of each value; by `tokens`; the "
-        "`sign` of most; `centered clip` and `multi-krum` bear liars; `median` and `trimmed mean` "
-        "only where all workers send the same places.",
+        "`sign` of most; `centered clip` and `multi-krum` bear Byzantine workers; `median` and "
+        "`trimmed mean` only where all workers send the same indices (`support: shared`).",
     )
     clip: bool = Field(
         default=True,
-        description="Before the rule, scale whoever's norm is above the median down to it.",
+        description="Before the rule, scale gradients with a norm above the median down to it.",
     )
     faulty: int = Field(
-        default=0, ge=0, description="How many workers may lie, for the rules that bear it."
+        default=0, ge=0, description="Number of Byzantine workers, for the rules that bear them."
     )
     radius: float | None = Field(
         default=None,
         gt=0,
-        description="Of `centered clip`: how far from the centre a worker counts wholly; left out, "
-        "the median distance.",
+        description="Distance from the centre up to which `centered clip` counts a gradient "
+        "wholly; left out, the median distance.",
     )
-    steps: int = Field(default=20, ge=1, le=1000, description="Of `centered clip`: how often.")
+    steps: int = Field(default=20, ge=1, le=1000, description="Iterations of `centered clip`.")
     values: int = Field(
         default=1 << 28,
         ge=1,
-        description="Of the weights, whose merged gradients are one object: a larger model's have "
-        "several.",
+        description="Number of weights whose merged gradients are one object: those of a larger "
+        "model are several.",
     )
 
     @property
     def fewest(self) -> int:
-        """Number of workers that the rule needs at least."""
+        """Return how many workers the rule needs at least."""
         match self.rule:
             case Rule.MULTI_KRUM:
                 return 2 * self.faulty + 3
@@ -88,47 +88,47 @@ class MergeSettings(BaseModel):
 
 
 class GatherSettings(BaseModel):
-    """How a window's gradients are gathered."""
+    """Settings of gathering a window's gradients."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     wanted: int | None = Field(
         default=None,
         ge=1,
-        description="How many gradients make a window whole; left out, one of each worker that is "
-        "no reserve.",
+        description="Number of gradients that make a window whole; left out, one of each worker "
+        "that is no reserve.",
     )
     quorum: int = Field(
         default=1,
         ge=0,
-        description="With fewer at the deadline nobody's is taken; 0 lets a window be empty.",
+        description="With fewer gradients at the deadline none is taken; 0 lets a window be empty.",
     )
     hedge: float = Field(
         default=0.5,
         ge=0,
         le=1,
-        description="The share of the time after which reserves are read too; before it, if nobody "
-        "else is to come.",
+        description="Share of the window after which reserves are read, too; they are read earlier "
+        "if all other workers have sent.",
     )
     look: Duration = Field(
         default=timedelta(seconds=2),
         gt=timedelta(0),
-        description="How often the buckets are listed.",
+        description="Time from one listing of the buckets to the next.",
     )
     grace: Duration = Field(
         default=timedelta(seconds=10),
         ge=timedelta(0),
-        description="How long, when time is up or the window is whole, answers that are on their "
-        "way are waited for: once, all of them together.",
+        description="How long to wait for all pending answers, once, when the window is over or "
+        "whole.",
     )
     at_once: int = Field(default=8, ge=1, le=256, description="Gradients that are read at once.")
 
 
 class WindowRules(BaseModel):
-    """How long a window lasts, and how it is gathered: may change from one window to the next.
+    """Settings that may change from one window to the next: its length, and how it is gathered.
 
-    What was merged follows from what a link names, whatever these rules were. So a run that goes
-    on with other ones is the same run.
+    The merged gradients follow from the objects that a link names, whatever these settings were.
+    So a run that goes on with other settings is the same run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -136,7 +136,9 @@ class WindowRules(BaseModel):
     window: Duration = Field(
         default=timedelta(minutes=20), gt=timedelta(0), description="How long a window lasts."
     )
-    gather: GatherSettings = Field(default=GatherSettings(), description="How they are gathered.")
+    gather: GatherSettings = Field(
+        default=GatherSettings(), description="How gradients are gathered."
+    )
 
 
 class Opening(WindowRules):
@@ -152,15 +154,20 @@ class Opening(WindowRules):
 
 
 class RunRules(WindowRules):
-    """How the windows of a run go, whatever it is called, and however many they are."""
+    """Settings of the windows of a run, whatever its name and the number of its windows."""
 
-    version: str = Field(default="1", description="Of what the workers run; others are not heard.")
+    version: str = Field(
+        default="1", description="Version of the workers' program; other versions are not read."
+    )
     codec: Codec = Field(default=Codec(), description="How gradients are compressed.")
     decay: float = Field(
-        default=1.0, ge=0, le=1, description="Of what a worker has not sent, from window to window."
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Factor of the values that a worker has not sent, from one window to the next.",
     )
-    outer: Outer = Field(default=Outer(), description="How what is merged changes the weights.")
-    merge: MergeSettings = Field(default=MergeSettings(), description="How they are merged.")
+    outer: Outer = Field(default=Outer(), description="How merged gradients change the weights.")
+    merge: MergeSettings = Field(default=MergeSettings(), description="How gradients are merged.")
     steps: int = Field(default=30, ge=1, description="Steps of a worker in each window.")
 
     @model_validator(mode="after")
@@ -194,11 +201,13 @@ class RunRules(WindowRules):
 
 
 class RunSettings(RunRules):
-    """What all who take part in a run have alike."""
+    """Settings that the aggregator and all workers of a run have in common."""
 
-    run: str = Field(description="Its name: a prefix below the buckets' URLs.")
+    run: str = Field(description="Name of the run: a prefix below the buckets' URLs.")
     windows: int | None = Field(
-        default=None, ge=1, description="After so many the run is over; left out, it never is."
+        default=None,
+        ge=1,
+        description="Number of windows after which the run is over; left out, it has no end.",
     )
 
     @property
@@ -211,16 +220,18 @@ class RunSettings(RunRules):
 
 
 class WeightsOf(BaseModel):
-    """A checkpoint's weights."""
+    """Settings that name a checkpoint's weights."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    job: str = Field(description="Whose it is.")
-    step: int | None = Field(default=None, description="Which; left out, the newest.")
+    job: str = Field(description="Job that the checkpoint belongs to.")
+    step: int | None = Field(
+        default=None, description="Step of the checkpoint; left out, the newest."
+    )
     tensors: str = Field(
         default="",
-        description="What the names of the weights begin with there, such as `model.`; workers "
-        "call them by what follows.",
+        description="Prefix of the weights' names in the checkpoint, such as `model.`; the "
+        "workers' names of them are without it.",
     )
 
 
@@ -249,65 +260,72 @@ class Beginning(WeightsOf, StoreSettings):
 
 
 class FollowRules(BaseModel):
-    """How a run is followed, and what is kept of it."""
+    """Settings of an aggregator: when its run is over, and which checkpoints it keeps."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     idle: int = Field(
         default=3,
         ge=1,
-        description="The run is over when nobody's gradient was taken in so many windows on end.",
+        description="Number of consecutive windows without a gradient after which the run is over.",
     )
     every: int = Field(default=10, ge=1, description="Windows from one checkpoint to the next.")
     keep: int = Field(
-        default=3, ge=1, description="Checkpoints that are kept; that of the beginning always is."
+        default=3,
+        ge=1,
+        description="Checkpoints that are kept, besides the one that the run begins with.",
     )
     lease: Duration = Field(
         default=timedelta(minutes=1),
         ge=timedelta(seconds=3),
-        description="After this long without a sign of life another aggregator takes over.",
+        description="Time without a heartbeat after which another aggregator takes over.",
     )
-    threads: int = Field(default=2, ge=1, le=64, description="How many work side by side.")
+    threads: int = Field(default=2, ge=1, le=64, description="Number of threads.")
     ray: str | None = Field(
         default=None,
-        description="The address of a Ray cluster, `auto` for the one that this machine is in: "
-        "weights and merging are spread over its nodes. Left out, this machine does it all.",
+        description="Address of a Ray cluster, `auto` for the one that this machine is in: weights "
+        "and merging are spread over its nodes. Left out, this machine does all of it.",
     )
 
 
 class FollowSettings(FollowRules):
-    """How long a run is followed, and what is kept of it."""
+    """Settings of an aggregator that also limit how many windows it merges."""
 
     windows: int | None = Field(
-        default=None, ge=1, description="How many to merge; left out, until the run is over."
+        default=None,
+        ge=1,
+        description="Number of windows to merge; left out, until the run is over.",
     )
-    until: int | None = Field(
-        default=None, ge=1, description="The number of the last window to merge."
-    )
+    until: int | None = Field(default=None, ge=1, description="Number of the last window to merge.")
 
 
 class AggregatorSettings(FollowSettings):
-    """A run, where its gradients come from, and how long it is followed."""
+    """Settings of an aggregator: the run, the workers, and their buckets."""
 
-    run: RunSettings = Field(description="What all who take part have alike.")
-    store: StoreSpec = Field(description="The aggregator's bucket: the chain is written there.")
+    run: RunSettings = Field(description="Settings that all workers of the run have in common.")
+    store: StoreSpec = Field(description="Bucket of the aggregator: the chain is written there.")
     gradients: StoreSpec | None = Field(
         default=None,
-        description="The bucket that the workers share, to be read; left out, the aggregator's.",
+        description="Bucket that the workers share, to be read; left out, the aggregator's.",
     )
-    workers: tuple[str, ...] = Field(min_length=1, description="Who is asked first in each window.")
-    reserves: tuple[str, ...] = Field(default=(), description="Who stands in, in this order.")
+    workers: tuple[str, ...] = Field(
+        min_length=1, description="Workers that are read first in each window."
+    )
+    reserves: tuple[str, ...] = Field(
+        default=(), description="Workers that replace others, in this order."
+    )
     buckets: dict[str, StoreSpec] = Field(
-        default_factory=dict[str, StoreSpec], description="Of workers that have one of their own."
+        default_factory=dict[str, StoreSpec],
+        description="Buckets of workers that have one of their own.",
     )
     begin: Beginning | None = Field(
         default=None,
-        description="If the run has not begun: with which weights. Left out, it must have.",
+        description="Weights that the run begins with; left out, the run must have begun.",
     )
 
     @property
     def last(self) -> int | None:
-        """The number of the last window, if that is known."""
+        """Return the number of the last window, or None if the run has no end."""
         ends = [end for end in (self.run.windows, self.until) if end is not None]
         return min(ends, default=None)
 
