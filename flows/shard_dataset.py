@@ -52,7 +52,7 @@ def shard_dataset(
     check_right(destination, Right.WRITE, dataset)
     check_right(source.place, Right.READ, source.prefix)
     with share_of_uploads(run) as share:
-        made = cut_shards(settings.model_copy(update={"run": share}))
+        made = cut_shards(settings.model_copy(update={"run": share}), repair=repair)
     if repair:
         repair_shards(settings)
     report_shards(made)

@@ -246,10 +246,15 @@ def run(settings: Path, prefix: str | None, *, use_vast: bool, repair: bool) -> 
     from millrace.shards import repair_dataset, shard_dataset
 
     config = _config(settings, prefix)
+    if use_vast and repair:
+        raise errors.ConfigurationError(
+            "--repair works on this machine, and --use-vast on rented ones. Shard with --use-vast "
+            "first, then run --repair alone."
+        )
     if use_vast:
         return import_module("millrace.cli_rentals").shard_on_vast(settings, config)
     with ProgressBar() as progress:
-        report = shard_dataset(config, progress=progress)
+        report = shard_dataset(config, progress=progress, repair=repair)
     _show_report(report)
     if repair:
         repaired = repair_dataset(config)

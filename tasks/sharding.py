@@ -29,13 +29,13 @@ class Sharded:
 
 
 @task(cache_policy=NO_CACHE, retries=3, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def cut_shards(settings: PipelineSettings) -> Sharded:
+def cut_shards(settings: PipelineSettings, *, repair: bool = False) -> Sharded:
     """Cut what is missing of a dataset and seal it. Killed or cancelled, a later run goes on.
 
     Call it, do not submit it: a task in another thread does not hear that it is cancelled.
     """
     with ShardProgress(artifact_key("progress", settings.dataset)) as progress:
-        report = shards.shard_dataset(settings, progress=progress)
+        report = shards.shard_dataset(settings, progress=progress, repair=repair)
     return Sharded(report, dict(progress.pace))
 
 

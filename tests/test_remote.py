@@ -99,6 +99,9 @@ def test_run_use_vast_rents_and_gives_back(
     assert done.exit_code == 0, done.output
     assert "shard/words/0: given back (done: its program ended)" in done.output
     assert vast.alive() == []
+    unmended = CliRunner().invoke(main, ["run", str(path), "--use-vast", "--repair"])
+    assert (unmended.exit_code, vast.alive()) == (2, [])
+    assert "Shard with --use-vast first, then run --repair alone" in unmended.output
     vast.reset()
     missing = yaml.safe_load(path.read_text())
     del missing["vast"]

@@ -22,7 +22,8 @@ class FileRef(Committed):
     Attributes:
         path: Below the source's URL.
         size: Bytes.
-        etag: The store's ETag; of a local file its size and time of change.
+        etag: The store's ETag; of a local file its size and time of change. Empty: any version
+            of the file is read. No plan has that.
     """
 
     path: str

@@ -122,7 +122,9 @@ def check_destination(config: PipelineSettings) -> tuple[Plan, Preflight]:
     return plan, found
 
 
-def shard_dataset(config: PipelineSettings, *, progress: Progress = silent) -> ShardReport:
+def shard_dataset(
+    config: PipelineSettings, *, progress: Progress = silent, repair: bool = False
+) -> ShardReport:
     """Cut a dataset into shards in a store, each exactly once, and seal its manifest.
 
     May be killed at any time, anywhere: running it again, on any machine, goes on from what is
@@ -131,6 +133,8 @@ def shard_dataset(config: PipelineSettings, *, progress: Progress = silent) -> S
     Args:
         config: Which dataset, from where, to where, and how.
         progress: Called at each boundary, in this thread; with no workers, in one at a time.
+        repair: Whether `repair_dataset` follows: then the source of a complete dataset may have
+            changed.
 
     Raises:
         ConflictError: The dataset was planned otherwise.
@@ -144,7 +148,12 @@ def shard_dataset(config: PipelineSettings, *, progress: Progress = silent) -> S
     source = open_store(config.source.store, make_folder=False)
     _refuse_overlap(source, store, config.dataset)
     plan, listings = make_plan(keys, config.source, source, config.cut)
-    plan = pin_plan(store, keys, plan, listings, progress)
+    try:
+        plan = pin_plan(store, keys, plan, listings, progress)
+    except errors.ChangedError:
+        if not (repair and exists(store, keys.manifest)):
+            raise
+        plan = fetch(store, keys.plan, Plan)
     progress(
         Event(
             "plan.committed",

@@ -36,8 +36,9 @@ class Repair:
 def repair_dataset(config: PipelineSettings, *, progress: Progress = silent) -> Repair:
     """Verify a complete dataset, and make each shard again that is missing or damaged.
 
-    A shard is made from the source by the pinned plan. It is written only if its SHA-256 is that
-    of the manifest; a damaged object is replaced only then, and a good one never. Memory: one
+    A shard is made from the source by the pinned plan. Files that were written again since then
+    are read, too: their times and ETags do not matter. A shard is written only if its SHA-256 is
+    that of the manifest; a damaged object is replaced only then, and a good one never. Memory: one
     shard, and what `verify` takes.
 
     Args:
@@ -92,24 +93,24 @@ def remake_shards(
     Raises:
         ChangedError: The source no longer gives the same bytes.
     """
-    source = open_source(plan.source, source_store, store)
+    source = open_source(plan.source, source_store, store, any_version=True)
     splits = {split.name: split for split in plan.splits}
     for entry, reason in lost:
         key = str(entry.key)
         progress(Event("shard.repairing", key, {"why": reason}))
-        data = _made_again(source, splits[entry.split], plan.layout, entry)
-        _replace(store, key, entry, data)
-        progress(Event("shard.repaired", key, {"bytes": len(data)}))
+        _replace(store, key, entry, _made_again(source, splits[entry.split], plan.layout, entry))
+        progress(Event("shard.repaired", key, {"bytes": entry.size}))
 
 
 def _made_again(source: Source, split: Split, layout: Layout, entry: ShardCommit) -> memoryview:
     encoder = TarEncoder(layout.shard_bytes)
     for row in source.rows(split.piece, entry.start):
-        if row.next > entry.next or encoder.samples == entry.samples:
-            break
         if not isinstance(row, BadRow):
             with contextlib.suppress(BadSampleError):  # it was put aside
                 encoder.add(row, max(layout.shard_bytes, entry.size))
+        # Before the next row is read: it may be as large as this one.
+        if row.next >= entry.next or encoder.samples == entry.samples:
+            break
     return encoder.close()
 
 

@@ -168,19 +168,23 @@ def cut(
             return Cut(record, tuple(splits), _Listings(groups, listed))
 
 
-def open_source(record: SourceRecord, store: Store, dataset: Store) -> Source:
+def open_source(
+    record: SourceRecord, store: Store, dataset: Store, *, any_version: bool = False
+) -> Source:
     """The source that a plan names.
 
     Args:
         record: From the plan.
         store: Where the source's files are.
         dataset: Where the plan is.
+        any_version: Read the files as they are now, also if they were written again since the
+            plan was made. Only for bytes that are then compared with a digest.
     """
     match SourceKind(record.kind):
         case SourceKind.JSONL:
-            return JsonLines(store, record.settings.get("columns"))
+            return JsonLines(store, record.settings.get("columns"), any_version=any_version)
         case SourceKind.FILES:
-            return Folder(store, dataset)
+            return Folder(store, dataset, any_version=any_version)
 
 
 def _split(partition: str, number: int, piece: Piece) -> Split:

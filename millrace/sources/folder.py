@@ -15,7 +15,7 @@ from millrace import errors
 from millrace.digest import sha256
 from millrace.models.dataset import FileGroup, FileRef, Piece
 from millrace.models.sample import BadRow, LargeFile, Row, Sample
-from millrace.sources.files import file_blocks, read_ahead
+from millrace.sources.files import file_blocks, of_any_version, read_ahead
 from millrace.sources.table import Files, path_bytes, path_text, shown, unreadable
 from millrace.storage import Store, read
 
@@ -157,9 +157,11 @@ class Folder:
     Args:
         store: Where the files are.
         dataset: Where the splits' listings are.
+        any_version: Whether files are read that were written again since the plan was made.
     """
 
-    def __init__(self, store: Store, dataset: Store) -> None:
+    def __init__(self, store: Store, dataset: Store, *, any_version: bool = False) -> None:
+        self._any_version = any_version
         self._store = store
         self._dataset = dataset
 
@@ -178,6 +180,8 @@ class Folder:
                 "made with: something wrote under this dataset's name."
             )
         groups = decode_listing(body)[cursor:]
+        if self._any_version:
+            groups = [g._replace(files=tuple(map(of_any_version, g.files))) for g in groups]
         wanted = (
             file
             for group in groups

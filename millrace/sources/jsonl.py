@@ -15,7 +15,7 @@ import orjson
 from millrace import errors
 from millrace.models.dataset import ByteRange, FileRef, Piece
 from millrace.models.sample import BadRow, Row, Sample
-from millrace.sources.files import file_blocks
+from millrace.sources.files import file_blocks, of_any_version
 from millrace.storage import Store
 
 LONGEST_ROW = 256 * 1024 * 1024
@@ -33,11 +33,18 @@ class JsonLines:
         columns: Which column becomes which field: extension → column. Text is written as it
             is, everything else as JSON. None writes each row whole, as ``json``.
         block: Bytes read at a time.
+        any_version: Whether files are read that were written again since the plan was made.
     """
 
     def __init__(
-        self, store: Store, columns: dict[str, str] | None = None, *, block: int = 4 << 20
+        self,
+        store: Store,
+        columns: dict[str, str] | None = None,
+        *,
+        block: int = 4 << 20,
+        any_version: bool = False,
     ) -> None:
+        self._any_version = any_version
         self._store = store
         self._columns = tuple((columns or {}).items())
         self._block = block
@@ -50,6 +57,8 @@ class JsonLines:
             if cursor < piece.end:
                 yield BadRow(piece.file.path, piece.reason, b"", piece.end)
             return
+        if self._any_version:
+            piece = piece.model_copy(update={"file": of_any_version(piece.file)})
         lines = self._lines(piece, cursor)
         file, number = piece.file, piece.number
         columns = self._columns

@@ -621,3 +621,26 @@ def test_a_removal_that_another_runs_commits_overtook_names_the_repair(settings)
         shard_dataset(changed(alone, **OTHER), progress=commit)
     shard_dataset(alone)
     assert verify(store, "sets/one").good
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "files", "large files"])
+def test_a_repair_takes_a_source_that_was_uploaded_again_with_the_same_bytes(
+    settings, tmp_path, kind
+):
+    name = "a.jsonl"
+    if kind != "jsonl":
+        name = "a.bin"
+        (tmp_path / "source" / name).write_bytes(os.urandom((40 if "large" in kind else 1) << 20))
+        settings = changed(
+            settings, source={"kind": "files", "columns": None, "include": ["*.bin"]}
+        )
+    report = shard_dataset(settings)
+    store = open_store(settings.store)
+    before = objects(store, "sets/one/shards/")
+    assert delete(store, [report.manifest.shards[0].key]) == []
+    os.utime(tmp_path / "source" / name, ns=(1, 1))
+    with pytest.raises(errors.ChangedError, match="was written again"):
+        shard_dataset(settings)
+    assert shard_dataset(settings, repair=True).made == 0
+    assert repair_dataset(settings).made == (report.manifest.shards[0].key,)
+    assert objects(store, "sets/one/shards/") == before
