@@ -252,7 +252,7 @@ class _Cooldown:
 
     def _agreement(self) -> str:
         """Hear what the content is; a sentence if it is not this member's, or nobody knows."""
-        self._heard.hear()
+        self._heard.hear(self._roster.members)
         if self._agreed:
             return ""
         if self._member in self._roster.members and not self._claimed:

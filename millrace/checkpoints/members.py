@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections import Counter
+from collections.abc import Collection
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Self, TypeVar
@@ -123,8 +124,8 @@ def roster_of(membership: Membership, epoch: int, seed: int | None = None) -> Ro
 class Statements:
     """What the members of an epoch have committed, each read once.
 
-    A record that cannot be read is a vote for nothing, and a failure: one member cannot stop the
-    others.
+    A record that cannot be read, or speaks in another's name, is a vote for nothing, and a failure:
+    one member cannot stop the others. What is not of a member is not read.
 
     Args:
         store: The bucket that the members meet in.
@@ -140,10 +141,12 @@ class Statements:
         self.claims: dict[str, Claim] = {}
         self.ended: dict[str, Ended] = {}
 
-    def hear(self) -> None:
-        """Read what is new. A listing, and a GET for each."""
+    def hear(self, members: Collection[str]) -> None:
+        """Read what is new of the roster's members. A listing, and a GET for each."""
         for stat in list_objects(self._store, self._keys.prefix):
             kind, member = self._keys.parse(stat.key) or ("", "")
+            if member not in members:
+                continue
             if kind == "claims" and member not in self.claims:
                 nothing = Claim(member=member, step=-1, root="", rest=member, size=0)
                 self.claims[member] = self._read(stat.key, nothing)
@@ -169,9 +172,10 @@ class Statements:
 
     def _read(self, key: str, otherwise: R) -> R:
         try:
-            return fetch(self._store, key, type(otherwise))
+            found = fetch(self._store, key, type(otherwise))
         except errors.CorruptError:
             return otherwise
+        return found if found.member == otherwise.member else otherwise
 
 
 def moved_on(store: Store, job: str, epoch: int) -> Epoch | None:

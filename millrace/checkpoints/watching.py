@@ -85,8 +85,8 @@ class _Watched:
         self._heard = Statements(store, self._cooldown)
 
     def look(self, seconds: float) -> Seen:
-        self._heard.hear()
         members = self._members()
+        self._heard.hear(members)
         living = frozenset(self._census.held()) & frozenset(members)
         epoch = moved_on(self._store, self._keys.job, self._cooldown.epoch)
         epoch = epoch or (None if living else self._finished(members))

@@ -306,6 +306,30 @@ def test_an_unreadable_claim_stops_nobody(folder, members) -> None:
     assert Outcome.COMMITTED in {cooled["a"].outcome, cooled["c"].outcome}
 
 
+def test_votes_of_names_that_are_not_in_the_roster_do_not_count(folder, members) -> None:
+    names = ["a", "b", "c", "d", "e"]
+    made = members(folder, names)
+    roster_of(made.memberships["a"], 0, SEED)
+    keys = CooldownKeys(JOB, 0)
+    wrong = Claim(member="", step=5, root="f" * 64, rest="x", size=1)
+    for name in (f"ghost-{number}" for number in range(6)):
+        commit_once(folder, keys.claim(name), wrong.model_copy(update={"member": name}))
+    cooled = made.end()
+    assert sorted(outcomes(cooled).values()).count(Outcome.COMMITTED) == 1
+    assert checkpoint_of(folder, JOB, 5).root != wrong.root
+
+
+def test_a_claim_in_the_name_of_another_is_a_vote_for_nothing(folder, members) -> None:
+    made = members(folder, ["a", "b", "c"])
+    roster_of(made.memberships["a"], 0, SEED)
+    keys = CooldownKeys(JOB, 0)
+    forged = Claim(member="a", step=5, root="f" * 64, rest="x", size=1)
+    commit_once(folder, keys.claim("c"), forged)
+    cooled = made.end()
+    assert cooled["c"].outcome is Outcome.FAILED
+    assert Outcome.COMMITTED in {cooled["a"].outcome, cooled["b"].outcome}
+
+
 def test_wrong_bytes_under_a_right_name_are_replaced(folder, members) -> None:
     content = Memory().snapshot(state_of(0), SMALL.part_bytes).content(5)
     bad = [KEYS.part(5, part.sha256) for part in content.parts[:3]]
