@@ -69,6 +69,7 @@ def run_split(
         rows = iter(source.rows(split.piece, cursor))
         for row in rows:
             batch = _take(batch, row, layout, shipping)
+            del row  # a large one is not held while the next is read
         shipping.finish(batch)
     return _end(store, keys, split.name, plan, shipping.number, shipping.cursor, progress)
 

@@ -21,6 +21,7 @@ from millrace.storage import Store
 LONGEST_ROW = 256 * 1024 * 1024
 _SHOWN = 64 * 1024
 _TAIL = 256 * 1024
+_LARGE = 1024 * 1024  # bytes of a line that is let go as soon as its columns are read
 _BOM = b"\xef\xbb\xbf"
 _LONG_NUMBER = re.compile(rb"\d{19}")
 
@@ -59,35 +60,41 @@ class JsonLines:
             return
         if self._any_version:
             piece = piece.model_copy(update={"file": of_any_version(piece.file)})
-        lines = self._lines(piece, cursor)
-        file, number = piece.file, piece.number
-        columns = self._columns
-        loads = orjson.loads
-        for offset, after, line in lines:
-            if not line or line.isspace():
-                continue
-            try:
-                row = loads(line)
-                if type(row) is not dict:
-                    yield self._bad(file, offset, after, line, "not a JSON object")
-                    continue
-                fields = _fields(row, line, columns) if columns else {"json": line}  # pyright: ignore[reportUnknownArgumentType]
-            except orjson.JSONDecodeError:
-                yield self._bad(file, offset, after, line, "not valid JSON")
-                continue
-            except KeyError as error:
-                yield self._bad(file, offset, after, line, f"no column {error}")
-                continue
-            except (TypeError, ValueError, RecursionError):  # too deep, or text that is no Unicode
-                yield self._bad(file, offset, after, line, "a column cannot be written")
-                continue
-            yield Sample(f"{number:05d}-{offset:013d}", fields, after)
+        for offset, after, line in self._lines(piece, cursor):
+            if line[0] and not line[0].isspace():
+                yield self._row(piece, offset, after, line)
+
+    def _row(self, piece: ByteRange, offset: int, after: int, held: list[bytes]) -> Row:
+        """Make a row of a line. The line is taken out of its list, so that it can be let go."""
+        line = held.pop()
+        begin = line[:_SHOWN]
+        try:
+            row: dict[str, Any] = orjson.loads(line)
+            if type(row) is not dict:
+                return self._bad(piece.file, offset, after, begin, "not a JSON object")
+            fields = {"json": line}
+            if self._columns:
+                if len(line) > _LARGE:
+                    row = _only(row, self._columns)
+                    if all(type(value) is str for value in row.values()):
+                        line = fields["json"] = b""
+                fields = _fields(row, line, self._columns)
+        except orjson.JSONDecodeError:
+            return self._bad(piece.file, offset, after, begin, "not valid JSON")
+        except KeyError as error:
+            return self._bad(piece.file, offset, after, begin, f"no column {error}")
+        except (TypeError, ValueError, RecursionError):  # too deep, or text that is no Unicode
+            return self._bad(piece.file, offset, after, begin, "a column cannot be written")
+        return Sample(f"{piece.number:05d}-{offset:013d}", fields, after)
 
     def _bad(self, file: FileRef, offset: int, after: int, line: bytes, reason: str) -> BadRow:
-        return BadRow(f"{file.path}, byte {offset}", reason, line[:_SHOWN], after)
+        return BadRow(f"{file.path}, byte {offset}", reason, line, after)
 
-    def _lines(self, piece: ByteRange, cursor: int) -> Iterator[tuple[int, int, bytes]]:
-        """Offset, offset after, and bytes (without the newline) of each line of the range."""
+    def _lines(self, piece: ByteRange, cursor: int) -> Iterator[tuple[int, int, list[bytes]]]:
+        """Yield offset, offset after, and bytes (without the newline) of each line of the range.
+
+        The bytes come in a list of one, for the caller to take out: nothing here holds them then.
+        """
         position = max(cursor, piece.start)
         # From a cursor we stand at a row's first byte. At the range's own start we may stand in
         # the middle of a row of the range before: its end is looked for from one byte earlier.
@@ -108,7 +115,9 @@ class JsonLines:
                 if seeking:
                     seeking = False
                 else:
-                    yield position, after, self._clean(line, position)
+                    held = [self._clean(line, position)]
+                    line = b""
+                    yield position, after, held
                 position = after
                 if position >= piece.end:
                     return
@@ -121,8 +130,11 @@ class JsonLines:
                         f"{LONGEST_ROW} bytes. Leave the file out with exclude, or cut it up."
                     )
         rest = b"".join(begun)
+        begun = []
         if rest and not seeking:
-            yield position, position + len(rest), self._clean(rest, position)
+            after, held = position + len(rest), [self._clean(rest, position)]
+            rest = b""
+            yield position, after, held
 
     def _blocks(self, piece: ByteRange, position: int) -> Iterator[bytes]:
         """The blocks of a range, and then of what follows it: for its last row only."""
@@ -135,6 +147,10 @@ class JsonLines:
         if offset == 0 and line.startswith(_BOM):
             line = line[len(_BOM) :]
         return line[:-1] if line.endswith(b"\r") else line
+
+
+def _only(row: dict[str, Any], columns: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    return {column: row[column] for _, column in columns}
 
 
 def _fields(

@@ -94,3 +94,30 @@ def test_a_buffer_that_a_large_sample_made_grow_shrinks_again():
     encoder.reset()
     encoder.add(Sample("b", {"txt": b"text"}, 2), limit=MIB)
     assert len(encoder.close().obj) == MIB
+
+
+def test_large_rows_of_json_lines_are_held_three_times_at_most(tmp_path):
+    for name, rows, size in (("small", 6, 2 * MIB), ("large", 3, 64 * MIB)):
+        (tmp_path / name).mkdir()
+        with (tmp_path / name / "a.jsonl").open("w") as file:
+            for _ in range(rows):
+                file.write('{"text": "')
+                for _ in range(size // MIB):  # else this process's peak is the child's first one
+                    file.write("x" * MIB)
+                file.write('"}\n')
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            RUN.replace('"kind": "files"', '"kind": "jsonl", "columns": {"txt": "text"}'),
+            (tmp_path / "store").as_uri(),
+            (tmp_path / "small").as_uri(),
+            (tmp_path / "large").as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    before, after = map(int, ran.stdout.split()[-2:])
+    assert (after - before) / (64 * MIB) <= 3.25
+    assert verify(open_store((tmp_path / "store").as_uri()), "large").shards == 3
