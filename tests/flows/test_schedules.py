@@ -118,3 +118,4 @@ def test_what_deploying_before_setup_says_is_explained(
     explained = " ".join((REPOSITORY / "docs/operations.md").read_text().split())
     at = explained.index(sentence.replace("none", "millrace"))
     assert "`millrace setup`" in explained[at : at + 300]
+    assert "`millrace deploy`" in explained[at : at + 300]
