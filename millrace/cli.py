@@ -223,7 +223,7 @@ def plan(settings: Path, prefix: str | None) -> int:
 
     config = _config(settings, prefix)
     made, found = check_destination(config)
-    _show_plan(made, config)
+    _show_plan(made, config, found.largest)
     click.echo(f"Goes to {found.url}{found.state and f' ({found.state})'}.")
     for sentence in found.unchecked:
         click.echo(sentence)
@@ -900,7 +900,7 @@ def _print(table: Any) -> None:
     Console().print(table)
 
 
-def _show_plan(made: "Plan", config: "PipelineSettings") -> None:
+def _show_plan(made: "Plan", config: "PipelineSettings", largest: int | None) -> None:
     table = _table("partition", "splits", "source bytes")
     for partition in sorted({split.partition for split in made.splits}):
         own = [split for split in made.splits if split.partition == partition]
@@ -919,9 +919,15 @@ def _show_plan(made: "Plan", config: "PipelineSettings") -> None:
     memory = made.layout.shard_bytes * (config.run.uploads + 1) * workers
     click.echo(
         f"Shards of at most {_size(made.layout.shard_bytes)}; "
-        f"at most {_size(memory)} of them in the memory of {words.count(workers, 'worker')}. "
-        "A larger sample is a shard of its own: each worker holds one such at a time, besides."
+        f"at most {_size(memory)} of them in the memory of {words.count(workers, 'worker')}."
     )
+    if largest is None:
+        click.echo("A larger row is a shard of its own: each worker may hold one, four times.")
+    elif largest > made.layout.shard_bytes:
+        click.echo(
+            f"The largest sample has {_size(largest)}, and is a shard of its own: with one such in "
+            f"each worker it is at most {_size(memory + workers * largest)}."
+        )
 
 
 def _show_report(report: "ShardReport") -> None:

@@ -67,6 +67,18 @@ def test_plan_shows_and_writes_nothing(run, settings, tmp_path):
     assert not (tmp_path / "store").exists()
 
 
+def test_plan_says_how_much_memory_the_largest_sample_takes(run, settings, tmp_path):
+    assert "A larger row is a shard of its own" in run("plan", str(settings))
+    (tmp_path / "source" / "large.bin").write_bytes(bytes(3_000_000))
+    (tmp_path / "source" / "small.bin").write_bytes(bytes(1000))
+    text = settings.read_text().replace("source: {", "source: {kind: files, ")
+    settings.write_text(text.replace("workers: 1", "workers: 2") + "cut: {shard_bytes: 1MB}\n")
+    shown = run("plan", str(settings))
+    assert "at most 6.0 MB of them in the memory of 2 workers" in shown
+    assert "The largest sample has 3.0 MB, and is a shard of its own" in shown
+    assert "in each worker it is at most 12.0 MB." in shown
+
+
 def test_plan_says_where_the_dataset_goes_and_where_run_will_refuse(run, settings, tmp_path):
     where = (tmp_path / "store" / "lines").as_uri()
     assert f"Goes to {where} (new: the run makes the folder)." in run("plan", str(settings))

@@ -73,12 +73,14 @@ class Preflight:
         state: Whether the dataset is new there, begun or complete; empty if that is not known.
         unchecked: What reading does not show, or was not possible, in sentences.
         refusals: Why `shard_dataset` will refuse, in sentences; empty if it will not.
+        largest: Bytes of the largest sample; None where only reading the source shows it.
     """
 
     url: str
     state: str
     unchecked: tuple[str, ...]
     refusals: tuple[str, ...]
+    largest: int | None = None
 
 
 _PREFLIGHT = timedelta(seconds=10)  # that the destination may take to answer
@@ -92,7 +94,7 @@ def check_destination(config: PipelineSettings) -> tuple[Plan, Preflight]:
     """
     keys = DatasetKeys(config.dataset)
     source = open_store(config.source.store, make_folder=False)
-    plan, listings = make_plan(keys, config.source, source, config.cut)
+    plan, pieces = make_plan(keys, config.source, source, config.cut)
     patience = min(config.store.patience, _PREFLIGHT)
     spec = config.store.model_copy(update={"patience": patience})
     account = spec.account_id or os.environ.get("R2_ACCOUNT_ID")
@@ -104,7 +106,7 @@ def check_destination(config: PipelineSettings) -> tuple[Plan, Preflight]:
     try:
         store = open_store(spec, make_folder=False)
         _refuse_overlap(source, store, config.dataset)
-        begun = check_pinned(store, keys, plan, listings)
+        begun = check_pinned(store, keys, plan, pieces.listings)
         complete = exists(store, keys.manifest)
         state = "complete" if complete else "begun, and gone on with" if begun else "new"
     except errors.NotFoundError as error:
@@ -118,7 +120,8 @@ def check_destination(config: PipelineSettings) -> tuple[Plan, Preflight]:
         refusals.append(f"{url} does not answer: {errors.one_line(error)}")
     except errors.MillraceError as error:
         unchecked.append(f"What is there cannot be read: {errors.one_line(error)}")
-    found = Preflight(f"{url}/{config.dataset}", state, tuple(unchecked), tuple(refusals))
+    where = f"{url}/{config.dataset}"
+    found = Preflight(where, state, tuple(unchecked), tuple(refusals), pieces.largest)
     return plan, found
 
 
@@ -147,9 +150,9 @@ def shard_dataset(
     keys = DatasetKeys(config.dataset)
     source = open_store(config.source.store, make_folder=False)
     _refuse_overlap(source, store, config.dataset)
-    plan, listings = make_plan(keys, config.source, source, config.cut)
+    plan, pieces = make_plan(keys, config.source, source, config.cut)
     try:
-        plan = pin_plan(store, keys, plan, listings, progress)
+        plan = pin_plan(store, keys, plan, pieces.listings, progress)
     except errors.ChangedError:
         if not (repair and exists(store, keys.manifest)):
             raise

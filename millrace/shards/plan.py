@@ -32,13 +32,13 @@ _ROWS = {"rows": "2", "json": "orjson-3"}
 
 def make_plan(
     keys: DatasetKeys, source: SourceSettings, source_store: Store, settings: CutSettings
-) -> tuple[Plan, Mapping[str, bytes]]:
+) -> tuple[Plan, Cut]:
     """Cut the source and describe the result. Reads the source's listing, writes nothing.
 
     Returns:
-        The plan, and the objects it refers to: key → body.
+        The plan, and what it was made from, with the objects it refers to.
     """
-    pieces: Cut = cut(
+    pieces = cut(
         source,
         source_store,
         keys,
@@ -62,7 +62,7 @@ def make_plan(
         splits=pieces.splits,
         split_files=settings.split_files,
     )
-    return plan, pieces.listings
+    return plan, pieces
 
 
 def check_pinned(

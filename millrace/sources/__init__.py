@@ -87,11 +87,13 @@ class Cut:
         splits: In the order of their names.
         listings: Objects that must be in the store before the plan is: key → body. A body is made
             when it is asked for.
+        largest: Bytes of the largest sample; None where only reading the files shows it.
     """
 
     record: SourceRecord
     splits: tuple[Split, ...]
     listings: Mapping[str, bytes]
+    largest: int | None = None
 
 
 class _Listings(Mapping[str, bytes]):
@@ -165,7 +167,8 @@ def cut(
                     piece = FileGroup(listing=key, sha256=digest, samples=len(batch), size=size)
                     listed[key] = batch
                     splits.append(_split(partition, i, piece))
-            return Cut(record, tuple(splits), _Listings(groups, listed))
+            largest = max(groups.sizes, default=0)
+            return Cut(record, tuple(splits), _Listings(groups, listed), largest)
 
 
 def open_source(
