@@ -57,7 +57,7 @@ def commit_once(store: Store, key: str, record: R) -> Commit[R]:
         create(store, key, encoded(record, nonce))
     except (errors.ExistsError, errors.UnavailableError) as error:
         try:
-            there, its_nonce = decoded(store.url_of(key), type(record), read(store, key))
+            there, its_nonce = _read(store, key, type(record))
         except (errors.NotFoundError, errors.UnavailableError):
             raise error from None
         return Commit(there, mine=its_nonce == nonce)
@@ -111,7 +111,12 @@ def fetch(store: Store, key: str, kind: type[R]) -> R:
         NotFoundError: None was committed.
         CorruptError: What is there is no such record.
     """
-    return decoded(store.url_of(key), kind, read(store, key))[0]
+    return _read(store, key, kind)[0]
+
+
+def _read(store: Store, key: str, kind: type[R]) -> tuple[R, str]:
+    most = getattr(kind, "record_bytes", 1 << 20)
+    return decoded(store.url_of(key), kind, read(store, key, largest=most))
 
 
 def committed(

@@ -232,7 +232,7 @@ def quarantine_metadata(store: Store, job: str, step: int, damage: str) -> Check
     key = keys.metadata(step)
     where = store.url_of(key)
     try:
-        body = read(store, key)
+        body = read(store, key, largest=Checkpoint.record_bytes)
     except errors.NotFoundError:
         return None
     try:
@@ -247,7 +247,8 @@ def quarantine_metadata(store: Store, job: str, step: int, damage: str) -> Check
     with suppress(errors.ExistsError):
         create(store, keys.damaged(step, digest), body)
     with suppress(errors.NotFoundError):
-        if read(store, key) != body:  # another process has saved the step meanwhile
+        again = read(store, key, largest=Checkpoint.record_bytes)
+        if again != body:  # another process has saved the step meanwhile
             return checkpoint_of(store, job, step)
         failures = delete(store, [key])
         if failures:

@@ -40,6 +40,7 @@ class Start(Committed):
         state: The digest of the weights.
     """
 
+    record_bytes: ClassVar[int] = 64 << 20
     run: str
     job: str
     step: int
@@ -119,6 +120,7 @@ class Link(Committed):
         state: The digest of the weights after it.
     """
 
+    record_bytes: ClassVar[int] = 64 << 20
     record_version: ClassVar[int] = 2  # with buffers, whose values are set
 
     run: str

@@ -68,6 +68,7 @@ class Checkpoint(Committed):
         digest: SHA-256 of all other fields, in canonical JSON.
     """
 
+    record_bytes: ClassVar[int] = 1 << 30
     record_version: ClassVar[int] = 2  # with the digest of all fields
 
     job: str
@@ -102,6 +103,7 @@ class Share(Committed):
         notes: Free text of the caller's.
     """
 
+    record_bytes: ClassVar[int] = 1 << 30
     job: str
     step: int
     rank: int
@@ -229,6 +231,7 @@ class Quarantine(Committed):
         damage: What was found, a sentence for each file.
     """
 
+    record_bytes: ClassVar[int] = 1 << 30
     record_version: ClassVar[int] = 2  # as of `Checkpoint`
 
     checkpoint: Checkpoint | None

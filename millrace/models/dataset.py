@@ -10,9 +10,11 @@ class Committed(BaseModel):
 
     Attributes:
         record_version: Version of the record's form; a reader of another one refuses it.
+        record_bytes: Most bytes that a reader takes: what is larger is no such record.
     """
 
     record_version: ClassVar[int] = 1
+    record_bytes: ClassVar[int] = 1 << 20
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
@@ -149,6 +151,7 @@ class Plan(Committed):
         split_files: At most about how many files make a split, for sources of many files.
     """
 
+    record_bytes: ClassVar[int] = 1 << 30
     dataset: str
     source: SourceRecord
     layout: Layout
@@ -232,6 +235,7 @@ class Manifest(Committed):
         quarantined: Rows put aside.
     """
 
+    record_bytes: ClassVar[int] = 1 << 30
     dataset: str
     plan: str
     format: str

@@ -61,12 +61,12 @@ def read_file(store: Store, file: FileRef) -> bytes:
     """
     try:
         if not is_local(store):
-            data = read(store, file.path, etag=file.etag or None)
+            data = read(store, file.path, etag=file.etag or None, largest=file.size)
         else:
             with (Path(store.location.bucket) / file.path).open("rb") as opened:
                 data = opened.read()
                 _check(store, file, opened.fileno())
-    except (FileNotFoundError, errors.NotFoundError, errors.ChangedError):
+    except (FileNotFoundError, errors.NotFoundError, errors.ChangedError, errors.CorruptError):
         raise _changed_there(store, file) from None
     if len(data) != file.size:
         raise _changed_there(store, file)

@@ -16,7 +16,7 @@ from millrace.storage.open import Backend, Store
 from millrace.storage.retry import trying
 
 if TYPE_CHECKING:
-    from obstore import GetOptions, ObjectMeta
+    from obstore import GetOptions, GetResult, ObjectMeta
 
 BLOCK = 8 * 1024 * 1024
 
@@ -61,21 +61,24 @@ def exists(store: Store, key: str) -> bool:
     return True
 
 
-def read(store: Store, key: str, *, etag: str | None = None) -> bytes:
-    """The whole of an object, in memory: for records and small files. One request.
+def read(store: Store, key: str, *, etag: str | None = None, largest: int | None = None) -> bytes:
+    """Read the whole of an object into memory: for records and small files. One request.
 
     Args:
         store: Where it is.
         key: Which.
         etag: Only this content of it.
+        largest: The most bytes that it may have, of an object that others may write.
 
     Raises:
         NotFoundError: There is none.
         ChangedError: Its ETag is another.
+        CorruptError: It is larger. No more of it is read.
     """
 
     def get() -> bytes:
-        return bytes(obstore.get(store.raw, key, options=_if_match(etag)).bytes())
+        found = obstore.get(store.raw, key, options=_if_match(etag))
+        return bytes(found.bytes()) if largest is None else _bounded(store, key, found, largest)
 
     return trying(store, key, get)
 
@@ -101,29 +104,50 @@ def read_into(store: Store, key: str, into: memoryview) -> int:
                         return at  # it was cut meanwhile
                     at += got
                 return size
-        body = memoryview(obstore.get(store.raw, key).bytes())
-        if len(body) <= len(into):
+        found = obstore.get(store.raw, key)
+        size = found.meta["size"]
+        if size <= len(into):
+            body = _bounded(store, key, found, size)
             into[: len(body)] = body
-        return len(body)
+        return size
 
     return trying(store, key, get)
 
 
 def read_range(store: Store, key: str, start: int, end: int, *, etag: str | None = None) -> bytes:
-    """Bytes ``start`` to ``end`` (exclusive) of an object; fewer where it ends before. One request.
+    """Read bytes ``start`` to ``end`` (exclusive); fewer where it ends before. One request.
 
     Raises:
         NotFoundError: There is none.
         ChangedError: Its ETag is another.
+        CorruptError: The store sends more than was asked for. No more of it is read.
     """
     if start >= end:
         return b""
     options: GetOptions = {**_if_match(etag), "range": (start, end)}
 
     def get() -> bytes:
-        return bytes(obstore.get(store.raw, key, options=options).bytes())
+        return _bounded(store, key, obstore.get(store.raw, key, options=options), end - start)
 
     return trying(store, key, get)
+
+
+def _bounded(store: Store, key: str, found: "GetResult", most: int) -> bytes:
+    """Read a body up to a limit, whatever length its headers announce.
+
+    Raises:
+        CorruptError: It is longer.
+    """
+    parts: list[bytes] = []
+    size = 0
+    for part in found.stream(min_chunk_size=min(most + 1, BLOCK)):
+        parts.append(bytes(part))
+        size += len(part)
+        if size > most:
+            raise errors.CorruptError(
+                f"{store.url_of(key)}: more than {most} bytes come, which is the most that may."
+            )
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def stream(

@@ -1,0 +1,122 @@
+"""A store is never read beyond what was asked for, whatever it sends."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+
+from millrace import errors
+from millrace.keys import CheckpointKeys
+from millrace.models.checkpoint import Epoch
+from millrace.records import commit_once, fetch
+from millrace.storage import (
+    Credentials,
+    Store,
+    StoreSpec,
+    open_store,
+    put,
+    read,
+    read_into,
+    read_range,
+)
+
+ANNOUNCED = 10**12
+MODEST = 64 << 20  # bytes that may be on their way when the reader hangs up
+
+
+class Endless:
+    """An S3 endpoint that answers each request with a terabyte.
+
+    Attributes:
+        url: Its address.
+        sent: Bytes that were taken off it.
+        status: The answer's first line.
+    """
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.sent = 0
+        self.announced = ANNOUNCED
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            asked = b""
+            while b"\r\n\r\n" not in asked:
+                asked += connection.recv(65536)
+            ranged = b"\r\nrange:" in asked.lower()
+            lines = [
+                "HTTP/1.1 206 Partial Content" if ranged else "HTTP/1.1 200 OK",
+                f"Content-Length: {self.announced}",
+                'ETag: "x"',
+                "Last-Modified: Mon, 01 Jan 2024 00:00:00 GMT",
+            ]
+            if ranged:
+                lines.append(f"Content-Range: bytes 0-36999/{ANNOUNCED}")
+            connection.sendall("\r\n".join([*lines, "", ""]).encode())
+            while self.sent < 4 * MODEST:
+                connection.sendall(bytes(65536))
+                self.sent += 65536
+
+
+@pytest.fixture
+def endless() -> Iterator[Endless]:
+    server = Endless()
+    yield server
+    server.close()
+
+
+def store_of(server: Endless) -> Store:
+    return open_store(
+        StoreSpec(
+            url="s3://bucket",
+            endpoint=server.url,
+            credentials=Credentials(access_key_id="a", secret_access_key="b"),
+            patience=timedelta(seconds=5),
+        )
+    )
+
+
+def test_a_range_is_no_longer_than_it_was_asked_for(endless: Endless) -> None:
+    with pytest.raises(errors.CorruptError, match="more than 37000 bytes come"):
+        read_range(store_of(endless), "worker/gradient", 0, 37_000)
+    assert endless.sent < MODEST
+
+
+def test_a_record_is_no_larger_than_its_kind_may_be(endless: Endless) -> None:
+    with pytest.raises(errors.CorruptError, match="more than 1048576 bytes come"):
+        fetch(store_of(endless), CheckpointKeys("job").epoch(0), Epoch)
+    assert endless.sent < MODEST
+
+
+def test_a_buffer_is_not_overrun(endless: Endless) -> None:
+    assert read_into(store_of(endless), "part", memoryview(bytearray(1000))) == ANNOUNCED
+    assert endless.sent < MODEST
+
+
+def test_a_record_in_the_way_that_is_too_large_is_named(tmp_path) -> None:
+    store = open_store(tmp_path.as_uri())
+    key = CheckpointKeys("job").epoch(0)
+    put(store, key, bytes((1 << 20) + 1))
+    for act in (
+        lambda: fetch(store, key, Epoch),
+        lambda: commit_once(store, key, Epoch(job="job", epoch=0, step=1, root=None)),
+    ):
+        with pytest.raises(errors.CorruptError, match=r"epochs/000000\.json: more than 1048576"):
+            act()
+    assert read(store, key, largest=(1 << 20) + 1) == bytes((1 << 20) + 1)
+    assert read_range(store, key, 1 << 20, 1 << 21) == b"\0"
+    assert read_range(store, key, 0, 9 << 20) == bytes((1 << 20) + 1)
