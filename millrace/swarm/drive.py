@@ -6,6 +6,7 @@ import queue
 import secrets
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ from millrace import cluster, errors
 from millrace.progress import Event, Progress, silent
 from millrace.storage import open_store
 from millrace.swarm.catalogue import Found, find
+from millrace.swarm.events import Check, UnfitError
 from millrace.swarm.fetch import FINAL
 from millrace.swarm.nodes import Node, NotStarted, agents
 from millrace.swarm.plan import STORE, Order, Tracker
@@ -213,6 +215,8 @@ class _Drive:
         self._failing: dict[int, float] = {}  # piece → since when the store has failed it
         self._audits: dict[int, _Audit] = {}  # file → who reads it again
         self._wrong: dict[int, set[str]] = {}  # file → the digests that it should not have had
+        self._mismatched: dict[int, dict[str, str]] = {}  # file → node → the digest of its bytes
+        self._reread: set[int] = set()  # files that came out the same when they were read again
         self._told: list[Event] = []
         self._threads: list[threading.Thread] = []
         self._plan = self._planned(found.sources(_READABLE_FOR))
@@ -391,8 +395,8 @@ class _Drive:
                     return False
                 have = self._open(member, body)
                 break
-            except RefusedError as error:
-                if error.status != http.client.LOCKED:
+            except (RefusedError, UnfitError) as error:
+                if isinstance(error, UnfitError) or error.status != http.client.LOCKED:
                     self._lost(member, _why(error))
                     return False
                 if not self._knock_again(member, _why(error)):
@@ -417,6 +421,7 @@ class _Drive:
 
         Raises:
             RefusedError: The node refused.
+            UnfitError: It answered what no agent does.
             OSError, http.client.HTTPException: It cannot be reached, or fell silent.
         """
         opened, silent = threading.Event(), threading.Event()
@@ -426,7 +431,7 @@ class _Drive:
             while not opened.wait(_KNOCK):
                 try:
                     self._ask_identity(member)
-                except RefusedError:
+                except (RefusedError, UnfitError):
                     continue
                 except (OSError, http.client.HTTPException):
                     silent.set()
@@ -436,9 +441,8 @@ class _Drive:
         watcher = threading.Thread(target=watch, name=f"open-{member.node.name}", daemon=True)
         watcher.start()
         try:
-            return self._ask(member, "PUT", "", body, timeout=_OPENING, connections=connections)[
-                "have"
-            ]
+            said = self._ask(member, "PUT", "", body, timeout=_OPENING, connections=connections)
+            return self._check().read_pieces(said)
         except (OSError, http.client.HTTPException) as error:
             if silent.is_set():
                 raise TimeoutError from error
@@ -450,7 +454,11 @@ class _Drive:
     def _ask_identity(self, member: _Member) -> str:
         place = member.node.place
         with self._connections.request(place, "GET", "/agent", timeout=_SILENT) as answer:
-            return str(json.loads(answer.read(4096))["identity"])
+            said = answer.read(4096)
+        try:
+            return str(json.loads(said)["identity"])[:64]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise UnfitError("no identity") from None
 
     def _identify(self, member: _Member) -> bool:
         """Ask an agent for its identity, which signatures name. False if it is another node's."""
@@ -564,8 +572,19 @@ class _Drive:
         with (connections or self._connections).request(
             member.node.place, method, path, headers, body or None, timeout=timeout
         ) as answer:
-            said = answer.read()
-        return json.loads(said) if said else None
+            longest = self._check().longest
+            said = answer.read(longest + 1)
+        if len(said) > longest:
+            raise UnfitError("more than there is to say")
+        try:
+            return json.loads(said) if said else None
+        except (ValueError, RecursionError):
+            raise UnfitError("no JSON") from None
+
+    def _check(self) -> Check:
+        with self._lock:
+            sources = {STORE, *self._members}
+        return Check(self._sizes, len(self._catalogue.files), sources)
 
     def _send_orders(self, member: _Member) -> None:
         while (order := member.orders.get()) is not None:
@@ -578,7 +597,7 @@ class _Drive:
                 batch.append(more)
             try:
                 self._ask(member, "POST", "/orders", json.dumps(batch).encode())
-            except (RefusedError, OSError, http.client.HTTPException) as error:
+            except (RefusedError, OSError, http.client.HTTPException, UnfitError) as error:
                 self._lost(member, f"it took no orders ({_why(error)})")
                 return
 
@@ -586,9 +605,13 @@ class _Drive:
         after = 0
         while not (self._ending or member.why):
             try:
-                events = self._ask(member, "GET", f"/events?after={after}")
+                said = self._ask(member, "GET", f"/events?after={after}")
+                events = self._check().read_events(said)
             except (RefusedError, OSError, http.client.HTTPException) as error:
                 self._lost(member, f"it no longer answers ({_why(error)})")
+                return
+            except UnfitError as error:
+                self._lost(member, str(error))
                 return
             after += len(events)
             with self._lock:
@@ -654,7 +677,8 @@ class _Drive:
             if not audit.left:
                 del self._audits[audit.file]
                 if not audit.changed:
-                    self._give_up(audit.file)
+                    self._reread.add(audit.file)
+                    self._judge(audit.file)
             return
         if not self._tracker.has(name, number):
             self._had += size
@@ -698,6 +722,9 @@ class _Drive:
 
     def _files(self, member: _Member, numbers: list[int]) -> None:
         member.files.update(numbers)
+        for number in numbers:
+            self._mismatched.get(number, {}).pop(member.node.id, None)
+            self._judge(number)
         if len(member.files) == len(self._catalogue.files) and not member.ready:
             member.ready = True
             member.seconds = time.monotonic() - self._began
@@ -707,9 +734,11 @@ class _Drive:
     # -- an object that is not what its digest says
 
     def _mismatch(self, member: _Member, number: int, found: str) -> None:
+        self._mismatched.setdefault(number, {})[member.node.id] = found
         wrong = self._wrong.setdefault(number, set())
-        if found in wrong:
-            return  # another node has seen the same, and it is being read again
+        if found in wrong:  # another node has seen the same
+            self._judge(number)  # unless it is being read again
+            return
         wrong.add(found)
         origin = self._catalogue.files[number].origin
         self._told.append(Event("file.mismatch", origin, {"sha256": found}))
@@ -720,11 +749,14 @@ class _Drive:
         """Have one node read all of an object again: what differs is replaced everywhere."""
         tries = len(self._wrong.get(number, ()))
         if tries > _REREADS:
-            self._give_up(number)
+            self._reread.add(number)
+            self._judge(number)
             return
         readers = [name for name in self._tracker.nodes if name not in self._tracker.quarantined]
         if not readers:
             return
+        others = [name for name in readers if name not in self._mismatched.get(number, ())]
+        readers = others or readers
         reader = readers[tries % len(readers)]
         pieces = {
             n
@@ -741,6 +773,27 @@ class _Drive:
             readers = [n for n in self._tracker.nodes if n != name] or [name]
             self._audits[file] = _Audit(file, readers[0], {number}, changed=1)
             self._deal(self._tracker.reread(readers[0], [number], time.monotonic()))
+
+    def _judge(self, number: int) -> None:
+        """Decide on a file that some nodes find wrong, and that came out the same when read again.
+
+        Where more find it wrong alike than right, the object is given up; where others have
+        verified it, those that find it wrong are lost. The word of one node ends no run while
+        another may still verify the file.
+        """
+        if number not in self._reread or number in self._audits:
+            return
+        living = {id_: member for id_, member in self._members.items() if not member.why}
+        wrong = {id_: d for id_, d in self._mismatched.get(number, {}).items() if id_ in living}
+        right = sum(number in member.files for member in living.values())
+        alike = max(Counter(wrong.values()).values(), default=0)
+        if alike > max(right, 1) or (wrong and wrong.keys() >= living.keys()):
+            self._give_up(number)
+        elif right:
+            origin = self._catalogue.files[number].origin
+            for id_ in wrong:
+                why = f"its bytes of {origin} are not those that other nodes have verified"
+                self._lose(living[id_], why)
 
     def _give_up(self, number: int) -> None:
         file = self._catalogue.files[number]
@@ -772,7 +825,7 @@ class _Drive:
             return
         try:
             self._ask(member, "DELETE", "")
-        except (RefusedError, OSError, http.client.HTTPException):
+        except (RefusedError, OSError, http.client.HTTPException, UnfitError):
             return  # it ends the run itself when it hears nothing for a while
 
     def _report(self) -> PrewarmReport:

@@ -52,6 +52,29 @@ def send_wrong(to, descriptor, start, size):
 agent._send_file = send_wrong
 """
 
+FORGE = """
+import millrace.swarm.agent as agent
+
+events = agent.Run.events
+FORGED = {forged}
+told = False
+
+def forge(run, after):
+    global told
+    if told:
+        return events(run, after)
+    told = True
+    return FORGED
+
+agent.Run.events = forge
+"""
+
+
+def forging(events: object) -> str:
+    """Make a node answer so, a value or its source, when it is first asked what has happened."""
+    return FORGE.replace("{forged}", events if isinstance(events, str) else repr(events))
+
+
 TRICKLE = """
 import time
 import millrace.swarm.agent as agent

@@ -54,6 +54,7 @@ from tests.swarm.swarms import (
     Agent,
     Heard,
     files_below,
+    forging,
     running,
     settings_of,
     spec_of,
@@ -1072,6 +1073,40 @@ def test_a_peer_that_gives_flipped_bits_is_caught_and_asked_no_more(store, nodes
     assert [files_below(node.root) for node in nodes[:2]] == [contents] * 2
     assert heard.named("node.untrusted")
     assert [node.trusted for node in report.nodes] == [False, True, True]  # by their names
+
+
+D = "0" * 64
+FORGED = [
+    [{"e": "mismatch", "f": 0, "sha256": f"{number:064d}"} for number in range(3)],
+    [{"e": "mismatch", "f": number, "sha256": D} for number in range(3)],
+    [{}], ["x"], {"e": "done"}, [None], 7, [{"e": []}], [{"e": "done"}],
+    [{"e": "done", "p": 10**6, "s": "", "d": D, "b": 1}],
+    [{"e": "done", "p": -1, "s": "", "d": D, "b": 1}],
+    [{"e": "done", "p": 0, "s": "", "d": D, "b": 1}],
+    [{"e": "done", "p": 0, "s": "nowhere", "d": D, "b": 1}],
+    [{"e": "done", "p": 0, "s": "", "d": "x", "b": 1}],
+    [{"e": "files", "f": [99]}], [{"e": "files", "f": 1}],
+    [{"e": "mismatch", "f": 99, "sha256": D}],
+    [{"e": "failed", "p": 0, "s": "nowhere", "why": "", "status": 0, "wrong": True}],
+    [{"e": "failed", "p": 0, "s": "", "why": 7, "status": "x"}],
+    [{"e": "unusable", "f": 99, "why": "x"}], "[{'e': 'retry', 'why': 'x' * (3 << 20)}]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("forged", FORGED, ids=lambda forged: repr(forged)[:40])
+def test_a_node_that_forges_what_it_tells_harms_only_itself(store, nodes, tmp_path, forged):
+    contents = fill(store, "forged")
+    sums = {f"forged/{name}": hashlib.sha256(body).hexdigest() for name, body in contents.items()}
+    requests = [Request(key=key, sha256=sha256) for key, sha256 in sums.items()]
+    stop(nodes.pop())
+    nodes.append(start_agent("liar", tmp_path / "liar", code=forging(forged)))
+    report = prewarm(settings_of(store, nodes, requests=requests, least=0.5))
+    whole = {f"forged/{name}": body for name, body in contents.items()}
+    assert [files_below(node.root) for node in nodes[:2]] == [whole] * 2
+    by_name = {node.name: node for node in report.nodes}
+    assert [by_name[node.name].why for node in nodes[:2]] == ["", ""]
+    malformed = forged not in FORGED[:2]
+    assert ("no agent of this version" in by_name["liar"].why) is malformed
 
 
 HEAD = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 4\r\n"

@@ -1,0 +1,129 @@
+"""Check what an agent tells the driver: it may say anything, and harms only its own node."""
+
+import re
+from collections.abc import Callable, Container, Sequence
+from typing import Any, cast
+
+_DIGEST = re.compile("[0-9a-f]{64}")
+_LONGEST_SENTENCE = 500  # characters that are kept
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "received": ("b",),
+    "done": ("p", "s", "d", "b"),
+    "had": ("p", "s"),
+    "failed": ("p", "s", "why", "status"),
+    "retry": ("why",),
+    "files": ("f",),
+    "unusable": ("f", "why"),
+    "mismatch": ("f", "sha256"),
+    "fault": ("why",),
+}
+
+
+class UnfitError(Exception):
+    """An agent says what none of this version says."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"it sends what no agent of this version does: {what}")
+
+
+class Check:
+    """Checks answers of agents against the run that they are about.
+
+    Args:
+        sizes: Bytes of each piece.
+        files: How many files there are.
+        sources: What a piece can come from: the nodes' ids, and the store.
+    """
+
+    def __init__(self, sizes: Sequence[int], files: int, sources: Container[str]) -> None:
+        self._sizes, self._count, self._sources = sizes, files, sources
+
+    @property
+    def longest(self) -> int:
+        """Bytes that an answer may have."""
+        return (1 << 20) + 400 * (len(self._sizes) + self._count)
+
+    def read_pieces(self, said: Any) -> list[tuple[int, str]]:
+        """Read which pieces a node has, with their digests.
+
+        Raises:
+            UnfitError: It is no such list.
+        """
+        rows = _list(said.get("have") if isinstance(said, dict) else None)  # pyright: ignore[reportUnknownMemberType]
+        found: dict[int, str] = {}
+        for row in rows:
+            pair = _list(row)
+            if len(pair) != 2:
+                raise UnfitError("a piece without a digest")
+            found[self._piece(pair[0])] = _digest(pair[1])
+        return list(found.items())
+
+    def read_events(self, said: Any) -> list[dict[str, Any]]:
+        """Read what has happened at a node.
+
+        Raises:
+            UnfitError: It is no list of events, or a field of one is not of its kind.
+        """
+        return [self._event(event) for event in _list(said)]
+
+    def _event(self, said: Any) -> dict[str, Any]:
+        event = cast("dict[str, Any]", said) if isinstance(said, dict) else {}
+        kind = event.get("e")
+        if not isinstance(kind, str) or kind not in _FIELDS:
+            raise UnfitError("an event of no kind")
+        read: dict[str, Callable[[Any], Any]] = {
+            "p": self._piece,
+            "s": self._source,
+            "d": _digest,
+            "sha256": _digest,
+            "f": self._files if kind == "files" else self._file,
+            "why": _sentence,
+        }
+        found: dict[str, Any] = {"e": kind, "wrong": event.get("wrong") is True}
+        for name in _FIELDS[kind]:
+            found[name] = read.get(name, _count)(event.get(name))
+        if kind == "done" and found["b"] != self._sizes[found["p"]]:
+            raise UnfitError("a piece of another size")
+        return found
+
+    def _piece(self, value: Any) -> int:
+        return _number(value, len(self._sizes))
+
+    def _file(self, value: Any) -> int:
+        return _number(value, self._count)
+
+    def _files(self, value: Any) -> list[int]:
+        return [self._file(number) for number in _list(value)]
+
+    def _source(self, value: Any) -> str:
+        if isinstance(value, str) and value in self._sources:
+            return value
+        raise UnfitError("a piece from nowhere")
+
+
+def _list(value: Any) -> list[Any]:
+    if isinstance(value, list):
+        return cast("list[Any]", value)
+    raise UnfitError("no list")
+
+
+def _number(value: Any, end: int) -> int:
+    if type(value) is int and 0 <= value < end:
+        return value
+    raise UnfitError("a number out of range")
+
+
+def _count(value: Any) -> int:
+    return _number(value, 1 << 62)
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, str) and _DIGEST.fullmatch(value):
+        return value
+    raise UnfitError("a digest that is none")
+
+
+def _sentence(value: Any) -> str:
+    if isinstance(value, str):
+        return " ".join(value.split())[:_LONGEST_SENTENCE]
+    raise UnfitError("a reason without words")
