@@ -922,7 +922,7 @@ def _show_plan(made: "Plan", config: "PipelineSettings", largest: int | None) ->
         f"at most {_size(memory)} of them in the memory of {words.count(workers, 'worker')}."
     )
     if largest is None:
-        click.echo("A larger row is a shard of its own: each worker may hold one, four times.")
+        click.echo("A larger row is a shard of its own: each worker may hold one, five times.")
     elif largest > made.layout.shard_bytes:
         click.echo(
             f"The largest sample has {_size(largest)}, and is a shard of its own: with one such in "

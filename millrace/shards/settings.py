@@ -24,7 +24,7 @@ class CutSettings(BaseModel):
         le=LARGEST_SHARD,
         description="A shard is closed before it would be larger, such as 64MiB; at most 1GiB. "
         "Memory follows it: shard_bytes * (uploads + 1) * workers, and the samples that are "
-        "larger: one for each worker, of JSON lines up to four times.",
+        "larger: one for each worker, of JSON lines up to five times.",
     )
     shard_samples: int = Field(
         default=100_000, ge=1, description="A shard is closed when it has as many samples."
