@@ -207,9 +207,9 @@ def _read_update(
         body = read(store, update.key, largest=update.size)
     except errors.NotFoundError:
         raise ChainError(f"{where}: {store.url_of(update.key)} is missing.") from None
-    except errors.CorruptError:
-        body = b""  # more than was committed
-    if sha256(body) != update.sha256:
+    except errors.CorruptError:  # more than was committed
+        body = None
+    if body is None or sha256(body) != update.sha256:
         raise ChainError(f"{where}: {store.url_of(update.key)} is not what was committed.")
     try:
         with np.load(io.BytesIO(body), allow_pickle=False) as arrays:

@@ -202,6 +202,7 @@ class _Drive:
         self._news = threading.Condition(self._lock)
         # By `Node.id`: two nodes may have the same name.
         self._members: dict[str, _Member] = {}
+        self._check = Check(self._sizes, len(self._catalogue.files), self._members)
         self._absent: dict[str, NotStarted] = {}
         self._knocking: set[str] = set()  # of the absent ones, those that may yet come
         self._identities: dict[str, Node] = {}  # identity of an agent → its node
@@ -442,7 +443,7 @@ class _Drive:
         watcher.start()
         try:
             said = self._ask(member, "PUT", "", body, timeout=_OPENING, connections=connections)
-            return self._check().read_pieces(said)
+            return self._check.read_pieces(said)
         except (OSError, http.client.HTTPException) as error:
             if silent.is_set():
                 raise TimeoutError from error
@@ -572,7 +573,7 @@ class _Drive:
         with (connections or self._connections).request(
             member.node.place, method, path, headers, body or None, timeout=timeout
         ) as answer:
-            longest = self._check().longest
+            longest = self._check.longest
             said = answer.read(longest + 1)
         if len(said) > longest:
             raise UnfitError("more than there is to say")
@@ -580,11 +581,6 @@ class _Drive:
             return json.loads(said) if said else None
         except (ValueError, RecursionError):
             raise UnfitError("no JSON") from None
-
-    def _check(self) -> Check:
-        with self._lock:
-            sources = {STORE, *self._members}
-        return Check(self._sizes, len(self._catalogue.files), sources)
 
     def _send_orders(self, member: _Member) -> None:
         while (order := member.orders.get()) is not None:
@@ -606,7 +602,7 @@ class _Drive:
         while not (self._ending or member.why):
             try:
                 said = self._ask(member, "GET", f"/events?after={after}")
-                events = self._check().read_events(said)
+                events = self._check.read_events(said)
             except (RefusedError, OSError, http.client.HTTPException) as error:
                 self._lost(member, f"it no longer answers ({_why(error)})")
                 return

@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable, Container, Sequence
 from typing import Any, cast
 
+from millrace.swarm.plan import STORE
+
 _DIGEST = re.compile("[0-9a-f]{64}")
 _LONGEST_SENTENCE = 500  # characters that are kept
 _FIELDS: dict[str, tuple[str, ...]] = {
@@ -32,11 +34,11 @@ class Check:
     Args:
         sizes: Bytes of each piece.
         files: How many files there are.
-        sources: What a piece can come from: the nodes' ids, and the store.
+        nodes: Ids of the nodes, of which there may come to be more.
     """
 
-    def __init__(self, sizes: Sequence[int], files: int, sources: Container[str]) -> None:
-        self._sizes, self._count, self._sources = sizes, files, sources
+    def __init__(self, sizes: Sequence[int], files: int, nodes: Container[str]) -> None:
+        self._sizes, self._count, self._nodes = sizes, files, nodes
 
     @property
     def longest(self) -> int:
@@ -96,7 +98,7 @@ class Check:
         return [self._file(number) for number in _list(value)]
 
     def _source(self, value: Any) -> str:
-        if isinstance(value, str) and value in self._sources:
+        if isinstance(value, str) and (value == STORE or value in self._nodes):
             return value
         raise UnfitError("a piece from nowhere")
 
