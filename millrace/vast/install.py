@@ -9,18 +9,23 @@ program is started with:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 _SAID = 4000  # of what was printed, its end
 _TRIES = 3
+_WHOLE = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+_SHORT = re.compile(r"[0-9a-f]{7,63}")
 
 
 def say(state: str, text: str = "") -> None:
@@ -73,20 +78,71 @@ def again(*command: str) -> str:
 
 
 def clone(folder: Path) -> str:
-    """Check the program out; the commit that it is."""
+    """Check the program out; return the commit that it is.
+
+    Raises:
+        RuntimeError: The repository has no such branch, tag or commit, or the name is ambiguous.
+    """
     url, ref = os.environ["MILLRACE_REPO_URL"], os.environ["MILLRACE_REPO_REF"]
     if not (folder / ".git").exists():
         shutil.rmtree(folder, ignore_errors=True)
         again("git", "clone", "--quiet", "--no-checkout", "--", url, str(folder))
     git = ("git", "-C", str(folder))
     again(*git, "fetch", "--quiet", "--tags", "origin")
-    for name in (f"refs/remotes/origin/{ref}", ref):
-        try:
-            run(*git, "checkout", "--quiet", "--force", "--detach", name)
-            return run(*git, "rev-parse", "HEAD")
-        except RuntimeError:
-            continue
-    raise RuntimeError(f"{url} has no {ref}: name a branch, a tag or a commit of it.")
+    commit = find_commit(git, url, ref)
+    # With the suffix the argument cannot be the name of a local branch, which git would prefer.
+    run(*git, "checkout", "--quiet", "--force", "--detach", f"{commit}^{{commit}}")
+    there = run(*git, "rev-parse", "--verify", "HEAD^{commit}")
+    if there != commit:
+        raise RuntimeError(f"{ref} of {url} is {commit}, and {there} was checked out: try again.")
+    return commit
+
+
+def find_commit(git: Sequence[str], url: str, ref: str) -> str:
+    """Return the commit that a ref of a clone means.
+
+    A whole object name always means that object. A branch or a tag of the same name is ignored.
+
+    Args:
+        git: The command for the clone.
+        url: URL of the repository, for messages.
+        ref: Branch, tag or commit.
+
+    Raises:
+        RuntimeError: There is none, or an abbreviated commit is the name of a branch or a tag, too.
+    """
+    if _WHOLE.fullmatch(ref):
+        found = commit_of(git, ref)
+        if not found:  # no branch or tag leads to it
+            with contextlib.suppress(RuntimeError):
+                run(*git, "fetch", "--quiet", "origin", ref)
+            found = commit_of(git, ref)
+    else:
+        names = [f"refs/remotes/origin/{ref}", f"refs/tags/{ref}", ref]
+        found = next((commit for name in names if (commit := commit_of(git, name))), "")
+        if _SHORT.fullmatch(ref):
+            pinned = commits_like(git, ref)
+            if found and pinned - {found}:
+                raise RuntimeError(
+                    f"{ref} is the name of a branch or a tag of {url}, and the beginning of the "
+                    f"commit {min(pinned - {found})}: write the whole name of the commit."
+                )
+    if not found:
+        raise RuntimeError(f"{url} has no {ref}: name a branch, a tag or a commit of it.")
+    return found
+
+
+def commit_of(git: Sequence[str], name: str) -> str:
+    """Return the commit that a name means to git; empty if it means none."""
+    command = [*git, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}"]
+    done = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, capture_output=True)
+    return done.stdout.decode().strip() if done.returncode == 0 else ""
+
+
+def commits_like(git: Sequence[str], prefix: str) -> set[str]:
+    """Return the commits whose object names begin like this."""
+    listed = run(*git, "rev-parse", f"--disambiguate={prefix}").split()
+    return {commit for name in listed if (commit := commit_of(git, name))}
 
 
 def install(folder: Path, commit: str) -> Path:
