@@ -53,6 +53,15 @@ def checked_name(name: str, *, what: str) -> str:
     return name
 
 
+def is_plain(key: str) -> bool:
+    """Decide whether a key is a path that stays below its folder on every machine.
+
+    Such a key is relative, has no empty, ``.`` or ``..`` segment, no backslash and no character
+    that does not print.
+    """
+    return {"", ".", ".."}.isdisjoint(key.split("/")) and "\\" not in key and key.isprintable()
+
+
 def split_name(partition: str, number: int) -> str:
     """``train-00007``: the name of one split of a dataset."""
     return f"{partition}-{number:05d}"

@@ -1,8 +1,26 @@
 """What a dataset commits: its plan, the ledger of its shards, its manifest."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from millrace.errors import ConfigurationError
+from millrace.keys import DatasetKeys, is_plain
+
+
+def _checked_key(key: str) -> str:
+    """Refuse a key that leads out of the folder that objects are written below.
+
+    Raises:
+        ValueError: The key is no plain path.
+    """
+    if not is_plain(key):
+        raise ValueError(f"{key!r} is not the key of an object of a dataset")
+    return key
+
+
+ObjectKey = Annotated[str, AfterValidator(_checked_key)]
+"""A key that a record names, which readers use as a path, too."""
 
 
 class Committed(BaseModel):
@@ -181,13 +199,13 @@ class ShardCommit(Committed):
 
     split: str
     n: int
-    key: str | None
+    key: ObjectKey | None
     size: int
     sha256: str
     samples: int
     start: int
     next: int
-    quarantine: str | None = None
+    quarantine: ObjectKey | None = None
     quarantined: int = 0
     plan: str = ""
 
@@ -215,7 +233,7 @@ class SplitEnd(Committed):
 class ManifestShard(Committed):
     """A shard as a reader of the dataset needs it."""
 
-    key: str
+    key: ObjectKey
     partition: str
     samples: int
     size: int
@@ -243,3 +261,14 @@ class Manifest(Committed):
     samples: dict[str, int]
     size: int
     quarantined: int
+
+    @model_validator(mode="after")
+    def _own_shards(self) -> Self:
+        try:
+            below = DatasetKeys(self.dataset).shards
+        except ConfigurationError as error:
+            raise ValueError(str(error)) from None
+        for shard in self.shards:
+            if not shard.key.startswith(below):
+                raise ValueError(f"{shard.key!r} is not the key of a shard of {self.dataset}")
+        return self

@@ -103,6 +103,11 @@ class Worker:
             raise errors.ConfigurationError("The campaign names no dataset: give it one.")
         keys = DatasetKeys(self.settings.dataset)
         manifest = fetch(self._reads, keys.manifest, Manifest)
+        if manifest.dataset != keys.dataset:
+            raise errors.CorruptError(
+                f"{self._reads.url_of(keys.manifest)} is the manifest of {manifest.dataset}: a "
+                "dataset is read under the name that it was made under."
+            )
         shards = [one for one in manifest.shards if one.partition == partition]
         if mine and len(shards) >= self.settings.workers:
             shards = shards[self.settings.number :: self.settings.workers]

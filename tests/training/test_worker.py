@@ -1,5 +1,6 @@
 """What a training script is told, and what it says."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from millrace.gradients import Turn, begin_run, weights_of_model
 from millrace.models.checkpoint import Epoch
 from millrace.models.gradient import StartWindow
 from millrace.records import commit_once, fetch
-from millrace.storage import Store, put
+from millrace.storage import Store, put, read
 from millrace.training import Worker, joined, measured
 from tests.training.conftest import Make, seal
 
@@ -127,3 +128,31 @@ def test_who_has_joined_is_who_has_written_since_the_run_began(store: Store, mak
     with Worker(settings) as worker:
         worker.begin(worker.join().turn, model.state_dict())
     assert joined(store, settings.run, uids) == {"worker-0"}
+
+
+OUTSIDE = [
+    "/{root}/evil", "text/shards/../../../evil", "../evil", "text/shards//evil", "text/shards/./x",
+    "text/shards/a\\..\\evil", "text/shards/a\nb", "other/shards/evil", "text/evil", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", OUTSIDE)
+def test_a_manifest_whose_keys_lead_out_of_the_root_is_refused(
+    store: Store, make: Make, tmp_path: Path, key: str
+) -> None:
+    seal(store, 1)
+    path = Path(store.url.removeprefix("file://")) / "text/manifest.json"
+    written = json.loads(path.read_bytes())
+    written["record"]["shards"][0]["key"] = key.format(root=tmp_path)
+    put(store, "text/manifest.json", json.dumps(written).encode())
+    before = set(tmp_path.rglob("*"))
+    with pytest.raises(errors.CorruptError, match=r"text/manifest\.json is not a record"):
+        Worker(make()).shards()
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_manifest_of_another_dataset_is_refused(store: Store, make: Make) -> None:
+    seal(store, 1)
+    put(store, "words/manifest.json", read(store, "text/manifest.json"))
+    with pytest.raises(errors.CorruptError, match="is the manifest of text"):
+        Worker(make(dataset="words")).shards()
