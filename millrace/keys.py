@@ -16,6 +16,8 @@ CHECKPOINTS = "checkpoints"
 """The folder of a job that its checkpoints are in."""
 _NO_JOBS = frozenset({*_OURS, CHECKPOINTS})
 _GATHERS = "gathers"
+_CAMPAIGN = "campaign"
+_PLAN_OF_CAMPAIGN = f"/{_CAMPAIGN}/plan.json"
 _NO_WORKERS = frozenset({*_NO_JOBS, _GATHERS, "epochs"})
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 _SPLIT = re.compile(r"[a-z]+-[0-9]{5,}")
@@ -519,12 +521,12 @@ class CampaignKeys:
     @property
     def lease(self) -> LeaseKeys:
         """Held by whoever leads it."""
-        return LeaseKeys(self.name, "campaign")
+        return LeaseKeys(self.name, _CAMPAIGN)
 
     @property
     def notes(self) -> str:
         """The prefix of what its workers are told."""
-        return f"{self.name}/campaign/"
+        return f"{self.name}/{_CAMPAIGN}/"
 
     @property
     def warming(self) -> str:
@@ -534,7 +536,7 @@ class CampaignKeys:
     @property
     def plan(self) -> str:
         """What cannot change under the same name: created once."""
-        return f"{self.notes}plan.json"
+        return f"{self.name}{_PLAN_OF_CAMPAIGN}"
 
     def reads(self) -> list[str]:
         """The prefixes that a worker reads, besides its dataset's: what is merged, and told."""
@@ -601,6 +603,13 @@ def rental_of(key: str) -> str | None:
     """Return the rental that an attempt's key belongs to; None if it is none's."""
     name, slash, _ = key.removeprefix(f"{RENTALS}/").rpartition("/attempts/")
     ours = slash and key.startswith(f"{RENTALS}/") and _can_be(RentalKeys, name)
+    return name if ours else None
+
+
+def campaign_of(key: str) -> str | None:
+    """Return the campaign that a key is the plan of; None if it is no campaign's plan."""
+    name, found, rest = key.rpartition(_PLAN_OF_CAMPAIGN)
+    ours = found and not rest and _can_be(CampaignKeys, name)
     return name if ours else None
 
 
@@ -774,7 +783,10 @@ _CHECKED: dict[Kind, type[DatasetKeys] | type[CheckpointKeys]] = {
 
 
 @lru_cache(maxsize=1024)
-def _can_be(keys: type[DatasetKeys] | type[CheckpointKeys] | type[RentalKeys], name: str) -> bool:
+def _can_be(
+    keys: type[DatasetKeys] | type[CheckpointKeys] | type[RentalKeys] | type[CampaignKeys],
+    name: str,
+) -> bool:
     try:
         keys(name)
     except ConfigurationError:

@@ -1,8 +1,9 @@
 """Execute a plan of cleaning: the very plan that was shown, and of it only what is still so.
 
-Each batch is listed again just before it is deleted. What was written since the plan, or is
-protected by now, stays, and is said. Between that listing and the delete no store that we know can
-promise more. Killed at any time, the same plan can be executed again: what is gone is gone.
+Just before each batch is deleted its objects are listed and the leases are read again. What was
+written since the plan, or is protected by now, stays, and is said. Between that listing and the
+delete no store that we know can promise more. Killed at any time, the same plan can be executed
+again: what is gone is gone.
 """
 
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby, islice
+from typing import Protocol
 
 import orjson
 
@@ -20,7 +22,7 @@ from millrace.housekeeping.planning import Judge
 from millrace.housekeeping.plans import Entry, Tally, open_plan
 from millrace.housekeeping.protection import Guard, clock_of
 from millrace.housekeeping.rules import CleanSettings
-from millrace.keys import Kind, cleaning_outcome, common_prefix, named
+from millrace.keys import Kind, Named, cleaning_outcome, common_prefix, named
 from millrace.progress import Event, Progress, silent
 from millrace.storage import (
     Backend,
@@ -42,6 +44,18 @@ _ENOUGH = 1000  # failures after which nothing more is tried
 _CHANGED = "it was written since the plan was made"
 _BEFORE = "what has to go before it is still there"
 _Unit = tuple[Kind, str, int]
+
+
+class Still(Protocol):
+    """Decides of each object of a plan whether it still goes."""
+
+    def look_again(self) -> None:
+        """Read the leases anew from now on. Called before each batch."""
+        ...
+
+    def __call__(self, entry: Entry) -> str:
+        """Say why an object stays by now; empty if it goes."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +159,7 @@ def delete_entries(
     store: Store,
     plan: str,
     entries: Iterator[Entry],
-    still: Callable[[Entry], str],
+    still: Still,
     progress: Progress = silent,
     *,
     phases: bool = True,
@@ -156,7 +170,7 @@ def delete_entries(
         store: Where.
         plan: The plan's name.
         entries: What is to go.
-        still: Why one stays by now; empty if it goes. Called in the thread of the caller.
+        still: Says why one stays by now. Called in the thread of the caller.
         progress: As of `execute`.
         phases: Whether what goes whole goes in its phases; not where all goes.
     """
@@ -189,7 +203,7 @@ class _Work:
 
     store: Store
     pool: ThreadPoolExecutor
-    still: Callable[[Entry], str]
+    still: Still
     progress: Progress
     sum: _Sum = field(default_factory=_Sum)
     pending: deque[Future[_Done]] = field(default_factory=deque[Future[_Done]])
@@ -201,6 +215,7 @@ class _Work:
             self.settle(0)  # what comes of others is not its own
         whole = True
         for batch in _batches(entries):
+            self.still.look_again()
             going = [entry for entry in batch if not self._stays(unit, entry)]
             whole &= len(going) == len(batch)
             if going:
@@ -250,6 +265,9 @@ class _Still:
         self._unit: _Unit | None = None
         self._stays: Callable[[str], str] = lambda _: ""
 
+    def look_again(self) -> None:
+        self._judge.guard.look_again()
+
     def __call__(self, entry: Entry) -> str:
         what = named(entry.stat.key)
         unit = _unit(entry)
@@ -260,9 +278,15 @@ class _Still:
             self._unit = unit
             of = self._of_job if what.kind is Kind.CHECKPOINT else self._of_dataset
             self._stays = of(what.scope, entry.phase)
-        if what.kind is Kind.DATASET and (why := self._judge.guard.live(what.scope)):
+        return self._live(what, entry.phase) or self._stays(entry.stat.key)
+
+    def _live(self, what: Named, phase: int) -> str:
+        """Say who works on what an object is a part of."""
+        guard = self._judge.guard
+        if why := guard.live(what.scope):
             return why
-        return self._stays(entry.stat.key)
+        # Without a phase it is an orphan, which no manifest names and nobody trains on.
+        return guard.needed_by(what.scope) if what.kind is Kind.DATASET and phase else ""
 
     def _of_job(self, job: str, phase: int) -> Callable[[str], str]:
         if not self._looked:

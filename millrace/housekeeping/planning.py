@@ -289,7 +289,7 @@ class Judge:
         if plan.dataset != dataset:
             return
         if whole is not None:
-            if why := self.guard.live(dataset):
+            if why := self.guard.live(dataset) or self.guard.needed_by(dataset):
                 tally.kept[why] += 1
             elif self.guard.pins_below(folder):
                 tally.kept["it is pinned"] += 1

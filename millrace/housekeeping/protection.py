@@ -2,20 +2,35 @@
 
 import heapq
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from millrace import errors
 from millrace.checkpoints.find import Check, survey, verify
-from millrace.keys import CLEANING, ChainKeys, CheckpointKeys, Kind, Named, named
+from millrace.keys import (
+    CLEANING,
+    CampaignKeys,
+    ChainKeys,
+    CheckpointKeys,
+    Kind,
+    Named,
+    campaign_of,
+    named,
+)
 from millrace.lease import Census, Holder, StoreClock
 from millrace.models.chain import Link, Start
 from millrace.models.checkpoint import Checkpoint
 from millrace.records import fetch
-from millrace.storage import Stat, Store, list_objects
+from millrace.storage import Stat, Store, list_objects, read
 
-_HELD_FOR = 5.0  # seconds that what leases say is relied on
+_HELD_FOR = 5.0  # seconds that what leases say is relied on while a plan is made
+_REST = 4  # times as long as the search for campaigns took, until it is done again
+_LARGEST = 1 << 20  # bytes of a campaign's plan
 _POSITION = "window"  # of a checkpoint of an aggregator's: the window that its weights are after
 
 
@@ -47,6 +62,14 @@ class Head:
     window: int
 
 
+class _Trained(BaseModel):
+    """The part of a campaign's plan that names what it needs."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    dataset: str | None = None
+
+
 class Guard:
     """Says of an object why it stays, whatever the rules say.
 
@@ -69,6 +92,12 @@ class Guard:
         self._census: dict[tuple[int, str], Census] = {}
         self._live: dict[str, tuple[float, str]] = {}
         self._heads: dict[tuple[str, str], Head | str] = {}
+        self._campaigns: dict[str, set[str]] = {}
+        self._search_at = 0.0
+
+    def look_again(self) -> None:
+        """Forget what leases said: before each batch that is deleted they are read anew."""
+        self._live.clear()
 
     def why(self, key: str, what: Named | None) -> str:
         """Why an object stays; empty if nothing protects it.
@@ -107,6 +136,33 @@ class Guard:
             self._live[scope] = now + _HELD_FOR, said
         return said
 
+    def needed_by(self, dataset: str) -> str:
+        """Say which campaign trains on a dataset; empty if none does that is led or has workers.
+
+        Campaigns are found by a listing of all objects. It is repeated, but takes a fifth of the
+        time at most: a campaign's first plan may be seen that much later. Leases are not.
+        """
+        now = time.monotonic()
+        if now >= self._search_at:
+            self._campaigns = self._search()
+            ended = time.monotonic()
+            self._search_at = ended + _REST * (ended - now)
+        for campaign in sorted(self._campaigns.get(dataset, ())):
+            if who := self.live(CampaignKeys(campaign).job):
+                return f"the campaign {campaign} trains on it: {who}"
+        return ""
+
+    def _search(self) -> dict[str, set[str]]:
+        """Return the campaigns that have begun, by the dataset that each trains on."""
+        found: dict[str, set[str]] = defaultdict(set)
+        for store, _ in self._stores:
+            for stat in list_objects(store):
+                campaign = campaign_of(stat.key)
+                dataset = _dataset_of(store, stat.key) if campaign else None
+                if campaign and dataset:
+                    found[dataset].add(campaign)
+        return dict(found)
+
     def _holders(self, scope: str) -> Iterator[str]:
         for number, (store, clock) in enumerate(self._stores):
             census = self._census.setdefault((number, scope), Census(store, scope, "", clock))
@@ -128,6 +184,21 @@ class Guard:
         if what.kind is not Kind.UPDATE and what.number >= head.window:
             return f"{what.scope} goes on from window {head.window}, its newest checkpoint"
         return ""
+
+
+def _dataset_of(store: Store, key: str) -> str | None:
+    """Return the dataset that a campaign's plan names.
+
+    None if it names none, or is no plan: such a campaign does not go on either.
+    """
+    try:
+        record = orjson.loads(read(store, key, largest=_LARGEST))["record"]
+        return _Trained.model_validate(record).dataset
+    except (
+        errors.NotFoundError, errors.CorruptError, orjson.JSONDecodeError, ValidationError,
+        KeyError, TypeError,
+    ):  # fmt: skip
+        return None
 
 
 def _head(store: Store, keys: ChainKeys, check: Check) -> Head | str:

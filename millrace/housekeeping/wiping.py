@@ -128,7 +128,8 @@ def wipe(
 
     Raises:
         ConfigurationError: It is another name: nothing has happened.
-        HeldError: Somebody works with what is there: nothing has happened.
+        HeldError: Somebody works with what is there. Where that began while objects were deleted,
+            the message says how many were; the others stay.
     """
     store = open_store(spec, make_folder=False)
     check_name(store.location, confirm)
@@ -138,9 +139,15 @@ def wipe(
                 f"{plan} is a plan by rules, not one of wiping: execute it as that."
             )
         guard = Guard([store], (), Check.SIZES, clock_of(store))
-        for _ in _all(store, guard, silent):
-            pass  # only whether somebody works there by now
-        cleaned = delete_entries(store, plan, entries, lambda _: "", progress, phases=False)
+        still = _Unheld(guard)
+        for entry in _all(store, guard, silent):
+            still.note(entry.stat.key)
+        cleaned = delete_entries(store, plan, entries, still, progress, phases=False)
+    if still.why:
+        raise errors.HeldError(
+            f"{still.why}: {cleaned.deleted} objects of {store.url} were deleted before that was "
+            "seen, and the others stay. End it, then plan and wipe again."
+        )
     if not cleaned.failures:
         delete(store, [stat.key for stat in list_objects(store, f"{CLEANING}/")])
     try:
@@ -150,6 +157,40 @@ def wipe(
     if versions:  # last: what was done before has left versions, too
         failures = (*failures, *_without_versions(store))
     return replace(cleaned, failures=(*cleaned.failures, *failures), versions=_versions_of(store))
+
+
+class _Unheld:
+    """Lets objects go as long as nobody works with what is left.
+
+    Attributes:
+        why: Who does; empty while nobody was seen.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self.why = ""
+        self._guard = guard
+        self._scopes: set[str] = set()
+
+    def note(self, key: str) -> None:
+        """Remember the scopes that there are, which objects of other kinds may lie below."""
+        if what := named(key):
+            self._scopes |= {what.scope, what.leases}
+
+    def look_again(self) -> None:
+        self._guard.look_again()
+
+    def __call__(self, entry: Entry) -> str:
+        self.why = self.why or self._held(entry.stat.key)
+        return self.why
+
+    def _held(self, key: str) -> str:
+        what = named(key)
+        if what is not None and what.scope:
+            needed = self._guard.needed_by(what.scope) if what.kind is Kind.DATASET else ""
+            return self._guard.live(what.leases) or needed
+        folders = (str(folder) for folder in PurePosixPath(key).parents)
+        scope = next((folder for folder in folders if folder in self._scopes), "")
+        return self._guard.live(scope) if scope else ""
 
 
 def _without_versions(store: Store) -> list[DeleteFailure]:

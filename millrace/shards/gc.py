@@ -1,14 +1,16 @@
 """Garbage: what stands under a dataset's name and no record of it names."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 
 from millrace import errors
 from millrace.keys import DatasetKeys, LeaseKeys, leases
-from millrace.lease import Heartbeat, Held, Holder, StoreClock, acquire
+from millrace.lease import Census, Heartbeat, Held, Holder, StoreClock, acquire
 from millrace.models.dataset import Plan
 from millrace.models.ledger import named_by
+from millrace.progress import Event, Progress, silent
 from millrace.records import fetch
 from millrace.storage import (
     DeleteFailure,
@@ -21,6 +23,7 @@ from millrace.storage import (
 )
 
 _CLAIM = timedelta(seconds=30)
+_BATCH = 1000  # objects that are deleted between two looks at the leases
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ def collect_garbage(
     *,
     dry_run: bool = True,
     min_age: timedelta = timedelta(hours=1),
+    progress: Progress = silent,
 ) -> Garbage:
     """Find, and by choice delete, what no entry of the ledger names.
 
@@ -59,10 +63,11 @@ def collect_garbage(
         dataset: Its name.
         dry_run: Only find it.
         min_age: Younger objects are left, by the store's clock.
+        progress: Told ``garbage.deleted`` with ``objects`` so far, after each batch of 1,000.
 
     Raises:
         NotFoundError: There is no plan under this name.
-        ConflictError: A run works on it: nothing is garbage yet.
+        ConflictError: A run works on it. The leases are looked at again before each batch.
     """
     keys = DatasetKeys(dataset)
     try:
@@ -77,19 +82,22 @@ def collect_garbage(
     horizon = clock.now() - min_age
     failures: list[DeleteFailure] = []
     aborted: list[str] = []
+    claimed: set[str] = set()
+    census = Census(store, dataset, "", clock)
     with Heartbeat(_CLAIM) as heartbeat:
         # Held until all is deleted: a run that resumed meanwhile could commit what is found here.
         for split in _unended(store, keys, plan):
             lease = acquire(store, LeaseKeys(dataset, split), holder, _CLAIM, clock)
             if isinstance(lease, Held):
-                raise errors.ConflictError(
-                    f"{dataset} is being worked on by {lease.holder.host} (process "
-                    f"{lease.holder.pid}): collect its garbage when that has ended."
-                )
+                raise _conflict(dataset, lease.holder)
             heartbeat.keep(lease)
+            claimed.add(split)
         found = [s for s in _unnamed(store, keys, plan) if s.last_modified < horizon]
         if not dry_run:
-            failures = delete(store, (stat.key for stat in found))
+            for deleted, batch in _batches(found):
+                _refuse_others(census, dataset, holder, claimed)
+                failures += delete(store, batch)
+                progress(Event("garbage.deleted", dataset, {"objects": deleted + len(batch)}))
             aborted = abort_stale_uploads(store, horizon, prefix=f"{dataset}/")
     return Garbage(
         keys=tuple(stat.key for stat in found),
@@ -97,6 +105,42 @@ def collect_garbage(
         failures=tuple(failures),
         aborted=tuple(aborted),
         deleted=not dry_run,
+    )
+
+
+def _batches(found: Sequence[Stat]) -> Iterator[tuple[int, list[str]]]:
+    """Yield the keys of each batch, and how many come before it."""
+    keys = (stat.key for stat in found)
+    done = 0
+    while batch := list(islice(keys, _BATCH)):
+        yield done, batch
+        done += len(batch)
+
+
+def _refuse_others(census: Census, dataset: str, holder: Holder, claimed: set[str]) -> None:
+    """Refuse to go on once somebody else holds a lease, or one of ours has ended.
+
+    Ours end when this process is suspended for longer than they last: a run may have gone on since,
+    and committed what was garbage.
+
+    Raises:
+        ConflictError: It is so.
+    """
+    held = census.held()
+    for one in held.values():
+        if one.holder.id != holder.id:
+            raise _conflict(dataset, one.holder)
+    if lost := claimed - held.keys():
+        raise errors.ConflictError(
+            f"The lease of {min(lost)} of {dataset} has ended meanwhile, as of a process that was "
+            "suspended: what is left stays. Collect the garbage again."
+        )
+
+
+def _conflict(dataset: str, holder: Holder) -> errors.ConflictError:
+    return errors.ConflictError(
+        f"{dataset} is being worked on by {holder.host} (process {holder.pid}): collect its "
+        "garbage when that has ended."
     )
 
 

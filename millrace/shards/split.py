@@ -211,10 +211,7 @@ class _Shipping:
             key, size, digest = self._keys.shard(name, EXTENSION), len(shard), sha256(shard)
             self.progress(Event("shard.encoded", key, {"samples": samples, "bytes": size}))
             _create_same(self._store, key, shard, digest)
-        quarantine = None
-        if batch.bad:
-            quarantine, body = self._keys.quarantine(name), b"\n".join(batch.bad)
-            _create_same(self._store, quarantine, body, sha256(body))
+        quarantine = self._put_aside(batch)
         self.progress(Event("shard.put", str(name), {"samples": samples, "bytes": size}))
         return ShardCommit(
             split=name.split,
@@ -230,6 +227,25 @@ class _Shipping:
             plan=self._plan,
         )
 
+    def _put_aside(self, batch: _Batch) -> str | None:
+        """Upload a batch's bad rows; return their key, None if there are none."""
+        if not batch.bad:
+            return None
+        key, body = self._keys.quarantine(batch.name), b"\n".join(batch.bad)
+        _create_same(self._store, key, body, sha256(body))
+        return key
+
+    def _restore(self, batch: _Batch, commit: ShardCommit) -> None:
+        """Upload what a commit names again, if it is no longer there.
+
+        A process may be suspended between its uploads and its commit for longer than its lease
+        lasts. Garbage collection may have deleted by then what no commit named.
+        """
+        if commit.key is not None and not exists(self._store, commit.key):
+            _create_same(self._store, commit.key, batch.encoder.close(), commit.sha256)
+        if commit.quarantine is not None and not exists(self._store, commit.quarantine):
+            self._put_aside(batch)
+
     def _commit_or_remember(self, batch: _Batch, put: Future[ShardCommit]) -> None:
         try:
             if self._fault is None:  # else one before it failed, and the ledger has no gaps
@@ -243,6 +259,7 @@ class _Shipping:
                 self._free.put(batch.encoder)  # else who reads would wait for it for ever
 
     def _commit(self, batch: _Batch, commit: ShardCommit) -> None:
+        self._restore(batch, commit)
         commit_same(self._store, self._keys.commit(batch.name), commit)
         figures = {
             "samples": commit.samples,

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from millrace import errors
 from millrace.cli import main
+from millrace.gradients import RunSettings
 from millrace.housekeeping import (
     CleanSettings,
     CleanupBucket,
@@ -24,11 +25,13 @@ from millrace.housekeeping import (
     S3Manager,
     What,
     execute,
+    executing,
     make_plan,
     plan_wiping,
 )
 from millrace.housekeeping.plans import open_plan
-from millrace.keys import ChainKeys, cleaning_outcome
+from millrace.keys import CampaignKeys, ChainKeys, cleaning_outcome
+from millrace.progress import Event
 from millrace.storage import (
     Right,
     StoreSpec,
@@ -39,6 +42,8 @@ from millrace.storage import (
     read,
     scoped,
 )
+from millrace.training import TrainingPlan
+from tasks.campaigning import led, pin_plan
 from tests.housekeeping.judge import what_is
 from tests.housekeeping.material import Place, sha256
 from tests.servers.process import free_ports
@@ -470,3 +475,92 @@ def test_a_pin_holds_what_is_below_it(folder):
         assert planned(config_of(folder, pinned=(pin,))) == {other}
     with pytest.raises(ValidationError):
         config_of(folder, pinned=("/run",))
+
+
+def many(place: Place, kind: str) -> tuple[Rule, str, str]:  # noqa: PLR0911 - one for each kind
+    """Fill a place with more than two batches; the rule that takes them, and a lease's names."""
+    match kind:
+        case "gradients":
+            for window in range(30):
+                place.gradient("run", "w1", window, "1")
+            return Rule(what=(What.GRADIENTS,), older_than=NOW), ChainKeys("run", "1").job, "who"
+        case "gathers":
+            place.chain("run", "1", 30, {30: 0})
+            return Rule(what=(What.GATHERS,), older_than=NOW), ChainKeys("run", "1").job, "who"
+        case "checkpoints":
+            for step in range(30):
+                place.checkpoint("job", step, [b"%d" % step])
+            return Rule(what=(What.CHECKPOINTS,), older_than=NOW), "job", "members/m1"
+        case "shards":
+            place.dataset("words", 30)
+            return Rule(what=(What.SHARDS,), older_than=NOW), "words", "train-00000"
+        case "trained on":
+            place.dataset("words", 30)
+            pin_plan.fn(place.store.spec, trained_on("words"))
+            return Rule(what=(What.SHARDS,), older_than=NOW), "small", "campaign"
+        case "orphans":
+            place.dataset("words", 1, orphans=30)
+            return Rule(what=(What.ORPHANS,), older_than=NOW), "words", "train-00000"
+        case _:
+            for number in range(30):
+                place.put(f"mine/{number:02d}.txt")
+            return Rule(what=(What.OTHER,), older_than=NOW, prefix="mine/"), "mine", "who"
+
+
+def trained_on(dataset: str, campaign: str = "small") -> TrainingPlan:
+    run = RunSettings(run=CampaignKeys(campaign).run)
+    return TrainingPlan(campaign=campaign, run=run, command=("true",), dataset=dataset)
+
+
+@pytest.mark.parametrize(
+    "kind", ["gradients", "gathers", "checkpoints", "shards", "trained on", "orphans", "other"]
+)
+def test_a_lease_that_appears_between_two_batches_ends_the_deleting(folder, monkeypatch, kind):
+    monkeypatch.setattr(executing, "_BATCH", 10)
+    monkeypatch.setattr(executing, "_AT_ONCE", 1)  # each batch is settled before the next is chosen
+    rule, scope, name = many(folder, kind)
+    plan = make_plan(config_of(folder, rule))
+    there = keys_of(folder)
+    before: list[int] = []
+
+    def take_lease(event: Event) -> None:
+        before.append(event.figures["objects"])
+        if len(before) == 2:  # the dataset's first batch is its manifest alone
+            folder.lease(scope, name)
+
+    done = execute(config_of(folder, rule), plan.name, progress=take_lease)
+    assert not done.failures
+    assert 0 < done.deleted == before[1] < plan.objects
+    assert len(there - keys_of(folder)) == done.deleted
+    assert any("is worked on by elsewhere (process 1)" in why for why in done.skipped)
+
+
+def test_the_dataset_of_a_campaign_that_is_led_stays(folder, tmp_path):
+    for name in ("words", "others"):
+        folder.dataset(name, 2)
+    beside = Place(open_store((tmp_path / "beside").as_uri()))
+    rule = Rule(what=(What.SHARDS,), older_than=NOW)
+    for place, campaign in ((folder, "exp/small"), (beside, "large")):
+        pin_plan.fn(place.store.spec, trained_on("words", campaign))
+        config = config_of(folder, rule, beside=(beside.store.spec,))
+        assert len(planned(config)) == 2 * 6  # the plan alone protects nothing
+        with led(place.store.spec, campaign):
+            assert {key.partition("/")[0] for key in planned(config)} == {"others"}
+            plan = make_plan(config)
+            (why,) = plan.totals.kept
+            assert why.startswith(f"the campaign {campaign} trains on it: {campaign} is worked on")
+
+
+def test_the_dataset_of_a_campaign_whose_workers_go_on_without_a_leader_stays(folder):
+    folder.dataset("words", 2)
+    pin_plan.fn(folder.store.spec, trained_on("words"))
+    folder.lease(CampaignKeys("small").job, "members/worker-3")
+    assert not planned(config_of(folder, Rule(what=(What.SHARDS,), older_than=NOW)))
+
+
+@pytest.mark.parametrize("body", [b"", b"nonsense", b"[]", b'{"record": 1}', b"9" * (1 << 21)])
+def test_a_damaged_plan_of_a_campaign_stops_no_cleaning(folder, body):
+    folder.dataset("words", 2)
+    folder.put("small/campaign/plan.json", body)
+    folder.lease("small", "campaign")
+    assert len(planned(config_of(folder, Rule(what=(What.SHARDS,), older_than=NOW)))) == 6

@@ -9,12 +9,21 @@ from click.testing import CliRunner
 
 from millrace import errors
 from millrace.cli import main
-from millrace.housekeeping import abort_uploads, name_to_type, plan_wiping, survey_wiping, wipe
+from millrace.housekeeping import (
+    abort_uploads,
+    executing,
+    name_to_type,
+    plan_wiping,
+    survey_wiping,
+    wipe,
+)
 from millrace.keys import ChainKeys, RentalKeys
+from millrace.progress import Event
 from millrace.storage import (
     StoreSpec,
     VersionCount,
     delete_versions,
+    exists,
     list_objects,
     list_uploads,
     list_versions,
@@ -107,6 +116,30 @@ def test_what_was_written_since_a_wiping_was_planned_stays(place):
     done = wipe(place.store.spec, plan.name, confirm=name_to_type(place.store.location))
     assert done.deleted == len(there) - 1
     assert keys_of(place) == {"new", "mine/notes.txt"}
+
+
+def test_a_lease_that_appears_between_two_batches_ends_the_wiping(tmp_path, monkeypatch):
+    monkeypatch.setattr(executing, "_BATCH", 10)
+    monkeypatch.setattr(executing, "_AT_ONCE", 1)  # each batch is settled before the next is chosen
+    place = Place(open_store((tmp_path / "bucket").as_uri()))
+    place.put("another.txt")
+    for window in range(30):
+        place.gradient("run", "w1", window, "1")
+        place.put(f"run/notes/{window}.txt")
+    there = keys_of(place)
+    plan = plan_wiping(place.store.spec)
+    told: list[int] = []
+
+    def take_lease(event: Event) -> None:
+        told.append(event.figures["objects"])
+        if len(told) == 1:
+            place.lease("run", "who")
+
+    with pytest.raises(errors.HeldError, match=r"run is worked on by elsewhere .* 10 objects"):
+        wipe(place.store.spec, plan.name, confirm="bucket", progress=take_lease)
+    left = {key for key in keys_of(place) if not key.startswith("_clean/")}
+    assert len(there - left) == 10
+    assert exists(place.store, plan.key)
 
 
 def test_the_command_asks_for_the_name(tmp_path: Path):

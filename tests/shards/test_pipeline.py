@@ -15,21 +15,24 @@ import pytest
 import webdataset
 
 from millrace import errors, run_from_file, run_pipeline
-from millrace.keys import LeaseKeys
+from millrace.keys import DatasetKeys, LeaseKeys
 from millrace.lease import Holder, Lease, StoreClock, acquire
+from millrace.models.ledger import named_by
 from millrace.progress import Event
 from millrace.shards import (
     PipelineSettings,
     SplitState,
     collect_garbage,
     find_datasets,
+    gc,
     plan_dataset,
     repair_dataset,
     shard_dataset,
     status,
     verify,
 )
-from millrace.storage import delete, exists, list_objects, open_store, put, read
+from millrace.shards.plan import pin_plan
+from millrace.storage import create, delete, exists, list_objects, open_store, put, read
 from tests.stores import spec_of
 
 
@@ -433,6 +436,69 @@ def test_garbage_is_not_collected_under_a_run(settings):
                 collect_garbage(open_store(settings.store), "sets/one")
 
     shard_dataset(settings, progress=collect)
+
+
+def test_a_lease_that_appears_between_two_batches_ends_the_collecting(settings, monkeypatch):
+    monkeypatch.setattr(gc, "_BATCH", 10)
+    shard_dataset(settings)
+    store = open_store(settings.store)
+    for number in range(30):
+        put(store, f"sets/one/shards/train-09999-{number:06d}.tar", b"orphan")
+    clock = StoreClock.read(store, "sets/one", Holder.this_process())
+
+    def take_lease(event: Event) -> None:
+        if event.name == "garbage.deleted" and event.figures["objects"] == 10:
+            keys, holder = LeaseKeys("sets/one", "train-00000"), Holder.this_process()
+            assert isinstance(acquire(store, keys, holder, timedelta(hours=1), clock), Lease)
+
+    with pytest.raises(errors.ConflictError, match="is being worked on"):
+        collect_garbage(
+            store, "sets/one", dry_run=False, min_age=timedelta(seconds=-60), progress=take_lease
+        )
+    left = [stat.key for stat in list_objects(store, "sets/one/shards/train-09999")]
+    assert len(left) == 20
+
+
+def test_garbage_is_left_once_a_lease_of_the_collector_has_ended(settings, monkeypatch):
+    monkeypatch.setattr(gc, "_BATCH", 10)
+    store = open_store(settings.store)
+    pin_plan(store, DatasetKeys("sets/one"), plan_dataset(settings), {})
+    for number in range(30):
+        put(store, f"sets/one/shards/train-09999-{number:06d}.tar", b"orphan")
+
+    def end_lease(event: Event) -> None:
+        if event.name == "garbage.deleted" and event.figures["objects"] == 10:
+            create(store, LeaseKeys("sets/one", "train-00000").end(0), b"as after a suspension")
+
+    with pytest.raises(errors.ConflictError, match=r"The lease of train-00000 .* has ended"):
+        collect_garbage(
+            store, "sets/one", dry_run=False, min_age=timedelta(seconds=-60), progress=end_lease
+        )
+    left = [stat.key for stat in list_objects(store, "sets/one/shards/train-09999")]
+    assert len(left) == 20
+
+
+def test_a_worker_that_was_suspended_commits_nothing_that_is_gone(settings):
+    path = Path(settings.source.store.url.removeprefix("file://")) / "a.jsonl"
+    path.write_text(path.read_text() + "{\n")  # a row that is put aside
+    store, gone = open_store(settings.store), list[str]()
+
+    def collect(event: Event) -> None:
+        """Collect the garbage, as another machine does while this process is suspended."""
+        if event.name == "shard.put":
+            for prefix in ("sets/one/shards/", "sets/one/quarantine/"):
+                named = named_by(store, DatasetKeys("sets/one"), plan)
+                lost = [stat.key for stat in list_objects(store, prefix) if stat.key not in named]
+                assert not delete(store, lost)
+                gone.extend(lost)
+
+    plan = plan_dataset(settings)
+    report = shard_dataset(changed(settings, run={"workers": 0}), progress=collect)
+    assert any("/shards/" in key for key in gone)
+    assert any("/quarantine/" in key for key in gone)
+    assert ids_in(store, report.manifest.shards) == Counter(range(2000))
+    assert verify(store, "sets/one").good
+    assert all(exists(store, key) for key in gone)
 
 
 def test_status_tells_from_the_bucket_alone_how_far_it_is(settings):
