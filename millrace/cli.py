@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from millrace import errors, words
+from millrace.terminal import echo, echo_text, plain_console, plain_table
 
 if TYPE_CHECKING:
     from millrace.housekeeping import Cleaned, Finding, Rule
@@ -131,18 +132,18 @@ def said(command: Callable[..., int | None]) -> Callable[..., None]:
             code = command(*args, **options)
             sys.stdout.flush()
         except errors.ConfigurationError as error:
-            click.echo(f"millrace: {error}", err=True)
+            echo_text(f"millrace: {error}", err=True)
             sys.exit(2)
         except errors.MillraceError as error:
-            click.echo(f"millrace: {error}", err=True)
+            echo_text(f"millrace: {error}", err=True)
             sys.exit(1)
         except KeyboardInterrupt:
-            click.echo("\nStopped. Run it again: it goes on where it was.", err=True)
+            echo_text("\nStopped. Run it again: it goes on where it was.", err=True)
             sys.exit(130)
         except OSError as error:
             if error.errno == errno.EPIPE or _can_print():
                 raise
-            click.echo(f"millrace: the output could not be written: {error.strerror}.", err=True)
+            echo(f"millrace: the output could not be written: {error.strerror}.", err=True)
             sys.exit(1)
         sys.exit(code or 0)
 
@@ -189,7 +190,7 @@ _prefix = click.option("--prefix", metavar="NAME", help="Another dataset name th
 def init(path: Path) -> int:
     """Write a settings file to start from."""
     write_template(path, _EXAMPLE)
-    click.echo(f"Wrote {path}. Set its source and store, then: millrace plan {path}")
+    echo(f"Wrote {path}. Set its source and store, then: millrace plan {path}")
     return 0
 
 
@@ -224,13 +225,13 @@ def plan(settings: Path, prefix: str | None) -> int:
     config = _config(settings, prefix)
     made, found = check_destination(config)
     _show_plan(made, config, found.largest)
-    click.echo(f"Goes to {found.url}{found.state and f' ({found.state})'}.")
+    echo(f"Goes to {found.url}{found.state and f' ({found.state})'}.")
     for sentence in found.unchecked:
-        click.echo(sentence)
+        echo(sentence)
     if config.vast is not None and find_spec("vastai") is None:
-        click.echo("`run --use-vast` needs the extra vast: pip install 'millrace[vast]'.")
+        echo("`run --use-vast` needs the extra vast: pip install 'millrace[vast]'.")
     for sentence in found.refusals:
-        click.echo(f"`millrace run` will refuse: {sentence}", err=True)
+        echo(f"`millrace run` will refuse: {sentence}", err=True)
     return 1 if found.refusals else 0
 
 
@@ -259,10 +260,8 @@ def run(settings: Path, prefix: str | None, *, use_vast: bool, repair: bool) -> 
     if repair:
         repaired = repair_dataset(config)
         for key in repaired.made:
-            click.echo(f"Made again: {key}")
-        click.echo(
-            f"{words.count(repaired.shards, 'shard')} verified, {len(repaired.made)} made again."
-        )
+            echo(f"Made again: {key}")
+        echo(f"{words.count(repaired.shards, 'shard')} verified, {len(repaired.made)} made again.")
     return 0
 
 
@@ -278,9 +277,9 @@ def verify(settings_or_url: str, dataset: str | None, *, quick: bool) -> int:
     store, name = _place(settings_or_url, dataset)
     result = check(store, name, digests=not quick)
     for fault in result.faults:
-        click.echo(f"{store.url_of(fault.key)}: {fault.reason}")
+        echo(f"{store.url_of(fault.key)}: {fault.reason}")
     what = "sizes and SHA-256" if result.digests else "sizes"
-    click.echo(
+    echo(
         f"{words.count(result.shards - len(result.faults), 'shard')} of {result.shards} as the "
         "manifest says "
         f"({what}, {_size(result.size)})."
@@ -325,11 +324,11 @@ def gc(settings_or_url: str, dataset: str | None, *, delete: bool, min_age: time
     store, name = _place(settings_or_url, dataset)
     found = collect_garbage(store, name, dry_run=not delete, min_age=min_age)
     for key in found.keys:
-        click.echo(store.url_of(key))
+        echo(store.url_of(key))
     for failure in found.failures:
-        click.echo(f"{store.url_of(failure.key)}: {failure.reason}", err=True)
+        echo(f"{store.url_of(failure.key)}: {failure.reason}", err=True)
     done = "Deleted" if found.deleted else "Would delete (with --delete)"
-    click.echo(f"{done} {words.count(len(found.keys), 'object')}, {_size(found.size)}.")
+    echo(f"{done} {words.count(len(found.keys), 'object')}, {_size(found.size)}.")
     return 1 if found.failures else 0
 
 
@@ -345,7 +344,7 @@ def checkpoints(url: str, job: str, *, verify: bool) -> int:
     from millrace.storage import open_store
 
     store = open_store(url, make_folder=False)
-    table = _table("step", "files", "bytes", "saved", "run", "state")
+    table = plain_table("step", "files", "bytes", "saved", "run", "state")
     faults: list[str] = []
     check = Check.DIGESTS if verify else Check.SIZES
     for step, found in survey(store, job):
@@ -361,9 +360,9 @@ def checkpoints(url: str, job: str, *, verify: bool) -> int:
         table.add_row(*row)
     if not table.row_count:
         raise errors.NotFoundError(f"{store.url_of(job)} has no checkpoint.")
-    _print(table)
+    plain_console().print(table)
     for fault in faults:
-        click.echo(fault)
+        echo(fault)
     return 1 if faults else 0
 
 
@@ -383,20 +382,18 @@ def retain(url: str, job: str, *, last: int, every: int | None, delete: bool) ->
     store = open_store(url, make_folder=False)
     plan = plan_retention(store, job, Retention(last=last, every=every))
     for step, why in sorted(plan.kept.items(), reverse=True):
-        click.echo(f"step {step} stays: {why}")
+        echo(f"step {step} stays: {why}")
     for step in reversed(plan.removed):
-        click.echo(f"step {step} goes")
+        echo(f"step {step} goes")
     if not delete:
-        click.echo(
-            f"Would delete (with --delete) {len(plan.removals)} objects, {_size(plan.size)}."
-        )
+        echo(f"Would delete (with --delete) {len(plan.removals)} objects, {_size(plan.size)}.")
         return 0
     done = carry_out(store, plan)
     for failure in done.failures:
-        click.echo(f"{store.url_of(failure.key)}: {failure.reason}", err=True)
+        echo(f"{store.url_of(failure.key)}: {failure.reason}", err=True)
     if done.skipped:
-        click.echo(f"{len(done.skipped)} objects stay: somebody needs them by now.")
-    click.echo(f"Deleted {done.removed} objects, {_size(done.size)}.")
+        echo(f"{len(done.skipped)} objects stay: somebody needs them by now.")
+    echo(f"Deleted {done.removed} objects, {_size(done.size)}.")
     return 1 if done.failures else 0
 
 
@@ -421,9 +418,9 @@ def probe(url: str, job: str, *, size: str, within: timedelta | None) -> int:
     except ValidationError:
         raise errors.ConfigurationError(f"{size!r} is no size: write 80GB, or 512MiB.") from None
     found = open_destination(url).probe(job, size=int(whole), within=within)
-    click.echo(f"{found.verdict}: {found.reason}")
+    echo(f"{found.verdict}: {found.reason}")
     if found.rate:
-        click.echo(f"One upload: {found.rate / 1e6:.1f} MB/s.")
+        echo(f"One upload: {found.rate / 1e6:.1f} MB/s.")
     return found.verdict.exit_code
 
 
@@ -445,19 +442,19 @@ def audit_access(settings: Path, *, file: Path | None) -> int:
     pairs = list(dict.fromkeys((one.role, one.right) for one in found.findings))
     seen = {(one.role, one.right, one.operation): one for one in found.findings}
     operations = dict.fromkeys(one.operation for one in found.findings)
-    table = _table("operation", *(f"{role} {right}" for role, right in pairs))
+    table = plain_table("operation", *(f"{role} {right}" for role, right in pairs))
     for operation in operations:
         cells = [seen.get((*pair, operation)) for pair in pairs]
         table.add_row(operation, *(_audited(one) for one in cells))
-    _print(table)
+    plain_console().print(table)
     for sentence, ones in _by_sentence(found.wrong).items():
-        click.echo(f"{', '.join(ones)}: {sentence}" if len(ones) == 1 else sentence)
+        echo(f"{', '.join(ones)}: {sentence}" if len(ones) == 1 else sentence)
     for note in found.notes:
-        click.echo(note)
+        echo(note)
     kinds = Counter(one.verdict for one in found.wrong)
     wrong = "".join(f", {kinds[verdict]} {verdict}" for verdict in Verdict if kinds[verdict])
     right = len(found.findings) - len(found.wrong)
-    click.echo(f"{right} of {len(found.findings)} operations are as they should be{wrong}.")
+    echo(f"{right} of {len(found.findings)} operations are as they should be{wrong}.")
     if file is not None:
         file.write_text(found.model_dump_json(indent=2))
     return found.exit_code
@@ -505,9 +502,9 @@ def clean_plan(settings: Path, *, keys: bool) -> int:
     if keys:
         with open_plan(open_store(config.store), made.name) as (_, entries):
             for entry in entries:
-                click.echo(f"{entry.stat.key}  {_size(entry.stat.size)}  rule {entry.rule + 1}")
+                echo(f"{entry.stat.key}  {_size(entry.stat.size)}  rule {entry.rule + 1}")
     _show_cleaning(made.header.rules, made.totals.objects, made.totals.size, made.totals.kept)
-    click.echo(
+    echo(
         f"Plan {made.name}: {made.objects} objects, {_size(made.size)}. Execute it with: "
         f"millrace clean run {settings} --plan {made.name}"
     )
@@ -535,7 +532,7 @@ def clean_run(settings: Path, *, name: str | None) -> int:
             if name
             else make_plan(config, progress=progress)
         )
-        click.echo(f"Plan {plan.name}: {plan.objects} objects, {_size(plan.size)}.")
+        echo(f"Plan {plan.name}: {plan.objects} objects, {_size(plan.size)}.")
         progress.of(plan.objects)
         done = execute(config, plan.name, progress=progress)
     _show_cleaning(plan.header.rules, done.objects, done.size, {})
@@ -566,12 +563,12 @@ def clean_wipe(place: str, *, confirm: str | None, versions: bool, dry_run: bool
         check_name(store.location, confirm)
     with ObjectsBar() as progress:
         found = survey_wiping(spec, progress=progress)
-    click.echo(f"{store.url} holds {found.objects} objects, {_size(found.size)}.")
+    echo(f"{store.url} holds {found.objects} objects, {_size(found.size)}.")
     stays = "" if versions else " They stay, and are billed, unless --versions is given."
     if found.versions is None:
-        click.echo("Whether it keeps older versions is not known: these keys may not list them.")
+        echo("Whether it keeps older versions is not known: these keys may not list them.")
     elif found.versions:
-        click.echo(f"It keeps {_versions(found.versions)} beside them.{stays}")
+        echo(f"It keeps {_versions(found.versions)} beside them.{stays}")
     if dry_run:
         return 0
     if confirm is None:
@@ -583,12 +580,12 @@ def clean_wipe(place: str, *, confirm: str | None, versions: bool, dry_run: bool
         done = wipe(spec, plan.name, confirm=confirm, versions=versions, progress=progress)
     code = _show_cleaned(done)
     if done.versions:
-        click.echo(
+        echo(
             f"{_versions(done.versions)} are left, and billed"
             + ("." if versions else ": `millrace clean wipe --versions` deletes them, too.")
         )
     elif done.versions is None:
-        click.echo("Whether older versions are left is not known: these keys may not list them.")
+        echo("Whether older versions are left is not known: these keys may not list them.")
     return code
 
 
@@ -613,11 +610,11 @@ def clean_uploads(place: str, *, older_than: timedelta, prefix: str, abort: bool
     spec = _store_of(place)
     found = abort_uploads(spec, older_than=older_than, prefix=prefix, dry_run=not abort)
     for key, size in found.uploads:
-        click.echo(f"{key}  {_size(size)}")
+        echo(f"{key}  {_size(size)}")
     for failure in found.failures:
-        click.echo(f"{failure.key}: {failure.reason}", err=True)
+        echo(f"{failure.key}: {failure.reason}", err=True)
     word = "Aborted" if abort else "Would abort (with --abort)"
-    click.echo(
+    echo(
         f"{word} {len(found.uploads) - len(found.failures)} uploads, {_size(found.size)}; "
         f"{found.young} are younger than that."
     )
@@ -637,7 +634,7 @@ def cool_down(settings: Path, *, member: str) -> int:
     from millrace.settings import load
 
     cooled = end_epoch(load(settings, MemberSettings), member)
-    click.echo(
+    echo(
         f"{member}: {cooled.outcome}{cooled.reason and f' ({cooled.reason})'}; sent "
         f"{_size(cooled.sent)}, verified {_size(cooled.checked)} of others, in "
         f"{cooled.seconds:.1f} s"
@@ -661,7 +658,7 @@ def aggregate(settings: Path, *, windows: int | None) -> int:
     for link in aggregate_run(config):
         out = reasons(link.out.values())
         sent = sum(one.size for one in link.taken.values())
-        click.echo(
+        echo(
             f"window {link.window}, step {link.step}: {len(link.taken)} in, {len(link.out)} out"
             f"{out and f' ({out})'}; {_size(sent)} merged into {_size(link.size)}, after "
             f"{link.seconds:.1f} s"
@@ -693,7 +690,7 @@ def catch_up(url: str, run: str, version: str, to: str) -> int:
     last = replay(store, keys, state, after=window) or link_at(store, keys, window)
     now = last.window if isinstance(last, Link) else 0
     saved = save_weights(state, open_store(to), run, step=last.step, window=now)
-    click.echo(
+    echo(
         f"{run} is at step {last.step}, after window {now}: the checkpoint of window {window}, and "
         f"{now - window} replayed. {_size(saved.size)} in {to}, as job {run}."
     )
@@ -718,11 +715,11 @@ def prewarm(settings: Path, *, dry_run: bool) -> int:
     if dry_run:
         seen = preview(config)
         for path, size, origin in seen.files:
-            click.echo(f"{config.root / path}  {_size(size)}  {origin}")
+            echo(f"{config.root / path}  {_size(size)}  {origin}")
         files, pieces = words.count(len(seen.files), "file"), words.count(seen.pieces, "piece")
-        click.echo(f"{files}, {_size(seen.size)}, in {pieces}.")
+        echo(f"{files}, {_size(seen.size)}, in {pieces}.")
         for sentence in seen.refusals:
-            click.echo(f"`millrace prewarm` will refuse: {sentence}", err=True)
+            echo(f"`millrace prewarm` will refuse: {sentence}", err=True)
         return 1 if seen.refusals else 0
     with BytesBar() as progress:
         report = warm(config, progress=progress)
@@ -750,7 +747,7 @@ def node(root: Path, host: str, port: int) -> int:
             "Set MILLRACE_NODE_KEY to a secret of 16 characters or more, the same on every node "
             "and in the driver's settings: whoever has it may write files here."
         )
-    serve(root, key.encode(), host, port, lambda at: click.echo(f"Listening at {at}"))
+    serve(root, key.encode(), host, port, lambda at: echo(f"Listening at {at}"))
     return 0
 
 
@@ -760,8 +757,10 @@ def node(root: Path, host: str, port: int) -> int:
 @said
 def work(settings: Path, *, attached: bool) -> int:
     """Run a worker of a campaign: its training script, as its settings say."""
+    from millrace.processes import adopt_orphans
     from millrace.training import launch
 
+    adopt_orphans()
     if attached:
         _end_with_input()
     logging.getLogger("millrace").setLevel(logging.INFO)
@@ -769,12 +768,13 @@ def work(settings: Path, *, attached: bool) -> int:
 
 
 def _end_with_input() -> None:
-    """End this process, and all of its group, when standard input does."""
+    """End this process, all that it has started, and all of its group when standard input does."""
+    from millrace.processes import kill_group
 
     def watch() -> None:
         while os.read(0, 4096):  # not by a reader that the end of the interpreter waits for
             pass
-        os.killpg(os.getpgrp(), signal.SIGKILL)
+        kill_group()
 
     threading.Thread(target=watch, name="attached", daemon=True).start()
 
@@ -819,28 +819,28 @@ def _show_cleaning(
 ) -> None:
     from millrace.housekeeping import describe, saved_a_month
 
-    table = _table("rule", "objects", "bytes", "saves a month")
+    table = plain_table("rule", "objects", "bytes", "saves a month")
     for place, rule in enumerate(rules):
         its = size.get(place, 0)
         table.add_row(
             describe(rule), f"{keys.get(place, 0)}", _size(its), f"${saved_a_month(its):.2f}"
         )
-    _print(table)
+    plain_console().print(table)
     for why, count in sorted(kept.items()):
-        click.echo(f"{count} stay: {why}")
+        echo(f"{count} stay: {why}")
 
 
 def _show_cleaned(done: "Cleaned") -> int:
     for failure in done.failures[:20]:
-        click.echo(f"{failure.key}: {failure.reason}", err=True)
+        echo(f"{failure.key}: {failure.reason}", err=True)
     if len(done.failures) > 20:
-        click.echo(f"and {len(done.failures) - 20} more", err=True)
+        echo(f"and {len(done.failures) - 20} more", err=True)
     if done.given_up:
-        click.echo("So many could not be deleted that the rest was not tried.", err=True)
+        echo("So many could not be deleted that the rest was not tried.", err=True)
     for why, count in sorted(done.skipped.items()):
-        click.echo(f"{count} stay: {why}")
+        echo(f"{count} stay: {why}")
     gone = f"; {done.gone} were gone already" if done.gone else ""
-    click.echo(
+    echo(
         f"Deleted {done.deleted} objects, {_size(done.freed)}, in {done.seconds:.1f} s{gone}; "
         f"{len(done.failures)} could not be deleted."
     )
@@ -848,7 +848,7 @@ def _show_cleaned(done: "Cleaned") -> int:
 
 
 def _show_prewarmed(report: "PrewarmReport") -> None:
-    table = _table("node", "ready", "cached", "store", "peers", "failed", "seconds")
+    table = plain_table("node", "ready", "cached", "store", "peers", "failed", "seconds")
     for seen in report.nodes:
         state = "yes" if seen.ready else "no"
         table.add_row(
@@ -858,19 +858,19 @@ def _show_prewarmed(report: "PrewarmReport") -> None:
             str(seen.failures),
             f"{seen.seconds:.1f}",
         )
-    _print(table)
+    plain_console().print(table)
     for seen in report.nodes:
         if seen.why:
-            click.echo(f"{seen.name}: {seen.why}")
-    click.echo(
+            echo(f"{seen.name}: {seen.why}")
+    echo(
         f"{report.files} files, {_size(report.size)}, on {sum(n.ready for n in report.nodes)} of "
         f"{len(report.nodes)} nodes in {report.seconds:.1f} s; {_size(report.store_bytes)} left "
         f"the store."
     )
     if report.direct:
-        click.echo(f"Nodes also read from the store what others had: {report.direct}.")
+        echo(f"Nodes also read from the store what others had: {report.direct}.")
     if report.unverified:
-        click.echo(
+        echo(
             f"{report.unverified} files are unverified at the source: nothing says what their "
             "digest should be. All nodes have the same bytes."
         )
@@ -884,47 +884,29 @@ def _size(size: float) -> str:
     return f"{size:.1f} TB"
 
 
-def _table(*columns: str) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right")
-    return table
-
-
-def _print(table: Any) -> None:
-    from rich.console import Console
-
-    Console().print(table)
-
-
 def _show_plan(made: "Plan", config: "PipelineSettings", largest: int | None) -> None:
-    table = _table("partition", "splits", "source bytes")
+    table = plain_table("partition", "splits", "source bytes")
     for partition in sorted({split.partition for split in made.splits}):
         own = [split for split in made.splits if split.partition == partition]
         size = sum(split.piece.size for split in own)
         table.add_row(partition, str(len(own)), _size(size))
-    click.echo(
+    echo(
         f"{made.dataset}: {words.count(made.source.files, 'file')}, {_size(made.source.size)} of "
         f"{made.source.kind} at {made.source.url}"
     )
     if made.source.markers:
-        click.echo(
-            f"Skipped: {words.count(made.source.markers, 'empty object')} that only show folders."
-        )
-    _print(table)
+        echo(f"Skipped: {words.count(made.source.markers, 'empty object')} that only show folders.")
+    plain_console().print(table)
     workers = max(1, config.run.workers)
     memory = made.layout.shard_bytes * (config.run.uploads + 1) * workers
-    click.echo(
+    echo(
         f"Shards of at most {_size(made.layout.shard_bytes)}; "
         f"at most {_size(memory)} of them in the memory of {words.count(workers, 'worker')}."
     )
     if largest is None:
-        click.echo("A larger row is a shard of its own: each worker may hold one, five times.")
+        echo("A larger row is a shard of its own: each worker may hold one, five times.")
     elif largest > made.layout.shard_bytes:
-        click.echo(
+        echo(
             f"The largest sample has {_size(largest)}, and is a shard of its own: with one such in "
             f"each worker it is at most {_size(memory + workers * largest)}."
         )
@@ -933,21 +915,21 @@ def _show_plan(made: "Plan", config: "PipelineSettings", largest: int | None) ->
 def _show_report(report: "ShardReport") -> None:
     manifest = report.manifest
     rate = report.bytes_made / report.seconds / 1e6
-    click.echo(
+    echo(
         f"{report.url}: {words.count(report.samples, 'sample')} in "
         f"{words.count(len(manifest.shards), 'shard')}, {_size(manifest.size)}, from "
         f"{words.count(report.splits, 'split')}."
     )
-    click.echo(
+    echo(
         f"This run made {words.count(report.made, 'shard')}, {_size(report.bytes_made)} in "
         f"{report.seconds:.1f} s ({rate:.0f} MB/s)."
     )
     if manifest.quarantined:
-        click.echo(
+        echo(
             f"{words.count(manifest.quarantined, 'row')} made no sample, and every such row is "
             f"kept with its reason below {report.url}/quarantine/."
         )
-    click.echo(f"Sealed by {report.manifest_key}.")
+    echo(f"Sealed by {report.manifest_key}.")
 
 
 def _show_status(found: "DatasetStatus") -> None:
@@ -956,8 +938,8 @@ def _show_status(found: "DatasetStatus") -> None:
         if found.sealed
         else f"{found.ended} of {words.count(len(found.splits), 'split')} ended"
     )
-    click.echo(f"{found.dataset}: {state}, from {found.source}")
-    table = _table("split", "state", "shards", "samples", "bytes", "quarantined", "held by")
+    echo(f"{found.dataset}: {state}, from {found.source}")
+    table = plain_table("split", "state", "shards", "samples", "bytes", "quarantined", "held by")
     for split in found.splits:
         table.add_row(
             split.name,
@@ -968,4 +950,4 @@ def _show_status(found: "DatasetStatus") -> None:
             str(split.quarantined),
             f"{split.host} until {split.until:%H:%M:%S}" if split.until else "",
         )
-    _print(table)
+    plain_console().print(table)

@@ -1,13 +1,110 @@
-"""Identify processes of this machine. Needs Python's standard library only."""
+"""Identify and end processes of this machine. Needs Python's standard library only."""
 
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Collection
 from pathlib import Path
+
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, prctl(2)
+_PAUSE = 0.01  # seconds until those that were killed are looked for again
+_PATIENCE = 10.0  # seconds that the kernel may take to end them, as while a device is waited for
 
 
 def started_at(pid: int) -> str | None:
     """When a process started, in ticks; None if there is none, or only its remains."""
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in {"Z", "X"} else fields[19]
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every process below this one whose parent ends. Linux only.
+
+    So `descendants` also finds what a program started in a session of its own, or as a daemon.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants(pid: int) -> set[int]:
+    """Return the processes below one, whatever their sessions; their remains are left out."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        fields = _stat(int(folder.name))
+        if fields is not None:
+            children.setdefault(int(fields[1]), []).append(int(folder.name))
+    found: set[int] = set()
+    waiting = [pid]
+    while waiting:
+        below = [one for one in children.get(waiting.pop(), ()) if one not in found]
+        found.update(below)
+        waiting += below
+    return {one for one in found if started_at(one) is not None}
+
+
+def marked(variable: str, value: str) -> set[int]:
+    """Return the processes of this machine whose environment has a variable that begins so."""
+    wanted = f"{variable}={value}".encode()
+    found: set[int] = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            if any(one.startswith(wanted) for one in variables):
+                found.add(int(folder.name))
+    return found - {os.getpid()}
+
+
+def kill_descendants(spare: Collection[int] = ()) -> None:
+    """Kill the processes below this one, until there are none, or for ten seconds.
+
+    Args:
+        spare: Those that are left alone, with all below them.
+    """
+
+    def left() -> set[int]:
+        spared = {below for one in spare for below in (one, *descendants(one))}
+        return descendants(os.getpid()) - spared
+
+    _kill(left)
+
+
+def kill_group() -> None:
+    """Kill this process, its group, and what any of it has started in sessions of their own."""
+    group = os.getpgrp()
+    own = {pid for pid in descendants(os.getpid()) if _group_of(pid) == group}
+    for pid in own:  # so that none of them starts more meanwhile; they are killed with the group
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGSTOP)
+    _kill(lambda: descendants(os.getpid()) - own)
+    os.killpg(group, signal.SIGKILL)
+
+
+def _kill(left: Callable[[], set[int]]) -> None:
+    """Kill processes until none is left, or for ten seconds."""
+    deadline = time.monotonic() + _PATIENCE
+    while (found := left()) and time.monotonic() < deadline:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_PAUSE)
+        for pid in found:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)  # an adopted one leaves remains
+
+
+def _group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Return what the kernel tells of a process, from its state on; None if there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in {"Z", "X"} else fields[19]
+    return stat.rpartition(")")[2].split()

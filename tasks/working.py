@@ -18,8 +18,10 @@ from prefect import get_run_logger
 
 from millrace.errors import WorkerError
 from millrace.keys import CampaignKeys
+from millrace.processes import marked
 from millrace.storage import StoreSpec
 from millrace.training import TrainingPlan, worker_environment, worker_file, worker_path
+from millrace.training.settings import FILE
 
 _LEAVING = 5.0  # seconds that those have to end that are asked to
 _LONGEST = 2000  # characters of a line that is shown
@@ -67,6 +69,9 @@ class Workers:
                     os.killpg(process.pid, number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, deadline - time.monotonic()))
+        for pid in marked(FILE, self._home.name):  # what a worker that was killed has left
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         for thread in self._reading.values():  # a process of the script may still hold the pipe
             thread.join(_LEAVING)
         self._home.cleanup()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from millrace import errors
 from millrace.keys import CampaignKeys
+from millrace.processes import descendants, kill_descendants
 from millrace.settings import load
 from millrace.storage import exists, open_store
 from millrace.swarm.agent import Agent
@@ -87,10 +88,17 @@ def _run(settings: WorkerSettings, environ: Mapping[str, str]) -> int:
 
 
 def _code(command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run a command to its end; its exit code, as a shell has it."""
+    """Run a command to its end; return its exit code, as a shell has it.
+
+    What the command started and left running is killed. A rank in a session of its own would keep
+    its GPU and its ports from the next try.
+    """
+    before = descendants(os.getpid())
     try:
         done = subprocess.run(command, env=dict(environ), stdin=subprocess.DEVNULL, check=False)
     except OSError as error:
         log.warning("%s cannot be run: %s", command[0], error)
         return 127
+    finally:
+        kill_descendants(spare=before)
     return done.returncode if done.returncode >= 0 else 128 - done.returncode

@@ -22,6 +22,7 @@ from pydantic import BaseModel
 
 from millrace import errors
 from millrace.keys import MachineKeys
+from millrace.processes import adopt_orphans, descendants, kill_descendants
 from millrace.storage import Store, StoreSpec, create, exists, list_objects, open_store, put, read
 from millrace.vast.traffic import STATE, count_traffic
 from millrace.vast.wire import PIECE, Beat, Ended, Files, Order, environment_of
@@ -73,6 +74,7 @@ class Machine:
 
     def _attend(self, printed: IO[bytes]) -> int:
         """Start the program, and tell how it is until it ends."""
+        before = descendants(os.getpid())
         ours = {"PYTHONUNBUFFERED": "1", "PWD": str(self._folder)}
         environment = {**environment_of(os.environ, self._order), **ours}
         venv = self._folder / ".venv" / "bin"
@@ -98,7 +100,9 @@ class Machine:
         while True:
             self._tell(printed)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return program.wait(self._order.beat)
+                code = program.wait(self._order.beat)
+                kill_descendants(spare=before)  # what it has left in sessions of their own
+                return code
 
     def _tell(self, printed: IO[bytes]) -> None:
         """Say that the machine lives, and what was printed meanwhile."""
@@ -149,6 +153,7 @@ def _stop(program: "subprocess.Popen[Any]") -> None:
 def main(environ: Mapping[str, str], folder: Path) -> None:
     """Run what the environment says, and tell what it came to."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    adopt_orphans()
     Machine(Order.from_environment(environ), folder).run()
 
 

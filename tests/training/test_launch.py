@@ -12,6 +12,7 @@ import yaml
 from pydantic import SecretStr
 
 from millrace.keys import CampaignKeys
+from millrace.processes import started_at
 from millrace.storage import Store, StoreSpec, delete, put
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm
 from millrace.training import WorkerSettings
@@ -89,6 +90,57 @@ def test_a_machine_is_warmed_before_its_script_runs(
         process.kill()
         process.wait()
     assert (tmp_path / "ran").exists()
+
+
+ESCAPES = """
+import os, pathlib, subprocess, sys, time
+rank = ["{python}", "-c", "import time; time.sleep(600)"]
+ranks = [subprocess.Popen(rank, start_new_session=True).pid]  # as torchrun starts its ranks
+if not os.fork():  # a daemon: its parent has ended
+    os.setsid()
+    ranks.append(subprocess.Popen(rank).pid)
+    path = pathlib.Path("{note}")
+    path.with_suffix(".part").write_text(" ".join(map(str, [*ranks, os.getpid()])))
+    path.with_suffix(".part").rename(path)
+    time.sleep(600)
+while not os.path.exists("{note}"):
+    time.sleep(0.01)
+{then}
+"""
+
+
+def escaping(note: Path, then: str) -> tuple[str, ...]:
+    """A script whose ranks are in sessions of their own."""
+    return (sys.executable, "-c", ESCAPES.format(python=sys.executable, note=note, then=then))
+
+
+def ranks_of(note: Path) -> list[int]:
+    text = until(lambda: (note.exists() and note.read_text()) or None, "the ranks")
+    return [int(pid) for pid in text.split()]
+
+
+def ended(pids: list[int]) -> bool:
+    return all(started_at(pid) is None for pid in pids)
+
+
+@pytest.mark.parametrize("end", ["leader", "script", "failure", "SIGTERM"])
+def test_ranks_in_sessions_of_their_own_end_with_their_script(
+    make: Make, tmp_path: Path, end: str
+) -> None:
+    note = tmp_path / "pids"
+    then = {"script": "sys.exit(0)", "failure": "os.abort()"}.get(end, "time.sleep(600)")
+    settings = make(command=escaping(note, then), restarts=0)
+    process = started(written(tmp_path, settings), "--attached", stdin=subprocess.PIPE)
+    ranks = ranks_of(note)
+    assert len(ranks) == 3
+    assert process.stdin is not None
+    if end == "leader":
+        process.stdin.close()  # as the kernel does when the leader is killed
+    elif end == "SIGTERM":
+        process.terminate()
+    assert process.wait() == {"leader": -9, "script": 0, "failure": 134, "SIGTERM": 130}[end]
+    until(lambda: ended(ranks) or None, "the ranks' end")
+    process.stdin.close()
 
 
 def test_what_is_attached_ends_with_whoever_started_it(make: Make, tmp_path: Path) -> None:

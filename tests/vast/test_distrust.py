@@ -1,6 +1,8 @@
 """What others do, or a machine says, costs neither money nor another's machines."""
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -291,16 +293,20 @@ def watch(
     environ = {
         "MILLRACE_UNTIL": "9999999999", "MILLRACE_LIFETIME": f"{lifetime}",
         "MILLRACE_SILENCE": f"{silence}", "MILLRACE_OWNER_URL": url, "MILLRACE_VAST_URL": vast.url,
-        "CONTAINER_ID": f"{number}", "CONTAINER_API_KEY": key,
+        "CONTAINER_ID": f"{number}",
     }  # fmt: skip
     script = (REPOSITORY / "millrace/vast/watchdog.py").read_text()
     watchdog = subprocess.Popen(
-        [sys.executable, "-I", "-c", script], env=environ, stdout=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-I", "-c", script], env=environ, text=True, start_new_session=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert watchdog.stdin
     assert watchdog.stdout
+    with watchdog.stdin as pipe:
+        pipe.write(key)
     said = watchdog.stdout.readline()
     until(lambda: not vast.alive(), "its end")
-    watchdog.kill()
+    os.killpg(watchdog.pid, signal.SIGKILL)
     watchdog.wait()
     watchdog.stdout.close()
     return said

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -244,15 +245,92 @@ def test_a_machine_destroys_itself(vast: VastServer, real: str, tmp_path: Path, 
         "MILLRACE_OWNER_URL": beat.as_uri(),
         "MILLRACE_VAST_URL": vast.url,
         "CONTAINER_ID": str(number),
-        "CONTAINER_API_KEY": entry["key"],
     }
     vast.fail_next(int(gone == "owner"), "error500", "delete")
     script = (REPOSITORY / "millrace/vast/watchdog.py").read_text()
-    watchdog = subprocess.Popen([sys.executable, "-I", "-c", script], env=environment)
+    watchdog = subprocess.Popen(
+        [sys.executable, "-I", "-c", script], env=environment, stdin=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+    assert watchdog.stdin
+    with watchdog.stdin as pipe:
+        pipe.write(entry["key"].encode())
     try:
         until(lambda: all(one["id"] != number for one in vast.alive()) or None, "its end")
     finally:
-        watchdog.kill()
+        os.killpg(watchdog.pid, signal.SIGKILL)
         watchdog.wait()
     (entry,) = [one for one in vast.books() if one["id"] == number]
     assert entry["by"] == "itself"
+
+
+LOOKS = """
+import os, pathlib, sys
+key, found = sys.stdin.read().encode(), []
+for process in pathlib.Path("/proc").glob("[0-9]*"):
+    for name in ("environ", "cmdline"):
+        try:
+            if key in (process / name).read_bytes():
+                found.append((process / "cmdline").read_bytes().replace(b"\\0", b" ").decode())
+        except OSError:
+            pass
+watchdog = pathlib.Path("/proc") / os.environ["WATCHDOG"]
+try:
+    (watchdog / "mem").open("rb").close()
+    found.append("its memory")
+except PermissionError:
+    pass
+print(found)
+"""
+
+
+def test_what_runs_in_a_machine_cannot_read_the_key_that_destroys_it(tmp_path: Path) -> None:
+    key = secrets.token_hex(32)
+    texts = {"MILLRACE_TRAFFIC": "traffic.py", "MILLRACE_WATCHDOG": "watchdog.py"}
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(tmp_path),
+        "CONTAINER_ID": "1", "CONTAINER_API_KEY": key, "MILLRACE_VAST_URL": "http://127.0.0.1:9",
+        "MILLRACE_UNTIL": "9999999999", "MILLRACE_LIFETIME": "1000", "MILLRACE_SILENCE": "1000",
+        "MILLRACE_OWNER_URL": (tmp_path / "owner.txt").as_uri(),
+        "MILLRACE_SETUP": base64.b64encode(b"print('installed')").decode(),
+        **{
+            name: base64.b64encode((REPOSITORY / "millrace/vast" / text).read_bytes()).decode()
+            for name, text in texts.items()
+        },
+    }  # fmt: skip
+    script = (REPOSITORY / "millrace/vast/onstart.sh").read_text()
+    machine = subprocess.Popen(  # as the provider, whose own process ends with the script
+        ["bash", "-c", script], env=environment, cwd=tmp_path, start_new_session=True
+    )
+    try:
+        assert machine.wait() == 0
+        watchdogs = until(lambda: _watching(machine.pid), "the watchdog and its child")
+        # As root of a container, which has no CAP_SYS_PTRACE.
+        without = ["setpriv", "--bounding-set", "-sys_ptrace", "--inh-caps", "-sys_ptrace"]
+        for watchdog in watchdogs:
+            looked = subprocess.run(
+                [*without, "--", sys.executable, "-c", LOOKS], input=key, text=True, check=True,
+                capture_output=True, env={"WATCHDOG": str(watchdog)},
+            )  # fmt: skip
+            assert looked.stdout.strip() == "[]", looked.stdout
+    finally:
+        os.killpg(machine.pid, signal.SIGKILL)
+
+
+def _watching(session: int) -> list[int] | None:
+    """The watchdog and the child that watches, once both are there and hidden."""
+    found = [
+        int(process.name)
+        for process in Path("/proc").glob("[0-9]*")
+        if _session(process) == session
+        and b"MILLRACE_WATCHDOG" in _read(process / "cmdline")
+        and _read(process / "stat").split(b") ")[-1][:1] != b"Z"
+    ]
+    return found if len(found) == 2 else None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
