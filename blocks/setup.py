@@ -42,6 +42,14 @@ _HEARTBEAT = timedelta(seconds=30)
 _ZOMBIES = "millrace-zombies"
 _NOTICES = "millrace-notices"
 _NOTIFY = "MILLRACE_NOTIFY_URL"
+_BROKEN = {  # what a chat takes for a link, an element or a call of people, and what it becomes
+    "&": "&amp;", "<": "&lt;", ">": "&gt;", "://": ": //", "www.": "www .", "@": "@ ",
+    "](": "] (", **dict.fromkeys("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069", ""),
+}  # fmt: skip
+_SAID = 'flow_run.state.message | default("", true) | truncate(500, true, "…", 0)' + "".join(
+    f' | replace("{each}", "{instead}")' for each, instead in _BROKEN.items()
+)
+"""The reason of a failure in a notice: stores and machines have a part in it."""
 _HOUSEKEEPING = (
     "abort-uploads", "audit-access", "clean-bucket", "clean-versions", "delete-gathers",
     "reap-instances", "verify-checkpoints", "verify-datasets", "wipe-bucket",
@@ -335,7 +343,7 @@ def notices(webhook: UUID) -> AutomationCore:
                 block_document_id=webhook,
                 # Slack, Mattermost and Discord (at its URL with /slack) read `text`.
                 payload='{"text": {{ ("Millrace: " ~ flow.name ~ " (" ~ flow_run.name ~ ") has '
-                'failed. " ~ flow_run.state.message ~ " " ~ (flow_run | ui_url)) | tojson }}}',
+                'failed. " ~ (' + _SAID + ') ~ " " ~ (flow_run | ui_url)) | tojson }}}',
             )
         ],
     )

@@ -13,6 +13,7 @@ from millrace.cli import said, write_template
 from millrace.cli_rentals import give_back_when_stopped
 from millrace.errors import ConfigurationError
 from millrace.settings import load_data, validated
+from millrace.terminal import echo, echo_text
 
 _EXAMPLE = """\
 # A campaign: a dataset is sharded, workers train on it together, and the weights are handed over.
@@ -104,7 +105,7 @@ def run(plan: Path) -> int:
     wanted = None if "$ref" in str(data) else read(plan)  # blocks are on the server
     with local_server(), temporary_settings({PREFECT_CLIENT_MAX_RETRIES: _RETRIES}):
         found = run_campaign(wanted or read(plan))
-    click.echo(describe(found, picture=False))
+    echo_text(describe(found, with_picture=False))
     return 0
 
 
@@ -114,9 +115,7 @@ def run(plan: Path) -> int:
 def init(path: Path) -> int:
     """Write a campaign's file to start from."""
     write_template(path, _EXAMPLE)
-    click.echo(
-        f"Wrote {path}. Set its source, script and checkpoint, then: millrace campaign {path}"
-    )
+    echo(f"Wrote {path}. Set its source, script and checkpoint, then: millrace campaign {path}")
     return 0
 
 

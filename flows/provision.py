@@ -27,6 +27,7 @@ from tasks.renting import (
     rent_machines,
     report_rentals,
 )
+from tasks.reports import bold, write
 from tasks.words import count
 
 
@@ -89,9 +90,10 @@ def provision(
     dollars = rent_machines(settings)
     stand = StandSettings(store=settings.store, account=settings.account)
     mine = [one for one in list_machines(stand) if one.rental == name]
-    headline = (
-        f"**{name}**: {count(len(mine), 'machine')} run, ${dollars:.2f} so far. Give them back "
-        "with `release`; else they go when their time is over."
-    )
+    headline = write(
+        "{}: {} run, ${:.2f} so far. Give them back with `release`; else they go when their time "
+        "is over.",
+        bold(name), count(len(mine), "machine"), dollars,
+    )  # fmt: skip
     report_rentals(headline, mine, key="provision")
     return mine

@@ -5,6 +5,7 @@ from prefect import flow
 from blocks import VastCredentials
 from tasks.places import BucketLocation
 from tasks.renting import needed_stand, release_machines, report_rentals
+from tasks.reports import bold, write
 from tasks.words import count
 
 
@@ -19,6 +20,6 @@ def release(name: str, bucket: BucketLocation, vast: VastCredentials | str = "va
     """
     stand = needed_stand(bucket, vast)
     returned = release_machines(stand, name)
-    said = f"{count(returned, 'machine')} given back; a listing shows none."
-    report_rentals(f"**{name}**: {said}", [])
+    gone = count(returned, "machine")
+    report_rentals(write("{}: {} given back; a listing shows none.", bold(name), gone), [])
     return returned

@@ -10,6 +10,7 @@ import click
 
 from millrace.cli import said
 from millrace.progress import Event
+from millrace.terminal import echo, echo_text
 
 if TYPE_CHECKING:
     from millrace.shards import PipelineSettings
@@ -29,9 +30,9 @@ def offers(settings: Path) -> int:
     rent = load(settings, RentSettings)
     found = find_offers(account(rent.account), rent.wanted)
     if not found:
-        click.echo("No offer fits: ask for less, or grant more dollars an hour.", err=True)
+        echo("No offer fits: ask for less, or grant more dollars an hour.", err=True)
         return 1
-    click.echo(table_of(found))
+    echo_text(table_of(found))
     return 0
 
 
@@ -51,10 +52,10 @@ def rent(settings: Path, *, detach: bool) -> int:
     with Rental(wanted, detached=True, progress=_Lines()) as rental:
         for machine in rental.until_ready():
             where = machine.instance.address if machine.instance else ""
-            click.echo(f"{wanted.name}/{machine.slot} runs at {where or 'no address'}.")
+            echo(f"{wanted.name}/{machine.slot} runs at {where or 'no address'}.")
         cost = rental.cost
     again = f"millrace release {settings} {wanted.name}"
-    click.echo(f"It has cost about ${cost:.2f} so far; give them back with `{again}`.")
+    echo(f"It has cost about ${cost:.2f} so far; give them back with `{again}`.")
     return 0
 
 
@@ -68,8 +69,8 @@ def rentals(settings: Path) -> int:
 
     found = list_rentals(load(settings, StandSettings))
     for one in found:
-        click.echo(sentence_of(one))
-    click.echo(f"Rented: {_machines(len(found))}, ${sum(one.cost for one in found):.2f} so far.")
+        echo(sentence_of(one))
+    echo(f"Rented: {_machines(len(found))}, ${sum(one.cost for one in found):.2f} so far.")
     return 0
 
 
@@ -84,7 +85,7 @@ def release(settings: Path, rental: str) -> int:
     from millrace.vast import release as give_back
 
     count = give_back(load(settings, StandSettings), rental)
-    click.echo(f"Given back: {_machines(count)} of {rental}; a listing shows none.")
+    echo(f"Given back: {_machines(count)} of {rental}; a listing shows none.")
     return 0
 
 
@@ -99,13 +100,13 @@ def reap_rentals(settings: Path, *, dry_run: bool) -> int:
 
     found = reap(load(settings, StandSettings), dry_run=dry_run)
     for one in found.returned:
-        click.echo(sentence_of(one))
+        echo(sentence_of(one))
     word = "Would be given back" if dry_run else "Given back"
-    click.echo(f"{word}: {_machines(len(found.returned))}. Stay: {len(found.kept)}.")
+    echo(f"{word}: {_machines(len(found.returned))}. Stay: {len(found.kept)}.")
     if found.closed:
-        click.echo(f"Closed: {found.closed}, of which nothing was left.")
+        echo(f"Closed: {found.closed}, of which nothing was left.")
     if found.elsewhere:
-        click.echo(f"Another account pays for {found.elsewhere} more: look with its API key.")
+        echo(f"Another account pays for {found.elsewhere} more: look with its API key.")
     return 0
 
 
@@ -125,7 +126,7 @@ def _use(wanted: "RentSettings") -> int:
     with Rental(wanted, progress=_Lines()) as rental:
         rental.until_done()
         cost = rental.cost
-    click.echo(f"All is given back. It has cost about ${cost:.2f}.")
+    echo(f"All is given back. It has cost about ${cost:.2f}.")
     return 0
 
 
@@ -141,7 +142,7 @@ def give_back_when_stopped(rented: Callable[[], bool] = lambda: True) -> None:
     def stop(_: int, __: FrameType | None) -> None:
         nonlocal asked
         if asked and rented():
-            click.echo("Machines are being given back: wait, or they are billed on.", err=True)
+            echo("Machines are being given back: wait, or they are billed on.", err=True)
             return
         asked = True
         raise KeyboardInterrupt
@@ -189,21 +190,21 @@ class _Lines:
         figures = event.figures
         match event.name:
             case "machine.printed":
-                click.echo(f"{event.subject}| {figures['text']}")
+                echo(f"{event.subject}| {figures['text']}")
             case "rental.offer":
                 price = f"{figures['gpu']} in {figures['place']} for ${figures['dph']:.3f} an hour"
-                click.echo(f"{event.subject}: takes {price}.")
+                echo(f"{event.subject}: takes {price}.")
             case "rental.raised":
                 prices = f"${figures['dph']:.3f} an hour, and was offered for"
-                click.echo(f"{event.subject}: costs {prices} ${figures['offered']:.3f}.", err=True)
+                echo(f"{event.subject}: costs {prices} ${figures['offered']:.3f}.", err=True)
             case "rental.rented":
-                click.echo(f"{event.subject}: rented, instance {figures['instance']}.")
+                echo(f"{event.subject}: rented, instance {figures['instance']}.")
             case "rental.ready":
-                click.echo(f"{event.subject}: its program runs.")
+                echo(f"{event.subject}: its program runs.")
             case "rental.missing":
-                click.echo(f"{event.subject}: not replaced yet: {figures['why']}", err=True)
+                echo(f"{event.subject}: not replaced yet: {figures['why']}", err=True)
             case "rental.returned":
-                click.echo(
+                echo(
                     f"{event.subject}: given back ({figures['why']}: {figures['said']}), "
                     f"${figures['dollars']:.2f}."
                 )

@@ -4,8 +4,6 @@ import time
 from types import TracebackType
 from typing import Self
 
-import click
-from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
@@ -21,7 +19,8 @@ from rich.progress import (
 )
 
 from millrace.progress import Event
-from millrace.words import count
+from millrace.terminal import echo, plain_console
+from millrace.words import count, printable
 
 _EVERY = 5.0  # seconds from one line to the next, where there is no terminal
 
@@ -50,6 +49,10 @@ class _Bar:
         """Return what the bar shows of its task, whose total is known, as one line of text."""
         raise NotImplementedError
 
+    def _say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._bar.console.print(printable(text))
+
     def _changed(self) -> None:
         if self._printed is None or time.monotonic() - self._printed[0] >= _EVERY:
             self._print_line()
@@ -58,7 +61,7 @@ class _Bar:
         line = "" if self._bar.console.is_terminal else self.line()
         if line and (self._printed is None or line != self._printed[1]):
             self._printed = (time.monotonic(), line)
-            click.echo(line, err=True)
+            echo(line, err=True)
 
     def __exit__(
         self,
@@ -81,7 +84,7 @@ class ProgressBar(_Bar):
             MofNCompleteColumn(),
             TextColumn("{task.fields[made]}"),
             TimeElapsedColumn(),
-            console=Console(stderr=True),
+            console=plain_console(stderr=True),
         )
         self._task = self._bar.add_task("splits", total=None, made="")
         self._shards = self._samples = 0
@@ -101,9 +104,7 @@ class ProgressBar(_Bar):
             case "split.ended":
                 self._bar.advance(self._task)
             case "worker.lost":
-                self._bar.console.print(
-                    f"A worker {event.figures['how']}; another takes its place."
-                )
+                self._say(f"A worker {event.figures['how']}; another takes its place.")
             case _:
                 return
         self._changed()
@@ -125,7 +126,7 @@ class BytesBar(_Bar):
             DownloadColumn(),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=plain_console(stderr=True),
         )
         self._task = self._bar.add_task("bytes", total=None, ready=0, nodes=0)
 
@@ -141,11 +142,11 @@ class BytesBar(_Bar):
                     nodes=figures["nodes"],
                 )
             case "node.lost":
-                self._bar.console.print(f"{event.subject} is lost: {figures['why']}")
+                self._say(f"{event.subject} is lost: {figures['why']}")
             case "node.untrusted":
-                self._bar.console.print(f"{event.subject} gave wrong bytes, and is asked no more.")
+                self._say(f"{event.subject} gave wrong bytes, and is asked no more.")
             case "file.mismatch":
-                self._bar.console.print(f"{event.subject} came out wrong, and is read again.")
+                self._say(f"{event.subject} came out wrong, and is read again.")
             case _:
                 return
         self._changed()
@@ -166,7 +167,7 @@ class ObjectsBar(_Bar):
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            console=Console(stderr=True),
+            console=plain_console(stderr=True),
         )
         self._task = self._bar.add_task("objects seen", total=None)
 

@@ -1,10 +1,10 @@
 """Credentials, tried and reported."""
 
 from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from millrace.housekeeping import Audit, AuditSettings, Finding, Operation, Verdict, audit
+from tasks.reports import Markdown, bold, bullets, document, publish, table, write
 from tasks.words import count
 
 
@@ -23,40 +23,34 @@ def audit_buckets(settings: AuditSettings) -> Audit:
 @task(cache_policy=NO_CACHE)
 def report_audit(found: Audit) -> None:
     """Leave a report that a person wants to read."""
-    create_markdown_artifact(
-        describe(found), key="audited-access", description="What each credential can do"
-    )
+    publish(describe(found), key="audited-access", description="What each credential can do")
 
 
-def describe(found: Audit) -> str:
-    """The report, as Markdown."""
+def describe(found: Audit) -> Markdown:
+    """Return the report."""
     wrong = found.wrong
-    tried = count(len(found.findings), "operation")
-    verdict = f"**{len(wrong)} not as they should be**" if wrong else "all as they should be"
+    good = write("all as they should be")
+    verdict = write("**{} not as they should be**", len(wrong)) if wrong else good
     seen = {(one.role, one.right, one.operation): one for one in found.findings}
     pairs = dict.fromkeys((one.role, one.right) for one in found.findings)
     operations = [each for each in Operation if any(each is one.operation for one in seen.values())]
-    lines = [
-        f"{tried} tried, {verdict}.",
-        "",
-        f"| | {' | '.join(operations)} |",
-        f"|---|{'---|' * len(operations)}",
+    rows = [
+        (f"{role}, to {right}", *(_cell(seen.get((role, right, each))) for each in operations))
+        for role, right in pairs
     ]
-    for role, right in pairs:
-        cells = [_cell(seen.get((role, right, operation))) for operation in operations]
-        lines.append(f"| {role}, to {right} | {' | '.join(cells)} |")
-    if wrong:
-        lines += ["", "| credentials | operation | | what the store said |", "|---|---|---|---|"]
-        lines += [
-            f"| {one.role}, to {one.right} | {one.operation} | {one.verdict} | "
-            f"{one.sentence.replace('|', '&#124;')} |"
-            for one in wrong
-        ]
-    lines += ["", *(f"- {note}" for note in found.notes)]
-    return "\n".join(lines).rstrip() + "\n"
+    refused = [
+        (f"{one.role}, to {one.right}", one.operation, one.verdict, one.sentence) for one in wrong
+    ]
+    columns = ("credentials", "operation", "", "what the store said")
+    return document(
+        write("{} tried, {}.", count(len(found.findings), "operation"), verdict),
+        table(("", *operations), rows),
+        table(columns, refused) if refused else Markdown(),
+        bullets(found.notes),
+    )
 
 
-def _cell(one: Finding | None) -> str:
+def _cell(one: Finding | None) -> object:
     if one is None:
         return ""
-    return f"{one.seen}" if one.verdict is Verdict.RIGHT else f"**{one.seen}**"
+    return str(one.seen) if one.verdict is Verdict.RIGHT else bold(str(one.seen))

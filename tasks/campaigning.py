@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prefect import task
-from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel, ConfigDict
 
@@ -27,10 +26,22 @@ from millrace.storage import Store, StoreSpec, delete, exists, open_store
 from millrace.training import TrainingPlan, check_here, check_repository, joined, measured
 from millrace.vast import attempts_of
 from tasks.plot import line_plot
+from tasks.reports import (
+    Markdown,
+    bold,
+    code,
+    document,
+    escape,
+    picture,
+    publish,
+    table,
+    write,
+)
 from tasks.retries import PAUSES, passing
 from tasks.words import artifact_key, count, duration, size
 
 _TTL = timedelta(minutes=1)
+_FAULT = 2000  # characters of what ended a campaign: the last lines of a worker are in it
 _LOOK = 1.0  # seconds between two looks for workers that join
 
 
@@ -379,41 +390,41 @@ def _trained(found: Summary, windows: Sequence[Link]) -> Summary:
 @task(cache_policy=NO_CACHE)
 def report_campaign(found: Summary, fault: str = "") -> None:
     """Leave a report that a person wants to read."""
-    create_markdown_artifact(
+    publish(
         describe(found, fault),
         key=artifact_key("campaign", found.name),
         description="What the campaign has come to",
     )
 
 
-def describe(found: Summary, fault: str = "", *, picture: bool = True) -> str:
-    """The report, as Markdown.
+def describe(found: Summary, fault: str = "", *, with_picture: bool = True) -> Markdown:
+    """Return the report.
 
     Args:
         found: What is committed.
         fault: What ended the campaign before its time; empty if nothing did.
-        picture: Whether the losses are drawn.
+        with_picture: Whether the losses are drawn.
     """
-    lines = [_headline(found, fault), "", "| | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in _rows(found).items()]
-    if found.losses and picture:
-        lines += ["", f"![the loss over the windows]({_picture(found)})"]
-    return "\n".join(lines) + "\n"
+    drawn = Markdown()
+    if found.losses and with_picture:
+        drawn = picture(_picture(found), "the loss over the windows")
+    return document(_headline(found, fault), table(("", ""), list(_rows(found).items())), drawn)
 
 
-def _headline(found: Summary, fault: str) -> str:
-    what = f"**{found.name}**, in `{found.url}`"
+def _headline(found: Summary, fault: str) -> Markdown:
+    what = write("{}, in {}", bold(found.name), code(found.url))
     if fault:
-        return f"{what}, **is not over**: {fault} Start it again: it goes on from here."
+        again = "Start it again: it goes on from here."
+        return write("{}, **is not over**: {} {}", what, escape(fault, _FAULT), again)
     trained = f": {count(found.windows, 'window')} trained" if found.windows else " is done"
     losses = [found.losses[window] for window in sorted(found.losses)]
     fell = f", the loss from {losses[0]:.3f} to {losses[-1]:.3f}" if len(losses) > 1 else ""
     paid = f", for ${found.dollars:.2f}" if found.machines else ""
-    return f"{what}{trained}{fell}{paid}, in {duration(found.seconds)}."
+    return write("{}{}{}{}, in {}.", what, trained, fell, paid, duration(found.seconds))
 
 
 def _rows(found: Summary) -> dict[str, str]:
-    """What there is, by what it is; a stage that was left out has no row."""
+    """Return what there is, by what it is; a stage that was left out has no row."""
     rows: dict[str, str] = {}
     if found.shards:
         rows["Dataset"] = f"{count(found.samples, 'sample')} in {count(found.shards, 'shard')}"

@@ -1,10 +1,10 @@
 """Checkpoints, as Prefect sees them."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from millrace import errors
@@ -24,6 +24,7 @@ from millrace.models.checkpoint import Checkpoint
 from millrace.progress import Event
 from millrace.storage import StoreSpec, open_store
 from tasks.progress import CheckpointProgress
+from tasks.reports import Markdown, code, document, join, publish, table, write
 from tasks.retries import PAUSES, passing
 from tasks.words import artifact_key, count, duration, rate, size
 
@@ -120,47 +121,48 @@ def transfer_checkpoint(
 @task(cache_policy=NO_CACHE)
 def report_saved(saved: SavedCheckpoint) -> None:
     """Leave a report that a person wants to read."""
-    create_markdown_artifact(
-        describe_saved(saved), key="saved-checkpoint", description="What was saved"
-    )
+    publish(describe_saved(saved), key="saved-checkpoint", description="What was saved")
 
 
-def describe_saved(saved: SavedCheckpoint) -> str:
-    """The report, as Markdown."""
+def describe_saved(saved: SavedCheckpoint) -> Markdown:
+    """Return the report."""
     found = saved.checkpoint
     pace = f", at {rate(saved.sent, saved.seconds)}" if saved.sent else ""
-    return (
-        f"**Step {found.step:,}** of `{found.job}` is in `{saved.place}`: {size(found.size)} in "
-        f"{count(len(found.parts), 'file')}, every byte verified. This run sent "
-        f"{size(saved.sent)} of them in {duration(saved.seconds)}{pace}.\n"
-    )
+    return document(
+        write(
+            "**Step {:,}** of {} is in {}: {} in {}, every byte verified. This run sent {} of them "
+            "in {}{}.",
+            found.step, code(found.job), code(saved.place), size(found.size),
+            count(len(found.parts), "file"), size(saved.sent), duration(saved.seconds), pace,
+        )
+    )  # fmt: skip
 
 
 @task(cache_policy=NO_CACHE)
 def report_checkpoints(place: str, found: list[SeenCheckpoint], check: Check) -> None:
     """Leave a report that a person wants to read."""
-    create_markdown_artifact(
+    publish(
         describe(place, found, check),
         key="verified-checkpoints",
         description="What verification found",
     )
 
 
-def describe(place: str, found: list[SeenCheckpoint], check: Check) -> str:
-    """The report, as Markdown."""
+def describe(place: str, found: list[SeenCheckpoint], check: Check) -> Markdown:
+    """Return the report."""
     damaged = [seen for seen in found if seen.damage]
     looked = "every byte was read" if check is Check.DIGESTS else "sizes were looked at"
-    verdict = f"**{len(damaged)} damaged**" if damaged else "all as they were saved"
-    lines = [
-        f"`{place}`: {count(len(found), 'checkpoint')}, {verdict}; {looked}.",
-        "",
-        "| job | step | files | bytes | state |",
-        "|---|--:|--:|--:|---|",
-    ]
-    for seen in sorted(found, key=lambda seen: (seen.job, -seen.step)):
-        state = "; ".join(seen.damage[:3]) or "intact"
-        if len(seen.damage) > 3:
-            state += f"; and {len(seen.damage) - 3:,} more"
-        cells = (f"`{seen.job}`", f"{seen.step:,}", f"{seen.files:,}", size(seen.size), state)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    good = write("all as they were saved")
+    verdict = write("**{} damaged**", len(damaged)) if damaged else good
+    ordered = sorted(found, key=lambda seen: (seen.job, -seen.step))
+    return document(
+        write("{}: {}, {}; {}.", code(place), count(len(found), "checkpoint"), verdict, looked),
+        table(("job", ">step", ">files", ">bytes", "state"), map(_row, ordered)),
+    )
+
+
+def _row(seen: SeenCheckpoint) -> Sequence[object]:
+    state = join(seen.damage[:3] or ("intact",), "; ")
+    if len(seen.damage) > 3:
+        state = write("{}; and {:,} more", state, len(seen.damage) - 3)
+    return (code(seen.job), f"{seen.step:,}", f"{seen.files:,}", size(seen.size), state)

@@ -1,9 +1,8 @@
 """Buckets cleaned: planned, executed, reported."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from blocks import Bucket
@@ -28,6 +27,7 @@ from millrace.housekeeping import (
 from millrace.storage import DeleteFailure, Right, StoreSpec, VersionCount, open_store
 from tasks.places import known, named_bucket, skipped, spec_of
 from tasks.progress import CleaningProgress
+from tasks.reports import Markdown, bold, code, document, join, publish, table, write
 from tasks.retries import PAUSES, passing
 from tasks.words import artifact_key, count, duration, size
 
@@ -156,19 +156,23 @@ def abort_stale(place: StoreSpec, older_than: housekeeping.Age, *, dry_run: bool
 def report_plan(plan: CleaningPlan, keys: list[tuple[str, int]]) -> None:
     """Leave the plan of a dry run as a report."""
     text = describe_plan(plan, keys)
-    create_markdown_artifact(text, key="cleaning", description="What would be deleted")
+    publish(text, key="cleaning", description="What would be deleted")
 
 
 @task(cache_policy=NO_CACHE)
 def report_contents(found: Contents) -> None:
     """Publish what a wipe would delete."""
-    text = f"**Nothing was deleted.** `{found.url}` holds {count(found.objects, 'object')}, "
-    text += f"{size(found.size)}{describe_versions(found.versions)}.\n"
-    if found.versions:
-        text += (
-            "\nOlder versions and delete markers stay, and are billed, unless `versions` is on.\n"
-        )
-    create_markdown_artifact(text, key="cleaning", description="What would be deleted")
+    text = document(
+        write(
+            "**Nothing was deleted.** {} holds {}, {}{}.",
+            code(found.url), count(found.objects, "object"), size(found.size),
+            describe_versions(found.versions),
+        ),
+        write("Older versions and delete markers stay, and are billed, unless `versions` is on.")
+        if found.versions
+        else Markdown(),
+    )  # fmt: skip
+    publish(text, key="cleaning", description="What would be deleted")
 
 
 def describe_versions(found: VersionCount | None) -> str:
@@ -185,85 +189,80 @@ def describe_versions(found: VersionCount | None) -> str:
 def report_cleaning(plan: CleaningPlan, done: Cleaned) -> None:
     """Leave a report that a person wants to read."""
     text = describe_cleaning(plan, done)
-    create_markdown_artifact(text, key="cleaning", description="What was deleted")
+    publish(text, key="cleaning", description="What was deleted")
 
 
 @task(cache_policy=NO_CACHE)
 def report_uploads(found: Mapping[str, Aborted]) -> None:
     """Leave a report that a person wants to read."""
     text = describe_uploads(found)
-    create_markdown_artifact(text, key="unfinished-uploads", description="Unfinished uploads")
+    publish(text, key="unfinished-uploads", description="Unfinished uploads")
 
 
-def describe_plan(plan: CleaningPlan, keys: list[tuple[str, int]]) -> str:
-    """A plan that nobody has executed, as Markdown."""
-    said = (
-        f"**Nothing was deleted.** Plan `{plan.name}` of `{plan.header.store}` would delete "
-        f"{count(plan.objects, 'object')}, {size(plan.size)}, which saves "
-        f"${saved_a_month(plan.size):,.2f} a month at R2's prices."
-    )
-    lines = [
-        said,
-        *_table(plan.header.rules, plan.totals.objects, plan.totals.size),
-        *_kept(plan.totals.kept),
-    ]
-    if keys:
-        lines += ["", "| object | bytes |", "|---|--:|"]
-        lines += [f"| `{key}` | {size(bytes_of)} |" for key, bytes_of in keys]
-        if plan.objects > len(keys):
-            lines.append(f"| and {plan.objects - len(keys):,} more, in `{plan.key}` | |")
-    lines += ["", f"Execute this very plan with `plan` = `{plan.name}` and `dry_run` off."]
-    return "\n".join(lines) + "\n"
+def describe_plan(plan: CleaningPlan, keys: list[tuple[str, int]]) -> Markdown:
+    """Return the report of a plan that nobody has executed."""
+    rows: list[Sequence[object]] = [(code(key), size(bytes_of)) for key, bytes_of in keys]
+    if rows and plan.objects > len(rows):
+        rows.append((write("and {:,} more, in {}", plan.objects - len(rows), code(plan.key)), ""))
+    return document(
+        write(
+            "**Nothing was deleted.** Plan {} of {} would delete {}, {}, which saves ${:,.2f} a "
+            "month at R2's prices.",
+            code(plan.name), code(plan.header.store), count(plan.objects, "object"),
+            size(plan.size), saved_a_month(plan.size),
+        ),
+        _table(plan.header.rules, plan.totals.objects, plan.totals.size),
+        _kept(plan.totals.kept),
+        table(("object", ">bytes"), rows) if rows else Markdown(),
+        write("Execute this very plan with `plan` = {} and `dry_run` off.", code(plan.name)),
+    )  # fmt: skip
 
 
-def describe_cleaning(plan: CleaningPlan, done: Cleaned) -> str:
-    """What became of a plan, as Markdown."""
-    errors = f"**{count(len(done.failures), 'error')}**" if done.failures else "no errors"
-    said = (
-        f"`{plan.header.store}`: {count(done.deleted, 'object')} deleted, {size(done.freed)}, in "
-        f"{duration(done.seconds)}, {errors}. That saves ${saved_a_month(done.freed):,.2f} a month "
-        f"at R2's prices. Plan `{done.plan}`."
-    )
+def describe_cleaning(plan: CleaningPlan, done: Cleaned) -> Markdown:
+    """Return the report of what became of a plan."""
+    errors = bold(count(len(done.failures), "error")) if done.failures else "no errors"
+    said = [
+        write(
+            "{}: {} deleted, {}, in {}, {}. That saves ${:,.2f} a month at R2's prices. Plan {}.",
+            code(plan.header.store), count(done.deleted, "object"), size(done.freed),
+            duration(done.seconds), errors, saved_a_month(done.freed), code(done.plan),
+        )
+    ]  # fmt: skip
     if done.versions:
         left = describe_versions(done.versions).removeprefix(", and beside them ")
-        said += f" {left} are left, and billed: the option `versions` deletes them."
-    lines = [
-        said,
-        *_table(plan.header.rules, done.objects, done.size),
-        *_kept({**plan.totals.kept, **done.skipped}),
-    ]
-    if done.gone:
-        lines += ["", f"{count(done.gone, 'object')} of the plan were gone already."]
-    if done.failures:
-        lines += ["", *_failures(done.failures)]
-    if done.given_up:
-        lines += ["", "So many could not be deleted that the rest was not tried."]
-    return "\n".join(lines) + "\n"
+        said.append(write("{} are left, and billed: the option `versions` deletes them.", left))
+    gone = write("{} of the plan were gone already.", count(done.gone, "object"))
+    given_up = write("So many could not be deleted that the rest was not tried.")
+    return document(
+        join(said, " "),
+        _table(plan.header.rules, done.objects, done.size),
+        _kept({**plan.totals.kept, **done.skipped}),
+        gone if done.gone else Markdown(),
+        _failures(done.failures),
+        given_up if done.given_up else Markdown(),
+    )
 
 
-def describe_uploads(found: Mapping[str, Aborted]) -> str:
-    """Unfinished uploads, as Markdown."""
+def describe_uploads(found: Mapping[str, Aborted]) -> Markdown:
+    """Return the report of unfinished uploads."""
     aborted = any(one.aborted for one in found.values())
     whole = sum(one.size for one in found.values())
     done = sum(len(one.uploads) - len(one.failures) for one in found.values())
-    word = "aborted" if aborted else "found; **nothing was aborted**"
-    said = (
-        f"{count(done, 'unfinished upload')} {word}: {size(whole)}, which cost "
-        f"${saved_a_month(whole):,.2f} a month at R2's prices."
-    )
-    lines = [
-        said,
-        "",
-        "| place | uploads | bytes | younger | errors |",
-        "|---|--:|--:|--:|--:|",
+    rows = [
+        (code(place), len(one.uploads), size(one.size), one.young, len(one.failures))
+        for place, one in found.items()
     ]
-    for place, one in found.items():
-        cells = (len(one.uploads), size(one.size), one.young, len(one.failures))
-        lines.append(f"| `{place}` | {' | '.join(str(cell) for cell in cells)} |")
-    failures = tuple(failure for one in found.values() for failure in one.failures)
-    if failures:
-        lines += ["", *_failures(failures)]
-    return "\n".join(lines) + "\n"
+    return document(
+        write(
+            "{} {}: {}, which cost ${:,.2f} a month at R2's prices.",
+            count(done, "unfinished upload"),
+            "aborted" if aborted else write("found; **nothing was aborted**"),
+            size(whole),
+            saved_a_month(whole),
+        ),
+        table(("place", ">uploads", ">bytes", ">younger", ">errors"), rows),
+        _failures(tuple(failure for one in found.values() for failure in one.failures)),
+    )
 
 
 def _say(plan: CleaningPlan) -> None:
@@ -273,29 +272,25 @@ def _say(plan: CleaningPlan) -> None:
     )  # fmt: skip
 
 
-def _table(rules: tuple[Rule, ...], keys: Mapping[int, int], sizes: Mapping[int, int]) -> list[str]:
+def _table(rules: tuple[Rule, ...], keys: Mapping[int, int], sizes: Mapping[int, int]) -> Markdown:
     if not rules:
-        return []
-    lines = ["", "| rule | objects | bytes | saves a month |", "|---|--:|--:|--:|"]
-    for place, rule in enumerate(rules):
-        its = sizes.get(place, 0)
-        lines.append(
-            f"| {describe(rule)} | {keys.get(place, 0):,} | {size(its)} | "
-            f"${saved_a_month(its):,.2f} |"
+        return Markdown()
+    rows = [
+        (
+            describe(rule), f"{keys.get(place, 0):,}", size(sizes.get(place, 0)),
+            f"${saved_a_month(sizes.get(place, 0)):,.2f}",
         )
-    return lines
+        for place, rule in enumerate(rules)
+    ]  # fmt: skip
+    return table(("rule", ">objects", ">bytes", ">saves a month"), rows)
 
 
-def _kept(kept: Mapping[str, int]) -> list[str]:
-    if not kept:
-        return []
-    lines = ["", "| what stays, though a rule would take it | objects |", "|---|--:|"]
-    return [*lines, *(f"| {why} | {number:,} |" for why, number in sorted(kept.items())[:_SHOWN])]
+def _kept(kept: Mapping[str, int]) -> Markdown:
+    rows = [(why, f"{number:,}") for why, number in sorted(kept.items())]
+    columns = ("what stays, though a rule would take it", ">objects")
+    return table(columns, rows, _SHOWN) if rows else Markdown()
 
 
-def _failures(failures: tuple[DeleteFailure, ...]) -> list[str]:
-    lines = ["| object | error |", "|---|---|"]
-    lines += [f"| `{one.key}` | {one.reason.replace('|', '&#124;')} |" for one in failures[:_SHOWN]]
-    if len(failures) > _SHOWN:
-        lines.append(f"| and {len(failures) - _SHOWN:,} more | |")
-    return lines
+def _failures(failures: tuple[DeleteFailure, ...]) -> Markdown:
+    rows = [(code(one.key), one.reason) for one in failures]
+    return table(("object", "error"), rows, _SHOWN) if rows else Markdown()

@@ -1,11 +1,10 @@
 """The end of an epoch, as Prefect sees it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from millrace.checkpoints import MemberSettings, Seen, watch
@@ -14,6 +13,7 @@ from millrace.lease import Holder, StoreClock
 from millrace.models.checkpoint import Ended, Outcome
 from millrace.storage import StoreSpec, open_store
 from tasks.progress import CheckpointProgress
+from tasks.reports import Markdown, bold, bullets, code, document, publish, table, write
 from tasks.retries import PAUSES, passing
 from tasks.words import artifact_key, count, duration, rate, size
 
@@ -61,54 +61,57 @@ def _watched(place: StoreSpec, job: str, epoch: int, patience: timedelta) -> See
 @task(cache_policy=NO_CACHE)
 def report_epoch(place: str, job: str, epoch: int, ended: EndedEpoch) -> None:
     """Leave a report that a person wants to read."""
-    create_markdown_artifact(
-        describe(place, job, epoch, ended), key="cool-down", description="How an epoch ended"
+    publish(describe(place, job, epoch, ended), key="cool-down", description="How an epoch ended")
+
+
+def describe(place: str, job: str, epoch: int, ended: EndedEpoch) -> Markdown:
+    """Return the report."""
+    seen = ended.seen
+    names = sorted({*seen.members, *ended.faults})
+    return document(
+        _verdict(place, job, epoch, seen),
+        table(
+            ("member", "came to", ">sent", ">verified of others", ">seconds", ""),
+            [_row(name, seen, ended.faults.get(name, "")) for name in names],
+        ),
+        bullets(
+            write("{} took no part: {}", code(name), why)
+            for name, why in sorted(ended.without.items())
+        ),
     )
 
 
-def describe(place: str, job: str, epoch: int, ended: EndedEpoch) -> str:
-    """The report, as Markdown."""
-    seen = ended.seen
-    lines = [_verdict(place, job, epoch, seen), ""]
-    lines += [
-        "| member | came to | sent | verified of others | seconds | |",
-        "|---|---|--:|--:|--:|---|",
-    ]
-    for name in sorted({*seen.members, *ended.faults}):
-        lines.append(_row(name, seen, ended.faults.get(name, "")))
-    lines += [""] + [f"`{name}` took no part: {why}" for name, why in sorted(ended.without.items())]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _verdict(place: str, job: str, epoch: int, seen: Seen) -> str:
-    what = f"Epoch {epoch} of `{job}` in `{place}`"
+def _verdict(place: str, job: str, epoch: int, seen: Seen) -> Markdown:
+    what = write("Epoch {} of {} in {}", epoch, code(job), code(place))
     if seen.epoch is None:
-        return f"**{what} has not ended** after {duration(seen.seconds)}."
+        return write("{} after {}.", bold(write("{} has not ended", what)), duration(seen.seconds))
     if seen.checkpoint is None:
-        at = f"at step {seen.epoch.step:,}: {seen.epoch.why}"
-        return f"**{what} went on without a checkpoint** {at}."
+        went_on = bold(write("{} went on without a checkpoint", what))
+        return write("{} at step {:,}: {}.", went_on, seen.epoch.step, seen.epoch.why)
     racers = [one for one in seen.ended.values() if one.sent]
     longest = max((one.seconds for one in racers), default=0.0)
     pace = f" at {rate(seen.checkpoint.size, longest)}" if longest else ""
-    by = f"committed by `{seen.epoch.member}`" if seen.epoch.member else "committed by this run"
-    return (
-        f"{what} ended with **step {seen.epoch.step:,}**: {size(seen.checkpoint.size)} in "
-        f"{count(len(seen.checkpoint.parts), 'file')}, {by}, uploaded by "
-        f"{count(len(racers), 'member')} that lived{pace}."
-    )
+    by = "committed by this run"
+    if seen.epoch.member:
+        by = write("committed by {}", code(seen.epoch.member))
+    return write(
+        "{} ended with **step {:,}**: {} in {}, {}, uploaded by {} that lived{}.",
+        what, seen.epoch.step, size(seen.checkpoint.size),
+        count(len(seen.checkpoint.parts), "file"), by, count(len(racers), "member"), pace,
+    )  # fmt: skip
 
 
-def _row(name: str, seen: Seen, fault: str) -> str:
+def _row(name: str, seen: Seen, fault: str) -> Sequence[object]:
     one = seen.ended.get(name)
     if one is None:
         state = "under way" if name in seen.living else "dead"
-        return f"| `{name}` | {state} | | | | {fault} |"
-    cells = (_outcome(one), size(one.sent), size(one.checked), f"{one.seconds:.1f}")
-    said = one.reason + (
-        f" {count(one.replaced, 'damaged file')} replaced." if one.replaced else ""
-    )
-    return f"| `{name}` | {' | '.join(cells)} | {fault or said} |"
+        return (code(name), state, "", "", "", fault)
+    replaced = f" {count(one.replaced, 'damaged file')} replaced." if one.replaced else ""
+    said = fault or write("{}{}", one.reason, replaced)
+    return (
+        code(name), _outcome(one), size(one.sent), size(one.checked), f"{one.seconds:.1f}", said,
+    )  # fmt: skip
 
 
-def _outcome(one: Ended) -> str:
-    return f"**{one.outcome}**" if one.outcome is Outcome.COMMITTED else str(one.outcome)
+def _outcome(one: Ended) -> object:
+    return bold(one.outcome) if one.outcome is Outcome.COMMITTED else str(one.outcome)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from millrace import gradients
@@ -16,6 +15,7 @@ from millrace.progress import Event
 from millrace.storage import StoreSpec, open_store
 from tasks.plot import windows_plot
 from tasks.progress import WindowProgress
+from tasks.reports import Markdown, code, document, picture, publish, table, write
 from tasks.retries import PAUSES, passing
 from tasks.words import artifact_key, count, duration, size
 
@@ -101,73 +101,68 @@ def report_windows(settings: AggregatorSettings, before: int) -> None:
     last = gradients.newest(store, keys)
     first = max(before, last - _SHOWN)
     found = list(gradients.links(store, keys, after=first)) if last > first >= 0 else []
-    create_markdown_artifact(
+    publish(
         describe(store.url_of(keys.job), found, skipped=first - before),
         key="aggregated-gradients",
         description="The windows that were merged",
     )
 
 
-def describe(place: str, windows: Sequence[Link], *, skipped: int = 0) -> str:
-    """The report, as Markdown."""
+def describe(place: str, windows: Sequence[Link], *, skipped: int = 0) -> Markdown:
+    """Return the report."""
     if not windows:
-        return f"`{place}`: no window was merged in this run.\n"
+        return document(write("{}: no window was merged in this run.", code(place)))
     last = windows[-1]
     taken = sum(len(link.taken) for link in windows)
     sent = sum(one.size for link in windows for one in link.taken.values())
     merged = sum(link.size for link in windows)
-    whole = (
-        f"`{place}`: **{count(len(windows), 'window')}** merged, up to window {last.window:,} at "
-        f"step {last.step:,}. {count(taken, 'gradient')} of {size(sent)} came to {size(merged)}, "
-        f"by the rule `{last.rule}`, applied by `{last.outer.kind}`."
-    )
-    lines = [whole, "", f"![participation and norms of the windows]({_picture(windows)})", ""]
-    lines += [
-        "| window | step | in | out | norm, least to most | received | merged | gathered in |",
-        "|--:|--:|--:|--:|---|--:|--:|--:|",
-        *map(_row, windows[-_ROWS:]),
-        "",
-    ]
+    whole = write(
+        "{}: **{}** merged, up to window {:,} at step {:,}. {} of {} came to {}, by the rule {}, "
+        "applied by {}.",
+        code(place), count(len(windows), "window"), last.window, last.step,
+        count(taken, "gradient"), size(sent), size(merged), code(last.rule), code(last.outer.kind),
+    )  # fmt: skip
+    columns = (
+        ">window", ">step", ">in", ">out", "norm, least to most", ">received", ">merged",
+        ">gathered in",
+    )  # fmt: skip
     hidden = skipped + max(0, len(windows) - _ROWS)
-    if hidden:
-        lines += [f"{count(hidden, 'earlier window')} of this run not shown here.", ""]
-    return "\n".join([*lines, *_workers(windows)]) + "\n"
+    earlier = write("{} of this run not shown here.", count(hidden, "earlier window"))
+    return document(
+        whole,
+        picture(_picture(windows), "participation and norms of the windows"),
+        table(columns, map(_row, windows[-_ROWS:])),
+        earlier if hidden else Markdown(),
+        _workers(windows),
+    )
 
 
-def _row(link: Link) -> str:
+def _row(link: Link) -> Sequence[object]:
     norms = sorted(one.norm for one in link.taken.values())
-    cells = (
+    return (
         f"{link.window:,}",
         f"{link.step:,}",
-        f"{len(link.taken)}",
+        len(link.taken),
         reasons(link.out.values()) or "0",
         f"{norms[0]:.3g}, {statistics.median(norms):.3g}, {norms[-1]:.3g}" if norms else "",
         size(sum(one.size for one in link.taken.values())),
         size(link.size),
         duration(link.seconds),
     )
-    return f"| {' | '.join(cells)} |"
 
 
-def _workers(windows: Sequence[Link]) -> list[str]:
-    """Who was in how often, with what weight, and why not."""
+def _workers(windows: Sequence[Link]) -> Markdown:
+    """Tell who was in how often, with what weight, and why not."""
     names = sorted({uid for link in windows for uid in (*link.taken, *link.out)})
-    lines = [
-        "| worker | in | mean weight | out | the last time, because |",
-        "|---|--:|--:|---|---|",
-    ]
+    columns = ("worker", ">in", ">mean weight", "out", "the last time, because")
+    rows: list[Sequence[object]] = []
     for uid in names:
         weights = [link.taken[uid].weight for link in windows if uid in link.taken]
         out = [link.out[uid] for link in windows if uid in link.out]
-        cells = (
-            f"`{uid}`",
-            f"{len(weights)}",
-            f"{statistics.fmean(weights):.3g}" if weights else "",
-            reasons(out) or "0",
-            out[-1].sentence.replace("|", "\\|") if out else "",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        mean = f"{statistics.fmean(weights):.3g}" if weights else ""
+        why = out[-1].sentence if out else ""
+        rows.append((code(uid), len(weights), mean, reasons(out) or "0", why))
+    return table(columns, rows)
 
 
 def _picture(windows: Sequence[Link]) -> str:

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from xml.sax.saxutils import escape
 
+from millrace.words import plain
+
 _WIDTH, _HEIGHT = 720, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 36, 44
 _INNER, _TALL = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 _FLOOR = _TOP + _TALL
 _BARS = 60
 _PARTS = (0.0, 0.5, 1.0)  # of the height, where a line is
+_LONGEST = 100  # characters of a text
 _INK, _GREY, _LINE, _BAR = "#1f2937", "#4b5563", "#d1d5db", "#2563eb"
 _ACCENT = "#b45309"
 
@@ -133,7 +136,7 @@ def _bars(parts: Sequence[float], *, opacity: float) -> list[str]:
 
 def _text(x: float, y: float, words: str, colour: str = _GREY, anchor: str = "middle") -> str:
     place = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{colour}"'
-    return f"<text {place}>{escape(words)}</text>"
+    return f"<text {place}>{escape(plain(words, _LONGEST))}</text>"
 
 
 def _data_uri(inside: str) -> str:

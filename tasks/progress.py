@@ -15,12 +15,12 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
 from millrace.errors import one_line
 from millrace.progress import Event
+from tasks.reports import escape
 from tasks.words import count, duration, rate, size
 
 logger = logging.getLogger("millrace.flows")
 
 _EVERY = 2.0  # seconds between two updates of the artifact
-_LONGEST = 300  # characters of an error
 _PATIENCE = 5.0  # seconds that the end of a run waits for the last update
 
 
@@ -69,7 +69,7 @@ class LiveProgress(abc.ABC):
             if error is None:
                 self._complete()
             elif isinstance(error, Exception):
-                self._end = f" Failed: {one_line(error)[:_LONGEST]}"
+                self._end = f" Failed: {escape(one_line(error))}"  # Prefect shows Markdown
             else:
                 self._end = " Stopped."
         self._stop.set()

@@ -2,14 +2,13 @@
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from time import monotonic
 from typing import Any, ClassVar, Self
 
 from prefect import Flow, State, get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import FlowRun
 from prefect.flows import FlowStateHook
@@ -49,6 +48,7 @@ from millrace.vast import (
 )
 from tasks.places import block_of, known, named_bucket, skipped, spec_of
 from tasks.progress import RentalProgress
+from tasks.reports import Markdown, code, document, publish, table, write
 from tasks.retries import PAUSES, passing
 from tasks.words import artifact_key, count
 
@@ -120,10 +120,7 @@ def needed_stand(bucket: Bucket | str, vast: VastCredentials | str) -> StandSett
 def look_for_offers(settings: RentSettings) -> list[Offer]:
     """What would be rented. Rents nothing."""
     found = find_offers(account(settings.account), settings.wanted)
-    fit = f"{count(len(found), 'offer')} of Vast.ai fit `{settings.name}`"
-    lines = [f"**Nothing was rented.** {fit}, of which it needs {settings.count}."]
-    lines += _offers(found[:_SHOWN])
-    create_markdown_artifact(_text(lines), key="offers", description="What would be rented")
+    report_offers(settings.name, settings.count, found)
     if len(found) < settings.count:
         raise NotFoundError(
             f"Vast.ai has {count(len(found), 'offer')} that fit {settings.name}, which needs "
@@ -384,25 +381,19 @@ def reap_machines(stand: StandSettings, *, dry_run: bool) -> Reaped:
 @task(cache_policy=NO_CACHE)
 def report_rentals(headline: str, machines: Iterable[Rented], *, key: str = "rentals") -> None:
     """Leave a report that a person wants to read."""
-    rows = list(machines)
-    lines = [headline]
-    if rows:
-        lines += [
-            "",
-            "| rental | instance | status | since | until | $/h | dollars | owner |",
-            "|---|--:|---|---|---|--:|--:|---|",
-            *(_row(one) for one in rows),
-        ]
-    create_markdown_artifact(_text(lines), key=key, description="Rented machines")
+    columns = ("rental", ">instance", "status", "since", "until", ">$/h", ">dollars", "owner")
+    rows = [_row(one) for one in machines]
+    text = document(write("{}", headline), table(columns, rows) if rows else Markdown())
+    publish(text, key=key, description="Rented machines")
 
 
-def _row(one: Rented) -> str:
+def _row(one: Rented) -> Sequence[object]:
     intent = one.attempt.intent if one.attempt else None
     since = f"{intent.begun:%Y-%m-%d %H:%M}" if intent else "?"
     until = f"{intent.until:%Y-%m-%d %H:%M}" if intent else "?"
     who = one.why or one.owner or ("left until then" if one.attempt else "not understood")
-    cells = (
-        f"`{one.rental or one.instance.label}`",
+    return (
+        code(one.rental or one.instance.label),
         one.instance.id,
         one.instance.status,
         since,
@@ -411,25 +402,29 @@ def _row(one: Rented) -> str:
         f"{one.cost:.2f}",
         who,
     )
-    return f"| {' | '.join(str(cell) for cell in cells)} |"
 
 
-def _offers(found: list[Offer]) -> list[str]:
-    if not found:
-        return []
-    lines = [
-        "",
-        "| offer | GPU | place | reliability | $/h | dollars in all |",
-        "|--:|---|---|--:|--:|--:|",
-    ]
-    for one in found:
-        gpu = f"{one.gpus} x {one.gpu}, {one.gpu_memory:.0f} GB"
-        lines.append(
-            f"| {one.id} | {gpu} | {one.place} | {one.reliability:.3f} | {one.dph:.3f} | "
-            f"{one.total:.2f} |"
+def report_offers(name: str, wanted: int, found: Sequence[Offer]) -> None:
+    """Leave a report of what would be rented.
+
+    Args:
+        name: The rental's.
+        wanted: Machines that it needs.
+        found: Offers that fit, the cheapest first.
+    """
+    rows = [
+        (
+            one.id, f"{one.gpus} x {one.gpu}, {one.gpu_memory:.0f} GB", one.place,
+            f"{one.reliability:.3f}", f"{one.dph:.3f}", f"{one.total:.2f}",
         )
-    return lines
-
-
-def _text(lines: list[str]) -> str:
-    return "\n".join(lines) + "\n"
+        for one in found[:_SHOWN]
+    ]  # fmt: skip
+    columns = (">offer", "GPU", "place", ">reliability", ">$/h", ">dollars in all")
+    text = document(
+        write(
+            "**Nothing was rented.** {} of Vast.ai fit {}, of which it needs {}.",
+            count(len(found), "offer"), code(name), wanted,
+        ),
+        table(columns, rows) if rows else Markdown(),
+    )  # fmt: skip
+    publish(text, key="offers", description="What would be rented")

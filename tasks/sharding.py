@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from millrace import shards
 from millrace.shards import PipelineSettings, ShardReport
 from tasks.plot import pace_plot
 from tasks.progress import ShardProgress
+from tasks.reports import Markdown, bold, code, document, join, picture, publish, table, write
 from tasks.retries import PAUSES, passing
 from tasks.words import artifact_key, count, duration, rate, size
 
@@ -53,20 +53,21 @@ def repair_shards(settings: PipelineSettings) -> shards.Repair:
 @task(cache_policy=NO_CACHE)
 def report_shards(made: Sharded) -> None:
     """Leave a report that a person wants to read."""
-    create_markdown_artifact(
+    publish(
         describe(made),
         key=artifact_key("shards", made.report.manifest.dataset),
         description=f"The dataset {made.report.manifest.dataset}, sealed",
     )
 
 
-def describe(made: Sharded) -> str:
-    """The report, as Markdown."""
+def describe(made: Sharded) -> Markdown:
+    """Return the report."""
     report, manifest = made.report, made.report.manifest
-    whole = (
-        f"**{manifest.dataset}** is complete: {count(report.samples, 'sample')} in "
-        f"{count(len(manifest.shards), 'shard')}, {size(manifest.size)}."
-    )
+    whole = write(
+        "{} is complete: {} in {}, {}.",
+        bold(manifest.dataset), count(report.samples, "sample"),
+        count(len(manifest.shards), "shard"), size(manifest.size),
+    )  # fmt: skip
     own = (
         "All of it was there before this run." if manifest.shards else "It was allowed to be empty."
     )
@@ -75,25 +76,29 @@ def describe(made: Sharded) -> str:
             f"This run made {count(report.made, 'shard')} of them in "
             f"{duration(report.seconds)}, {rate(report.bytes_made, report.seconds)}."
         )
-    rows = {
-        "Splits": f"{report.splits:,}",
-        "Shards": f"{len(manifest.shards):,}",
-        **{
-            f"Samples in `{partition}`": f"{samples:,}"
+    own_shards = f"{count(report.made, 'shard')}, {size(report.bytes_made)}"
+    aside = f"{manifest.quarantined:,}"
+    rows: list[tuple[object, object]] = [
+        ("Splits", f"{report.splits:,}"),
+        ("Shards", f"{len(manifest.shards):,}"),
+        *(
+            (write("Samples in {}", code(partition)), f"{samples:,}")
             for partition, samples in manifest.samples.items()
-        },
-        "Bytes": f"{manifest.size:,}",
-        "Made by this run": f"{count(report.made, 'shard')}, {size(report.bytes_made)}, "
-        f"{count(report.samples_made, 'sample')}",
-        "Rate of this run": rate(report.bytes_made, report.seconds) if report.made else "-",
-        "Rows put aside": f"{manifest.quarantined:,}"
-        + (f" (below `{report.url}/quarantine/`)" if manifest.quarantined else ""),
-        "Manifest": f"`{report.manifest_key}`",
-        "Dataset": f"`{report.url}`",
-    }
-    lines = [f"{whole} {own}", "", "| | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in rows.items()]
+        ),
+        ("Bytes", f"{manifest.size:,}"),
+        ("Made by this run", f"{own_shards}, {count(report.samples_made, 'sample')}"),
+        ("Rate of this run", rate(report.bytes_made, report.seconds) if report.made else "-"),
+        (
+            "Rows put aside",
+            write("{} (below {})", aside, code(f"{report.url}/quarantine/"))
+            if manifest.quarantined
+            else aside,
+        ),
+        ("Manifest", code(report.manifest_key)),
+        ("Dataset", code(report.url)),
+    ]
+    drawn = Markdown()
     if made.pace:
-        picture = pace_plot(made.pace, report.seconds, f"{manifest.dataset}: bytes committed")
-        lines += ["", f"![MB/s over the seconds of this run]({picture})"]
-    return "\n".join(lines) + "\n"
+        plot = pace_plot(made.pace, report.seconds, f"{manifest.dataset}: bytes committed")
+        drawn = picture(plot, "MB/s over the seconds of this run")
+    return document(join((whole, own), " "), table(("", ""), rows), drawn)

@@ -1,15 +1,17 @@
 """Hold sealed datasets against what their manifests say."""
 
 from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from millrace import shards
 from millrace.keys import DatasetKeys
 from millrace.shards import Verification
 from millrace.storage import StoreSpec, exists, open_store
+from tasks.reports import Markdown, code, document, publish, table, write
 from tasks.retries import PAUSES, passing
 from tasks.words import count, size
+
+_SHOWN = 100  # shards at fault in a report
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
@@ -33,29 +35,22 @@ def verify_shards(place: StoreSpec, dataset: str, *, digests: bool) -> Verificat
 @task(cache_policy=NO_CACHE)
 def report_verifications(place: str, found: dict[str, Verification]) -> None:
     """Leave a report that a person wants to read."""
-    create_markdown_artifact(
-        describe(place, found), key="verified-datasets", description="What verification found"
-    )
+    publish(describe(place, found), key="verified-datasets", description="What verification found")
 
 
-def describe(place: str, found: dict[str, Verification]) -> str:
-    """The report, as Markdown."""
-    faults = [(fault.key, fault.reason) for seen in found.values() for fault in seen.faults]
+def describe(place: str, found: dict[str, Verification]) -> Markdown:
+    """Return the report."""
+    faults = [(code(fault.key), fault.reason) for seen in found.values() for fault in seen.faults]
     verdict = f"{count(len(faults), 'shard')} at fault" if faults else "every shard is there"
-    lines = [
-        f"`{place}`: {count(len(found), 'sealed dataset')}, {verdict}.",
-        "",
-        "| dataset | shards | bytes | looked at | at fault |",
-        "|---|--:|--:|---|--:|",
-    ]
-    for dataset, seen in found.items():
-        what = "sizes and SHA-256" if seen.digests else "sizes"
-        lines.append(
-            f"| {dataset} | {seen.shards:,} | {size(seen.size)} | {what} | {len(seen.faults):,} |"
+    rows = [
+        (
+            dataset, f"{seen.shards:,}", size(seen.size),
+            "sizes and SHA-256" if seen.digests else "sizes", f"{len(seen.faults):,}",
         )
-    if faults:
-        lines += ["", "| shard | what is wrong |", "|---|---|"]
-        lines += [f"| `{key}` | {reason} |" for key, reason in faults[:100]]
-        if len(faults) > 100:
-            lines.append(f"| and {len(faults) - 100:,} more | |")
-    return "\n".join(lines) + "\n"
+        for dataset, seen in found.items()
+    ]  # fmt: skip
+    return document(
+        write("{}: {}, {}.", code(place), count(len(found), "sealed dataset"), verdict),
+        table(("dataset", ">shards", ">bytes", "looked at", ">at fault"), rows),
+        table(("shard", "what is wrong"), faults, _SHOWN) if faults else Markdown(),
+    )

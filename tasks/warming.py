@@ -1,16 +1,17 @@
 """Warm the nodes of a cluster, and say what came of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prefect import task
-from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from millrace import swarm
-from millrace.swarm import PrewarmReport, PrewarmSettings
+from millrace.swarm import NodeReport, PrewarmReport, PrewarmSettings
+from millrace.words import plain
 from tasks.plot import pace_plot
 from tasks.progress import SwarmProgress
+from tasks.reports import Markdown, code, document, picture, publish, table, write
 from tasks.retries import PAUSES, passing
 from tasks.words import artifact_key, count, duration, rate, size
 
@@ -42,38 +43,45 @@ def warm_nodes(settings: PrewarmSettings) -> Warmed:
 @task(cache_policy=NO_CACHE)
 def report_nodes(warmed: Warmed) -> None:
     """Leave a report that a person wants to read."""
-    create_markdown_artifact(describe(warmed), key="prewarm", description="The nodes, warmed")
+    publish(describe(warmed), key="prewarm", description="The nodes, warmed")
 
 
-def describe(warmed: Warmed) -> str:
-    """The report, as Markdown."""
+def describe(warmed: Warmed) -> Markdown:
+    """Return the report."""
     report = warmed.report
     ready = sum(node.ready for node in report.nodes)
     moved = sum(node.from_store + node.from_peers for node in report.nodes)
-    whole = (
-        f"**{ready} of {count(len(report.nodes), 'node')}** {'has' if ready == 1 else 'have'} all "
-        f"of {count(report.files, 'file')}, {size(report.size)}, after "
-        f"{duration(report.seconds)}. {size(report.store_bytes)} left the store, {size(moved)} "
-        f"reached the nodes, at {rate(moved, report.seconds)}."
+    whole = write(
+        "**{} of {}** {} all of {}, {}, after {}. {} left the store, {} reached the nodes, at {}.",
+        ready, count(len(report.nodes), "node"), "has" if ready == 1 else "have",
+        count(report.files, "file"), size(report.size), duration(report.seconds),
+        size(report.store_bytes), size(moved), rate(moved, report.seconds),
+    )  # fmt: skip
+    columns = (
+        "Node", "Ready", ">There before", ">From the store", ">From nodes", ">Failed", ">Seconds",
+    )  # fmt: skip
+    direct = write("Nodes also read from the store what others had: {}.", report.direct)
+    unverified = write(
+        "{} unverified at the source: nothing says what the digest should be. All nodes have the "
+        "same bytes.",
+        count(report.unverified, "file"),
     )
-    lines = [
-        whole,
-        "",
-        "| Node | Ready | There before | From the store | From nodes | Failed | Seconds |",
-        "|---|---|---:|---:|---:|---:|---:|",
-    ]
-    for node in report.nodes:
-        state = "yes" if node.ready else f"no: {node.why}"
-        state += "" if node.trusted else " (gave wrong bytes)"
-        sizes = [size(n) for n in (node.cached, node.from_store, node.from_peers)]
-        cells = [f"`{node.name}`", state, *sizes, f"{node.failures:,}", f"{node.seconds:.1f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    if report.direct:
-        lines += ["", f"Nodes also read from the store what others had: {report.direct}."]
-    if report.unverified:
-        said = f"{count(report.unverified, 'file')} unverified at the source: nothing says what "
-        lines += ["", f"{said}the digest should be. All nodes have the same bytes."]
+    drawn = Markdown()
     if warmed.pace:
-        picture = pace_plot(warmed.pace, report.seconds, "Bytes that reached a node")
-        lines += ["", f"![MB/s over the seconds of this run]({picture})"]
-    return "\n".join(lines) + "\n"
+        plot = pace_plot(warmed.pace, report.seconds, "Bytes that reached a node")
+        drawn = picture(plot, "MB/s over the seconds of this run")
+    return document(
+        whole,
+        table(columns, map(_row, report.nodes)),
+        direct if report.direct else Markdown(),
+        unverified if report.unverified else Markdown(),
+        drawn,
+    )
+
+
+def _row(node: NodeReport) -> Sequence[object]:
+    state = "yes" if node.ready else f"no: {node.why}"
+    if not node.trusted:
+        state = f"{plain(state)} (gave wrong bytes)"
+    sizes = [size(n) for n in (node.cached, node.from_store, node.from_peers)]
+    return (code(node.name), state, *sizes, f"{node.failures:,}", f"{node.seconds:.1f}")
