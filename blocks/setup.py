@@ -43,8 +43,9 @@ _ZOMBIES = "millrace-zombies"
 _NOTICES = "millrace-notices"
 _NOTIFY = "MILLRACE_NOTIFY_URL"
 _BROKEN = {  # what a chat takes for a link, an element or a call of people, and what it becomes
-    "&": "&amp;", "<": "&lt;", ">": "&gt;", "://": ": //", "www.": "www .", "@": "@ ",
-    "](": "] (", **dict.fromkeys("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069", ""),
+    "&": "&amp;", "<": "&lt;", ">": "&gt;", "://": ": //", "www.": "www .", "WWW.": "WWW .",
+    "@": "@ ", "](": "] (", "\\n": " ",
+    **dict.fromkeys("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069", ""),
 }  # fmt: skip
 _SAID = 'flow_run.state.message | default("", true) | truncate(500, true, "…", 0)' + "".join(
     f' | replace("{each}", "{instead}")' for each, instead in _BROKEN.items()

@@ -5,6 +5,7 @@ import torch
 from millrace.checkpoints import Saver, SaveSettings, newest
 from millrace.keys import CheckpointKeys
 from millrace.storage import Credentials, StoreSpec, open_store, put
+from tasks.reports import escape
 from tests.flows.conftest import MakeBlock
 from tests.prefect_server import PrefectServer, Worker
 from tests.servers.rgw import RGW
@@ -46,4 +47,4 @@ def test_damage_fails_the_flow_and_the_report_names_it(
     assert "job step 2" in (state.message or "")
     report = deployed.artifacts(done.run)["verified-checkpoints"]
     assert "**1 damaged**" in report
-    assert f"{key}: its bytes are not those that were written (SHA-256 differs)" in report
+    assert escape(f"{key}: its bytes are not those that were written (SHA-256 differs)") in report

@@ -4,14 +4,17 @@ import ast
 import base64
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from prefect.server.utilities.user_templates import render_user_template_sync
 
 import tasks
+from blocks.setup import _SAID
 from millrace.progress import Event
 from millrace.progress_bar import BytesBar
 from millrace.terminal import echo, echo_text, plain_console, plain_table
@@ -136,6 +139,14 @@ def test_what_is_shown_is_the_text() -> None:
         assert "".join(child.content for child in inline.children) == text
     assert reports.code("data/train-00000.tar") == "`data/train-00000.tar`"
     assert reports.escape("0.5 s, 1.2 GB: all as it was.") == "0.5 s, 1.2 GB: all as it was."
+
+
+@pytest.mark.parametrize("text", [*hostile.TEXTS, None])
+def test_a_notice_to_a_chat_links_calls_and_draws_nothing(text: str | None) -> None:
+    run = SimpleNamespace(state=SimpleNamespace(message=text))
+    shown = render_user_template_sync(f"{{{{ {_SAID} }}}}", {"flow_run": run})
+    assert len(shown) <= 5 * 500  # of 500 characters, each may be an entity
+    assert not re.search(r"(?i)://|\bwww\.|@\w|\]\(|[<>\n\u202a-\u202e\u2066-\u2069]", shown)
 
 
 def test_long_text_is_cut_and_a_key_keeps_both_ends() -> None:
