@@ -122,7 +122,8 @@ class Worker:
         part = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             with part.open("wb") as file:
-                digest, _ = sha256_of(_written(file, stream(self._reads, shard.key)))
+                blocks = stream(self._reads, shard.key, end=shard.size)  # not what was put there
+                digest, _ = sha256_of(_written(file, blocks))
             if digest != shard.sha256:
                 raise errors.CorruptError(
                     f"{self._reads.url_of(shard.key)} is not what its manifest says: run "

@@ -52,6 +52,15 @@ def test_what_was_brought_is_not_fetched_and_what_is_damaged_is_refused(
     assert [path.name for path in first.parent.iterdir()] == [second.name]
 
 
+def test_no_more_of_a_shard_is_written_than_the_manifest_says(store: Store, make: Make) -> None:
+    seal(store, 1)
+    key = "text/shards/train-00000-000000.tar"
+    whole = read(store, key)
+    put(store, key, whole + b"x" * (32 << 20))
+    (path,) = Worker(make()).shards()
+    assert path.read_bytes() == whole
+
+
 def test_a_worker_without_a_dataset_says_so(make: Make) -> None:
     with pytest.raises(errors.ConfigurationError, match="names no dataset"):
         Worker(make(dataset=None)).shards()
