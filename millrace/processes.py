@@ -44,18 +44,6 @@ def descendants(pid: int) -> set[int]:
     return {one for one in found if started_at(one) is not None}
 
 
-def marked(variable: str, value: str) -> set[int]:
-    """Return the processes of this machine whose environment has a variable that begins so."""
-    wanted = f"{variable}={value}".encode()
-    found: set[int] = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            variables = (folder / "environ").read_bytes().split(b"\0")
-            if any(one.startswith(wanted) for one in variables):
-                found.add(int(folder.name))
-    return found - {os.getpid()}
-
-
 def kill_descendants(spare: Collection[int] = ()) -> None:
     """Kill the processes below this one, until there are none, or for ten seconds.
 
@@ -66,6 +54,25 @@ def kill_descendants(spare: Collection[int] = ()) -> None:
     def left() -> set[int]:
         spared = {below for one in spare for below in (one, *descendants(one))}
         return descendants(os.getpid()) - spared
+
+    _kill(left)
+
+
+def kill_marked(variable: str, value: str) -> None:
+    """Kill the processes of this machine whose environment has a variable that begins so.
+
+    It goes on until there are none, or for ten seconds.
+    """
+    wanted = f"{variable}={value}".encode()
+
+    def left() -> set[int]:
+        found: set[int] = set()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                if any(one.startswith(wanted) for one in variables):
+                    found.add(int(folder.name))
+        return found - {os.getpid()}
 
     _kill(left)
 

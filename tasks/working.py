@@ -18,7 +18,7 @@ from prefect import get_run_logger
 
 from millrace.errors import WorkerError
 from millrace.keys import CampaignKeys
-from millrace.processes import marked
+from millrace.processes import kill_marked
 from millrace.storage import StoreSpec
 from millrace.training import TrainingPlan, worker_environment, worker_file, worker_path
 from millrace.training.settings import FILE
@@ -69,9 +69,7 @@ class Workers:
                     os.killpg(process.pid, number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, deadline - time.monotonic()))
-        for pid in marked(FILE, self._home.name):  # what a worker that was killed has left
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        kill_marked(FILE, self._home.name)  # what a worker that was killed has left
         for thread in self._reading.values():  # a process of the script may still hold the pipe
             thread.join(_LEAVING)
         self._home.cleanup()

@@ -186,8 +186,9 @@ class _Unheld:
     def _held(self, key: str) -> str:
         what = named(key)
         if what is not None and what.scope:
-            needed = self._guard.needed_by(what.scope) if what.kind is Kind.DATASET else ""
-            return self._guard.live(what.leases) or needed
+            if (why := self._guard.live(what.leases)) or what.kind is not Kind.DATASET:
+                return why
+            return self._guard.needed_by(what.scope)
         folders = (str(folder) for folder in PurePosixPath(key).parents)
         scope = next((folder for folder in folders if folder in self._scopes), "")
         return self._guard.live(scope) if scope else ""

@@ -88,7 +88,7 @@ def publishing() -> Iterator[str]:
 
 
 def _windows(text: str, last: bool) -> None:
-    """What `tasks.merging.report_windows` does, which reads a chain, of windows that are made."""
+    """Publish as `tasks.merging.report_windows` does, but of windows that are in no chain."""
     windows = made(list[Link], text, last)
     reports.publish(merging.describe(text, windows, skipped=3), key="windows", description=text)
 

@@ -47,7 +47,7 @@ LONGEST = 5000  # characters of a block, half of which may be backslashes
 
 @pytest.fixture
 def published(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What would reach Prefect's API."""
+    """Collect the artifacts in place of Prefect's API."""
     found: list[dict[str, Any]] = []
 
     def keep(markdown: str, **more: Any) -> None:
@@ -116,7 +116,7 @@ def test_a_report_shows_hostile_text_and_nothing_of_it_is_markdown(
 
 
 def cells(text: str) -> list[int]:
-    """How many cells each line of a table has."""
+    """Count the cells of each line of a table."""
     rows = [line for line in text.splitlines() if line.startswith("|")]
     return [len(re.findall(r"(?<!\\)(?:\\\\)*\|", row)) for row in rows]
 

@@ -1,4 +1,4 @@
-"""What a rented machine checks out, by real git."""
+"""Refs that a rented machine checks out, by real git."""
 
 import subprocess
 from pathlib import Path
