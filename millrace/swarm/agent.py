@@ -8,7 +8,10 @@ else. Below ``/runs/{run}``:
   waits for what happened, ``DELETE`` ends it: signed with the control key;
 - ``GET .../pieces/{number}`` is for other nodes: signed with the run's own key.
 
-``GET /agent`` answers anybody with the agent's identity, which every signature names.
+``GET /agent`` answers anybody with the agent's identity, which every signature names. With a nonce,
+signed with the control key, it also proves which certificate is the agent's (`millrace.swarm.tls`).
+
+One port takes TLS and plain HTTP. Plain requests are answered over loopback only.
 """
 
 import contextlib
@@ -22,22 +25,33 @@ import secrets
 import select
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import parse_qs
 
 from millrace.errors import ChangedError, ConfigurationError, HeldError, MillraceError, one_line
+from millrace.swarm import tls
 from millrace.swarm.archives import Archives
 from millrace.swarm.fetch import Buffers, FetchError, PeerReader, StoreReader, digests
 from millrace.swarm.landing import Landing
 from millrace.swarm.made import CacheCheck
 from millrace.swarm.pieces import Catalogue, digest_of
-from millrace.swarm.wire import AUTH, Connections, Place, SignatureError, check_signature
+from millrace.swarm.wire import (
+    AUTH,
+    Connections,
+    Place,
+    SignatureError,
+    Signatures,
+    check_signature,
+)
 
 _HOLD = 1.0  # seconds that a request for events is held open at most: the heartbeat
 _STALLED = 10.0  # seconds without a byte after which a transfer has failed
@@ -47,6 +61,7 @@ _LINGER = 10.0  # seconds that the rest of a request that is refused is let go o
 _LET_GO = 256 * 1024  # bytes of it at a time
 _BACKLOG = 256
 _MOST_IDLE = 1024  # connections that are kept without a request
+_HANDSHAKE = 10.0  # seconds that the beginning of TLS may take
 _DRIVEN = 15.0  # seconds after which a driver that asks for no events counts as gone
 
 _Event = dict[str, Any]
@@ -257,9 +272,11 @@ class Agent:
         root.mkdir(parents=True, exist_ok=True)
         self.root, self._control = root, control
         self.identity = secrets.token_hex(8)
+        self._signatures = Signatures(self.identity)
         self._run: Run | None = None
         self._starting = False
         self._lock = threading.Lock()
+        self._making = threading.Lock()
         self._server = _listen(host, port)
         self._server.agent = self
         self.ended = threading.Event()
@@ -273,8 +290,20 @@ class Agent:
         """The port it listens on."""
         return self._server.server_address[1]
 
+    @cached_property
+    def _certificate(self) -> tls.Certificate:
+        return tls.make_certificate()
+
+    @property
+    def certificate(self) -> tls.Certificate:
+        """Its certificate; on loopback alone, made when it is asked for."""
+        with self._making:
+            return self._certificate
+
     def start(self) -> None:
         """Listen, in threads of its own."""
+        if not tls.is_loopback(str(self._server.server_address[0])):
+            _ = self.certificate
         self._thread.start()
         self._watch.start()
 
@@ -346,7 +375,28 @@ class Agent:
         Raises:
             SignatureError: It is not signed with the control key for this agent.
         """
-        return check_signature(self._control, header, method, path, to=self.identity)
+        return self._signatures.check(self._control, header, method, path)
+
+    def check_peer(self, run: Run, header: str | None, path: str) -> None:
+        """Check that a node of a run asks.
+
+        Raises:
+            SignatureError: It is not signed with the key of the run for this agent.
+        """
+        self._signatures.check(run.key, header, "GET", path)
+
+    def introduce(self, header: str | None, path: str) -> dict[str, str]:
+        """Return the identity, and for a nonce of the driver the proof of the certificate.
+
+        Raises:
+            SignatureError: The nonce is not signed with the control key.
+        """
+        nonce = parse_qs(path.partition("?")[2]).get("nonce")
+        if nonce is None:
+            return {"identity": self.identity}
+        check_signature(self._control, header, "GET", path, to="")
+        proof = tls.prove(self._control, nonce[0], self.identity, self.certificate.fingerprint)
+        return {"identity": self.identity, "proof": proof}
 
     def _watch_driver(self) -> None:
         while not self.ended.wait(_ORPHANED / 8):
@@ -399,6 +449,30 @@ class _Server(ThreadingHTTPServer):
         self.set_idle(request, idle=True)
         super().process_request(request, client_address)
 
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread of its own, which TLS begins in too."""
+        try:
+            request.settimeout(_Handler.timeout)
+            if tls.is_hello(request):
+                request = self._encrypt(request)
+        except OSError:
+            self.shutdown_request(request)
+            return
+        super().process_request_thread(request, client_address)
+
+    def _encrypt(self, plain: socket.socket) -> ssl.SSLSocket:
+        context = self.agent.certificate.context
+        self.set_idle(plain, idle=False)
+        plain.settimeout(_HANDSHAKE)
+        secured = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+        self.set_idle(secured, idle=True)
+        try:
+            secured.do_handshake()
+        except OSError:
+            self.shutdown_request(secured)
+            raise
+        return secured
+
     def shutdown_request(self, request: Any) -> None:
         """Close a connection."""
         self.set_idle(request, idle=False)
@@ -415,7 +489,7 @@ class _Server(ThreadingHTTPServer):
                 oldest = next(iter(self._idle))
                 del self._idle[oldest]
                 with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+                    tls.shut(oldest, socket.SHUT_RDWR)  # its thread closes it
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A peer that has gone away is no news: it asks again, or the driver is told."""
@@ -475,6 +549,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer_one(self, verb: Callable[[list[str], bytes], None]) -> None:
         size = int(self.headers.get("Content-Length") or 0)
+        if not tls.is_secured(self.connection):
+            why = (
+                "this agent answers over TLS, and plain HTTP only on its own machine: drive it "
+                "with the version of Millrace that it has"
+            )
+            self._refuse(why, size, http.client.UPGRADE_REQUIRED)
+            return
         if not 0 <= size <= _LONGEST_BODY:
             self.close_connection = True
             self._send(http.client.REQUEST_ENTITY_TOO_LARGE)
@@ -484,14 +565,16 @@ class _Handler(BaseHTTPRequestHandler):
             return
         path, _, _ = self.path.partition("?")
         words = path.strip("/").split("/")
-        if words == ["agent"] and self.command == "GET":
-            self._send(http.client.OK, {"identity": self._agent.identity})
-            return
-        if len(words) < 2 or words[0] != "runs":
+        about = words == ["agent"] and self.command == "GET"
+        if not about and (len(words) < 2 or words[0] != "runs"):
             self._send(http.client.NOT_FOUND)
             return
         try:
-            verb(words[1:], body)
+            if about:
+                said = self._agent.introduce(self.headers.get(AUTH), self.path)
+                self._send(http.client.OK, said)
+            else:
+                verb(words[1:], body)
         except (KeyError, ValueError) as error:
             self._send(http.client.NOT_FOUND, {"why": f"no such thing: {error}"})
         except SignatureError as error:
@@ -503,7 +586,7 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError as error:
             self._send(http.client.INSUFFICIENT_STORAGE, {"why": _sentence(error)})
 
-    def _refuse(self, why: str, size: int) -> None:
+    def _refuse(self, why: str, size: int, status: int = http.client.FORBIDDEN) -> None:
         """Refuse a request, and discard what is still sent of it.
 
         A sender whose connection is reset does not read the answer.
@@ -511,12 +594,13 @@ class _Handler(BaseHTTPRequestHandler):
         Args:
             why: Reason, for the sender.
             size: Bytes that were not read yet.
+            status: HTTP status.
         """
         self.close_connection = True
-        self._send(http.client.FORBIDDEN, {"why": why})
+        self._send(status, {"why": why})
         deadline = time.monotonic() + _LINGER
         with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_WR)
+            tls.shut(self.connection, socket.SHUT_WR)
             self.connection.settimeout(_LINGER)
             while size > 0 and time.monotonic() < deadline and (got := self.rfile.read1(_LET_GO)):
                 size -= len(got)
@@ -545,8 +629,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _get(self, words: list[str], _: bytes) -> None:
         match words:
             case [name, "pieces", number]:
-                run, identity = self._agent.run(name), self._agent.identity
-                check_signature(run.key, self.headers.get(AUTH), "GET", self.path, to=identity)
+                run = self._agent.run(name)
+                self._agent.check_peer(run, self.headers.get(AUTH), self.path)
                 self._give(run, int(number))
             case [name, "events"]:
                 self._check_driver()
@@ -577,7 +661,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
             try:
                 for descriptor, start, size in segments:
-                    _send_file(self.connection.fileno(), descriptor, start, size)
+                    _send_file(self.connection, descriptor, start, size)
             except OSError:
                 self.close_connection = True
 
@@ -592,12 +676,17 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
 
-def _send_file(to: int, descriptor: int, start: int, size: int) -> None:
+def _send_file(to: socket.socket, descriptor: int, start: int, size: int) -> None:
+    if isinstance(to, ssl.SSLSocket):
+        to.settimeout(_STALLED)
+        tls.send_file(to, descriptor, start, size)
+        to.settimeout(_Handler.timeout)
+        return
     end, room = start + size, select.poll()
     room.register(to, select.POLLOUT)
     while start < end:
         try:
-            sent = os.sendfile(to, descriptor, start, end - start)
+            sent = os.sendfile(to.fileno(), descriptor, start, end - start)
         except BlockingIOError:  # the socket has a timeout, so it does not block
             if not room.poll(_STALLED * 1000):
                 raise

@@ -20,7 +20,8 @@ from millrace.swarm.fetch import FINAL
 from millrace.swarm.nodes import Node, NotStarted, agents
 from millrace.swarm.plan import STORE, Order, Tracker
 from millrace.swarm.settings import PrewarmSettings, RayNodes
-from millrace.swarm.wire import AUTH, Connections, RefusedError, sign
+from millrace.swarm.tls import TlsError
+from millrace.swarm.wire import AUTH, Connections, RefusedError, identify, sign
 
 _READABLE_FOR = timedelta(hours=24)  # that signed URLs are valid
 _SILENT = 6.0  # seconds without an answer after which a node is lost
@@ -396,8 +397,8 @@ class _Drive:
                     return False
                 have = self._open(member, body)
                 break
-            except (RefusedError, UnfitError) as error:
-                if isinstance(error, UnfitError) or error.status != http.client.LOCKED:
+            except (RefusedError, UnfitError, TlsError) as error:
+                if not isinstance(error, RefusedError) or error.status != http.client.LOCKED:
                     self._lost(member, _why(error))
                     return False
                 if not self._knock_again(member, _why(error)):
@@ -430,9 +431,11 @@ class _Drive:
 
         def watch() -> None:
             while not opened.wait(_KNOCK):
+                place = member.node.place
                 try:
-                    self._ask_identity(member)
-                except (RefusedError, UnfitError):
+                    with self._connections.request(place, "GET", "/agent") as answer:
+                        answer.read(4096)
+                except RefusedError:
                     continue
                 except (OSError, http.client.HTTPException):
                     silent.set()
@@ -452,20 +455,14 @@ class _Drive:
             opened.set()
             connections.close()
 
-    def _ask_identity(self, member: _Member) -> str:
-        place = member.node.place
-        with self._connections.request(place, "GET", "/agent", timeout=_SILENT) as answer:
-            said = answer.read(4096)
-        try:
-            return str(json.loads(said)["identity"])[:64]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise UnfitError("no identity") from None
-
     def _identify(self, member: _Member) -> bool:
-        """Ask an agent for its identity, which signatures name. False if it is another node's."""
-        place = member.node.place
-        identity = self._ask_identity(member)
-        member.node = replace(member.node, place=replace(place, identity=identity))
+        """Ask an agent who it is, as all that follows names it. False if it is another node's."""
+        try:
+            place = identify(member.node.place, member.node.key, _SILENT)
+        except (ValueError, RecursionError):
+            raise UnfitError("no identity") from None
+        identity = place.identity
+        member.node = replace(member.node, place=place)
         with self._lock:
             twin = self._identities.setdefault(identity, member.node)
             is_another = twin.id != member.node.id
@@ -569,9 +566,13 @@ class _Drive:
         connections: Connections | None = None,
     ) -> Any:
         path = f"/runs/{self._name}{tail}"
-        headers = {AUTH: sign(member.node.key, method, path, body, to=member.node.place.identity)}
+        node = member.node
+
+        def signed() -> dict[str, str]:
+            return {AUTH: sign(node.key, method, path, body, to=node.place.identity)}
+
         with (connections or self._connections).request(
-            member.node.place, method, path, headers, body or None, timeout=timeout
+            node.place, method, path, signed, body or None, timeout=timeout
         ) as answer:
             longest = self._check.longest
             said = answer.read(longest + 1)
@@ -874,7 +875,8 @@ class _Audit:
 
 
 def _place(node: Node) -> list[Any]:
-    return [node.place.scheme, node.place.host, node.place.port, node.place.identity]
+    place = node.place
+    return [place.scheme, place.host, place.port, place.identity, place.fingerprint]
 
 
 def _why(error: BaseException) -> str:

@@ -152,9 +152,12 @@ class PeerReader:
             FetchError: It did not give it.
         """
         place, path = self._peers[source], f"/runs/{self._run}/pieces/{number}"
-        headers = {AUTH: sign(self._key, "GET", path, to=place.identity)}
+
+        def signed() -> dict[str, str]:
+            return {AUTH: sign(self._key, "GET", path, to=place.identity)}
+
         try:
-            self._connections.fill(place, path, headers, into)
+            self._connections.fill(place, path, signed, into)
         except RefusedError as error:
             raise FetchError(str(error), error.status) from error
         except (OSError, http.client.HTTPException, ValueError) as error:

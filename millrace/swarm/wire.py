@@ -1,20 +1,24 @@
 """How nodes and the driver talk: signed HTTP requests over kept connections.
 
-An agent imports this, so it is the standard library alone: start-up is short, memory small.
+Outside of loopback they are encrypted, see `millrace.swarm.tls`. An agent imports this, so it is
+the standard library alone: start-up is short, memory small.
 """
 
 import hashlib
 import hmac
 import http.client
+import json
+import secrets
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
+
+from millrace.swarm import tls
 
 AUTH = "X-Millrace-Auth"
 SKEW = 300.0
@@ -25,6 +29,9 @@ _PORTS = {"http": 80, "https": 443}
 _HEAD = 64 * 1024  # bytes of an answer that are asked for at first
 _LONGEST_HEAD = 256 * 1024
 _BODY = 256 * 1024  # bytes taken from the socket at a time
+
+Headers = dict[str, str] | Callable[[], dict[str, str]]
+"""Headers of a request; a function makes them anew for each try: a signature is accepted once."""
 
 T = TypeVar("T")
 
@@ -56,7 +63,8 @@ def sign(
 ) -> str:
     """Return the `AUTH` header of a request.
 
-    It has the time, SHA-256 of the body, and HMAC-SHA256 over both, the request and its recipient.
+    It has the time, a random number, SHA-256 of the body, and HMAC-SHA256 over these, the request
+    and its recipient.
 
     Args:
         key: Secret that sender and recipient share.
@@ -68,6 +76,7 @@ def sign(
     """
     moment = f"{time.time() if now is None else now:.3f}"
     digest = hashlib.sha256(body).hexdigest()
+    moment = f"{moment}:{secrets.token_hex(8)}"
     return f"{moment}:{digest}:{_mac(key, method, path, to, moment, digest)}"
 
 
@@ -87,13 +96,13 @@ def check_signature(key: bytes, header: str | None, method: str, path: str, *, t
         SignatureError: There is no signature, it was made with another key or for another agent,
             or at a time that differs by more than `SKEW`.
     """
-    moment, _, rest = (header or "").partition(":")
-    digest, _, mac = rest.partition(":")
-    if not mac:
+    if (header or "").count(":") != 3:
         raise SignatureError("the request is not signed")
+    moment, number, digest, mac = (header or "").split(":")
     try:
         behind = time.time() - float(moment)
-        own = hmac.compare_digest(mac, _mac(key, method, path, to, moment, digest))
+        due = _mac(key, method, path, to, f"{moment}:{number}", digest)
+        own = hmac.compare_digest(mac, due)
     except (ValueError, TypeError):  # no number; not ASCII
         own, behind = False, 0.0
     if not own:
@@ -107,6 +116,37 @@ def check_signature(key: bytes, header: str | None, method: str, path: str, *, t
             f"and {SKEW:.0f} s are allowed: set both clocks"
         )
     return digest
+
+
+class Signatures:
+    """Checks signatures for one agent, and accepts each of them once.
+
+    Args:
+        to: Identity of the agent.
+    """
+
+    def __init__(self, to: str) -> None:
+        self._to = to
+        self._seen: set[bytes] = set()
+        self._older: set[bytes] = set()
+        self._since = time.monotonic()
+        self._lock = threading.Lock()
+
+    def check(self, key: bytes, header: str | None, method: str, path: str) -> str:
+        """Return what `check_signature` does.
+
+        Raises:
+            SignatureError: As there, or the signature came before.
+        """
+        digest = check_signature(key, header, method, path, to=self._to)
+        mac = bytes.fromhex((header or "").rpartition(":")[2])[:16]
+        with self._lock:
+            if time.monotonic() - self._since > 2 * SKEW:  # by the clock none of them is valid
+                self._older, self._seen, self._since = self._seen, set(), time.monotonic()
+            if mac in self._seen or mac in self._older:
+                raise SignatureError("the request was sent before: each signature is for one")
+            self._seen.add(mac)
+        return digest
 
 
 def _mac(key: bytes, method: str, path: str, to: str, moment: str, digest: str) -> str:
@@ -123,12 +163,14 @@ class Place:
         host: Its name or address.
         port: Its port.
         identity: Identity of the agent there, which signatures name; empty if it is no agent.
+        fingerprint: Fingerprint of its certificate; empty if it is no agent, or one on loopback.
     """
 
     scheme: str
     host: str
     port: int
     identity: str = ""
+    fingerprint: str = ""
 
     @property
     def netloc(self) -> str:
@@ -172,7 +214,7 @@ class Connections:
         place: Place,
         method: str,
         path: str,
-        headers: dict[str, str] | None = None,
+        headers: Headers | None = None,
         body: bytes | None = None,
         *,
         timeout: float | None = None,
@@ -191,9 +233,7 @@ class Connections:
             yield answer
             use.over = answer.isclosed() and not answer.will_close
 
-    def fill(
-        self, place: Place, path: str, headers: dict[str, str], into: memoryview
-    ) -> dict[str, str]:
+    def fill(self, place: Place, path: str, headers: Headers, into: memoryview) -> dict[str, str]:
         """GET a body that is just of a buffer's size into the buffer.
 
         Read from the socket itself: of a small body the most is there with its headers, and
@@ -251,7 +291,7 @@ class Connections:
         try:
             try:
                 answer = ask(connection)
-            except (ConnectionError, http.client.BadStatusLine):
+            except (*tls.CLOSED, http.client.BadStatusLine):
                 if not used:
                     raise
                 # A kept connection that the server has closed meanwhile: once more, on a new one.
@@ -280,12 +320,12 @@ class Connections:
         connection: http.client.HTTPConnection,
         method: str,
         path: str,
-        headers: dict[str, str] | None,
+        headers: Headers | None,
         body: bytes | None,
         timeout: float | None,
     ) -> http.client.HTTPResponse:
         self._open(connection, timeout)
-        connection.request(method, path, body=body, headers=headers or {})
+        connection.request(method, path, body=body, headers=_made(headers or {}))
         return connection.getresponse()
 
     def _take(self, place: Place) -> tuple[http.client.HTTPConnection, bool]:
@@ -298,8 +338,12 @@ class Connections:
         return self._connect(place), False
 
     def _connect(self, place: Place) -> http.client.HTTPConnection:
-        if place.scheme == "https":
-            context = ssl.create_default_context(cadata=self._ca)
+        if place.fingerprint:
+            connection = tls.PinnedConnection(
+                place.host, place.port, timeout=self._timeout, fingerprint=place.fingerprint
+            )
+        elif place.scheme == "https":
+            context = tls.store_context(self._ca)
             connection = http.client.HTTPSConnection(
                 place.host, place.port, timeout=self._timeout, context=context
             )
@@ -354,10 +398,14 @@ class _Head:
     body: bytes
 
 
-def _head(sock: socket.socket, place: Place, path: str, headers: dict[str, str]) -> _Head:
+def _made(headers: Headers) -> dict[str, str]:
+    return headers() if callable(headers) else headers
+
+
+def _head(sock: socket.socket, place: Place, path: str, headers: Headers) -> _Head:
     """Send a GET request, and read the head of the answer."""
     lines = [f"GET {path} HTTP/1.1", f"Host: {place.netloc}", "Accept-Encoding: identity"]
-    lines += [f"{name}: {value}" for name, value in headers.items()]
+    lines += [f"{name}: {value}" for name, value in _made(headers).items()]
     request = "\r\n".join([*lines, "", ""])
     if not request.count("\r") == request.count("\n") == len(lines) + 1:
         raise ValueError("A header must be one line.")
@@ -379,9 +427,64 @@ def _head(sock: socket.socket, place: Place, path: str, headers: dict[str, str])
     return _Head(int(status[:3]), named, found[end + 4 :])
 
 
+def identify(place: Place, key: bytes, timeout: float) -> Place:
+    """Ask an agent who it is, and check its certificate; outside of loopback, over TLS alone.
+
+    Args:
+        place: Where it listens.
+        key: Key of the node.
+        timeout: Seconds that it may go without an answer.
+
+    Returns:
+        Its place, with its identity and the fingerprint that each later connection must show.
+
+    Raises:
+        RefusedError: It refused, as an agent does that has another key.
+        tls.TlsError: It does not encrypt, or cannot prove that the certificate is its own.
+        OSError, http.client.HTTPException: It cannot be reached, or broke off.
+        ValueError: It answered what no agent does.
+    """
+    if tls.is_loopback(place.host):
+        connection = http.client.HTTPConnection(place.host, place.port, timeout=timeout)
+        try:
+            said = _ask_agent(connection, "/agent", {})
+            return replace(place, scheme="http", identity=said["identity"], fingerprint="")
+        except RefusedError as error:
+            # A port of this machine that is mapped to an agent of another one.
+            if error.status != http.client.UPGRADE_REQUIRED:
+                raise
+        finally:
+            connection.close()
+    nonce = secrets.token_hex(16)
+    path = f"/agent?nonce={nonce}"
+    pinned = tls.PinnedConnection(place.host, place.port, timeout=timeout, fingerprint=None)
+    try:
+        said = _ask_agent(pinned, path, {AUTH: sign(key, "GET", path, to="")})
+    finally:
+        pinned.close()
+    identity, proof = said["identity"], said.get("proof")
+    tls.check_proof(proof, key, nonce, identity, pinned.fingerprint, at=place.netloc)
+    return replace(place, scheme="https", identity=identity, fingerprint=pinned.fingerprint)
+
+
+def _ask_agent(
+    connection: http.client.HTTPConnection, path: str, headers: dict[str, str]
+) -> dict[str, Any]:
+    connection.request("GET", path, headers=headers)
+    answer = connection.getresponse()
+    said = answer.read(4096)
+    if answer.status != http.client.OK:
+        raise RefusedError(answer.status, said[:500].decode("utf-8", "replace"))
+    match json.loads(said):
+        case {"identity": str() as identity, **more}:
+            return {**cast("dict[str, Any]", more), "identity": identity[:64]}
+        case _:
+            raise ValueError("no identity")
+
+
 def _shut(connection: http.client.HTTPConnection) -> None:
     # Not close(): another thread may be reading from it, and must wake up.
     sock: socket.socket | None = connection.sock
     if sock is not None:
         with suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
+            tls.shut(sock, socket.SHUT_RDWR)

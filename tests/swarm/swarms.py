@@ -45,9 +45,7 @@ import millrace.swarm.agent as agent
 def send_wrong(to, descriptor, start, size):
     body = bytearray(os.pread(descriptor, size, start))
     body[size // 2] ^= 1
-    os.set_blocking(to, True)
-    while body:
-        del body[: os.write(to, body)]
+    to.sendall(body)
 
 agent._send_file = send_wrong
 """
