@@ -121,7 +121,10 @@ class RayNodes(_Settings):
 class Host(_Settings):
     """A machine on which `millrace node` runs."""
 
-    url: str = Field(description="Where its agent is reached: http://host:port.")
+    url: str = Field(
+        description="Where its agent is reached: http://host:port. Except for loopback, the "
+        "connection is encrypted all the same."
+    )
     name: str = Field(
         default="",
         validate_default=True,
