@@ -307,7 +307,12 @@ def status(settings_or_url: str, dataset: str | None) -> int:
         store, name = _place(settings_or_url, dataset)
         names = [name]
     for name in names:
-        _show_status(look(store, name))
+        try:
+            _show_status(look(store, name))
+        except errors.CorruptError as error:
+            if len(names) == 1:
+                raise
+            echo(f"{name} cannot be read: {error}", err=True)  # hides no other one
     return 0
 
 

@@ -144,6 +144,17 @@ def test_what_the_template_has_as_a_comment_is_valid_too(run, tmp_path, monkeypa
     assert "split_files" in after.cut.model_fields_set
 
 
+def test_the_status_of_a_store_shows_the_datasets_beside_a_damaged_one(run, settings, tmp_path):
+    run("run", str(settings))
+    junk = tmp_path / "store" / "a" / "plan.json"
+    junk.parent.mkdir()
+    junk.write_bytes(b"{}")
+    shown = run("status", (tmp_path / "store").as_uri())
+    assert "lines: sealed" in shown
+    assert "a cannot be read: " in shown
+    assert "a/plan.json is not a record of Millrace's" in shown
+
+
 def test_run_verify_status_and_gc_speak_of_the_same_dataset(run, settings, tmp_path):
     store = (tmp_path / "store").as_uri()
     shown = run("run", str(settings))

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 import obstore
-from obstore.exceptions import BaseError, InvalidPathError
+from obstore.exceptions import BaseError
 
 from millrace import errors
 from millrace.storage.open import Backend, Store
 from millrace.storage.read import Stat, stat_of
-from millrace.storage.retry import Tries, translated, trying
+from millrace.storage.retry import Tries, refuses_key, translated, trying
 
 PAGE = 1000
 
@@ -43,11 +43,11 @@ def list_objects(
     while True:
         moved = False
         tries.wait_for_throttle()
-        # Tried once: obstore does not try again when a page's body is cut off.
-        pages = obstore.list(  # pyright: ignore[reportUnknownMemberType] - of its Arrow overload
-            store.raw, folder or None, offset=offset or None, chunk_size=PAGE
-        )
         try:
+            # Tried once: obstore does not try again when a page's body is cut off.
+            pages = obstore.list(  # pyright: ignore[reportUnknownMemberType] - Arrow overload
+                store.raw, folder or None, offset=offset or None, chunk_size=PAGE
+            )
             for page in pages:
                 for meta in page:
                     if not meta["path"].startswith(prefix):
@@ -56,8 +56,9 @@ def list_objects(
                         continue
                     moved, offset = True, meta["path"]
                     yield stat_of(meta)
-        except (BaseError, OSError) as error:
-            if isinstance(error, InvalidPathError) and store.speaks_s3:
+        except (BaseError, OSError, ValueError) as error:
+            # A listed key, the key to begin after, or the prefix.
+            if refuses_key(error) and store.speaks_s3:
                 yield from _exactly(store, prefix, offset)
                 return
             if moved and not ordered:

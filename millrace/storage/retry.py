@@ -230,7 +230,7 @@ def _final(error: BaseException, store: Store, key: str) -> errors.MillraceError
         case _ if "DeleteObjects request failed for key" in str(error):
             # The store has answered, of this key at least; whoever must know asks of each.
             return errors.MillraceError(f"{where}: {errors.one_line(error)}.")
-        case _ if _refuses_key(error):
+        case _ if refuses_key(error):
             return errors.ConfigurationError(
                 f"{where}: this cannot be a key ({errors.one_line(error)}). Rename or remove it."
             )
@@ -249,7 +249,7 @@ def _of_backend(error: BaseException, store: Store, where: str) -> errors.Millra
     return _without_credentials(error, store) if store.speaks_s3 else None
 
 
-def _refuses_key(error: BaseException) -> bool:
+def refuses_key(error: BaseException) -> bool:
     """Return whether obstore cannot hold a key: an empty segment, ``..``, a control character."""
     words = ("Error parsing Path", "Could not parse path")
     return isinstance(error, InvalidPathError) or any(word in str(error) for word in words)

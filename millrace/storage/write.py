@@ -168,8 +168,9 @@ def delete(store: Store, keys: Iterable[str]) -> list[DeleteFailure]:
     while batch := list(islice(remaining, _BATCH)):
         try:
             trying(store, batch[0], lambda batch=batch: obstore.delete(store.raw, batch))
-        except errors.MillraceError:
-            # Told key by key what it is; and some credentials allow only single deletes.
+        except (errors.MillraceError, TypeError):
+            # Told key by key what it is; and some credentials allow only single deletes. A list in
+            # which obstore refuses one key is a TypeError.
             failures += _delete_singly(store, batch)
     return failures
 

@@ -6,7 +6,7 @@ import boto3
 import pytest
 
 from millrace import errors
-from millrace.storage import Store, list_folders, list_objects, open_store, read
+from millrace.storage import Store, delete, list_folders, list_objects, open_store, read
 from tests.servers.rgw import RGW
 from tests.stores import spec_of
 
@@ -33,6 +33,17 @@ def test_a_listing_has_every_key_also_those_that_obstore_refuses(store):
     assert len(plain) == len(exact)
     assert [stat.key for stat in list_objects(store, "m/")] == ["m/ok.txt"]
     assert next(list_objects(store, after="m/a", exact=True)).key == "m/ok.txt"
+
+
+@pytest.mark.parametrize("key", ["a//b", "/lead", "x/../y", "./z"])
+def test_a_listing_begins_after_a_key_and_below_a_folder_that_obstore_refuses(store, key):
+    every = [stat.key for stat in list_objects(store, exact=True)]
+    assert [stat.key for stat in list_objects(store, after=key, exact=True)] == [
+        one for one in every if one.encode() > key.encode()
+    ]
+    after = {stat.key.rstrip("/") for stat in list_objects(store, after=key)}
+    assert after == {one.rstrip("/") for one in every if one.encode() > key.encode()}
+    assert key in {stat.key for stat in list_objects(store, key.rpartition("/")[0])}
 
 
 def test_what_is_listed_by_either_way_is_described_alike(store):
@@ -71,3 +82,9 @@ def test_pages_of_an_exact_listing_follow_each_other(store, rgw, monkeypatch):
     monkeypatch.setattr(boto3, "client", client)
     assert len(list(list_objects(store, exact=True))) == len(REFUSED) + len(GOOD)
     assert len(seen) == 5
+
+
+def test_keys_that_obstore_refuses_are_deleted_among_others(store):
+    every = [stat.key for stat in list_objects(store, exact=True)]
+    assert delete(store, every) == []
+    assert list(list_objects(store, exact=True)) == []
