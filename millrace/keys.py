@@ -382,6 +382,11 @@ class ChainKeys:
         """What a window came to: created once. That of window 0 names a checkpoint."""
         return f"{self.links}{window:09d}.json"
 
+    def parse_link(self, key: str) -> int | None:
+        """Return the window whose link has this key; None of another key."""
+        match = re.fullmatch(re.escape(self.links) + r"([0-9]{9,18})\.json", key)
+        return int(match[1]) if match and self.link(int(match[1])) == key else None
+
     def opening(self, window: int) -> str:
         """Return the key of the rules that a window was opened with: created once."""
         return f"{self.prefix}windows/{window:09d}.json"

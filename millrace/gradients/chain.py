@@ -10,6 +10,7 @@ import io
 import zipfile
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,18 @@ from millrace.models.gradient import Codec
 from millrace.progress import Event, Progress, silent
 from millrace.records import commit_once, fetch
 from millrace.storage import Store, create, list_objects, read
+
+_VALUE = 8  # bytes that a value takes at most: its place, itself, and the count of its chunk
+_ARRAYS = 4096  # bytes of the headers of a tensor's arrays, at most
+_UNREADABLE = (
+    ValueError,
+    KeyError,
+    OSError,
+    EOFError,
+    RuntimeError,  # encrypted
+    MemoryError,  # an array that says that it is larger than memory
+    zipfile.BadZipFile,
+)
 
 MergedTensors = Mapping[str, tuple[Merged, ...]]
 
@@ -90,10 +103,9 @@ def digest_of(link: Start | Link) -> str:
 
 
 def newest(store: Store, keys: ChainKeys) -> int:
-    """The number of the newest window that is committed; -1 if none is. One listing."""
-    names = [stat.key.removeprefix(keys.links) for stat in list_objects(store, keys.links)]
-    numbers = [int(name.removesuffix(".json")) for name in names if name[:9].isdecimal()]
-    return max(numbers, default=-1)
+    """Return the number of the newest committed window; -1 if there is none. One listing."""
+    numbers = (keys.parse_link(stat.key) for stat in list_objects(store, keys.links))
+    return max((number for number in numbers if number is not None), default=-1)
 
 
 def links(store: Store, keys: ChainKeys, *, after: int = 0) -> Iterator[Link]:
@@ -152,6 +164,25 @@ def link_after(store: Store, keys: ChainKeys, window: int, before: Start | Link)
     return link
 
 
+def check_tensors(link: Link, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that a link is of the tensors that the weights have, before any of it is read.
+
+    Args:
+        link: The link.
+        shapes: Shapes of the weights, by their names.
+
+    Raises:
+        ChainError: It is of other tensors.
+    """
+    if len(link.names) != len(link.shapes) or dict(zip(link.names, link.shapes, strict=True)) != {
+        name: tuple(shape) for name, shape in shapes.items()
+    }:
+        raise ChainError(
+            f"Window {link.window} of {link.run} is of other tensors than the weights have. "
+            "Nothing of it was applied."
+        )
+
+
 def check_state(link: Start | Link, digest: str) -> None:
     """Prove that weights are those that a link leads to.
 
@@ -188,21 +219,40 @@ def merged_of(
         raise ChainError(f"Window {link.window} of {link.run}: its updates are not of its tensors.")
     at = 0
     for update in link.updates:
+        some = tensors[at : at + update.tensors]
         its = {
             name: (number, shape)
-            for number, (name, shape) in enumerate(tensors[at : at + update.tensors])
+            for number, (name, shape) in enumerate(some)
             if names is None or name in names
         }
         at += update.tensors
         if its:
-            yield _read_update(store, link, update, its)
+            most = sum(_VALUE * prod(shape) + _ARRAYS for _, shape in some) + _ARRAYS
+            yield _read_update(store, link, update, its, most)
 
 
 def _read_update(
-    store: Store, link: Link, update: Update, tensors: Mapping[str, tuple[int, tuple[int, ...]]]
+    store: Store,
+    link: Link,
+    update: Update,
+    tensors: Mapping[str, tuple[int, tuple[int, ...]]],
+    most: int,
 ) -> dict[str, tuple[Merged, ...]]:
-    """Some tensors of an object, by their names: of each its place there, and its shape."""
+    """Read tensors of an update.
+
+    Args:
+        store: The aggregator's bucket.
+        link: Link that names the update.
+        update: The update.
+        tensors: The index within the update and the shape of each tensor, by its name.
+        most: Most bytes that the update may have.
+    """
     where = f"Window {link.window} of {link.run}"
+    if update.size > most:
+        raise ChainError(
+            f"{where}: {store.url_of(update.key)} has {update.size:,} bytes by its link, and its "
+            f"tensors take at most {most:,}. It was not read."
+        )
     try:
         body = read(store, update.key, largest=update.size)
     except errors.NotFoundError:
@@ -213,11 +263,13 @@ def _read_update(
         raise ChainError(f"{where}: {store.url_of(update.key)} is not what was committed.")
     try:
         with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
+            if any(one.compress_type != zipfile.ZIP_STORED for one in arrays.zip.infolist()):
+                raise ValueError("it is compressed")
             return {
                 name: _runs(arrays, number, shape, link.codec.of(name))
                 for name, (number, shape) in tensors.items()
             }
-    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+    except _UNREADABLE as error:
         raise ChainError(f"{where}: {store.url_of(update.key)} is no update: {error}.") from error
 
 
@@ -234,6 +286,7 @@ def apply_link(store: Store, link: Link, state: State, progress: Progress = sile
         ChainError: The update is missing or broken, or the weights are others than they should be
             after it: then they are of no use any more.
     """
+    check_tensors(link, {name: weight.shape for name, weight in state.weights.items()})
     for merged in list(merged_of(store, link)):  # all or nothing
         for name, runs in merged.items():
             state.apply(name, runs, link.codec, link.outer)

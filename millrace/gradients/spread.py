@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from millrace import cluster, errors
-from millrace.gradients.chain import check_state
+from millrace.gradients.chain import check_state, check_tensors
 from millrace.gradients.gathering import Window
 from millrace.gradients.merging import Gradients, Vector, Weights, objects_of
 from millrace.gradients.payload import (
@@ -112,6 +112,7 @@ class Spread:
         Raises:
             ChainError: It is missing or broken, or they are not.
         """
+        check_tensors(link, self.shapes)
         self._all(Portion.fetch, store, link)
         self._all(Portion.apply, link)
         self.check(link)

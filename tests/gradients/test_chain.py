@@ -1,5 +1,8 @@
 """The chain: every window once, none left out, and everybody comes to the same weights."""
 
+import io
+import tracemalloc
+import zipfile
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
@@ -32,7 +35,7 @@ from millrace.gradients import (
     payload_bytes,
     state_of,
 )
-from millrace.gradients.chain import merged_of, newest, store_update
+from millrace.gradients.chain import apply_link, merged_of, newest, store_update
 from millrace.gradients.merging import Merged, dense_of
 from millrace.gradients.state import dense_change
 from millrace.gradients.tensors import chosen, values_of
@@ -318,6 +321,60 @@ def test_an_update_that_is_none_is_an_error_though_its_digest_is_right(broken, b
     update = store_update(broken.store, KEYS, 4, body, len(link.names))
     with pytest.raises(ChainError, match="is no update"):
         list(merged_of(broken.store, link.model_copy(update={"updates": (update,)})))
+
+
+def bomb() -> bytes:
+    """Return a zip file of some KB that decompresses to 40 MB."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for part, dtype in (("counts", "<u2"), ("places", "<u2"), ("values", "<f4")):
+            head = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': (5000000,), }}"
+            head = head.ljust(117) + "\n"
+            with archive.open(f"0.{part}.npy", "w") as array:
+                array.write(b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head.encode())
+                array.write(bytes(5_000_000 * int(dtype[-1])))
+    return file.getvalue()
+
+
+def test_an_update_that_is_compressed_is_refused_before_it_is_unpacked(broken):
+    link = broken.before
+    assert isinstance(link, Link)
+    body = bomb()
+    update = store_update(broken.store, KEYS, 4, body, len(link.names))
+    changed = link.model_copy(update={"updates": (update,)})
+    tracemalloc.start()
+    with pytest.raises(ChainError, match="is no update: it is compressed"):
+        list(merged_of(broken.store, changed))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10_000_000
+
+
+def test_an_update_that_is_larger_than_its_tensors_is_not_read(broken):
+    link = broken.before
+    assert isinstance(link, Link)
+    update = link.updates[0].model_copy(update={"size": 5 << 30})
+    changed = link.model_copy(update={"updates": (update,)})
+    with pytest.raises(ChainError, match=r"5,368,709,120 bytes by its link.*It was not read"):
+        list(merged_of(broken.store, changed))
+
+
+def test_a_link_of_other_tensors_is_refused_before_its_updates_are_read(broken):
+    names = (*broken.before.names[:-1], "other")
+    shapes = (*broken.before.shapes[:-1], (10**6, 10**6))
+    for change in ({"names": names}, {"shapes": shapes}, {"shapes": shapes[:-1]}):
+        with pytest.raises(ChainError, match="is of other tensors than the weights have"):
+            apply_link(broken.store, broken.before.model_copy(update=change), weights())
+
+
+def test_what_stands_beside_the_links_is_no_window(store):
+    run = run_of(store)
+    run.window(1)
+    arabic = "\u0660" * 8 + "\u0669"
+    beside = ("7.json", "000000008x.json", f"{arabic}.json", "0000000000009.json", "000000009/a")
+    for name in beside:
+        put(store, f"{KEYS.links}{name}", b"{}")
+    assert newest(store, KEYS) == 1
 
 
 def test_other_weights_than_the_aggregators_are_noticed(broken):
