@@ -36,6 +36,7 @@ def connect(
         config=Config(
             s3={"addressing_style": "path"},
             retries={"total_max_attempts": 1},
+            max_pool_connections=50,
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
         ),

@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 
 from millrace.storage import StoreSpec, open_store
+from tests.integration.hostile.junk import Kind
 from tests.servers.faults import Fault
 from tests.servers.r2 import R2Proxy
 from tests.servers.rgw import RGW
@@ -20,6 +21,7 @@ from tests.soak.campaigns import run_campaigns
 from tests.soak.case import Case, References
 from tests.soak.cleaning import clean, fill, list_by_boto3
 from tests.soak.faults import bad_weather, outlast, r2_place, rgw_place, run_faults
+from tests.soak.hostile import run_hostile
 from tests.soak.kills import Kills
 from tests.soak.material import make_all
 from tests.soak.place import LocalPlace, Place
@@ -46,6 +48,7 @@ def main() -> int:
         "--objects", type=int, default=100_000, help="of the bucket that is cleaned"
     )
     parser.add_argument("--rentals", type=int, default=600, help="whose owners are killed")
+    parser.add_argument("--hostile", type=int, default=336, help="runs over hostile buckets")
     parser.add_argument("--campaigns", type=int, default=3, help="whose leaders are killed")
     parts = [
         "kills",
@@ -57,6 +60,7 @@ def main() -> int:
         "rentals",
         "campaigns",
         "swarm",
+        "hostile",
     ]
     parser.add_argument("--only", choices=parts)
     options = parser.parse_args()
@@ -68,6 +72,7 @@ def main() -> int:
     others = {
         "races": _races, "windows": _windows, "fuzz": _fuzz, "cleaning": _cleaning,
         "rentals": _rentals, "campaigns": _campaigns, "swarm": _swarm,
+        "hostile": _hostile,
     }  # fmt: skip
     for name, part in others.items():
         if options.only in {None, name}:
@@ -146,6 +151,20 @@ def _swarm(_: argparse.Namespace) -> tuple[bool, str]:
     """Nodes that warm each other, and are killed."""
     cases, wrong = run_swarm(_tell)
     return not wrong, f"swarm {cases}, wrong {wrong}"
+
+
+def _hostile(options: argparse.Namespace) -> tuple[bool, str]:
+    """Flows and commands over buckets that every principal has written to."""
+    with (
+        tempfile.TemporaryDirectory(prefix="soak-") as folder,
+        RGW.start(Path(folder) / "rgw") as rgw,
+    ):
+        found = run_hostile(
+            rgw, Path(folder) / "runs", runs=options.hostile, seed=options.seed, tell=_tell
+        )
+    print(found.table(), *found.wrong, "", sep="\n")
+    never = [kind for kind in Kind if not found.read[kind] + found.listed[kind]]
+    return not found.wrong and not never, found.sentence()
 
 
 @contextmanager

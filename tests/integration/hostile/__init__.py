@@ -1,0 +1,1 @@
+"""Each principal of the design's table of trust writes whatever it may; every flow runs over it."""

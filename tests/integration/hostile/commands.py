@@ -1,0 +1,184 @@
+"""Every command of ``millrace`` over a site that a principal has written to.
+
+`COMMANDS` has a line for each command that the parser knows, or says why a command touches no
+bucket: `test_commands` compares the two.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+from click.testing import CliRunner
+
+from millrace.cli import main
+from millrace.housekeeping import name_to_type
+from tests.integration.hostile.site import Site
+
+WITHOUT_A_BUCKET = {
+    "init": "writes a settings file",
+    "campaign init": "writes a settings file",
+    "deploy": "talks to a Prefect server only",
+    "setup": "talks to a Prefect server only; --check is the audit's engine",
+    "node": "is told by a driver what to read: the flow `prewarm` runs it",
+    "work": "starts a training script: `catch-up`, `cool-down` and `aggregate` are its engine",
+    "campaign run": "needs a Prefect server: its steps are flows that run alone",
+}
+
+Words = Callable[[Site], list[str]]
+
+
+def known_commands(group: click.Group = main, before: str = "") -> Iterator[str]:
+    """Yield all commands that the parser knows, those of subcommands by two words."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from known_commands(command, f"{before}{name} ")
+        else:
+            yield f"{before}{name}"
+
+
+def settings(site: Site, file: str, /, **values: Any) -> str:
+    """Write a settings file (JSON is YAML), and return its path."""
+    path = site.folder / file
+    path.write_text(json.dumps(values))
+    return str(path)
+
+
+def invoke(site: Site, words: list[str]) -> list[Any]:
+    """Run a command in this process, and return its exit code and whether it prints only text.
+
+    Raises:
+        RuntimeError: The command ended with a traceback.
+    """
+    key = site.server
+    os.environ |= {
+        "AWS_ACCESS_KEY_ID": key.access_key_id,
+        "AWS_SECRET_ACCESS_KEY": key.secret_access_key,
+        "AWS_ENDPOINT_URL": key.lens,
+        "AWS_REGION": "us-east-1",
+        "COLUMNS": "200",
+    }
+    os.chdir(site.folder)
+    done = CliRunner().invoke(main, words)
+    site.said += done.output.splitlines()
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise RuntimeError(f"{' '.join(words)} ends with a traceback") from done.exception
+    odd = {c for c in done.output if c != "\n" and not c.isprintable()}
+    return [done.exit_code, sorted(odd)]
+
+
+def command(words: Words) -> Callable[[Site], Any]:
+    """Return the act of a flow: a command, its exit code, and what is left of our objects."""
+
+    def act(site: Site) -> Any:
+        code = invoke(site, words(site))
+        left = [key for key in site.ours() if not key.startswith(("_clean/", "_probe", "_audit"))]
+        return [*code, sorted(left)]
+
+    return act
+
+
+def _url(site: Site, below: str = "") -> str:
+    return f"s3://{site.server.bucket}/{site.prefix}{below}".rstrip("/")
+
+
+def _store(site: Site, below: str = "") -> Any:
+    return site.spec(below).reveal()
+
+
+def _pipeline(site: Site) -> str:
+    from tests.integration.hostile.flows import pipeline
+
+    made = pipeline(site)
+    source = {**site.spec("src").reveal(), "kind": "jsonl", "include": ["data/*.jsonl"]}
+    cut, run = (part.model_dump(mode="json") for part in (made.cut, made.run))
+    return settings(
+        site, "millrace.yaml", dataset=made.dataset, source=source, store=_store(site, "dst"),
+        cut=cut, run=run,
+    )  # fmt: skip
+
+
+def _rules(site: Site) -> str:
+    from tests.integration.hostile.flows import RULES
+
+    rules = [rule.model_dump(mode="json") for rule in RULES]
+    return settings(site, "clean.yaml", store=_store(site), rules=rules)
+
+
+def _audit(site: Site) -> str:
+    store = _store(site)
+    write = store.pop("credentials")
+    return settings(site, "audit.yaml", roles={"all": {"store": store, "write": write}})
+
+
+def _prewarm(site: Site) -> str:
+    host = {"url": "http://127.0.0.1:1", "name": "n0"}
+    return settings(
+        site, "prewarm.yaml", requests=[{"dataset": "sets/words"}],
+        stores={"s": _store(site, "dst")}, root="/unused",
+        nodes={"kind": "hosts", "hosts": [host], "key": "0123456789abcdef"},
+    )  # fmt: skip
+
+
+def _wipe(site: Site) -> list[str]:
+    name = name_to_type(site.store().location)
+    return ["clean", "wipe", _url(site), "--confirm", name]
+
+
+DATASETS: dict[str, Words] = {
+    "plan": lambda site: ["plan", _pipeline(site)],
+    "run": lambda site: ["run", _pipeline(site), "--repair"],
+    "verify": lambda site: ["verify", _url(site, "dst"), "sets/words"],
+    "status": lambda site: ["status", _url(site, "dst")],
+    "gc": lambda site: ["gc", _url(site, "dst"), "sets/words", "--delete", "--min-age", "0s"],
+    "prewarm": lambda site: ["prewarm", _prewarm(site), "--dry-run"],
+}
+CHECKPOINTS: dict[str, Words] = {
+    "checkpoints": lambda site: ["checkpoints", _url(site), "runs/one", "--verify"],
+    "retain": lambda site: ["retain", _url(site), "runs/one", "--last", "1", "--delete"],
+    "probe": lambda site: ["probe", _url(site), "runs/one"],
+}
+BUCKETS: dict[str, Words] = {
+    "audit": lambda site: ["audit", _audit(site)],
+    "clean plan": lambda site: ["clean", "plan", _rules(site), "--keys"],
+    "clean run": lambda site: ["clean", "run", _rules(site)],
+    "clean wipe": _wipe,
+    "clean uploads": lambda site: ["clean", "uploads", _url(site), "--older-than", "0s", "--abort"],
+}
+
+
+def _aggregate(site: Site) -> str:
+    from tests.integration.hostile.flows import aggregator
+
+    made = aggregator(site)
+    return settings(
+        site, "aggregate.yaml", run=made.run.model_dump(mode="json"), store=_store(site),
+        workers=made.workers, until=made.until, every=made.every,
+    )  # fmt: skip
+
+
+def _catch_up(site: Site) -> list[str]:
+    from tests.integration.hostile.flows import RUN
+
+    to = (site.folder / "to").as_uri()
+    return ["catch-up", _url(site), RUN.run, "--version", RUN.version, "--to", to]
+
+
+def _cool_down(site: Site) -> list[str]:
+    from tests.integration.hostile.flows import CAMPAIGN, UIDS
+
+    source = {**_store(site), "job": "first"}
+    file = settings(
+        site, "cool-down.yaml", store=_store(site), job=CAMPAIGN.job, epoch=1, source=source
+    )
+    return ["cool-down", file, "--member", UIDS[0]]
+
+
+RUNS: dict[str, Words] = {
+    "aggregate": lambda site: ["aggregate", _aggregate(site)],
+    "catch-up": _catch_up,
+    "cool-down": _cool_down,
+}

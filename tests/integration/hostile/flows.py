@@ -1,0 +1,534 @@
+"""Flows' engine calls, each over a site that a principal has written to, with a clean result.
+
+What a principal may write follows from `millrace.keys`. A result has only what must be the same
+with and without the principal: digests, decisions about objects of ours, what is left of them.
+"""
+
+import hashlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from random import Random
+from typing import Any
+
+import torch
+
+from millrace import errors
+from millrace.checkpoints import (
+    CooldownSettings,
+    Cooled,
+    EpochSaver,
+    Membership,
+    Retention,
+    SavedSource,
+    Saver,
+    SaveSettings,
+    StoreDestination,
+    bring,
+    find_jobs,
+    latest,
+    plan_retention,
+    retain,
+    survey,
+    verify,
+)
+from millrace.gradients import (
+    AggregatorSettings,
+    Beginning,
+    Codec,
+    GatherSettings,
+    Outer,
+    OuterKind,
+    Participant,
+    RunSettings,
+    aggregate_run,
+    newest,
+)
+from millrace.housekeeping import (
+    AuditSettings,
+    CleanSettings,
+    CleanVersions,
+    DeleteGather,
+    Role,
+    Rule,
+    What,
+    abort_uploads,
+    audit,
+    execute,
+    make_plan,
+    name_to_type,
+    plan_wiping,
+    survey_wiping,
+    wipe,
+)
+from millrace.housekeeping.plans import open_plan
+from millrace.keys import MACHINES, CampaignKeys
+from millrace.progress import Event
+from millrace.shards import (
+    CutSettings,
+    PipelineSettings,
+    SourcePlace,
+    collect_garbage,
+    find_datasets,
+    shard_dataset,
+    status,
+)
+from millrace.shards import RunSettings as ShardSettings
+from millrace.shards import verify as verify_shards
+from millrace.swarm import Request, prewarm
+from tests.housekeeping.material import Place
+from tests.integration.hostile import commands, renting
+from tests.integration.hostile.junk import MARKUP, Kind, Reach
+from tests.integration.hostile.site import Flow, Site
+from tests.swarm.swarms import (
+    LIE,
+    Agent,
+    files_below,
+    forging,
+    settings_of,
+    start_agent,
+    stop,
+)
+
+FOREIGN = "owner of a foreign bucket"
+WORKER = "training worker"
+HOST = "rented host"
+NODE = "swarm node"
+NOW = timedelta(0)
+HOSTS = f"{MACHINES}/fleet/000000/"
+"""Folder of a rented host."""
+
+
+# -- datasets
+
+
+def _source(site: Site) -> None:
+    dice = Random(1)
+    for number in range(2):
+        rows = [f'{{"id": {i}, "text": "{dice.randbytes(200).hex()}"}}\n' for i in range(300)]
+        site.put(f"src/data/{number}.jsonl", "".join(rows).encode())
+
+
+def pipeline(site: Site) -> PipelineSettings:
+    return PipelineSettings(
+        dataset="sets/words",
+        source=SourcePlace(**dict(site.spec("src")), include=["data/*.jsonl"]),
+        store=site.spec("dst"),
+        cut=CutSettings(shard_bytes=64 << 10, split_bytes=128 << 10),
+        run=ShardSettings(workers=0),
+    )
+
+
+def _shard(site: Site) -> Any:
+    manifest = shard_dataset(pipeline(site), progress=site.heard).manifest
+    return [(shard.key, shard.sha256, shard.samples) for shard in manifest.shards]
+
+
+def _sharded(site: Site) -> None:
+    _source(site)
+    _shard(site)
+
+
+def _verify_datasets(site: Site) -> Any:
+    store = site.store("dst")
+    names = find_datasets(store)
+    seen = {name: _asked(lambda name=name: status(store, name).ended) for name in names}
+    checked = {name: _asked(lambda name=name: verify_shards(store, name).good) for name in names}
+    site.said += [f"{name}: {found}" for name, found in (seen | checked).items()]
+    return [seen["sets/words"], checked["sets/words"]]
+
+
+def _collect(site: Site) -> Any:
+    found = collect_garbage(site.store("dst"), "sets/words", dry_run=False, min_age=NOW)
+    return [sorted(site.genuine_of(f"dst/{key}" for key in found.keys)), site.ours()]
+
+
+DATASETS = Reach(
+    prefixes=("dst/other/", f"dst/{HOSTS}"),
+    litter=("dst/", "dst/sets/", "dst/sets/words/", "dst/sets/words/shards/",
+            "dst/sets/words/commits/"),
+    scopes=("dst/sets/words/",),
+)  # fmt: skip
+
+
+# -- checkpoints
+
+
+def _checkpoints(site: Site) -> None:
+    for step in (1, 2, 3):
+        dice = torch.Generator().manual_seed(step)
+        state = {f"w{i}": torch.randn(900, generator=dice) for i in range(4)}
+        with Saver(site.store(), "runs/one", SaveSettings(part_bytes=4096)) as saver:
+            saver.save(state, step=step).result()
+
+
+def _verify_checkpoints(site: Site) -> Any:
+    store, found = site.store(), dict[str, Any]()
+    for job in find_jobs(store):
+        found[job] = [
+            (step, str(seen) if isinstance(seen, errors.CorruptError) else verify(store, seen))
+            for step, seen in survey(store, job)
+        ]
+    site.said += [f"{job}: {steps}" for job, steps in found.items()]
+    return found["runs/one"]
+
+
+def _save_checkpoint(site: Site) -> Any:
+    wanted = SavedSource(**dict(site.spec()), job="runs/one")
+    origin, checkpoint = wanted.open()
+    saved = bring(StoreDestination(origin), checkpoint, StoreDestination(site.store("to")), "kept")
+    return saved.root
+
+
+def _retain(site: Site) -> Any:
+    store = site.store()
+    plan = plan_retention(store, "runs/one", Retention(last=1, grace=NOW))
+    done = retain(store, plan)
+    return [sorted(plan.removed), len(done.failures), site.ours()]
+
+
+CHECKPOINTS = Reach(
+    prefixes=("other/", HOSTS),
+    litter=("", "runs/", "runs/one/", "runs/one/checkpoints/",
+            "runs/one/checkpoints/step_000000001/", "runs/one/epochs/"),
+    scopes=("runs/one/", "runs/"),
+)  # fmt: skip
+
+
+# -- housekeeping
+
+
+def _bucket(site: Site) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        place = Place(site.store(), pool)
+        for version in ("0.2.1", "0.2.11"):
+            for window in range(4):
+                for uid in ("w0", "w1"):
+                    place.gradient("run", uid, window, version)
+            for uid in ("w0", "w1"):
+                place.start_window("run", uid, 0, version)
+            place.chain("run", version, 3, {1: 0, 2: 0})
+        for step in (1, 2, 3):
+            place.checkpoint("job", step, [f"{step}".encode()])
+        place.pin("job", 1)
+        place.dataset("words", 3, orphans=1)
+        place.dataset("old", 2)
+        place.put("mine/x.txt")
+        place.settle()
+
+
+RULES = (
+    Rule(what=(What.GRADIENTS,), version="<0.2.11", older_than=NOW),
+    Rule(what=(What.START_WINDOWS,), version="!=0.2.11", older_than=NOW),
+    Rule(what=(What.GATHERS,), keep_last=2, older_than=NOW),
+    Rule(what=(What.CHECKPOINTS,), keep_last=1, older_than=NOW),
+    Rule(what=(What.PARTS, What.ORPHANS, What.PASSING), older_than=NOW),
+    Rule(what=(What.SHARDS,), name="old", older_than=NOW),
+)
+BUCKET = Reach(
+    prefixes=("other/", HOSTS, "run/w1/"),
+    spares=lambda key: key.startswith("run/w1/") and key.endswith((".safetensors", ".json"))
+    and "//" not in key,
+    litter=("", "run/", "run/gathers/", "run/gathers/0.2.1/chain/", "job/", "job/checkpoints/",
+            "words/", "words/shards/", "words/commits/"),
+    scopes=("run/", "job/", "words/", "old/"),
+)  # fmt: skip
+
+
+def _clean_by(site: Site, *rules: Any) -> Any:
+    config = CleanSettings(store=site.spec(), rules=rules)
+    plan = make_plan(config, progress=site.heard)
+    with open_plan(site.store(), plan.name) as (_, entries):
+        planned = sorted(entry.stat.key for entry in entries)
+    done = execute(config, plan.name, progress=site.heard)
+    site.said += [f"{one.key}: {one.reason}" for one in done.failures]
+    site.said.append(f"{plan.totals.kept} {done.skipped}")
+    left = [key for key in site.ours() if not key.startswith("_clean/")]
+    return [site.genuine_of(planned), sorted(left)]
+
+
+def _clean(site: Site) -> Any:
+    return _clean_by(site, *RULES)
+
+
+def _clean_versions(site: Site) -> Any:
+    return _clean_by(site, CleanVersions(current="0.2.11"))
+
+
+def _delete_gathers(site: Site) -> Any:
+    return _clean_by(site, DeleteGather(version="0.2.1"))
+
+
+def _wipe(site: Site) -> Any:
+    spec = site.spec()
+    survey_wiping(spec)
+    plan = plan_wiping(spec)
+    done = wipe(spec, plan.name, confirm=name_to_type(site.store().location))
+    site.said += [f"{one.key}: {one.reason}" for one in done.failures]
+    return [len(done.failures), [key for key in site.everything() if not key.startswith("_clean/")]]
+
+
+def _abort(site: Site) -> Any:
+    site.begin_upload("dst/words/x.tar")
+    names = [one.key for one in site.junk[:12]]
+    for name in names:
+        site.begin_upload(name)
+    # RGW tells in whole seconds when an upload was begun.
+    done = abort_uploads(site.spec(), older_than=timedelta(seconds=-5), dry_run=False)
+    site.said += [f"{one.key}: {one.reason}" for one in done.failures]
+    return [len(done.failures), [key.removeprefix(site.prefix) for key in site.uploads()]]
+
+
+def _audit(site: Site) -> Any:
+    spec = site.spec()
+    role = Role(store=spec.model_copy(update={"credentials": None}), write=spec.credentials)
+    found = audit(AuditSettings(roles={"all": role}))
+    return [(one.operation, one.verdict) for one in found.findings]
+
+
+# -- gradients
+
+CAMPAIGN = CampaignKeys("camp")
+RUN = RunSettings(
+    run=CAMPAIGN.run,
+    codec=Codec(k=256, bits=4),
+    outer=Outer(kind=OuterKind.NESTEROV, lr=0.7),
+    gather=GatherSettings(wanted=2, quorum=2, look=timedelta(milliseconds=50)),
+    window=timedelta(minutes=4),
+    steps=5,
+)
+UIDS = tuple(CAMPAIGN.uid(number) for number in range(3))
+EVIL = UIDS[2]
+LAST = 2
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Linear(60, 10))
+
+
+def _change(model: torch.nn.Module, window: int, uid: str) -> None:
+    dice = torch.Generator().manual_seed(1000 * window + ord(uid[-1]))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=dice), alpha=0.01)
+
+
+def aggregator(site: Site) -> AggregatorSettings:
+    begin = Beginning(**dict(site.spec()), job="first")
+    return AggregatorSettings(
+        run=RUN, store=site.spec(), workers=UIDS, begin=begin, until=LAST, every=1
+    )
+
+
+def _first(site: Site) -> None:
+    with Saver(site.store(), "first") as saver:
+        saver.save(dict(_model().named_parameters()), step=7).result()
+
+
+def _aggregate(site: Site) -> Any:
+    """Merge two windows of three workers, of which the third sends junk, and first."""
+    torch.set_num_threads(1)
+    store, refused = site.store(), threading.Event()
+
+    def heard(event: Event) -> None:
+        site.heard(event)
+        if event.name == "gradient.refused" and event.subject == EVIL:
+            refused.set()
+
+    made: list[Any] = []
+
+    def work() -> None:
+        made.extend(aggregate_run(aggregator(site), progress=heard))
+
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(work)
+        while newest(store, RUN.chain) < 0 and not working.done():
+            threading.Event().wait(0.05)
+        everybody = {uid: Participant.join(RUN, uid, store, store) for uid in UIDS[:2]}
+        models = {uid: _model() for uid in everybody}
+        for window in range(1, LAST + 1):
+            turns = {uid: next(one.windows()) for uid, one in everybody.items()}
+            refused.clear()
+            key = RUN.gradients.gradient(EVIL, window)
+            if site.strike(key, site.genuine.get(RUN.gradients.gradient(UIDS[0], window), b"")):
+                while not refused.wait(0.05) and not working.done():
+                    pass
+            assert all(turn.number == window for turn in turns.values())
+            for uid, one in everybody.items():
+                one.load(models[uid])
+                _change(models[uid], window, uid)
+                one.submit(models[uid])
+            while newest(store, RUN.chain) < window and not working.done():
+                threading.Event().wait(0.05)
+        working.result()
+    site.said += [f"window {link.window}: {link.out}" for link in made]
+    return [(link.window, link.step, sorted(link.taken), link.state) for link in made]
+
+
+def _names_worker(said: list[str]) -> str:
+    return "" if any(line.startswith("window") and EVIL in line for line in said) else EVIL
+
+
+GRADIENTS = Reach(
+    prefixes=(RUN.gradients.worker(EVIL),),
+    spares=lambda key: RUN.gradients.parse(key) is not None,  # written when the window is open
+    ghosts=UIDS[:1],
+)
+
+
+def _merged(site: Site) -> None:
+    _first(site)
+    _aggregate(site)
+
+
+def _catch_up(site: Site) -> Any:
+    """Bring a worker to the newest weights, from the chain."""
+    store = site.store()
+    one = Participant.join(RUN, "late", store, store)
+    one.catch_up()
+    model = _model()
+    one.load(model)
+    weights = b"".join(w.detach().numpy().tobytes() for w in model.parameters())
+    return [newest(store, RUN.chain), hashlib.sha256(weights).hexdigest()]
+
+
+CHAIN = Reach(
+    prefixes=tuple(RUN.gradients.worker(uid) for uid in UIDS),
+    litter=(RUN.chain.prefix, RUN.chain.links, f"{RUN.chain.job}/checkpoints/"),
+    ghosts=UIDS[:1],
+)
+
+
+# -- the end of an epoch
+
+
+def _cool_down(site: Site) -> Any:
+    """End an epoch with two members; the third worker of the campaign only writes junk."""
+    torch.set_num_threads(1)
+    store, job = site.store(), CAMPAIGN.job
+    states = [dict(_model().named_parameters()) for _ in range(2)]
+
+    def one(uid: str, state: dict[str, torch.nn.Parameter]) -> Cooled:
+        with (
+            Membership(store, job, uid) as member,
+            EpochSaver(member, CooldownSettings(), progress=site.heard) as saver,
+        ):
+            member.gather(2, 0, timedelta(minutes=2))
+            return saver.end(state, epoch=0, step=5, seed=7)
+
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(one, UIDS[:2], states))
+    site.said += [f"{cooled.outcome} {cooled.reason}" for cooled in ended]
+    found = latest(store, job)
+    durable = [cooled.durable for cooled in ended]
+    return [durable, [cooled.epoch and cooled.epoch.root for cooled in ended], found and found.root]
+
+
+def _ended(site: Site) -> None:
+    _first(site)
+    _cool_down(site)
+
+
+EPOCH = Reach(
+    prefixes=tuple(prefix for prefix in CAMPAIGN.writes(2) if EVIL in prefix),
+    ghosts=UIDS[:2],
+)
+
+
+# -- files on every node
+
+
+def _prewarm(site: Site) -> Any:
+    """Bring a dataset to three nodes, one of which lies in what it sends or tells."""
+    with ExitStack() as stack:
+        codes = [LIE, *(forging(events) for events in FORGED)]
+        code = site.dice.choice(codes) if site.reach is not None else ""
+        agents: list[Agent] = []
+        for number in range(3):
+            root = site.folder / f"n{number}"
+            agents.append(start_agent(f"n{number}", root, code=code if number == 2 else ""))
+            stack.callback(stop, agents[-1])
+        wanted = settings_of(
+            site.spec("dst"), agents, requests=[Request(dataset="sets/words")], least=0.5
+        )
+        report = prewarm(wanted, progress=site.heard)
+        if code:
+            site.read.append(Kind.MESSAGE)
+        site.said += [f"{node.name}: {node.why} {node.trusted}" for node in report.nodes]
+        return [
+            [node.ready for node in report.nodes[:2]],
+            [
+                sorted((name, hashlib.sha256(body).hexdigest()) for name, body in files.items())
+                for files in (files_below(agent.root) for agent in agents[:2])
+            ],
+        ]
+
+
+FORGED = [
+    [{}], ["x"], {"e": "done"}, [None], 7, [{"e": []}], [{"e": "files", "f": [99]}],
+    [{"e": "done", "p": 10**6, "s": "", "d": "0" * 64, "b": 1}],
+    [{"e": "mismatch", "f": 0, "sha256": "0" * 64}],
+    [{"e": "failed", "p": 0, "s": "", "why": MARKUP, "status": "x"}],
+    "[{'e': 'retry', 'why': 'x' * (3 << 20)}]",
+]  # fmt: skip
+
+
+RENTED = Reach(())  # written by the flow itself, when its machines run
+
+
+WITHOUT_A_RUN = {
+    "campaign": "needs a Prefect server: its steps are flows that run alone",
+}
+
+
+def _nothing(_: Site) -> None:
+    pass
+
+
+FLOWS: dict[str, Flow] = {
+    flow.name: flow
+    for flow in (
+        Flow("shard-dataset", FOREIGN, _source, _shard,
+             Reach(("src/", "dst/other/"), lambda key: key.endswith(".jsonl"),
+                   litter=("dst/", "dst/sets/words/"))),
+        Flow("verify-datasets", HOST, _sharded, _verify_datasets, DATASETS),
+        Flow("collect-garbage", HOST, _sharded, _collect, DATASETS),
+        Flow("verify-checkpoints", HOST, _checkpoints, _verify_checkpoints, CHECKPOINTS),
+        Flow("save-checkpoint", FOREIGN, _checkpoints, _save_checkpoint, CHECKPOINTS),
+        Flow("retain", HOST, _checkpoints, _retain, CHECKPOINTS),
+        Flow("clean-bucket", WORKER, _bucket, _clean, BUCKET),
+        Flow("clean-versions", WORKER, _bucket, _clean_versions, BUCKET),
+        Flow("delete-gathers", WORKER, _bucket, _delete_gathers, BUCKET),
+        Flow("wipe-bucket", FOREIGN, _bucket, _wipe, BUCKET),
+        Flow("abort-uploads", FOREIGN, _bucket, _abort, BUCKET),
+        Flow("audit-access", FOREIGN, _bucket, _audit, BUCKET),
+        Flow("aggregate-gradients", WORKER, _first, _aggregate, GRADIENTS, _names_worker, 20),
+        Flow("catch-up", WORKER, _merged, _catch_up, CHAIN),
+        Flow("provision", HOST, _nothing, renting.provision, RENTED),
+        Flow("reap-instances", HOST, _nothing, renting.reap_instances, RENTED),
+        Flow("release", HOST, _nothing, renting.release_machines, RENTED),
+        Flow("list-rentals", HOST, _nothing, renting.list_machines, RENTED),
+        Flow("cool-down", WORKER, _nothing, _cool_down, EPOCH),
+        Flow("prewarm", NODE, _sharded, _prewarm, DATASETS),
+        *(Flow(f"millrace {name}", HOST, _nothing, renting.command(name), RENTED)
+          for name in renting.COMMANDS),
+        *(Flow(f"millrace {name}", WORKER, _merged, commands.command(words), CHAIN)
+          for name, words in commands.RUNS.items()),
+        *(Flow(f"millrace {name}", HOST, _sharded, commands.command(words), DATASETS)
+          for name, words in commands.DATASETS.items()),
+        *(Flow(f"millrace {name}", HOST, _checkpoints, commands.command(words), CHECKPOINTS)
+          for name, words in commands.CHECKPOINTS.items()),
+        *(Flow(f"millrace {name}", WORKER, _bucket, commands.command(words), BUCKET)
+          for name, words in commands.BUCKETS.items()),
+    )
+}  # fmt: skip
+
+
+def _asked(call: Any) -> Any:
+    """Return what a call returns, or the error of ours that it raises."""
+    try:
+        return call()
+    except errors.MillraceError as error:
+        return f"{type(error).__name__}: {error}"

@@ -1,0 +1,278 @@
+"""Flows that rent, at a stand-in of Vast.ai that lies, beside others' machines.
+
+A machine of the rental writes what it likes into its own folder, another account rents beside, and
+a second machine bears the label of one of ours. The stand-in's books are the judge.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+
+from millrace import errors
+from millrace.keys import MACHINES, RentalKeys
+from millrace.storage import StoreSpec
+from millrace.vast import (
+    Account,
+    OfferRequest,
+    Program,
+    Rental,
+    RentSettings,
+    StandSettings,
+    Vast,
+    list_rentals,
+    reap,
+    release,
+)
+from tests.integration.hostile.commands import invoke, settings
+from tests.integration.hostile.junk import Junk, Reach, make_junk
+from tests.integration.hostile.site import Site
+from tests.servers.vast import StandInClock, VastServer
+
+LEASE, REAPED = 180.0, 900.0  # seconds that an owner's lease, and two reapers, are apart
+FOREIGN = ("", "somebody's", "millrace/ffffffffffff/fleet/000000/9999999999", "millrace/fleet")
+FATES = ("lying", "silent", "failing", "broken", "vanished", "dearer", "raised", "outbid", "")
+REFUSED = (errors.BudgetError, errors.MachineError, errors.UnavailableError)
+ROOM = 200
+
+
+@dataclass
+class World:
+    """An account at a stand-in, the folder that rentals are written down in, and others.
+
+    Attributes:
+        site: The site.
+        server: The stand-in.
+        key: Key of the account.
+        foreign: Machines of others with the same account.
+    """
+
+    site: Site
+    server: VastServer
+    key: str
+    foreign: list[int]
+
+    @property
+    def store(self) -> StoreSpec:
+        return StoreSpec(url=self.folder.as_uri())
+
+    @property
+    def folder(self) -> Path:
+        return self.site.folder / "store"
+
+    @property
+    def account(self) -> Account:
+        return Account(api_key=SecretStr(self.key), server_url=self.server.url)
+
+    @property
+    def vast(self) -> Vast:
+        return Vast(SecretStr(self.key), self.server.url, clock=StandInClock(self.server))
+
+    @property
+    def stand(self) -> StandSettings:
+        return StandSettings(store=self.store, account=self.account)
+
+    def settings(self) -> RentSettings:
+        return RentSettings(
+            name="fleet",
+            store=self.store,
+            account=self.account,
+            request=OfferRequest(max_hourly=2.0, max_total=20.0, max_lifetime=timedelta(hours=3)),
+            program=Program(repo_url="https://example.org/x", command=("true",)),
+            count=2,
+            loading=timedelta(minutes=5),
+            poll=timedelta(seconds=30),
+        )
+
+    def ours(self) -> list[dict[str, Any]]:
+        """Return the machines of ours that are there now."""
+        return [one for one in self.server.alive() if one["id"] not in self.foreign]
+
+    def judge(self, result: Any, until: float) -> dict[str, Any]:
+        """Return a flow's result, and what the books say.
+
+        Args:
+            result: Result of the flow.
+            until: When the last machine had to be back, by the stand-in's clock.
+        """
+        books = self.server.books()
+        ours = [one for one in books if one["id"] not in self.foreign]
+        late = [one["id"] for one in ours if (one["destroyed"] or until + 1) > until]
+        gone = [one["id"] for one in books if one["id"] in self.foreign and one["destroyed"]]
+        cost = sum(one["cost"] for one in ours)
+        return {"result": result, "late": late, "foreign": gone, "overspent": cost > 20.0}
+
+    def strike(self) -> None:
+        """Have the first machine write what it likes, and others rent beside."""
+        if self.site.reach is None:
+            return
+        mine = RentalKeys("fleet").machine(0)
+        genuine = {
+            path.relative_to(self.folder).as_posix(): path.read_bytes()
+            for path in (self.folder / MACHINES).rglob("*")
+            if path.is_file()
+        }
+        genuine = {key.replace("/000001/", "/000000/"): body for key, body in genuine.items()}
+        genuine |= {
+            f"{mine}{name}": b"{}" for name in ("beat.json", "ended.json", "log/000000.txt")
+        }
+        for one in make_junk(Reach((mine,)), genuine, 40, ROOM, self.site.dice):
+            self._write(one)
+        living = self.ours()
+        if living:
+            label = self.site.dice.choice(living)["label"]
+            self.server.plant(label)
+
+    def _write(self, one: Junk) -> None:
+        """Write a hostile object as a file, if a file can be called so."""
+        path = self.folder / one.key
+        if not path.resolve().is_relative_to(self.folder / MACHINES / "fleet" / "000000"):
+            return
+        with contextlib.suppress(OSError, ValueError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(one.body)
+            if one.size is not None:
+                os.truncate(path, one.size)
+            when = time.time() + one.shift.total_seconds()
+            os.utime(path, (when - 86400, when))
+            self.site.junk.append(one)
+            self.site.unread[str(path)] = (one.kind, path.stat().st_atime)
+
+
+@contextmanager
+def _world(site: Site, **more: Any) -> Iterator[World]:
+    evil = site.reach is not None
+    with VastServer.start(site.folder / "vast") as server:
+        key = server.reset(
+            seed=site.dice.randrange(1 << 30) if evil else 0, machines=20,
+            first=site.dice.choice(FATES) if evil else "", **({"program": 900.0} | more),
+        )  # fmt: skip
+        world = World(site, server, key, [server.plant(label) for label in FOREIGN])
+        world.folder.mkdir()
+        yield world
+        site.look_at_files()
+
+
+def _alone(call: Callable[[], Any]) -> Any:
+    """Return what a call returns; None if it is refused with a sentence, as it may be."""
+    try:
+        return call()
+    except REFUSED:
+        return None
+
+
+def provision(site: Site) -> Any:
+    """Rent two machines, until both programs have ended."""
+    with _world(site) as world:
+
+        def use() -> None:
+            with Rental(world.settings(), vast=world.vast, progress=site.heard) as rental:
+                rental.until_ready()
+                world.strike()
+                rental.until_done()
+
+        _alone(use)
+        end = world.server.now()
+        _reap_all(world)
+        return world.judge([], end + LEASE + 2 * REAPED)
+
+
+def _left(world: World) -> None:
+    def use() -> None:
+        with Rental(world.settings(), vast=world.vast, detached=True) as rental:
+            rental.until_ready()
+
+    _alone(use)
+    world.strike()
+
+
+def _reap_all(world: World) -> None:
+    for _ in range(16):
+        reap(world.stand, vast=world.vast, progress=world.site.heard)
+        if not world.ours():
+            return
+        world.server.advance(REAPED)
+
+
+def reap_instances(site: Site) -> Any:
+    """Reap with the key of another account, and then with ours, until all time is over."""
+    with _world(site) as world:
+        _left(world)
+        before = {one["id"] for one in world.ours()}
+        other = Vast(
+            SecretStr(world.server.second_account()), world.server.url,
+            clock=StandInClock(world.server),
+        )  # fmt: skip
+        seen = reap(world.stand, vast=other)
+        kept = {one["id"] for one in world.ours()} == before
+        end = world.server.now() + 3 * 3600
+        world.server.advance(3 * 3600)
+        _reap_all(world)
+        return world.judge([kept, seen.closed, len(seen.returned)], end + 2 * REAPED)
+
+
+def release_machines(site: Site) -> Any:
+    """Release what was left."""
+    with _world(site) as world:
+        _left(world)
+        _alone(lambda: release(world.stand, "fleet", vast=world.vast, progress=site.heard))
+        end = world.server.now()
+        _reap_all(world)
+        return world.judge([], end + 2 * REAPED)
+
+
+def list_machines(site: Site) -> Any:
+    """List what is rented, and give it back."""
+    with _world(site) as world:
+        _left(world)
+        found = list_rentals(world.stand, vast=world.vast)
+        site.said += [f"{one.rental} {one.instance.label} {one.why}" for one in found]
+        rentals = sorted({one.rental for one in found})
+        _alone(lambda: release(world.stand, "fleet", vast=world.vast))
+        end = world.server.now()
+        _reap_all(world)
+        return world.judge(rentals, end + 2 * REAPED)
+
+
+def command(name: str) -> Callable[[Site], Any]:
+    """Return the act of a flow: a command that rents, at a stand-in whose time goes quickly."""
+
+    def act(site: Site) -> Any:
+        with _world(site, rate=200.0, strict=False, program=300.0) as world:
+            file = settings(
+                site, "rent.yaml", name="fleet", store={"url": world.store.url},
+                account={"api_key": world.key, "server_url": world.server.url},
+                request={"max_hourly": 2.0, "max_total": 20.0, "max_lifetime": "PT3H"},
+                program={"repo_url": "https://example.org/x", "command": ["true"]}, poll="PT0.5S",
+            )  # fmt: skip
+            words = {"offers": [], "rent": [], "rentals": [], "release": ["fleet"], "reap": []}
+            if name == "rent":
+                threading.Thread(target=_strike_soon, args=(world,), daemon=True).start()
+            elif name != "offers":
+                invoke(site, ["rent", file, "--detach"])
+                world.strike()
+            _, odd = invoke(site, [name, file, *words[name]])
+            end = world.server.now()
+            _reap_all(world)
+            return world.judge([odd], end + 3 * 3600)
+
+    return act
+
+
+COMMANDS = ("offers", "rent", "rentals", "release", "reap")
+
+
+def _strike_soon(world: World) -> None:
+    """Strike as soon as a machine of the rental has written something."""
+    mine = world.folder / RentalKeys("fleet").machine(0)
+    while not any(mine.glob("beat.json")):
+        time.sleep(0.02)
+    world.strike()

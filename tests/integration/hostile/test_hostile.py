@@ -1,0 +1,67 @@
+"""Each flow and command over a bucket that a principal has written to: it ends as if nobody had.
+
+A handful of seeds for each principal; ``python -m tests.soak --only hostile`` runs hundreds.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.integration.hostile.commands import WITHOUT_A_BUCKET, known_commands
+from tests.integration.hostile.flows import FLOWS, WITHOUT_A_RUN
+from tests.integration.hostile.junk import LITTER, NAMES, OBJECTS, Reach, make_junk
+from tests.integration.hostile.matrix import Matrix, hostile_matrix
+from tests.servers.process import REPOSITORY
+from tests.servers.rgw import RGW
+
+QUICK = (
+    "shard-dataset", "clean-bucket", "wipe-bucket", "aggregate-gradients", "cool-down",
+    "reap-instances", "prewarm", "verify-checkpoints", "millrace status", "millrace gc",
+)  # fmt: skip
+"""Flows and commands of all principals that a test runs; the soak runs all."""
+
+
+@pytest.fixture(scope="module")
+def matrix(rgw: RGW, server_folder: Path) -> Iterator[Matrix]:
+    with hostile_matrix(rgw, server_folder / "hostile") as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_flow_ends_the_same_whatever_others_have_written(name: str, matrix: Matrix) -> None:
+    found = matrix.run(name, "tests")
+    assert "\n".join(found.wrong) == ""
+    assert found.read.total() + found.listed.total() > 0
+
+
+def test_no_command_is_left_out() -> None:
+    ran = {name.removeprefix("millrace ") for name in FLOWS if name.startswith("millrace ")}
+    assert ran | WITHOUT_A_BUCKET.keys() == set(known_commands())
+
+
+def test_no_flow_is_left_out() -> None:
+    sources = "\n".join(path.read_text() for path in (REPOSITORY / "flows").glob("*.py"))
+    flows = re.findall(r"@flow\(\s*name=\"([^\"]+)\"", sources)
+    assert len(flows) > 15
+    assert set(flows) <= FLOWS.keys() | WITHOUT_A_RUN.keys()
+
+
+def test_each_kind_is_made_and_stays_where_its_writer_may_write() -> None:
+    worker = {f"run/w1/gradient-{n:09d}-w1-v1.safetensors": b"abc" * 50 for n in range(9)}
+    genuine = {
+        **worker,
+        "other/votes/w0.json": b"{}",
+        "run/gathers/1/chain/000000001.json": b'{"kind": "Link", "record": {"at": "2026-01-01"}}',
+    }
+    reach = Reach(("run/w1/", "other/"), litter=("run/",), scopes=("run/",), ghosts=("w0",))
+    made = make_junk(reach, genuine, 200, 1000, Random(1))
+    assert {one.kind for one in made} == set(OBJECTS)
+    assert max(len(one.key.encode()) for one in made) == 1000
+    for one in made:
+        litter = one.kind in LITTER and one.key.startswith("run/")
+        evil = one.kind not in NAMES and one.key.startswith("evil-")
+        assert one.key.startswith(reach.prefixes) or litter or evil
+    assert made == make_junk(reach, genuine, 200, 1000, Random(1))
