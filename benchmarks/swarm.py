@@ -14,6 +14,10 @@ nodes share. The floor of the near zone is as above, that of the far one is ``S 
 a link of L bytes a second. ``mixed``: nodes at a quarter and at a fiftieth of the others' rate; the
 floor of a node is that of its own link.
 
+All connections between nodes are encrypted, as they are by default. ``encryption`` puts the object
+of ``4 nodes`` on agents that run already, once encrypted and once not, and counts the processor
+time of all agents for each GB that arrives at a node.
+
 Of the planner alone: the processor time that it takes over one event, with 8, 64 and 256 nodes and
 1,000 pieces, and with 100 nodes and 10,000; and one file of 1 kB to 64 agents in one process.
 """
@@ -123,7 +127,14 @@ def link(mbit: float) -> float:
     return mbit * 1e6 / 8 * GOODPUT
 
 
-def run_shaped(rates: Sequence[float], size: int, *, far: int = 0, link_mbit: float = 0) -> Warmed:
+def run_shaped(
+    rates: Sequence[float],
+    size: int,
+    *,
+    far: int = 0,
+    link_mbit: float = 0,
+    encrypted: bool = True,
+) -> Warmed:
     """Put one object on nodes of set rates (Mbit/s), the last ones in a far zone."""
     store_mbit = max(rates)
     with (
@@ -140,7 +151,7 @@ def run_shaped(rates: Sequence[float], size: int, *, far: int = 0, link_mbit: fl
         for host, rate in zip(rig.nodes, rates, strict=True):
             rig.shape(host, rate)
         store.generate("object", size)
-        found = run_zones(rig, store, ["object"], DESTINATION)
+        found = run_zones(rig, store, ["object"], DESTINATION, encrypted=encrypted)
         check_files(rig, store, ["object"], DESTINATION)
     return found
 
@@ -174,6 +185,19 @@ def run_mixed_row(results: Results, *, quick: bool) -> None:
         for metric, seconds in zip(parts, slowest, strict=True):
             results.add("mixed", "millrace", metric, seconds)
         results.add("mixed", "millrace", "store_bytes_ratio", found.store_bytes / size)
+
+
+def run_encryption_row(results: Results, *, quick: bool) -> None:
+    """Warm four nodes with encryption and without, interleaved."""
+    work = WORKS[0]
+    size = work.quick if quick else work.size
+    results.add("encryption", "floor", "s", work.floor(size))
+    for repeat in range(1 if quick else 3):
+        for system in rotated(("millrace", "unencrypted"), repeat):
+            found = run_shaped([work.mbit] * work.nodes, size, encrypted=system == "millrace")
+            arrived = work.nodes * size / 1e9
+            results.add("encryption", system, "s", max(found.seconds))
+            results.add("encryption", system, "cpu_s_per_GB", found.cpu_seconds / arrived)
 
 
 def run_planner(results: Results, *, quick: bool) -> None:
@@ -275,6 +299,15 @@ def report(results: Results) -> None:
             lines.append([row.work, row.metric, *figures])
     show(["work", "metric", "millrace", "floor", "/floor", "n"], lines)
     print()
+    lines = []
+    floor = values["encryption", "floor", "s"].value
+    for system in ("millrace", "unencrypted"):
+        row = values["encryption", system, "s"]
+        spent = values["encryption", system, "cpu_s_per_GB"].value
+        ratio = f"{row.value / floor:.2f}x"
+        lines.append(["encryption", system, f"{row.value:.2f}", ratio, f"{spent:.2f}", str(row.n)])
+    show(["work", "system", "s", "/floor", "cpu_s_per_GB", "n"], lines)
+    print()
     for (work, _, metric), row in values.items():
         if work.startswith(("planner", "1 kB")):
             print(f"{work}: {row.value:.3f} {metric}")
@@ -289,6 +322,7 @@ def main() -> int:
     run_small(results)
     run_zone_rows(results, quick=asked.quick)
     run_mixed_row(results, quick=asked.quick)
+    run_encryption_row(results, quick=asked.quick)
     run_works(results, quick=asked.quick)
     report(results)
     if asked.file:

@@ -1,4 +1,4 @@
-"""Millrace on nodes whose links differ: agents that run already, told their zones; times by node.
+"""Millrace with agents that run already, told their zones; times by node, and processor time.
 
 As a script it drives the run, on the first node of a rig; it reads an `Order`.
 """
@@ -19,11 +19,14 @@ from benchmarks.rig import Rig, RigError
 from benchmarks.rig.store import Store
 from benchmarks.swarm_peers.order import Order, read_order
 from benchmarks.swarm_peers.spec import spec_of
-from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm
+from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm, tls
 
 PORT = 7070
 KEY = "MILLRACE_NODE_KEY"
 TIMEOUT = 600.0  # seconds
+NODE = "from millrace.cli import main; main()"
+UNENCRYPTED = "import millrace.swarm.tls as tls; tls.is_loopback = lambda host: True\n"
+"""Makes an agent take every connection for one of its own machine: there is no setting for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,28 +37,42 @@ class Warmed:
         seconds: Of each node, in the rig's order, from the first request to its last file.
         store_bytes: Bodies that the store sent.
         link_bytes: Payload that crossed the link between the zones, both ways.
+        cpu_seconds: Processor time of all agents in the run, without their start.
     """
 
     seconds: tuple[float, ...]
     store_bytes: int
     link_bytes: int
+    cpu_seconds: float
 
 
-def run_zones(rig: Rig, store: Store, keys: Sequence[str], destination: Path) -> Warmed:
+def run_zones(
+    rig: Rig, store: Store, keys: Sequence[str], destination: Path, *, encrypted: bool = True
+) -> Warmed:
     """Put objects on every node of a rig.
+
+    Args:
+        rig: Its nodes.
+        store: Store in the rig; its counts begin anew.
+        keys: Keys of the objects.
+        destination: Folder, the same path on every node.
+        encrypted: Whether the connections between nodes are.
 
     Raises:
         RigError: It failed.
     """
     store.reset()
     secret = {KEY: secrets.token_hex(16)}
+    agents: list[subprocess.Popen[str]] = []
+    code = NODE if encrypted else f"{UNENCRYPTED}{NODE}"
     with ExitStack() as stack:
         for node in rig.nodes:
-            command = [sys.executable, "-c", "from millrace.cli import main; main()", "node"]
+            command = [sys.executable, "-c", code, "node"]
             command += ["--root", str(destination), "--host", node.address, "--port", str(PORT)]
             agent = node.popen(command, env=secret, stdout=subprocess.PIPE, text=True)
             stack.enter_context(agent)
             stack.callback(agent.kill)
+            agents.append(agent)
             assert agent.stdout is not None
             if not agent.stdout.readline():
                 raise RigError(f"The agent of {node.name} did not start.")
@@ -63,19 +80,33 @@ def run_zones(rig: Rig, store: Store, keys: Sequence[str], destination: Path) ->
         nodes = {
             host.name: [host.address, "far" if host in rig.far else "near"] for host in rig.nodes
         }
-        order = Order(store.config(), list(keys), str(destination), "", {"nodes": nodes})
+        options = {"nodes": nodes, "encrypted": encrypted}
+        order = Order(store.config(), list(keys), str(destination), "", options)
+        spent = sum(_cpu_seconds(agent.pid) for agent in agents)
         command = [sys.executable, "-m", "benchmarks.swarm_peers.zones"]
         said = rig.nodes[0].run(command, given=order.said(), env=secret, timeout=TIMEOUT)
         after = sum(rig.crossed()) if rig.far else 0
+        spent = sum(_cpu_seconds(agent.pid) for agent in agents) - spent
     seconds = json.loads(said.splitlines()[-1])
     return Warmed(
-        tuple(seconds[host.name] for host in rig.nodes), store.counts().bytes, after - before
+        tuple(seconds[host.name] for host in rig.nodes),
+        store.counts().bytes,
+        after - before,
+        spent,
     )
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Return the processor time that a process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
     """Warm every node, and say how long each took without the start of the run."""
     order = read_order()
+    if not order.options["encrypted"]:
+        tls.is_loopback = lambda host: True
     hosts = tuple(
         Host(url=f"http://{address}:{PORT}", name=name, zone=zone)
         for name, (address, zone) in order.options["nodes"].items()
