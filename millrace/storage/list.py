@@ -1,6 +1,7 @@
 """List what a store holds, page by page."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import obstore
 from obstore.exceptions import BaseError
@@ -27,7 +28,7 @@ def list_objects(
         prefix: What their keys start with: any text, not only whole folder names.
         after: Only keys that come after this one.
         exact: Return keys with the slash that some end in (S3 and R2), at the price of importing
-            boto3. Otherwise it is missing.
+            boto3. Otherwise it may be missing, but never so that another key is listed twice.
 
     Raises:
         DeniedError: The credentials may not list.
@@ -54,8 +55,12 @@ def list_objects(
                         if ordered and meta["path"] > prefix:
                             return
                         continue
-                    moved, offset = True, meta["path"]
-                    yield stat_of(meta)
+                    stat = stat_of(meta)
+                    if ordered and offset and stat.key <= offset:
+                        # Out of order: obstore has dropped the slash at the key's end.
+                        stat = replace(stat, key=f"{stat.key}/")
+                    moved, offset = True, stat.key
+                    yield stat
         except (BaseError, OSError, ValueError) as error:
             # A listed key, the key to begin after, or the prefix.
             if refuses_key(error) and store.speaks_s3:

@@ -88,3 +88,13 @@ def test_keys_that_obstore_refuses_are_deleted_among_others(store):
     every = [stat.key for stat in list_objects(store, exact=True)]
     assert delete(store, every) == []
     assert list(list_objects(store, exact=True)) == []
+
+
+def test_a_key_that_ends_in_a_slash_does_not_pass_for_the_key_without_it(store, rgw):
+    for name in ("ok.txt/", "ok.txt-a", "ok.txt.b/"):
+        key = f"below/here/m/{name}"
+        rgw.client(rgw.full).put_object(Bucket=store.location.bucket, Key=key, Body=b"22")
+    found = [(stat.key, stat.size) for stat in list_objects(store, "m/")]
+    assert found == [("m/ok.txt", 1), ("m/ok.txt-a", 2), ("m/ok.txt.b", 2), ("m/ok.txt/", 2)]
+    later = [stat.key for stat in list_objects(store, "m/", after="m/ok.txt.b")]
+    assert later == ["m/ok.txt.b/", "m/ok.txt/"]
