@@ -5,6 +5,8 @@ with and without the principal: digests, decisions about objects of ours, what i
 """
 
 import hashlib
+import io
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,6 +14,7 @@ from datetime import timedelta
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 
 from millrace import errors
@@ -43,7 +46,10 @@ from millrace.gradients import (
     Participant,
     RunSettings,
     aggregate_run,
+    catch_up,
     newest,
+    newest_state,
+    state_of,
 )
 from millrace.housekeeping import (
     AuditSettings,
@@ -79,7 +85,7 @@ from millrace.shards import verify as verify_shards
 from millrace.swarm import Request, prewarm
 from tests.housekeeping.material import Place
 from tests.integration.hostile import commands, renting
-from tests.integration.hostile.junk import MARKUP, Kind, Reach
+from tests.integration.hostile.junk import MARKUP, Junk, Kind, Reach
 from tests.integration.hostile.site import Flow, Site
 from tests.swarm.swarms import (
     LIE,
@@ -191,7 +197,7 @@ def _retain(site: Site) -> Any:
 CHECKPOINTS = Reach(
     prefixes=("other/", HOSTS),
     litter=("", "runs/", "runs/one/", "runs/one/checkpoints/",
-            "runs/one/checkpoints/step_000000001/", "runs/one/epochs/"),
+            "runs/one/checkpoints/step_000000001/"),
     scopes=("runs/one/", "runs/"),
 )  # fmt: skip
 
@@ -394,6 +400,58 @@ def _catch_up(site: Site) -> Any:
     return [newest(store, RUN.chain), hashlib.sha256(weights).hexdigest()]
 
 
+def _forge(site: Site) -> None:
+    """Have the aggregator commit a last link that follows the one before, and claims too much."""
+    key = RUN.chain.link(LAST)
+    envelope = json.loads(site.genuine[key])
+    link = envelope["record"]
+    update = link["updates"][0]
+    arrays = io.BytesIO()
+    np.savez_compressed(arrays, **{"0.values": np.zeros(50_000_000, np.float32)})
+    match site.dice.choice(["size", "shapes", "names", "key", "bomb", "lr", "state", "taken"]):
+        case "size":
+            update["size"] = 5 << 30
+        case "shapes":
+            link["shapes"] = [[10**6, 10**6] for _ in link["shapes"]]
+        case "names":
+            link["names"] = [f"{name}{MARKUP}" for name in link["names"]]
+        case "key":
+            update["key"] = site.dice.choice(["", "/", "a//b", "../../x", key, RUN.chain.prefix])
+        case "bomb":
+            body = arrays.getvalue()
+            digest = hashlib.sha256(body).hexdigest()
+            update |= {"key": f"{RUN.chain.prefix}bomb.npz", "size": len(body), "sha256": digest}
+            site.plant([Junk(Kind.CHAIN, update["key"], body)])
+        case "lr":
+            link["outer"]["lr"] = 1e30
+        case "state":
+            link["state"] = "0" * 64
+        case _:
+            link["taken"] = {"late": next(iter(link["taken"].values()))}
+    site.plant([Junk(Kind.CHAIN, key, json.dumps(envelope).encode())])
+
+
+def _follow(site: Site) -> Any:
+    """Bring a late worker to weights that the chain proves, or to an error that names the chain."""
+    if site.reach is not None and site.dice.random() < 0.5:
+        _forge(site)
+    links = [json.loads(site.genuine[key]) for key in map(RUN.chain.link, range(LAST + 1))
+             if key in site.genuine]  # fmt: skip
+    store = site.store()
+    try:
+        newest_state(store, RUN.chain)
+        state = state_of(dict(_model().named_parameters()))
+        catch_up(store, RUN.chain, state)
+    except errors.MillraceError as error:
+        site.said.append(str(error))
+        return "proved" if RUN.run in str(error) else f"the chain is not named: {error}"
+    digest = state.digest()
+    proved = not links or digest in {link["record"]["state"] for link in links}
+    return "proved" if proved else f"weights that no link has: {digest}"
+
+
+AGGREGATOR = Reach(prefixes=(RUN.chain.links, RUN.chain.prefix))
+
 CHAIN = Reach(
     prefixes=tuple(RUN.gradients.worker(uid) for uid in UIDS),
     litter=(RUN.chain.prefix, RUN.chain.links, f"{RUN.chain.job}/checkpoints/"),
@@ -466,6 +524,10 @@ def _prewarm(site: Site) -> Any:
         ]
 
 
+def _names_node(said: list[str]) -> str:
+    return "" if any(line.startswith("n2: ") for line in said) else "n2"
+
+
 FORGED = [
     [{}], ["x"], {"e": "done"}, [None], 7, [{"e": []}], [{"e": "files", "f": [99]}],
     [{"e": "done", "p": 10**6, "s": "", "d": "0" * 64, "b": 1}],
@@ -506,12 +568,13 @@ FLOWS: dict[str, Flow] = {
         Flow("audit-access", FOREIGN, _bucket, _audit, BUCKET),
         Flow("aggregate-gradients", WORKER, _first, _aggregate, GRADIENTS, _names_worker, 20),
         Flow("catch-up", WORKER, _merged, _catch_up, CHAIN),
+        Flow("follow-chain", "aggregator", _merged, _follow, AGGREGATOR, count=4),
         Flow("provision", HOST, _nothing, renting.provision, RENTED),
         Flow("reap-instances", HOST, _nothing, renting.reap_instances, RENTED),
         Flow("release", HOST, _nothing, renting.release_machines, RENTED),
         Flow("list-rentals", HOST, _nothing, renting.list_machines, RENTED),
         Flow("cool-down", WORKER, _nothing, _cool_down, EPOCH),
-        Flow("prewarm", NODE, _sharded, _prewarm, DATASETS),
+        Flow("prewarm", NODE, _sharded, _prewarm, DATASETS, _names_node),
         *(Flow(f"millrace {name}", HOST, _nothing, renting.command(name), RENTED)
           for name in renting.COMMANDS),
         *(Flow(f"millrace {name}", WORKER, _merged, commands.command(words), CHAIN)

@@ -43,6 +43,7 @@ class Kind(StrEnum):
     EMPTY = "object of 0 bytes"
     GIANT = "object of 5 GiB by listing"
     MESSAGE = "message of a lying node"
+    CHAIN = "forged link or update"
 
 
 NAMES = (
@@ -51,7 +52,7 @@ NAMES = (
 )  # fmt: skip
 LITTER = (Kind.EMPTY_SEGMENT, Kind.DOTS, Kind.CONTROL, Kind.FOLDER)
 """Names that no key of ours can have, wherever they stand."""
-RECORDS = tuple(kind for kind in Kind if kind not in {*NAMES, Kind.MESSAGE})
+RECORDS = tuple(kind for kind in Kind if kind not in {*NAMES, Kind.MESSAGE, Kind.CHAIN})
 OBJECTS = (*NAMES, *RECORDS)
 
 
