@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from millrace.gradients.compiling import compiled
+
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _MANTISSA = np.int32(0x007FFFFF)
 _HIDDEN = np.int32(0x00800000)
@@ -21,7 +23,7 @@ _LLOYD = 16  # steps: the border stands still before
 ENDED, TOO_FAR, LEFT_OVER = 1, 2, 3
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(nogil=True, inline="always")
 def _count_above(bits: Any, size: int, threshold: Any) -> Any:
     count = np.int32(0)  # as wide as what is compared, so that many are at a time
     for i in range(size):
@@ -29,7 +31,7 @@ def _count_above(bits: Any, size: int, threshold: Any) -> Any:
     return count
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def select(chunks: Any, k: int, out: Any) -> None:  # noqa: C901, PLR0912 - one loop, compiled
     """The places of the ``k`` largest magnitudes of each chunk, ascending; of equals the first.
 
@@ -90,7 +92,7 @@ def select(chunks: Any, k: int, out: Any) -> None:  # noqa: C901, PLR0912 - one 
                 taken += 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def gather(chunks: Any, places: Any, out: Any) -> None:
     """The values at places of each chunk: (chunks, k)."""
     for row in range(places.shape[0]):
@@ -98,7 +100,7 @@ def gather(chunks: Any, places: Any, out: Any) -> None:
             out[row, j] = chunks[row, places[row, j]]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def subtract(chunks: Any, places: Any, values: Any) -> None:
     """Take values away from places of each chunk."""
     for row in range(places.shape[0]):
@@ -106,7 +108,7 @@ def subtract(chunks: Any, places: Any, values: Any) -> None:
             chunks[row, places[row, j]] -= values[row, j]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def spread(places: Any, values: Any, out: Any) -> None:
     """Put values at places of each chunk, and zeros elsewhere: (chunks, size)."""
     out[:, :] = 0.0
@@ -115,20 +117,20 @@ def spread(places: Any, values: Any, out: Any) -> None:
             out[row, places[row, j]] = values[row, j]
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(nogil=True, inline="always")
 def _bfloat16(bits: Any) -> Any:
     """The bfloat16 nearest to a float32, by their bits; of two equally near the even one."""
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> 16)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(nogil=True, inline="always")
 def _level(high: Any, ratio: Any, code: Any, most: Any) -> Any:
     """The magnitude that a code means: from ``high * ratio / 255`` to ``high`` in equal steps."""
     low = high * (ratio / 255.0)
     return low + (high - low) * (code / most)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _two_means(bits: Any, sizes: Any) -> tuple[Any, Any]:
     """Two magnitudes that stand for those of a chunk, by least squares (Lloyd 1982).
 
@@ -165,7 +167,7 @@ def _two_means(bits: Any, sizes: Any) -> tuple[Any, Any]:
     return high * unit, low * unit
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def quantise(values: Any, levels: int, high: Any, ratio: Any, codes: Any) -> None:
     """Stand for each value by its sign and the nearest of some magnitudes of its chunk.
 
@@ -209,7 +211,7 @@ def quantise(values: Any, levels: int, high: Any, ratio: Any, codes: Any) -> Non
             codes[row, j] = np.uint8(code) + np.uint8(sign)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def dequantise(high: Any, ratio: Any, codes: Any, levels: int, values: Any) -> None:
     """The float32 that codes mean: (chunks, k)."""
     rows, k = codes.shape
@@ -227,7 +229,7 @@ def dequantise(high: Any, ratio: Any, codes: Any, levels: int, values: Any) -> N
             values[row, j] = table[codes[row, j]]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def count_gaps(places: Any, counts: Any) -> None:
     """How often each distance between two places of a chunk occurs: added to ``counts``."""
     for row in range(places.shape[0]):
@@ -238,7 +240,7 @@ def count_gaps(places: Any, counts: Any) -> None:
             before = place
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def write_gaps(places: Any, rice: int, out: Any) -> int:
     """Write the distances between places as Rice codes; bytes that it took.
 
@@ -285,7 +287,7 @@ def write_gaps(places: Any, rice: int, out: Any) -> int:
     return at
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def read_gaps(body: Any, rice: int, size: int, places: Any) -> int:  # noqa: C901 - one loop, compiled
     """Read what `write_gaps` wrote, all of it; what is wrong, or 0.
 
@@ -338,7 +340,7 @@ def read_gaps(body: Any, rice: int, size: int, places: Any) -> int:  # noqa: C90
     return 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def sum_of_squares(values: Any) -> float:
     """Of values in one dimension, one after the other: the same on every machine."""
     total = 0.0
@@ -347,7 +349,7 @@ def sum_of_squares(values: Any) -> float:
     return total
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def inner_products(places: Any, values: Any, size: int, out: Any) -> None:
     """Add the inner product of every two senders to a matrix of them, its lower half.
 
@@ -372,7 +374,7 @@ def inner_products(places: Any, values: Any, size: int, out: Any) -> None:
                 row_of[places[one, row, j]] = 0.0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def weighted_sums(
     places: Any,
     values: Any,
@@ -418,7 +420,7 @@ def weighted_sums(
     return at
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def inverse_tiles(stack: Any, down: Any, across: Any, columns: int, out: Any) -> None:
     """The inverse of the DCT of tiles, in one order of additions.
 

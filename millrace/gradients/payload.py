@@ -283,7 +283,7 @@ def _read(store: Store, stat: Stat, begin: int, end: int) -> bytes:
         return read_range(store, stat.key, begin, end, etag=stat.etag)
     except (errors.ChangedError, errors.NotFoundError) as error:
         raise PayloadError(Refusal.CHANGED, "It was replaced while it was read.") from error
-    except (errors.UnavailableError, errors.DeniedError) as error:
+    except (errors.UnavailableError, errors.DeniedError, errors.CorruptError) as error:
         raise PayloadError(Refusal.UNAVAILABLE, unanswered(error)) from error
 
 

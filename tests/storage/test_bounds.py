@@ -4,16 +4,19 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from millrace import errors
+from millrace.gradients import Codec, Expected, PayloadError, Refusal
+from millrace.gradients.payload import read_header
 from millrace.keys import CheckpointKeys
 from millrace.models.checkpoint import Epoch
 from millrace.records import commit_once, fetch
 from millrace.storage import (
     Credentials,
+    Stat,
     Store,
     StoreSpec,
     open_store,
@@ -94,6 +97,16 @@ def test_a_range_is_no_longer_than_it_was_asked_for(endless: Endless) -> None:
     with pytest.raises(errors.CorruptError, match="more than 37000 bytes come"):
         read_range(store_of(endless), "worker/gradient", 0, 37_000)
     assert endless.sent < MODEST
+
+
+def test_a_bucket_that_sends_more_of_a_gradient_than_was_asked_for_is_named(
+    endless: Endless,
+) -> None:
+    expected = Expected(run="r", uid="a", window=1, base=0, codec=Codec(), shapes={"w": (64, 64)})
+    stat = Stat("r/a/gradient", expected.size, "x", datetime.now(UTC))
+    with pytest.raises(PayloadError, match="Its bucket does not answer as one") as caught:
+        read_header(store_of(endless), stat, expected)
+    assert caught.value.reason is Refusal.UNAVAILABLE
 
 
 def test_a_record_is_no_larger_than_its_kind_may_be(endless: Endless) -> None:

@@ -1,0 +1,59 @@
+"""Call a kernel: ``python -m tests.gradients.compiling_child LAYOUT [stop]``.
+
+It prints what the kernel says, or the error. With ``stop`` it says when it is about to write the
+index of numba's cache, and once more when it has; each time it goes on with a line of its input. It
+says ``waiting`` when another process holds the lock.
+"""
+
+import fcntl
+import sys
+from typing import Any
+
+import numpy as np
+from numba.core import caching
+
+from millrace.gradients import kernels
+
+VALUES = {
+    "float32": np.ones(3, np.float32),
+    "float64": np.ones(3, np.float64),
+    "strided": np.ones(6, np.float32)[::2],
+    "reversed": np.ones(3, np.float64)[::-1],
+}
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def main() -> None:
+    layout, *stops = sys.argv[1:]
+    if stops:
+        save = caching.IndexDataCacheFile._save_index  # pyright: ignore[reportPrivateUsage]
+
+        def stopping(self: Any, overloads: Any) -> None:
+            say("before the index")
+            sys.stdin.readline()
+            save(self, overloads)
+            say("after the index")
+            sys.stdin.readline()
+
+        caching.IndexDataCacheFile._save_index = stopping  # pyright: ignore[reportPrivateUsage]
+    lock = fcntl.flock
+
+    def saying(descriptor: int, operation: int) -> None:
+        try:
+            lock(descriptor, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting")
+            lock(descriptor, operation)
+
+    fcntl.flock = saying
+    try:
+        say(str(kernels.sum_of_squares(VALUES[layout])))
+    except TypeError as error:
+        say(f"TypeError {error}")
+
+
+if __name__ == "__main__":
+    main()
