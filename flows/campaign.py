@@ -246,7 +246,13 @@ def _train_epoch(site: _Site, training: Training, epoch: int, crew: Attended | W
     if epoch in stands.ended or stands.window > end:
         return
     try:
-        cool_down(site.bucket, site.keys.job, epoch, patience=_cooling(training))
+        cool_down(
+            site.bucket,
+            site.keys.job,
+            epoch,
+            patience=_cooling(training),
+            members=list(site.uids(training)),
+        )
     except UnavailableError as error:
         get_run_logger().warning("The training goes on without: %s", one_line(error))
 

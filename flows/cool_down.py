@@ -46,12 +46,14 @@ def cool_down(
     nodes: NodeCheckpoints | None = None,
     settings: CooldownSettings = CooldownSettings(),  # noqa: B008 - frozen
     patience: Duration = timedelta(minutes=30),
+    members: list[str] | None = None,
 ) -> Seen:
     """End an epoch: the members upload its checkpoint together, and one of them commits it.
 
     Left without `nodes`, the members are elsewhere and end the epoch by themselves, from their
     training loop or by `millrace cool-down`; this run watches, finishes what dead members have
-    begun to commit, and reports. With `nodes`, it has the nodes of a Ray cluster do it.
+    begun to commit, and reports. With `nodes`, it has the nodes of a Ray cluster do it. With
+    `members`, this run owns the job: it commits what those members have uploaded.
 
     Args:
         bucket: A Millrace Bucket block with write credentials, its name, or a URL.
@@ -61,6 +63,8 @@ def cool_down(
         settings: Who saves, and what happens when it takes too long. For `nodes` only: members
             elsewhere have their own.
         patience: For how long this run waits.
+        members: Names of members that write below their own prefixes only, such as a campaign's
+            workers. This run writes who takes part, verifies their files, and ends the epoch.
     """
     CheckpointKeys(job)
     if epoch < 0:
@@ -68,7 +72,7 @@ def cool_down(
     place = spec_of(bucket, Right.WRITE)
     check_right(bucket, Right.WRITE, job)
     if nodes is None:
-        ended = watch_epoch(place, job, epoch, patience)
+        ended = watch_epoch(place, job, epoch, patience, members or ())
     else:
         source = SavedSource(url=nodes.url, job=nodes.job, step=nodes.step)
         member = MemberSettings(store=place, job=job, epoch=epoch, source=source, cooldown=settings)

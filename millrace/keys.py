@@ -16,6 +16,8 @@ CHECKPOINTS = "checkpoints"
 """The folder of a job that its checkpoints are in."""
 _NO_JOBS = frozenset({*_OURS, CHECKPOINTS})
 _GATHERS = "gathers"
+_COOLDOWNS = "cooldowns"
+_MEMBERS = "members"
 _CAMPAIGN = "campaign"
 _PLAN_OF_CAMPAIGN = f"/{_CAMPAIGN}/plan.json"
 _NO_WORKERS = frozenset({*_NO_JOBS, _GATHERS, "epochs"})
@@ -271,6 +273,12 @@ class CheckpointKeys:
         """What moves an epoch on: created once."""
         return f"{self.epochs}{number:06d}.json"
 
+    def parse_epoch(self, key: str) -> int | None:
+        """Return the epoch whose end a key records; None if it is no such key."""
+        match = re.fullmatch(re.escape(self.epochs) + r"([0-9]{6,12})\.json", key)
+        number = int(match[1]) if match else -1
+        return number if number >= 0 and self.epoch(number) == key else None
+
     def quarantined(self, step: int) -> str:
         """The prefix of what was damaged, and was moved out of the way."""
         return f"{self.folder(step)}quarantine/"
@@ -398,11 +406,11 @@ class ChainKeys:
 
 @dataclass(frozen=True, slots=True)
 class CooldownKeys:
-    """What the members of a job commit at the end of one epoch.
+    """Objects of the end of one epoch: each member writes below its own prefix.
 
     Attributes:
-        job: Its name.
-        epoch: The epoch's number.
+        job: Name of the job.
+        epoch: Number of the epoch.
     """
 
     job: str
@@ -410,25 +418,45 @@ class CooldownKeys:
 
     @property
     def prefix(self) -> str:
-        return f"{self.job}/cooldowns/{self.epoch:06d}/"
+        return f"{self.job}/{_COOLDOWNS}/{self.epoch:06d}/"
 
     @property
     def roster(self) -> str:
-        """Who takes part: created once."""
+        """Key of the list of members: created once."""
         return f"{self.prefix}roster.json"
 
-    def claim(self, member: str) -> str:
-        """What a member says that the content is: created once."""
-        return f"{self.prefix}claims/{member}.json"
+    def own(self, member: str) -> str:
+        """Return the prefix of all that one member writes at the end of this epoch."""
+        return f"{member_prefix(self.job, member)}{_COOLDOWNS}/{self.epoch:06d}/"
 
-    def ended(self, member: str) -> str:
-        """What it came to for a member: created once."""
-        return f"{self.prefix}ended/{member}.json"
+    def vote(self, member: str) -> str:
+        """Return the key of a member's statement of its content digest: created once."""
+        return f"{self.own(member)}vote.json"
 
-    def parse(self, key: str) -> tuple[str, str] | None:
-        """``claims`` or ``ended``, and the member; None of another key."""
-        match = re.fullmatch(re.escape(self.prefix) + r"(claims|ended)/([^/]+)\.json", key)
-        return (match[1], match[2]) if match else None
+    def late(self, member: str) -> str:
+        """Return the key of a member's vote to go on without a checkpoint: created once."""
+        return f"{self.own(member)}late.json"
+
+    def result(self, member: str) -> str:
+        """Return the key of a member's own result: created once."""
+        return f"{self.own(member)}result.json"
+
+    def draft(self, member: str) -> str:
+        """Return the key of the metadata that a member proposes: created once."""
+        return f"{self.own(member)}draft.json"
+
+    def parts(self, member: str) -> str:
+        """Return the prefix of the files that a member has uploaded for the owner to copy."""
+        return f"{self.own(member)}parts/"
+
+    def part(self, member: str, sha256: str) -> str:
+        return f"{self.parts(member)}{sha256}.safetensors"
+
+    def parse_part(self, member: str, key: str) -> str | None:
+        """Return the digest of a file that a member has uploaded; None of another key."""
+        prefix = re.escape(self.parts(member))
+        match = re.fullmatch(prefix + r"([0-9a-f]{64})\.safetensors", key)
+        return match[1] if match else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -548,17 +576,17 @@ class CampaignKeys:
         return [f"{self.run}/{_GATHERS}/", self.notes, f"{self.job}/"]
 
     def writes(self, number: int | str) -> list[str]:
-        """The prefixes that a worker writes: its own, and what epochs end with.
+        """Return the prefixes that a worker writes: all of them are its own.
 
         Args:
-            number: The worker's, or what stands for it until it is known, such as ``{slot}``.
+            number: Number of the worker, or what stands for it until it is known: ``{slot}``.
         """
         uid = self.uid(number)
-        leases_ = f"{self.job}/lease"
-        shared = [f"{self.job}/{folder}/" for folder in (CHECKPOINTS, "cooldowns", "epochs")]
         return [
-            f"{self.run}/{uid}/", *shared, f"{leases_}/clock/", f"{leases_}/members/{uid}/",
-        ]  # fmt: skip
+            f"{self.run}/{uid}/",
+            f"{self.job}/{_MEMBERS}/{uid}/",
+            f"{leases(self.job)}{_MEMBERS}/{uid}/",
+        ]
 
     def uid(self, number: int | str) -> str:
         """A worker's name, by its number."""
@@ -618,16 +646,34 @@ def campaign_of(key: str) -> str | None:
     return name if ours else None
 
 
-def member_lease(job: str, member: str) -> LeaseKeys:
-    """The lease of a member of a job.
+def member_name(member: str) -> str:
+    """Return the name of a member, checked.
 
     Raises:
-        ConfigurationError: Its name cannot be part of an object's name.
+        ConfigurationError: The name cannot be part of an object's name.
     """
     if "/" in member:
         raise ConfigurationError(f"The member's name {member!r} has a '/' in it: write another.")
-    name = checked_name(member, what="The member's name")
-    return LeaseKeys(job, f"members/{name}")
+    return checked_name(member, what="The member's name")
+
+
+def member_lease(job: str, member: str) -> LeaseKeys:
+    """Return the lease of a member of a job.
+
+    Raises:
+        ConfigurationError: The name cannot be part of an object's name.
+    """
+    return LeaseKeys(job, f"{_MEMBERS}/{member_name(member)}")
+
+
+def member_scope(job: str, member: str) -> str:
+    """Return the scope of what a member writes by itself, its lease aside."""
+    return f"{job}/{_MEMBERS}/{member}"
+
+
+def member_prefix(job: str, member: str) -> str:
+    """Return the prefix of what a member writes by itself, its lease aside."""
+    return f"{member_scope(job, member)}/"
 
 
 def clock_probe(scope: str, holder: str) -> str:
@@ -728,7 +774,12 @@ _PASSING = re.compile(
 
 
 _RECORD = re.compile(
-    rf"(?P<scope>(?:{RENTALS}/)?{_PARTS})/(?:lease/.+\.(?:json|beat|end)|epochs/[0-9]{{6,}}\.json|cooldowns/[0-9]{{6,}}/.+)"
+    rf"(?P<scope>(?:{RENTALS}/)?{_PARTS})/(?:lease/.+\.(?:json|beat|end)"
+    rf"|epochs/[0-9]{{6,}}\.json|{_COOLDOWNS}/[0-9]{{6,}}/.+)"
+)
+_OF_MEMBER = re.compile(
+    rf"(?P<scope>{_PARTS})/{_MEMBERS}/[^/]+/{_COOLDOWNS}/[0-9]{{6,}}/"
+    r"(?:(?P<record>(?:vote|late|result)\.json)|draft\.json|parts/[0-9a-f]{64}\.safetensors)"
 )
 
 
@@ -748,10 +799,10 @@ def named(key: str) -> Named | None:
     leaf = key.rpartition("/")[2]
     if leaf.startswith(("gradient-", "start_window-")):
         return _of_worker(key)
-    if machine := _OF_MACHINE.fullmatch(key):
-        if not _can_be(RentalKeys, machine["rental"]):
-            return None
-        return Named(Kind.PASSING, RentalKeys(machine["rental"]).scope)
+    if key.startswith(f"{MACHINES}/"):
+        return _of_machine(key)
+    if match := _OF_MEMBER.fullmatch(key):
+        return Named(Kind.RECORD if match["record"] else Kind.PASSING, match["scope"])
     match = _OF_CHAIN.fullmatch(key)
     if match and _can_be(CheckpointKeys, ChainKeys(match["scope"], match["version"]).job):
         kind, number = (
@@ -769,6 +820,13 @@ def named(key: str) -> Named | None:
         number = int(match["number"]) if kind is Kind.CHECKPOINT else -1
         return Named(kind, match["scope"] or "", number=number)
     return None
+
+
+def _of_machine(key: str) -> Named | None:
+    machine = _OF_MACHINE.fullmatch(key)
+    if machine is None or not _can_be(RentalKeys, machine["rental"]):
+        return None
+    return Named(Kind.PASSING, RentalKeys(machine["rental"]).scope)
 
 
 def _of_worker(key: str) -> Named | None:

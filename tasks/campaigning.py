@@ -14,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel, ConfigDict
 
 from millrace import cluster, errors, gradients
-from millrace.checkpoints.members import moved_on
+from millrace.checkpoints.members import derived_epoch, epoch_of
 from millrace.gradients import Link, RunSettings, WindowRules
 from millrace.keys import CampaignKeys, DatasetKeys
 from millrace.lease import Heartbeat, Held, Holder, StoreClock, await_lease
@@ -171,11 +171,13 @@ def standing_of(place: StoreSpec, run: RunSettings, job: str, epochs: int) -> St
 
 
 def _end_of(store: Store, job: str, epoch: int) -> Epoch | None:
-    """What an epoch has ended with; of a record that is none, that it has ended without."""
+    """Return how an epoch has ended, by its record, or by its votes where that is damaged."""
     try:
-        return moved_on(store, job, epoch)
-    except errors.CorruptError:  # workers write it: one of them cannot end the campaign
-        return Epoch(job=job, epoch=epoch, step=0, root=None, why="its record cannot be read")
+        return epoch_of(store, job, epoch)
+    except errors.NotFoundError:
+        return None
+    except errors.CorruptError:
+        return derived_epoch(store, job, epoch)
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)

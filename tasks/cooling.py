@@ -34,9 +34,11 @@ class EndedEpoch:
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def watch_epoch(place: StoreSpec, job: str, epoch: int, patience: timedelta) -> EndedEpoch:
-    """Wait until members elsewhere have ended an epoch."""
-    return EndedEpoch(_watched(place, job, epoch, patience), {}, {})
+def watch_epoch(
+    place: StoreSpec, job: str, epoch: int, patience: timedelta, members: Sequence[str] = ()
+) -> EndedEpoch:
+    """Wait until members elsewhere have ended an epoch, or end it for them."""
+    return EndedEpoch(_watched(place, job, epoch, patience, members), {}, {})
 
 
 @task(cache_policy=NO_CACHE)
@@ -51,11 +53,15 @@ def race_on_ray(settings: MemberSettings, address: str | None, patience: timedel
     return EndedEpoch(seen, members.without, members.faults)
 
 
-def _watched(place: StoreSpec, job: str, epoch: int, patience: timedelta) -> Seen:
+def _watched(
+    place: StoreSpec, job: str, epoch: int, patience: timedelta, members: Sequence[str] = ()
+) -> Seen:
     store = open_store(place, make_folder=False)
     clock = StoreClock.read(store, job, Holder.this_process())
     with CheckpointProgress(artifact_key("progress", "cool-down")) as progress:
-        return watch(store, job, epoch, patience=patience, clock=clock, progress=progress)
+        return watch(
+            store, job, epoch, patience=patience, members=members, clock=clock, progress=progress
+        )
 
 
 @task(cache_policy=NO_CACHE)

@@ -9,8 +9,10 @@ from millrace.keys import (
     CooldownKeys,
     DatasetKeys,
     GradientKeys,
+    Kind,
     LeaseKeys,
     MachineKeys,
+    Named,
     RentalKeys,
     ShardName,
     checked_name,
@@ -72,6 +74,7 @@ WORDS = [
 OURS = [
     MachineKeys(RentalKeys("a").machine(0)).beat, RentalKeys("a").intent(0),
     LeaseKeys("a", "owner").epoch(0), CheckpointKeys("a").metadata(1), CooldownKeys("a", 0).roster,
+    CooldownKeys("a", 0).vote("b"), CooldownKeys("a", 0).part("b", "a" * 64),
     GradientKeys("a", "1").gradient("b", 1), ChainKeys("a", "1").link(1), DatasetKeys("a").manifest,
 ]  # fmt: skip
 
@@ -94,13 +97,22 @@ def test_no_key_that_anybody_may_write_fails_a_parser(key):
         DatasetKeys("a").parse_end, LeaseKeys("a", "owner").parse, CheckpointKeys("a").parse_folder,
         CheckpointKeys("a").parse_part, GradientKeys("a", "1").parse,
         GradientKeys("a", "1").parse_start,
-        CooldownKeys("a", 0).parse, RentalKeys("a").parse, lambda key: parse_lease("a", key),
+        CheckpointKeys("a").parse_epoch, lambda key: CooldownKeys("a", 0).parse_part("b", key),
+        RentalKeys("a").parse, lambda key: parse_lease("a", key),
     ]  # fmt: skip
     for parse in parsers:
         parse(key)
     what = named(key)
     if what is not None and what.version:
         assert ChainKeys(what.scope, what.version).job == what.leases
+
+
+def test_what_a_member_uploads_for_its_owner_is_used_once_and_its_votes_stay():
+    keys = CooldownKeys("c/model", 3)
+    for key in (keys.vote("m"), keys.late("m"), keys.result("m")):
+        assert named(key) == Named(Kind.RECORD, "c/model")
+    for key in (keys.draft("m"), keys.part("m", "a" * 64)):
+        assert named(key) == Named(Kind.PASSING, "c/model")
 
 
 def test_a_number_in_digits_of_another_script_is_none_of_ours():

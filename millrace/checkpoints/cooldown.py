@@ -1,38 +1,51 @@
 """The cooldown: an epoch ends with a checkpoint that some members upload and nobody can doubt.
 
-All that members know of each other is in the bucket. Each claims what its content is, before any of
+All that members know of each other is in the bucket. Each states what its content is, before any of
 it is uploaded; where more than half say the same, that is what is saved, and whoever says otherwise
 is told so. Of the order that follows from the epoch's seed, the first members that live upload
 (`millrace.checkpoints.race`). Whoever sees the set complete and verified commits the checkpoint's
 metadata, then the epoch: the one record that moves it on, created once. It is looked for twice a
 second, and whoever sees it stops.
+
+A confined member writes below its own prefixes only. It uploads there, and the owner of the job
+copies, verifies and commits (`millrace.checkpoints.collecting`).
 """
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from typing import Any
 
 from millrace import errors
 from millrace.checkpoints.choosing import Choice, number_of, order_of
+from millrace.checkpoints.collecting import listed_most
 from millrace.checkpoints.contents import Content, plain_json
 from millrace.checkpoints.find import checkpoint_of, commit_checkpoint
-from millrace.checkpoints.members import Membership, Statements, moved_on, roster_of
+from millrace.checkpoints.members import (
+    Membership,
+    Statements,
+    commit_epoch,
+    epoch_of,
+    moved_on,
+    roster_of,
+)
 from millrace.checkpoints.race import Race
 from millrace.checkpoints.settings import CooldownSettings, OnTimeout
 from millrace.digest import canonical, sha256
 from millrace.keys import CheckpointKeys, CooldownKeys
-from millrace.models.checkpoint import Checkpoint, Claim, Ended, Epoch, Outcome, Roster
+from millrace.models.checkpoint import Checkpoint, Claim, Ended, Epoch, Late, Outcome, Roster
 from millrace.progress import Event, Figure, Progress, silent
-from millrace.records import commit_once, fetch
-from millrace.storage import Store, list_objects
+from millrace.records import commit_once
+from millrace.storage import Store, exists, list_objects
 
 _TICK = 0.5  # seconds between looks
 _CENSUS = 2  # ticks between looks at who lives
+_LATE = 60.0  # seconds that a confined member waits for its owner beyond the epoch's own time
 _PATIENCE = timedelta(seconds=5)  # of one look, the next of which finds out what it did not
 
 
@@ -118,7 +131,11 @@ def cool_down(
         parts=content.parts,
         tensors=dict(content.tensors),
     )
-    roster = roster_of(membership, epoch, seed)
+    cancelled = cancel.is_set if cancel is not None else lambda: False
+    try:
+        roster = roster_of(membership, epoch, seed, cancelled=cancelled)
+    except errors.StoppedError as error:
+        return Cooled(Outcome.CANCELLED, str(error), None)
     one = _Cooldown(
         membership, content, draft, roster, settings or CooldownSettings(), cancel, progress
     )
@@ -131,18 +148,21 @@ def epochs_without(store: Store, job: str, epoch: int) -> int:
     Raises:
         UnavailableError: The store does not answer.
     """
-    keys = CheckpointKeys(job)
-    for count, before in enumerate(range(epoch - 1, -1, -1)):
+    count = 0
+    for before in range(epoch - 1, -1, -1):
         try:
-            record = fetch(store, keys.epoch(before), Epoch)
+            record = epoch_of(store, job, before)
         except errors.NotFoundError:
-            return count  # the job began after it
+            break  # the job began after it
+        except errors.CorruptError:
+            continue  # nobody knows: it neither counts nor ends the row
         if record.root is not None:
-            return count
-        with suppress(errors.NotFoundError):
+            break
+        with suppress(errors.NotFoundError, errors.CorruptError):
             checkpoint_of(store, job, record.step)
-            return count  # it was finished later, in the background
-    return epoch
+            break  # it was finished later, in the background
+        count += 1
+    return count
 
 
 class _Cooldown:
@@ -159,7 +179,8 @@ class _Cooldown:
         progress: Progress,
     ) -> None:
         self._member, self._store = membership.member, membership.store
-        self._hurried = membership.store.hurried(_PATIENCE)
+        self._hurried = membership.reads.hurried(_PATIENCE)
+        self._confined = membership.confined
         self._membership, self._draft, self._roster = membership, draft, roster
         self._settings, self._progress = settings, progress
         self._cancel = cancel or threading.Event()
@@ -181,8 +202,9 @@ class _Cooldown:
         self._news = threading.Event()
         self._race = Race(
             self._store,
-            membership.job,
             content,
+            self._part_key,
+            reads=membership.reads,
             uploads=settings.save.uploads,
             check=settings.check,
             news=self._news.set,
@@ -192,6 +214,8 @@ class _Cooldown:
         self._due = self._began + settings.time.total_seconds()
         self._late = self._looks = 0
         self._behind = False
+        self._voted_late = 0.0  # when
+        self._epochs_without = 0
         self._epoch: Epoch | None = None
 
     def run(self) -> Cooled:
@@ -252,20 +276,20 @@ class _Cooldown:
 
     def _agreement(self) -> str:
         """Hear what the content is; a sentence if it is not this member's, or nobody knows."""
-        self._heard.hear(self._roster.members)
+        members = self._roster.members
+        self._heard.hear(members, results=bool(self._looks % _CENSUS), late=self._voted_late > 0)
         if self._agreed:
             return ""
-        if self._member in self._roster.members and not self._claimed:
-            said = commit_once(self._store, self._cooldown.claim(self._member), self._claim).record
+        if self._member in members and not self._claimed:
+            said = commit_once(self._store, self._cooldown.vote(self._member), self._claim).record
             if said != self._claim:
                 return (
-                    f"{self._member} has claimed another content for this epoch before: it did not "
+                    f"{self._member} has stated another content for this epoch before: it did not "
                     "resume from where it was. Load the newest checkpoint."
                 )
             self._claimed = True
             self._heard.claims[self._member] = said
-        members = set(self._roster.members)
-        voters = members & (self._living | self._heard.claims.keys())
+        voters = self._heard.voters(members, self._living)
         favourite, count = self._heard.favourite()
         if favourite is not None and 2 * count > len(voters):
             if favourite.said != self._claim.said:
@@ -285,23 +309,47 @@ class _Cooldown:
 
     # -- the upload
 
+    def _part_key(self, step: int, digest: str) -> str:
+        """Return the key that this member uploads a file to."""
+        if self._confined:
+            return self._cooldown.part(self._member, digest)
+        return self._keys.part(step, digest)
+
     def _advance_race(self) -> Cooled | None:
         if self._is_there():
-            return self._commit()
+            if not self._confined:
+                return self._commit()
+            if self._behind:
+                return self._cooled(self._won(""), "The epoch was over.")
         if not self._race.begun:
             racers = self._racers()
             if self._member in racers:
                 rank = racers.index(self._member)
                 self._tell("cooldown.racing", rank=rank, of=len(racers))
+                if self._confined:
+                    commit_once(self._store, self._cooldown.draft(self._member), self._draft)
                 self._race.begin(rank, len(racers))
         return None
 
     def _is_there(self) -> bool:
         """Whether the checkpoint is complete, or committed already."""
-        stats = list(list_objects(self._hurried, self._keys.folder(self._draft.step)))
-        self._race.see(stats)
         metadata = self._keys.metadata(self._draft.step)
+        if self._confined:
+            for name in {*self._racers(), self._member}:
+                self._race.see(self._uploaded(name))
+            return exists(self._hurried, metadata)
+        stats = list(list_objects(self._hurried, self._keys.folder(self._draft.step)))
+        parts = ((self._keys.parse_part(stat.key), stat.key) for stat in stats)
+        self._race.see((part[1], key) for part, key in parts if part is not None)
         return self._race.complete or any(stat.key == metadata for stat in stats)
+
+    def _uploaded(self, member: str) -> Iterator[tuple[str, str]]:
+        """Return digests and keys of what a member has uploaded below its own prefix."""
+        listed = list_objects(self._hurried, self._cooldown.parts(member))
+        for stat in islice(listed, listed_most(len(self._draft.parts))):
+            digest = self._cooldown.parse_part(member, stat.key)
+            if digest is not None:
+                yield digest, stat.key
 
     def _racers(self) -> list[str]:
         """Who uploads, as far as this member knows."""
@@ -334,8 +382,7 @@ class _Cooldown:
             rest=self._claim.rest,
             member=self._member,
         )
-        commit = commit_once(self._store, self._keys.epoch(self._roster.epoch), record)
-        return self._over(commit.record)
+        return self._over(commit_epoch(self._store, record))
 
     def _commit_metadata(self) -> bool:
         """Whether the checkpoint is this member's commit.
@@ -382,8 +429,10 @@ class _Cooldown:
 
     def _out_of_time(self) -> Cooled | None:
         settings, epoch = self._settings, self._roster.epoch
-        self._late += 1
         waited = f"{time.monotonic() - self._began:.0f} s"
+        if self._voted_late:
+            return self._without(waited)
+        self._late += 1
         may_wait = settings.on_timeout in {OnTimeout.EXTEND, OnTimeout.ELECT}
         if may_wait and self._late <= settings.extensions:
             self._due += settings.time.total_seconds()
@@ -398,6 +447,31 @@ class _Cooldown:
                 f"There is no checkpoint after {waited}, and the {without} epochs before have none "
                 "either: do not train on. Find out why nobody can upload, and call it again.",
             )
+        if self._member in self._roster.members:
+            vote = Late(member=self._member, why=f"no checkpoint after {waited}")
+            commit_once(self._store, self._cooldown.late(self._member), vote)
+            self._heard.late[self._member] = vote
+        self._voted_late, self._epochs_without = time.monotonic(), without
+        return self._without(waited)
+
+    def _without(self, waited: str) -> Cooled | None:
+        """End the epoch without a checkpoint, once most of the members want to."""
+        epoch, members = self._roster.epoch, self._roster.members
+        whole = self._settings.time.total_seconds() * (self._settings.extensions + 1)
+        again = time.monotonic() - self._voted_late > whole
+        if self._confined:
+            if time.monotonic() - self._voted_late < whole + _LATE:
+                return None
+            return self._cooled(
+                Outcome.FAILED,
+                f"There is no checkpoint after {waited}, and the owner of {self._draft.job} has "
+                f"not ended epoch {epoch}: is it running? Start its campaign again.",
+            )
+        # Members that have not even voted are waited for as long again, not for ever.
+        there = self._living & self._heard.claims.keys() if again else self._living
+        alone = not (there & set(members)) - self._heard.ended.keys()
+        if not alone and not self._heard.is_late(members, there):
+            return None
         record = Epoch(
             job=self._draft.job,
             epoch=epoch,
@@ -406,10 +480,10 @@ class _Cooldown:
             member=self._member,
             why=f"no checkpoint after {waited}",
         )
-        commit = commit_once(self._store, self._keys.epoch(epoch), record)
-        if commit.mine:
-            self._tell("epoch.without", epochs=without + 1, of=settings.without)
-        return self._over(commit.record)
+        found = commit_epoch(self._store, record)
+        if found == record:
+            self._tell("epoch.without", epochs=self._epochs_without + 1, of=self._settings.without)
+        return self._over(found)
 
     def _continued(self) -> Cooled:
         """Go on behind the caller's back."""
@@ -452,7 +526,8 @@ class _Cooldown:
             seconds=cooled.seconds,
         )
         with suppress(errors.MillraceError):  # what it came to is known without it
-            commit_once(self._hurried, self._cooldown.ended(self._member), record)
+            store = self._store.hurried(_PATIENCE)
+            commit_once(store, self._cooldown.result(self._member), record)
         return cooled
 
     def _tell(self, name: str, **figures: Figure) -> None:

@@ -1,25 +1,35 @@
-"""The members of a job: who takes part, by leases in the bucket, and who of them lives."""
+"""Members of a job: leases tell who lives, and each member's records tell what it has.
+
+Who takes part in the end of an epoch is the roster. Records that cannot be read, or that are not
+what their names say, count as if they were not there: damage and junk raise no error here.
+"""
 
 import secrets
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Self, TypeVar
 
 from millrace import errors
-from millrace.keys import CheckpointKeys, CooldownKeys, member_lease
+from millrace.checkpoints.find import checkpoint_of
+from millrace.digest import sha256
+from millrace.keys import CheckpointKeys, CooldownKeys, member_lease, member_name, member_scope
 from millrace.lease import Census, Heartbeat, Held, Holder, Lease, StoreClock, await_lease
-from millrace.models.checkpoint import Claim, Ended, Epoch, Outcome, Roster
+from millrace.models.checkpoint import Claim, Ended, Epoch, Late, Outcome, Roster
 from millrace.records import commit_once, fetch
-from millrace.storage import Store, exists, list_objects
+from millrace.storage import Store, exists
 
-R = TypeVar("R", Claim, Ended)
+R = TypeVar("R", Claim, Ended, Late)
 
 _GROUP = "members"
 _TTL = timedelta(seconds=30)
 _LOOK = 1.0  # seconds
+_OWNER = timedelta(hours=2)  # that members wait for their owner to write the roster
+_AT_ONCE = 8  # requests
+_MOST = 4096  # members of a roster
 
 
 class Membership:
@@ -28,14 +38,30 @@ class Membership:
     Who leaves is withdrawn; who is killed is dead once nothing was heard of it for ``ttl``.
 
     Args:
-        store: The bucket that the members meet in.
-        job: Which job.
-        member: A name that no other member has; the same after a restart.
-        ttl: For how long without a heartbeat it is believed to live; at least three seconds.
+        store: Store that the member writes to.
+        job: Name of the job.
+        member: Name that no other member has; the same after a restart.
+        ttl: Time without a heartbeat after which a member counts as dead; at least 3 seconds.
+        reads: Store that reads the whole job, where the credentials of ``store`` reach the
+            member's own prefixes only. Then the owner of the job writes rosters, checkpoints and
+            epochs, from what the members have written (`millrace.checkpoints.watch`). Left out,
+            the members write them.
+
+    Attributes:
+        confined: Whether the member writes below its own prefixes only.
     """
 
-    def __init__(self, store: Store, job: str, member: str, ttl: timedelta = _TTL) -> None:
+    def __init__(
+        self,
+        store: Store,
+        job: str,
+        member: str,
+        ttl: timedelta = _TTL,
+        *,
+        reads: Store | None = None,
+    ) -> None:
         self.store, self.job, self.member, self.ttl = store, job, member, ttl
+        self.reads, self.confined = reads or store, reads is not None
         self._keys = member_lease(job, member)
         self._stack = ExitStack()
         self.holder = Holder.this_process()
@@ -48,8 +74,9 @@ class Membership:
             DeniedError: The credentials may not write here.
         """
         with ExitStack() as stack:
-            self.clock = StoreClock.read(self.store, self.job, self.holder)
-            self.census = census_of(self.store, self.job, self.clock)
+            scope = member_scope(self.job, self.member)
+            self.clock = StoreClock.read(self.store, scope, self.holder)
+            self.census = census_of(self.reads, self.job, self.clock)
             lease = self._acquired()
             stack.enter_context(Heartbeat(self.ttl)).keep(lease)
             self._stack = stack.pop_all()
@@ -74,7 +101,7 @@ class Membership:
         """
         deadline = time.monotonic() + patience.total_seconds()
         roster = CooldownKeys(self.job, epoch).roster
-        while (there := len(self.census.held())) < members and not exists(self.store, roster):
+        while (there := len(self.census.held())) < members and not exists(self.reads, roster):
             if time.monotonic() > deadline:
                 raise errors.UnavailableError(
                     f"{there} of {members} members of {self.job} are there after "
@@ -97,90 +124,257 @@ def census_of(store: Store, job: str, clock: StoreClock) -> Census:
     return Census(store, job, _GROUP, clock, strict=False)  # one cannot stop the others
 
 
-def roster_of(membership: Membership, epoch: int, seed: int | None = None) -> Roster:
-    """Who takes part in the end of an epoch: the first who asks writes down who lives.
+def roster_of(
+    membership: Membership,
+    epoch: int,
+    seed: int | None = None,
+    *,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Roster:
+    """Return who takes part in the end of an epoch.
+
+    The first member that asks writes down who lives. A confined member waits for the roster of its
+    owner instead. Where a roster cannot be read and members write it themselves, each member takes
+    the living for the roster.
 
     Args:
-        membership: Whoever asks.
-        epoch: Which epoch.
-        seed: Of 64 bits; by default one is drawn.
+        membership: Membership of the member that asks.
+        epoch: Number of the epoch.
+        seed: Seed of the order, of 64 bits; by default one is drawn.
+        cancelled: Whether to stop waiting.
+
+    Raises:
+        UnavailableError: The owner has written no roster within two hours.
+        StoppedError: The wait was cancelled.
     """
-    keys = CooldownKeys(membership.job, epoch)
-    store = membership.store
+    store, job = membership.reads, membership.job
+    deadline = time.monotonic() + _OWNER.total_seconds()
+    while True:
+        try:
+            return read_roster(store, job, epoch)
+        except errors.NotFoundError:
+            if not membership.confined:
+                break
+        except errors.CorruptError:
+            if not membership.confined:
+                return _living_roster(membership, epoch)
+        if moved_on(store, job, epoch) is not None:  # before any member was there
+            return _living_roster(membership, epoch)
+        if cancelled():
+            raise errors.StoppedError(f"The end of epoch {epoch} of {job} was called off.")
+        if time.monotonic() > deadline:
+            raise errors.UnavailableError(
+                f"The owner of {job} has not begun to end epoch {epoch} within {_OWNER}: run "
+                "`cool-down` for it, with the names of its members."
+            )
+        time.sleep(_LOOK)
+    members = {*membership.census.held(), membership.member}
     try:
-        return fetch(store, keys.roster, Roster)
-    except errors.NotFoundError:
-        pass
+        commit_roster(membership.store, job, epoch, members, seed)
+        return read_roster(store, job, epoch)
+    except errors.CorruptError:
+        return _living_roster(membership, epoch)
+
+
+def commit_roster(
+    store: Store, job: str, epoch: int, members: Collection[str], seed: int | None = None
+) -> None:
+    """Write down who takes part in the end of an epoch, unless a roster is there.
+
+    Raises:
+        CorruptError: What is there is no roster.
+    """
+    seed = secrets.randbits(64) if seed is None else seed
+    roster = Roster(job=job, epoch=epoch, members=tuple(sorted(members)), seed=seed)
+    commit_once(store, CooldownKeys(job, epoch).roster, roster)
+
+
+def read_roster(store: Store, job: str, epoch: int) -> Roster:
+    """Return the roster of an epoch.
+
+    Raises:
+        NotFoundError: There is none.
+        CorruptError: What is there is not the roster of this epoch.
+    """
+    key = CooldownKeys(job, epoch).roster
+    found = fetch(store, key, Roster)
+    names = found.members
+    right = (found.job, found.epoch) == (job, epoch) and 0 <= found.seed < 1 << 64
+    if not right or not 0 < len(names) <= _MOST or tuple(sorted(set(names))) != names:
+        raise errors.CorruptError(f"{store.url_of(key)} is not the roster of epoch {epoch}.")
+    try:
+        for name in names:
+            member_name(name)
+    except errors.ConfigurationError as error:
+        raise errors.CorruptError(f"{store.url_of(key)}: {error}") from error
+    return found
+
+
+def _living_roster(membership: Membership, epoch: int) -> Roster:
+    """Return the living members as a roster: the same on all members that see the same living."""
     members = tuple(sorted({*membership.census.held(), membership.member}))
-    roster = Roster(
-        job=membership.job,
-        epoch=epoch,
-        members=members,
-        seed=secrets.randbits(64) if seed is None else seed,
-    )
-    return commit_once(store, keys.roster, roster).record
+    seed = int(sha256(f"{membership.job} {epoch}".encode())[:16], 16)
+    return Roster(job=membership.job, epoch=epoch, members=members, seed=seed)
 
 
 class Statements:
-    """What the members of an epoch have committed, each read once.
+    """Statements of an epoch's members, each read once from below the member's own prefix.
 
-    A record that cannot be read, or speaks in another's name, is a vote for nothing, and a failure:
-    one member cannot stop the others. What is not of a member is not read.
+    A record that cannot be read, or names another member, is a vote for nothing, or a failure. Only
+    members of the roster are heard: no listing is made, so that names of others cost nothing.
 
     Args:
-        store: The bucket that the members meet in.
-        keys: Of the epoch's end.
+        store: Store that the job is read from.
+        keys: Keys of the epoch's end.
 
     Attributes:
-        claims: What each says that the content is.
-        ended: What it came to for each.
+        claims: Content that each member states.
+        late: Votes to go on without a checkpoint.
+        ended: Result of each member.
     """
 
     def __init__(self, store: Store, keys: CooldownKeys) -> None:
         self._store, self._keys = store, keys
         self.claims: dict[str, Claim] = {}
+        self.late: dict[str, Late] = {}
         self.ended: dict[str, Ended] = {}
 
-    def hear(self, members: Collection[str]) -> None:
-        """Read what is new of the roster's members. A listing, and a GET for each."""
-        for stat in list_objects(self._store, self._keys.prefix):
-            kind, member = self._keys.parse(stat.key) or ("", "")
-            if member not in members:
-                continue
-            if kind == "claims" and member not in self.claims:
-                nothing = Claim(member=member, step=-1, root="", rest=member, size=0)
-                self.claims[member] = self._read(stat.key, nothing)
-            elif kind == "ended" and member not in self.ended:
-                failed = Ended(
-                    member=member,
-                    outcome=Outcome.FAILED,
-                    reason="Its record cannot be read.",
-                    sent=0,
-                    checked=0,
-                    replaced=0,
-                    seconds=0.0,
-                )
-                self.ended[member] = self._read(stat.key, failed)
+    def hear(self, members: Collection[str], *, results: bool = True, late: bool = False) -> None:
+        """Read what is new. One GET for each record that was not there before.
+
+        Args:
+            members: Names of the roster.
+            results: Whether to read results too.
+            late: Whether to read votes to go on without a checkpoint too.
+        """
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="statements") as pool:
+            new = [name for name in members if name not in self.claims]
+            self.claims |= _found(new, pool.map(self._vote, new))
+            new = [name for name in members if results and name not in self.ended]
+            self.ended |= _found(new, pool.map(self._result, new))
+            new = [name for name in members if late and name not in self.late]
+            self.late |= _found(new, pool.map(self._late, new))
+
+    def _vote(self, member: str) -> Claim | None:
+        nothing = Claim(member=member, step=-1, root="", rest=member, size=0)
+        return self._read(self._keys.vote(member), nothing)
+
+    def _result(self, member: str) -> Ended | None:
+        failed = Ended(
+            member=member,
+            outcome=Outcome.FAILED,
+            reason="Its record cannot be read.",
+            sent=0,
+            checked=0,
+            replaced=0,
+            seconds=0.0,
+        )
+        return self._read(self._keys.result(member), failed)
+
+    def _late(self, member: str) -> Late | None:
+        unread = Late(member=member, why="Its record cannot be read.")
+        return self._read(self._keys.late(member), unread)
+
+    def voters(self, members: Collection[str], living: Collection[str]) -> set[str]:
+        """Return the members whose votes decide: those that live, and those that have voted."""
+        return set(members) & (set(living) | self.claims.keys())
 
     def favourite(self) -> tuple[Claim | None, int]:
         """A claim of what most say, and how many say it."""
-        votes = Counter(claim.said for claim in self.claims.values())
+        votes = Counter(claim.said for claim in self.claims.values() if claim.root)
         if not votes:
             return None, 0
         said, count = votes.most_common(1)[0]
         return next(claim for claim in self.claims.values() if claim.said == said), count
 
-    def _read(self, key: str, otherwise: R) -> R:
+    def agreed(self, members: Collection[str], living: Collection[str]) -> Claim | None:
+        """Return the statement of more than half of the members; None if there is no such one."""
+        favourite, count = self.favourite()
+        return favourite if 2 * count > len(self.voters(members, living)) else None
+
+    def is_late(self, members: Collection[str], living: Collection[str]) -> bool:
+        """Decide whether most of the members that still live and work vote to go on without."""
+        working = (set(members) & set(living)) - self.ended.keys()
+        late = working & self.late.keys()
+        return 2 * len(late) > len(working)
+
+    def _read(self, key: str, otherwise: R) -> R | None:
         try:
             found = fetch(self._store, key, type(otherwise))
+        except errors.NotFoundError:
+            return None
         except errors.CorruptError:
             return otherwise
         return found if found.member == otherwise.member else otherwise
 
 
+def _found(names: Collection[str], records: Iterable[R | None]) -> dict[str, R]:
+    pairs = zip(names, records, strict=True)
+    return {name: record for name, record in pairs if record is not None}
+
+
+def epoch_of(store: Store, job: str, epoch: int) -> Epoch:
+    """Return the record of an epoch's end. Its checkpoint is not looked for.
+
+    Raises:
+        NotFoundError: There is none.
+        CorruptError: What is there is no record of this epoch's end.
+    """
+    key = CheckpointKeys(job).epoch(epoch)
+    found = fetch(store, key, Epoch)
+    if (found.job, found.epoch) != (job, epoch):
+        raise errors.CorruptError(f"{store.url_of(key)} is not the end of epoch {epoch} of {job}.")
+    return found
+
+
 def moved_on(store: Store, job: str, epoch: int) -> Epoch | None:
-    """The record that an epoch has ended; None if it has not."""
+    """Return the record that has ended an epoch; None if none has.
+
+    A record that cannot be read, or names a checkpoint that is not there, has ended nothing.
+    """
     try:
-        return fetch(store, CheckpointKeys(job).epoch(epoch), Epoch)
-    except errors.NotFoundError:
+        found = epoch_of(store, job, epoch)
+    except (errors.NotFoundError, errors.CorruptError):
         return None
+    if found.root is None or has_checkpoint(store, job, found.step, found.root):
+        return found
+    return None
+
+
+def has_checkpoint(store: Store, job: str, step: int, root: str) -> bool:
+    """Decide whether a checkpoint with this content is committed at a step."""
+    try:
+        return checkpoint_of(store, job, step).root == root
+    except (errors.NotFoundError, errors.CorruptError):
+        return False
+
+
+def commit_epoch(store: Store, record: Epoch) -> Epoch:
+    """Commit the end of an epoch; return the record that has ended it.
+
+    Where a record stands that has ended nothing, this one counts without being committed: every
+    reader can derive it from the checkpoint and the votes.
+    """
+    try:
+        commit = commit_once(store, CheckpointKeys(record.job).epoch(record.epoch), record)
+    except errors.CorruptError:
+        return record
+    return record if commit.mine else moved_on(store, record.job, record.epoch) or record
+
+
+def derived_epoch(store: Store, job: str, epoch: int) -> Epoch | None:
+    """Return how an epoch has ended, by the votes of its members; None if it has not.
+
+    It has ended with the content that more than half of the roster state, once its checkpoint is
+    committed. For epochs whose own record is damaged.
+    """
+    try:
+        roster = read_roster(store, job, epoch)
+    except (errors.NotFoundError, errors.CorruptError):
+        return None
+    heard = Statements(store, CooldownKeys(job, epoch))
+    heard.hear(roster.members)
+    said = heard.agreed(roster.members, roster.members)
+    if said is None or not has_checkpoint(store, job, said.step, said.root):
+        return None
+    return Epoch(job=job, epoch=epoch, step=said.step, root=said.root, rest=said.rest)

@@ -2,8 +2,8 @@
 
 Files stand under their digests and are created once, so that whoever helps does no harm: two that
 race are as quick as their links together, and one that stalls holds nobody up. What another has
-uploaded is verified before it counts; what is not what its name says is replaced, as only the
-right bytes can stand there.
+uploaded is verified before it counts. A file that is not what its name says is uploaded again: over
+it where members share one prefix, else below this member's own.
 """
 
 import threading
@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable
 from millrace import errors
 from millrace.checkpoints.contents import Content
 from millrace.checkpoints.find import Check
-from millrace.keys import CheckpointKeys
 from millrace.progress import Event, Progress, silent
-from millrace.storage import Stat, Store, create, difference, kept_sha256, put
+from millrace.storage import Store, create, difference, kept_sha256, put
 
 _CHECKERS = 2
 
@@ -24,9 +23,10 @@ class Race:
     """One member's part in the upload of a checkpoint.
 
     Args:
-        store: Where to.
-        job: Whose.
-        content: What.
+        store: Store that files are uploaded to.
+        content: Files of the checkpoint.
+        key_of: Key that this member uploads a file to, by its step and its digest.
+        reads: Store that others' files are read from.
         uploads: Files that are uploaded at once.
         check: How others' files are verified.
         news: Called from other threads when it is complete, or has failed.
@@ -37,15 +37,17 @@ class Race:
     def __init__(
         self,
         store: Store,
-        job: str,
         content: Content,
+        key_of: Callable[[int, str], str],
         *,
+        reads: Store,
         uploads: int,
         check: Check,
         news: Callable[[], None],
         progress: Progress = silent,
     ) -> None:
-        self._store, self._keys, self._content = store, CheckpointKeys(job), content
+        self._store, self._content, self._key_of = store, content, key_of
+        self._reads = reads
         self._uploads, self._check, self._news = uploads, check, news
         self._progress, self._telling = progress, threading.Lock()
         self._changed = threading.Condition()
@@ -54,7 +56,7 @@ class Race:
             self._numbers.setdefault(part.sha256, number)
         self._mine = deque[str]()
         self._others = deque[str]()
-        self._there: set[str] = set()
+        self._there: dict[str, str] = {}  # digests, and where each was found
         self._unchecked = deque[str]()
         self._good: set[str] = set()
         self._sending = 0
@@ -93,13 +95,12 @@ class Race:
             self._threads.append(thread)
             thread.start()
 
-    def see(self, stats: Iterable[Stat]) -> None:
-        """Take note of what is in the folder of the checkpoint's step."""
+    def see(self, found: Iterable[tuple[str, str]]) -> None:
+        """Take note of files that are there, as pairs of their digest and their key."""
         with self._changed:
-            for stat in stats:
-                found = self._keys.parse_part(stat.key)
-                if found is not None and found[1] in self._numbers:
-                    self._found_there(found[1])
+            for digest, key in found:
+                if digest in self._numbers:
+                    self._found_there(digest, key)
 
     def stop(self) -> None:
         """Break off what is under way, and wait for it to end."""
@@ -142,16 +143,16 @@ class Race:
 
     def _upload(self, digest: str) -> None:
         number = self._numbers[digest]
-        key = self._keys.part(self._content.parts[number].step, digest)
+        key = self._key_of(self._content.parts[number].step, digest)
         body = self._content.body(number)
         try:
             create(self._store, key, body, sha256=digest, stopped=self._over)
         except errors.ExistsError:
             with self._changed:
-                self._found_there(digest)  # by another, or by a try whose answer was lost
+                self._found_there(digest, key)  # by another, or by a try whose answer was lost
             return
         with self._changed:
-            self._there.add(digest)
+            self._there[digest] = key
             self.sent += len(body)
             self._found_good(digest)
         with self._telling:
@@ -192,21 +193,21 @@ class Race:
     def _check_one(self, digest: str) -> None:
         number = self._numbers[digest]
         part = self._content.parts[number]
-        key = self._keys.part(part.step, digest)
+        own, key = self._key_of(part.step, digest), self._there[digest]
         wanted = digest if self._check is Check.DIGESTS else None
-        if wanted is not None and kept_sha256(self._store, key) == digest:
+        if wanted is not None and kept_sha256(self._reads, key) == digest:
             wanted = None  # the store has verified it
-        damage = difference(self._store, key, part.size, wanted, stopped=self._over)
+        damage = difference(self._reads, key, part.size, wanted, stopped=self._over)
         if damage:
-            put(self._store, key, self._content.body(number))
+            put(self._store, own, self._content.body(number))
         with self._changed:
             self.checked += part.size
             self.replaced += bool(damage)
             self._found_good(digest)
 
-    def _found_there(self, digest: str) -> None:
+    def _found_there(self, digest: str, key: str) -> None:
         if digest not in self._there:
-            self._there.add(digest)
+            self._there[digest] = key
             self._unchecked.append(digest)
             self._changed.notify_all()
 

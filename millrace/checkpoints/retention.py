@@ -4,16 +4,21 @@ Stronger than any rule: the newest checkpoint that is verified, all that are new
 epoch or a pin names, and every file that a kept one refers to. If none is verified, none goes.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 
+from millrace import errors
 from millrace.checkpoints.find import Check, checkpoint_of, survey, verify
+from millrace.checkpoints.members import derived_epoch, epoch_of
 from millrace.checkpoints.settings import Retention
 from millrace.keys import CheckpointKeys
-from millrace.models.checkpoint import Checkpoint, Epoch, Pin
-from millrace.records import commit_once, committed
+from millrace.models.checkpoint import Checkpoint, Pin
+from millrace.records import commit_once, fetch
 from millrace.storage import DeleteFailure, Stat, Store, delete, list_objects
+
+_AT_ONCE = 32  # records
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,13 +206,11 @@ def _kept(
             kept[step] = "the newest that is verified"
             break
         kept[step] = "newer than all that are verified"
-    for _, epoch in committed(store, keys.epochs, Epoch):
-        if epoch.step in complete:
-            kept.setdefault(epoch.step, f"epoch {epoch.epoch} names it")
-    pinned = (keys.pin(step) for step in complete)
-    wanted = set(pinned)
-    for _, found in committed(store, keys.prefix, Pin, wanted=lambda stat: stat.key in wanted):
-        kept.setdefault(found.step, f"pinned: {found.why}")
+    for number, step in _named_by_epochs(store, keys):
+        if step in complete:
+            kept.setdefault(step, f"epoch {number} names it")
+    for step, why in _pinned(store, keys, complete):
+        kept.setdefault(step, why)
     for step in newest_first[: rules.last]:
         kept.setdefault(step, f"one of the last {rules.last}")
     if rules.every:
@@ -215,6 +218,44 @@ def _kept(
             if step % rules.every == 0:
                 kept.setdefault(step, f"every {rules.every} steps")
     return kept
+
+
+def _named_by_epochs(store: Store, keys: CheckpointKeys) -> Iterator[tuple[int, int]]:
+    """Return the numbers of the epochs that have ended, with the steps of their checkpoints.
+
+    Where an epoch's record is damaged, the votes of its members tell the step.
+    """
+
+    def one(number: int) -> tuple[int, int] | None:
+        try:
+            return number, epoch_of(store, keys.job, number).step
+        except errors.NotFoundError:
+            return None
+        except errors.CorruptError:
+            derived = derived_epoch(store, keys.job, number)
+            return None if derived is None else (number, derived.step)
+
+    parsed = (keys.parse_epoch(stat.key) for stat in list_objects(store, keys.epochs))
+    numbers = (number for number in parsed if number is not None)
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="epochs") as pool:
+        yield from (found for found in pool.map(one, numbers) if found is not None)
+
+
+def _pinned(
+    store: Store, keys: CheckpointKeys, complete: Iterable[int]
+) -> Iterator[tuple[int, str]]:
+    """Return the pinned steps, each with the reason. A pin that cannot be read is one."""
+    by_key = {keys.pin(step): step for step in complete}
+    for stat in list_objects(store, keys.prefix):
+        step = by_key.get(stat.key)
+        if step is None:
+            continue
+        try:
+            yield step, f"pinned: {fetch(store, stat.key, Pin).why}"
+        except errors.NotFoundError:
+            continue
+        except errors.CorruptError:
+            yield step, "it has a pin, which cannot be read"
 
 
 def _files(keys: CheckpointKeys, checkpoints: Iterable[Checkpoint]) -> set[str]:

@@ -1,17 +1,26 @@
 """Watch the end of an epoch from outside: who took part, and what it came to for each."""
 
 import time
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 from millrace import errors
+from millrace.checkpoints.collecting import Collector
 from millrace.checkpoints.find import checkpoint_of
-from millrace.checkpoints.members import Statements, census_of, moved_on
+from millrace.checkpoints.members import (
+    Statements,
+    census_of,
+    commit_epoch,
+    has_checkpoint,
+    moved_on,
+    read_roster,
+)
 from millrace.keys import CheckpointKeys, CooldownKeys
 from millrace.lease import StoreClock
 from millrace.models.checkpoint import Checkpoint, Ended, Epoch, Roster
 from millrace.progress import Event, Progress, silent
-from millrace.records import commit_once, fetch
 from millrace.storage import Store, list_objects
 
 _LOOK = 1.0  # seconds
@@ -44,6 +53,7 @@ def watch(
     epoch: int,
     *,
     patience: timedelta,
+    members: Collection[str] = (),
     clock: StoreClock | None = None,
     progress: Progress = silent,
 ) -> Seen:
@@ -52,11 +62,16 @@ def watch(
     If all of them died after the checkpoint was committed and before the epoch was, this commits
     it: the content is the one that most of them claimed.
 
+    With ``members``, this is the owner of a job whose members write below their own prefixes only:
+    it writes the roster, copies and verifies what they upload, and commits the checkpoint and the
+    epoch. An epoch that has not ended when ``patience`` is over goes on without a checkpoint.
+
     Args:
         store: Where the members meet.
         job: Which job.
         epoch: Which epoch.
         patience: For how long.
+        members: Names of members that this commits for; of them the living take part.
         clock: The store's, by which the living are told from the dead; by default this machine's.
         progress: Told ``cooldown.progress`` with ``bytes`` that are there ``of`` all, and
             ``members`` that are through.
@@ -65,34 +80,53 @@ def watch(
         UnavailableError: The store does not answer.
     """
     began = time.monotonic()
-    watched = _Watched(store, job, epoch, clock or StoreClock.own())
+    watched = _Watched(store, job, epoch, clock or StoreClock.own(), members)
     while True:
-        seen = watched.look(time.monotonic() - began)
+        spent = time.monotonic() - began
+        seen = watched.look(spent, last=spent > patience.total_seconds())
         there, of = watched.sizes()
         figures = {"bytes": there, "of": of, "members": len(seen.ended)}
         progress(Event("cooldown.progress", job, figures))
         over = seen.epoch is not None and not seen.living
-        if over or time.monotonic() - began > patience.total_seconds():
+        if over or spent > patience.total_seconds():
+            watched.sweep()
             return seen
         time.sleep(_LOOK)
 
 
 class _Watched:
-    def __init__(self, store: Store, job: str, epoch: int, clock: StoreClock) -> None:
+    def __init__(
+        self, store: Store, job: str, epoch: int, clock: StoreClock, members: Collection[str]
+    ) -> None:
         self._store, self._keys = store, CheckpointKeys(job)
         self._cooldown = CooldownKeys(job, epoch)
         self._census = census_of(store, job, clock)
         self._heard = Statements(store, self._cooldown)
+        self._collector = Collector(store, job, epoch, members) if members else None
+        self._roster: Roster | None = None
 
-    def look(self, seconds: float) -> Seen:
-        members = self._members()
-        self._heard.hear(members)
-        living = frozenset(self._census.held()) & frozenset(members)
-        epoch = moved_on(self._store, self._keys.job, self._cooldown.epoch)
-        epoch = epoch or (None if living else self._finished(members))
+    def look(self, seconds: float, *, last: bool = False) -> Seen:
+        """Look once, and commit what can be committed.
+
+        Args:
+            seconds: Seconds since the first look.
+            last: Whether no other look follows.
+        """
+        held = frozenset(self._census.held())
+        members = self._members(held)
+        self._heard.hear(members, late=self._collector is not None)
+        living = held & frozenset(members)
+        job, number = self._keys.job, self._cooldown.epoch
+        epoch = moved_on(self._store, job, number)
+        if self._collector is not None:
+            epoch = self._collected(self._collector, living, epoch, last=last)
+        else:
+            working = living - self._heard.ended.keys()
+            epoch = epoch or (None if working else self._finished(members))
         checkpoint = None
         if epoch is not None and epoch.root is not None:
-            checkpoint = checkpoint_of(self._store, self._keys.job, epoch.step)
+            with suppress(errors.NotFoundError, errors.CorruptError):
+                checkpoint = checkpoint_of(self._store, self._keys.job, epoch.step)
         going = living - self._heard.ended.keys()
         return Seen(epoch, checkpoint, members, going, dict(self._heard.ended), round(seconds, 1))
 
@@ -104,23 +138,37 @@ class _Watched:
         stats = list_objects(self._store, self._keys.parts(claim.step))
         return min(claim.size, sum(stat.size for stat in stats)), claim.size
 
-    def _members(self) -> tuple[str, ...]:
-        try:
-            return fetch(self._store, self._cooldown.roster, Roster).members
-        except errors.NotFoundError:
-            return ()
+    def sweep(self) -> None:
+        """Remove what members have uploaded for this to copy."""
+        if self._collector is not None and self._roster is not None:
+            self._collector.sweep(self._roster)
+
+    def _members(self, held: Collection[str]) -> tuple[str, ...]:
+        if self._roster is None:
+            if self._collector is not None:
+                self._roster = self._collector.roster(held)
+            else:
+                with suppress(errors.NotFoundError, errors.CorruptError):
+                    self._roster = read_roster(self._store, self._keys.job, self._cooldown.epoch)
+        return self._roster.members if self._roster is not None else ()
+
+    def _collected(
+        self, collector: Collector, living: Collection[str], epoch: Epoch | None, *, last: bool
+    ) -> Epoch | None:
+        if self._roster is not None:
+            if epoch is None:
+                epoch = collector.advance(self._roster, self._heard, living)
+            elif epoch.root is None:  # members may go on in the background
+                collector.finish(self._roster, self._heard, living)
+        if epoch is None and last:
+            epoch = collector.without("it had not ended when the owner's time was over")
+        return epoch
 
     def _finished(self, members: tuple[str, ...]) -> Epoch | None:
         """End the epoch for its dead members, if they have committed the checkpoint."""
-        favourite, count = self._heard.favourite()
-        if favourite is None or 2 * count <= len(members):
+        said = self._heard.agreed(members, members)
+        job, number = self._keys.job, self._cooldown.epoch
+        if said is None or not has_checkpoint(self._store, job, said.step, said.root):
             return None
-        step, root, rest = favourite.said
-        try:
-            if checkpoint_of(self._store, self._keys.job, step).root != root:
-                return None
-        except errors.NotFoundError:
-            return None
-        number = self._cooldown.epoch
-        record = Epoch(job=self._keys.job, epoch=number, step=step, root=root, rest=rest)
-        return commit_once(self._store, self._keys.epoch(number), record).record
+        record = Epoch(job=job, epoch=number, step=said.step, root=said.root, rest=said.rest)
+        return commit_epoch(self._store, record)

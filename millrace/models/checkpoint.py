@@ -176,6 +176,18 @@ class Claim(Committed):
         return self.step, self.root, self.rest
 
 
+class Late(Committed):
+    """A member's vote to end an epoch without a checkpoint.
+
+    Attributes:
+        member: Name of the member.
+        why: Reason in a sentence.
+    """
+
+    member: str
+    why: str
+
+
 class Outcome(StrEnum):
     """What the end of an epoch came to for one member. Only the first is a success of its own."""
 

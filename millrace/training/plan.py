@@ -56,7 +56,7 @@ def training_program(
 ) -> tuple[Program, tuple[Reach, ...]]:
     """What runs on the rented machines of a campaign, and the parts of the store that they reach.
 
-    Each writes its own gradients, and the checkpoints that epochs end with; none the chain.
+    Each writes its own gradients, votes and files of checkpoints, below its own prefixes only.
     """
     keys = CampaignKeys(plan.campaign)
     program = Program(

@@ -57,5 +57,5 @@ class WorkerSettings(TrainingPlan):
     number: int = Field(default=0, ge=0, description="Which of the workers it is, from 0 on.")
     reads: StoreSpec = Field(description="The campaign's store, with what may read it.")
     writes: StoreSpec = Field(
-        description="The same, with what may write the worker's own prefix, and the checkpoints."
+        description="The same, with what may write the worker's own prefixes."
     )

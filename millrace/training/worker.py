@@ -75,7 +75,8 @@ class Worker:
             ConflictError: A worker of this name lives.
         """
         with ExitStack() as stack:
-            membership = Membership(self._writes, self._keys.job, self.settings.uid)
+            job, uid = self._keys.job, self.settings.uid
+            membership = Membership(self._writes, job, uid, reads=self._reads)
             stack.enter_context(membership)
             saver = EpochSaver(membership, self.settings.cooldown, progress=self._progress)
             self._saver = stack.enter_context(saver)

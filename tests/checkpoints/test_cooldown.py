@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch
@@ -23,15 +23,16 @@ from millrace.checkpoints import (
     load,
     plan_retention,
     verify,
+    watch,
 )
 from millrace.checkpoints.choosing import Choice, order_of
-from millrace.checkpoints.members import roster_of
+from millrace.checkpoints.members import commit_roster, roster_of
 from millrace.checkpoints.snapshot import Memory
 from millrace.keys import CheckpointKeys, CooldownKeys, member_lease
 from millrace.lease import Holder, StoreClock, acquire
-from millrace.models.checkpoint import Claim, Ended, Epoch, Roster
-from millrace.records import commit_once, fetch
-from millrace.storage import Store, delete, list_objects, open_store, put, read
+from millrace.models.checkpoint import Checkpoint, Claim, Ended, Epoch, Late, Roster
+from millrace.records import commit_once, encoded, fetch
+from millrace.storage import Store, delete, exists, list_objects, open_store, put, read
 from tests.stores import spec_of
 
 JOB = "runs/one"
@@ -115,7 +116,7 @@ def test_an_epoch_has_one_winner_and_a_checkpoint(store, members) -> None:
     assert sum(one.sent for one in cooled.values()) == there.size  # each file by one of them
     assert {name for name in names if cooled[name].sent} <= chosen
     records = {
-        name: fetch(store, CooldownKeys(JOB, 0).ended(name), Ended).outcome for name in names
+        name: fetch(store, CooldownKeys(JOB, 0).result(name), Ended).outcome for name in names
     }
     assert records == found
 
@@ -289,18 +290,18 @@ def test_a_member_that_comes_back_with_another_content_is_told(folder, members) 
     made = members(folder, ["a", "b"])
     roster_of(made.memberships["a"], 0, SEED)
     claim = Claim(member="a", step=4, root="0" * 64, rest="0" * 64, size=1)
-    commit_once(folder, CooldownKeys(JOB, 0).claim("a"), claim)
+    commit_once(folder, CooldownKeys(JOB, 0).vote("a"), claim)
     with EpochSaver(made.memberships["a"], QUICK) as saver:
         cooled = saver.end(state_of(0), epoch=0, step=5)
     assert cooled.outcome is Outcome.FAILED
-    assert "has claimed another content" in cooled.reason
+    assert "has stated another content" in cooled.reason
 
 
 def test_an_unreadable_claim_stops_nobody(folder, members) -> None:
     made = members(folder, ["a", "b", "c"])
     roster_of(made.memberships["a"], 0, SEED)
-    put(folder, CooldownKeys(JOB, 0).claim("b"), b"{")
-    put(folder, CooldownKeys(JOB, 0).ended("c"), b"{")
+    put(folder, CooldownKeys(JOB, 0).vote("b"), b"{")
+    put(folder, CooldownKeys(JOB, 0).result("c"), b"{")
     cooled = made.end()
     assert cooled["b"].outcome is Outcome.FAILED
     assert Outcome.COMMITTED in {cooled["a"].outcome, cooled["c"].outcome}
@@ -313,7 +314,7 @@ def test_votes_of_names_that_are_not_in_the_roster_do_not_count(folder, members)
     keys = CooldownKeys(JOB, 0)
     wrong = Claim(member="", step=5, root="f" * 64, rest="x", size=1)
     for name in (f"ghost-{number}" for number in range(6)):
-        commit_once(folder, keys.claim(name), wrong.model_copy(update={"member": name}))
+        commit_once(folder, keys.vote(name), wrong.model_copy(update={"member": name}))
     cooled = made.end()
     assert sorted(outcomes(cooled).values()).count(Outcome.COMMITTED) == 1
     assert checkpoint_of(folder, JOB, 5).root != wrong.root
@@ -324,10 +325,263 @@ def test_a_claim_in_the_name_of_another_is_a_vote_for_nothing(folder, members) -
     roster_of(made.memberships["a"], 0, SEED)
     keys = CooldownKeys(JOB, 0)
     forged = Claim(member="a", step=5, root="f" * 64, rest="x", size=1)
-    commit_once(folder, keys.claim("c"), forged)
+    commit_once(folder, keys.vote("c"), forged)
     cooled = made.end()
     assert cooled["c"].outcome is Outcome.FAILED
     assert Outcome.COMMITTED in {cooled["a"].outcome, cooled["b"].outcome}
+
+
+def junk_of(kind: str, key: str) -> bytes:
+    """What somebody leaves where a record of ours stands."""
+    other = Ended(
+        member="x", outcome=Outcome.FAILED, reason="", sent=0, checked=0, replaced=0, seconds=0.0
+    )
+    pin = encoded(Epoch(job="another", epoch=9, step=9, root=None), "0" * 32)
+    return {
+        "nothing": b"",
+        "cut": pin[:40],
+        "huge": b" " * (2 << 20),
+        "of another kind": encoded(other, "0" * 32),
+        "of another job": pin,
+        "of a later version": pin.replace(b'"version":1', b'"version":9'),
+    }[kind]
+
+
+JUNK = ["nothing", "cut", "huge", "of another kind", "of another job", "of a later version"]
+
+
+@pytest.mark.parametrize("kind", JUNK)
+def test_junk_where_an_epoch_ends_or_its_roster_stands_costs_the_members_nothing(
+    folder, members, kind
+) -> None:
+    made = members(folder, ["a", "b", "c"])
+    for key in (KEYS.epoch(0), CooldownKeys(JOB, 0).roster):
+        put(folder, key, junk_of(kind, key))
+    for name in ("x", "000001.json.bak", "٣٣٣٣٣٣.json"):
+        put(folder, f"{KEYS.epochs}{name}", b"junk")
+        put(folder, f"{JOB}/members/{name}", b"junk")
+        put(folder, f"{JOB}/members/a/cooldowns/000000/{name}", b"junk")
+    cooled = made.end()
+    assert all(one.durable for one in cooled.values())
+    assert not verify(folder, checkpoint_of(folder, JOB, 5))
+    assert epochs_without(folder, JOB, 1) == 0
+    kept = plan_retention(folder, JOB, Retention(last=1)).kept
+    assert list(kept) == [5]
+    assert watch(folder, JOB, 0, patience=timedelta(0)).members == ()
+
+
+def test_an_epoch_that_names_no_checkpoint_has_not_ended(folder, members) -> None:
+    bogus = Epoch(job=JOB, epoch=0, step=77, root="f" * 64, member="x")
+    commit_once(folder, KEYS.epoch(0), bogus)
+    made = members(folder, ["a", "b"])
+    assert watch(folder, JOB, 0, patience=timedelta(0)).epoch is None
+    cooled = made.end()
+    assert {one.epoch.step for one in cooled.values()} == {5}
+    assert watch(folder, JOB, 0, patience=timedelta(0)).checkpoint is not None
+
+
+def test_a_checkpoint_stays_that_the_votes_of_a_damaged_epoch_name(folder, members) -> None:
+    made = members(folder, ["a", "b"])
+    for epoch in range(3):
+        state = {"model": {"w": torch.full((300, 64), float(epoch))}}
+        made.end(epoch, state=lambda _, state=state: state, step=5 + epoch)
+    delete(folder, [KEYS.epoch(1)])
+    put(folder, KEYS.epoch(0), b"junk")
+    put(folder, KEYS.pin(6), b"junk")
+    plan = plan_retention(folder, JOB, Retention(last=1))
+    assert plan.kept[5] == "epoch 0 names it"
+    assert "cannot be read" in plan.kept[6]
+
+
+def test_one_member_alone_ends_no_epoch_without_a_checkpoint(folder, members) -> None:
+    # Out of time at once; whoever has not voted is waited for a thousand seconds.
+    hasty = late(OnTimeout.ADVANCE, extensions=1_000_000)
+    patient = QUICK.model_copy(update={"choice": Choice.PSYCHE})
+    names = ["a", "b", "c"]
+    only = order_of(names, SEED, Choice.PSYCHE)[0]
+    slow = next(name for name in names if name != only)
+    roster = Roster(job=JOB, epoch=0, members=tuple(names), seed=SEED)
+    commit_once(folder, CooldownKeys(JOB, 0).roster, roster)
+    made = members(folder, names)
+
+    def end(name: str) -> Cooled:
+        with EpochSaver(made.memberships[name], hasty if name == slow else patient) as saver:
+            return saver.end(state_of(0), epoch=0, step=5, seed=SEED)
+
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(end, slow)
+        while not exists(folder, CooldownKeys(JOB, 0).late(slow)):
+            assert not first.done()
+        assert not exists(folder, KEYS.epoch(0))
+        others = [pool.submit(end, name) for name in names if name != slow]
+        assert all(one.result().durable for one in (first, *others))
+
+
+# -- members that write below their own prefixes only
+
+
+class Confined:
+    """Members whose credentials reach their own prefixes only, and the owner of their job."""
+
+    def __init__(self, reads: Store, writes: dict[str, Store]) -> None:
+        self._stack = ExitStack()
+        self._reads = reads
+        self.memberships = {
+            name: self._stack.enter_context(Membership(store, JOB, name, reads=reads))
+            for name, store in writes.items()
+        }
+
+    def leave(self) -> None:
+        self._stack.close()
+
+    def end(self, owner: Store, *, settings: CooldownSettings = QUICK, **told: object):
+        """All members end epoch 0 while the owner watches; the results, and what it has seen."""
+
+        def one(name: str) -> Cooled:
+            with EpochSaver(self.memberships[name], settings) as saver:
+                state = told.get(name, state_of(0))
+                return saver.end(state, epoch=0, step=5, run="r", position={"sample": 9})
+
+        def watched():
+            names = [*self.memberships, "never-there"]
+            while True:
+                try:
+                    return watch(owner, JOB, 0, patience=timedelta(minutes=1), members=names)
+                except KeyboardInterrupt:  # an owner that was killed is followed by the next
+                    continue
+
+        with ThreadPoolExecutor(len(self.memberships) + 1) as pool:
+            seen = pool.submit(watched)
+            cooled = dict(zip(self.memberships, pool.map(one, self.memberships), strict=True))
+            for membership in self.memberships.values():
+                membership.__exit__()
+            return cooled, seen.result()
+
+
+def written_by_others(store: Store) -> list[str]:
+    return [
+        stat.key
+        for stat in list_objects(store, f"{JOB}/")
+        if not stat.key.startswith((f"{JOB}/members/", f"{JOB}/lease/members/"))
+    ]
+
+
+@pytest.fixture
+def confined(request: pytest.FixtureRequest) -> Iterator[Callable[..., Confined]]:
+    with ExitStack() as stack:
+
+        def make(reads: Store, writes: dict[str, Store]) -> Confined:
+            made = Confined(reads, writes)
+            stack.callback(made.leave)
+            return made
+
+        yield make
+
+
+def test_confined_members_write_below_their_own_prefixes_and_the_owner_commits(
+    folder, confined
+) -> None:
+    names = ["a", "b", "c"]
+    made = confined(folder, dict.fromkeys(names, folder))
+    assert written_by_others(folder) == []
+    cooled, seen = made.end(folder)
+    found = outcomes(cooled)
+    assert list(found.values()).count(Outcome.COMMITTED) == 1
+    assert set(found.values()) <= {Outcome.COMMITTED, Outcome.LOST, Outcome.NOT_CHOSEN}
+    assert all(one.durable for one in cooled.values())
+    assert seen.members == ("a", "b", "c")
+    checkpoint = seen.checkpoint
+    assert checkpoint is not None
+    assert (checkpoint.position, checkpoint.run, checkpoint.notes) == ({"sample": 9}, "r", {})
+    assert not verify(folder, checkpoint)
+    assert torch.equal(load(folder, JOB).state["model"]["w"], state_of(0)["model"]["w"])
+    left = [stat.key for stat in list_objects(folder, f"{JOB}/members/")]
+    assert not [key for key in left if "/parts/" in key or key.endswith("draft.json")]
+    assert plan_retention(folder, JOB, Retention(grace=timedelta(0))).removals == ()
+
+
+def test_what_a_member_leaves_in_its_prefix_costs_only_that_member(folder, confined) -> None:
+    names = ["a", "b", "c", "d"]
+    made = confined(folder, dict.fromkeys(names, folder))
+    liar = order_of(names, SEED)[0]
+    commit_roster(folder, JOB, 0, names, SEED)
+    keys = CooldownKeys(JOB, 0)
+    content = Memory().snapshot(state_of(0), SMALL.part_bytes).content(5)
+    for part in content.parts:  # the right size, the right name, and other bytes
+        put(folder, keys.part(liar, part.sha256), b"x" * part.size)
+    forged = Checkpoint(
+        job=JOB, step=5, run="r", position={"sample": 9}, notes={"see": "http://evil"},
+        saved=datetime.now(UTC), root=content.root, parts=content.parts[:1], tensors={},
+    )  # fmt: skip
+    commit_once(folder, keys.draft(liar), forged)
+    put(folder, keys.late(liar), b"junk")
+    cooled, seen = made.end(folder)
+    assert seen.checkpoint is not None
+    assert not verify(folder, seen.checkpoint)
+    assert seen.checkpoint.notes == {}
+    honest = {name: one for name, one in cooled.items() if name != liar}
+    assert all(one.durable for one in honest.values())
+
+
+@pytest.mark.parametrize("kind", JUNK)
+def test_an_owner_replaces_what_was_damaged_of_its_own(folder, confined, kind) -> None:
+    made = confined(folder, dict.fromkeys("ab", folder))
+    for key in (KEYS.epoch(0), CooldownKeys(JOB, 0).roster):
+        put(folder, key, junk_of(kind, key))
+    _, seen = made.end(folder)
+    assert seen.checkpoint is not None
+    assert fetch(folder, KEYS.epoch(0), Epoch) == seen.epoch
+    assert fetch(folder, CooldownKeys(JOB, 0).roster, Roster).members == ("a", "b")
+
+
+@pytest.mark.parametrize("after", ["put", "copy", "commit_checkpoint", "commit_once", "delete"])
+def test_an_owner_that_is_killed_anywhere_is_followed_by_one_that_ends_the_epoch(
+    folder, confined, monkeypatch, after
+) -> None:
+    from millrace.checkpoints import collecting
+
+    made = confined(folder, dict.fromkeys("ab", folder))
+    if after == "put":
+        put(folder, KEYS.epoch(0), b"junk")
+    right, died = getattr(collecting, after), []
+
+    def dies(*args: object, **more: object) -> object:
+        found = right(*args, **more)
+        if not died:
+            died.append(after)
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(collecting, after, dies)
+    cooled, seen = made.end(folder)
+    assert died
+    assert all(one.durable for one in cooled.values())
+    assert seen.checkpoint is not None
+    assert not verify(folder, seen.checkpoint)
+
+
+def test_an_epoch_that_ends_while_no_member_lives_holds_up_none_that_comes_back(
+    folder, confined
+) -> None:
+    watch(folder, JOB, 0, patience=timedelta(0), members=["a"])
+    made = confined(folder, {"a": folder})
+    with EpochSaver(made.memberships["a"], QUICK) as saver:
+        cooled = saver.end(state_of(0), epoch=0, step=5)
+    assert cooled.epoch is not None
+    assert cooled.epoch.root is None
+
+
+def test_late_votes_of_most_members_end_a_confined_epoch_without(folder, confined) -> None:
+    confined(folder, dict.fromkeys("ab", folder))
+    commit_roster(folder, JOB, 0, ["a", "b"], SEED)
+    keys = CooldownKeys(JOB, 0)
+    for name in "ab":  # no content is that of more than half: nothing is uploaded
+        vote = Claim(member=name, step=5, root=name * 64, rest="", size=1)
+        commit_once(folder, keys.vote(name), vote)
+        commit_once(folder, keys.late(name), Late(member=name, why="no time"))
+    seen = watch(folder, JOB, 0, patience=timedelta(0), members=["a", "b"])
+    assert seen.epoch is not None
+    assert (seen.epoch.root, seen.checkpoint) == (None, None)
 
 
 def test_wrong_bytes_under_a_right_name_are_replaced(folder, members) -> None:

@@ -39,8 +39,11 @@ from millrace.checkpoints import (
     retain,
     saved_content,
     verify,
+    watch,
 )
+from millrace.checkpoints.members import census_of
 from millrace.keys import CheckpointKeys
+from millrace.lease import Holder, StoreClock
 from millrace.models.checkpoint import Epoch
 from millrace.records import fetch
 from millrace.storage import Store, StoreSpec, list_objects, open_store
@@ -66,6 +69,7 @@ class Found:
     blows: Counter[str] = field(default_factory=Counter[str])
     stops: int = 0
     all_killed: int = 0
+    owned: int = 0
     outcomes: Counter[str] = field(default_factory=Counter[str])
     saves: int = 0
     save_kills: int = 0
@@ -119,8 +123,8 @@ def summary(found: Found) -> list[str]:
     ends = ", ".join(f"{name} {count}" for name, count in sorted(found.outcomes.items()))
     last = (
         f"races {found.races}, killed {found.blows.total() - found.stops}, stopped {found.stops}, "
-        f"all killed {found.all_killed}; savers killed {found.save_kills} of {found.saves}; "
-        f"wrong {len(found.wrong)}"
+        f"all killed {found.all_killed}, by an owner {found.owned}; "
+        f"savers killed {found.save_kills} of {found.saves}; wrong {len(found.wrong)}"
     )
     return [f"blows at {at}", f"members' outcomes: {ends}", *found.wrong, last]
 
@@ -130,6 +134,7 @@ def _add(found: Found, race: "_Race") -> None:
     found.blows += Counter(blow.at for blow in race.struck)
     found.stops += sum(not blow.kill for blow in race.struck)
     found.all_killed += race.all_killed
+    found.owned += race.confined
     found.outcomes += Counter(race.outcomes)
     found.wrong += [f"{race.job}: {what}" for what in race.wrong]
 
@@ -165,6 +170,7 @@ class _Race:
         self._folder.mkdir(parents=True)
         self._step = dice.randrange(_SOURCES)
         self._names = [f"m{n}" for n in range(dice.randint(2, 5))]
+        self.confined = number // 3 % 2 == 1  # half of the races, in each kind of place
         self._seed = dice.getrandbits(64)
         self.struck: list[Blow] = []
         self.all_killed = False
@@ -172,6 +178,26 @@ class _Race:
         self.wrong: list[str] = []
 
     def run(self) -> None:
+        """Race; where members are confined, beside an owner that commits for them."""
+        if not self.confined:
+            self._run()
+            return
+        with ThreadPoolExecutor(1) as pool:
+            owner = pool.submit(self._own)
+            self._run()
+            owner.result()
+
+    def _own(self) -> None:
+        store = open_store(self._place)
+        clock = StoreClock.read(store, self.job, Holder.this_process())
+        census = census_of(store, self.job, clock)
+        deadline = time.monotonic() + _HANGS
+        while len(census.held()) < len(self._names) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        patience = timedelta(seconds=2 * _HANGS)
+        watch(store, self.job, 0, patience=patience, members=self._names, clock=clock)
+
+    def _run(self) -> None:
         store = open_store(self._place)
         blows = self._blows()
         self._round(blows)
@@ -205,7 +231,7 @@ class _Race:
         for name in self._names:
             arguments = (
                 self._place.reveal(), self.job, name, self._seed, self._sources, self._step,
-                blows.get(name), str(self._folder / name), gate,
+                blows.get(name), str(self._folder / name), gate, self.confined,
             )  # fmt: skip
             process = self._context.Process(target=_member, args=arguments)
             process.start()
@@ -286,11 +312,14 @@ def _member(
     blow: Blow | None,
     result: str,
     gate: Any,
+    confined: bool,
 ) -> None:
     """A member, in a process of its own."""
     source = open_store(sources)
     checkpoint = checkpoint_of(source, "source", step)
-    with Membership(open_store(StoreSpec(**place)), job, name, _TTL) as membership:
+    store = open_store(StoreSpec(**place))
+    reads = store if confined else None
+    with Membership(store, job, name, _TTL, reads=reads) as membership:
         gate.wait(_HANGS)
         cooled = cool_down(
             membership,

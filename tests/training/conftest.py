@@ -3,12 +3,16 @@
 import hashlib
 import io
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from millrace.checkpoints import watch
 from millrace.gradients import RunSettings
 from millrace.keys import DatasetKeys
 from millrace.models.dataset import Manifest, ManifestShard
@@ -42,6 +46,20 @@ def make(place: StoreSpec, tmp_path: Path) -> Make:
         return WorkerSettings.model_validate(settings)
 
     return made
+
+
+@contextmanager
+def owned(store: Store, epochs: int = 1) -> Generator[None]:
+    """Have an owner end the epochs of the one worker while the block lasts, as a campaign does."""
+
+    def own() -> None:
+        for epoch in range(epochs):
+            watch(store, "small/model", epoch, patience=timedelta(minutes=1), members=["worker-0"])
+
+    with ThreadPoolExecutor(1) as pool:
+        owning = pool.submit(own)
+        yield
+        owning.result()
 
 
 def seal(store: Store, shards: int) -> None:

@@ -11,7 +11,7 @@ from botocore.exceptions import ClientError
 from pydantic import SecretStr
 
 from millrace.gradients import RunSettings
-from millrace.keys import CampaignKeys
+from millrace.keys import CampaignKeys, CheckpointKeys, CooldownKeys
 from millrace.remote import Repository
 from millrace.settings import load
 from millrace.storage import StoreSpec, open_store
@@ -55,15 +55,23 @@ def test_a_machine_writes_its_own_gradients_and_never_the_chain(rgw: RGW, bucket
     given = order["write"]["credentials"]
     pair = Key(given["access_key_id"], given["secret_access_key"], given["session_token"])
     client = rgw.client(pair)
+    own = CooldownKeys("c/model", 3)
     for key in (
-        "c/run/worker-1/gradient", "c/model/checkpoints/x", "c/model/cooldowns/000000/roster.json",
-        "c/model/epochs/000000.json", "c/model/lease/members/worker-1/000000.json",
+        "c/run/worker-1/gradient", "c/model/lease/members/worker-1/000000.json",
+        own.vote("worker-1"), own.late("worker-1"), own.result("worker-1"), own.draft("worker-1"),
+        own.part("worker-1", "a" * 64),
     ):  # fmt: skip
         client.put_object(Bucket=bucket, Key=key, Body=b"x")
+    checkpoints = CheckpointKeys("c/model")
     for key in (
         "c/run/worker-0/gradient", "c/run/worker-10/gradient", "c/run/gathers/1/chain/000000001",
         "c/campaign/warming.json", "c/lease/campaign/0", "text/manifest.json", "_rentals/c/x",
         "c/model/lease/members/worker-0/000000.json", "c/campaign/plan.json",
+        "c/model/lease/clock/x", "c/model/lease/members/worker-10/000000.json", "c/model/x", "x",
+        own.roster, own.vote("worker-0"), own.vote("worker-10"), own.late("worker-2"),
+        own.result("worker-2"), own.draft("worker-0"), own.part("worker-0", "a" * 64),
+        checkpoints.epoch(3), checkpoints.metadata(3), checkpoints.part(3, "a" * 64),
+        checkpoints.pin(3), checkpoints.share(3, "a", 0),
     ):  # fmt: skip
         with pytest.raises(ClientError, match=r"AccessDenied|403"):
             client.put_object(Bucket=bucket, Key=key, Body=b"x")

@@ -14,7 +14,7 @@ from millrace.models.gradient import StartWindow
 from millrace.records import commit_once, fetch
 from millrace.storage import Store, put, read
 from millrace.training import Worker, joined, measured
-from tests.training.conftest import Make, seal
+from tests.training.conftest import Make, owned, seal
 
 
 def test_a_worker_has_its_share_of_the_shards_on_its_disk(store: Store, make: Make) -> None:
@@ -74,7 +74,7 @@ def test_a_script_that_no_worker_started_is_told_how() -> None:
 def test_an_epoch_ends_where_a_window_begins_that_follows_it(store: Store, make: Make) -> None:
     model = torch.nn.Linear(3, 2)
     settings = make()
-    with Worker(settings) as worker:
+    with owned(store, epochs=2), Worker(settings) as worker:
         worker.begin(Turn(1, 0, 5), model.state_dict(), loss=3.0)
         worker.begin(Turn(2, 5, 5), model.state_dict(), loss=float("nan"))
         with pytest.raises(errors.NotFoundError):
@@ -111,7 +111,8 @@ def test_what_a_worker_says_that_is_nothing_is_passed_over(store: Store, make: M
 
 def test_a_member_that_writes_nonsense_stops_no_other(store: Store, make: Make) -> None:
     put(store, "small/model/lease/members/liar/000000.json", b"nonsense")
-    with Worker(make()) as worker:
+    put(store, "small/model/members/liar/cooldowns/000000/vote.json", b"nonsense")
+    with owned(store), Worker(make()) as worker:
         worker.begin(Turn(3, 10, 5), torch.nn.Linear(3, 2).state_dict())
     assert fetch(store, "small/model/epochs/000000.json", Epoch).step == 10
 

@@ -65,14 +65,17 @@ class StoreDestination:
         news = threading.Event()
         race = Race(
             store,
-            job,
             content,
+            keys.part,
+            reads=store,
             uploads=uploads,
             check=Check.DIGESTS,
             news=news.set,
             progress=progress,
         )
-        race.see(list_objects(store, keys.parts(checkpoint.step)))
+        stats = list_objects(store, keys.parts(checkpoint.step))
+        parts = ((keys.parse_part(stat.key), stat.key) for stat in stats)
+        race.see((part[1], key) for part, key in parts if part is not None)
         race.begin(0, 1)
         try:
             news.wait()
