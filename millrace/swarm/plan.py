@@ -30,7 +30,9 @@ _FIRST_FETCHES = 4  # of a node, until one is over
 _SLOW_LEAST = 1.5  # seconds after which a slow reader's piece is read by another node too
 _SLOW_LAST = 0.5  # and where it is one of the last
 _SLOW_READ = 3.0  # and times as long as the quickest reader takes
-_BEHIND = 2  # times the pieces that a node fetches at once, that it may be behind another one
+_BEHIND = 2.0  # times the pieces that a node fetches at once, that it may be behind another one
+_SLOW_BEHIND = 1.0  # and that a slow reader may be
+_SLOW_ZONE_BEHIND = 0.5  # and that the nodes of a slow zone may be
 _ACCUSERS = 2  # nodes that must say that one gives wrong bytes, where there are as many
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
@@ -175,7 +177,7 @@ class Tracker:
         self._offered = set(self._unread)  # what is in it
         self._delayed: list[int] = []  # failed at the store: read again later
         self._shares = Shares()
-        self._hungry: set[str] = set()
+        self._hungry: dict[str, None] = {}  # in order, so that the choices are always the same
         self._random = random.Random(seed)
         self._from_store = Durations()
         self._from_peers: dict[tuple[str, str], Durations] = {}  # by the giver's zone and the node
@@ -417,7 +419,7 @@ class Tracker:
         self._await(node)
 
     def _await(self, node: _Node) -> None:
-        self._hungry.add(node.name)
+        self._hungry[node.name] = None
 
     def _forget_holder(self, node: _Node, *, wrong: bool = False) -> None:
         """Fetch nothing more from a node; with `wrong`, what only it has is worth nothing."""
@@ -469,7 +471,7 @@ class Tracker:
         """Offer what has become free to those that wait; to those that lack most first."""
         waiting = [node for name in self._hungry if (node := self._nodes[name]).alive]
         for node in heapq.nlargest(_FED, waiting, key=lambda node: node.missing):
-            self._hungry.discard(node.name)
+            self._hungry.pop(node.name, None)
             self._feed(node, now)
 
     def _feed(self, node: _Node, now: float) -> None:
@@ -548,8 +550,9 @@ class Tracker:
             return False
         if not (node.fetches or node.queue):
             return not self._is_tried(node)
-        behind = node.missing - self._least_missing > _BEHIND * self._limits.down
-        return not (behind or self._is_tried(node) or self._reads_slowly(node))
+        return not (
+            self._is_behind(node, _BEHIND) or self._is_tried(node) or self._reads_slowly(node)
+        )
 
     def _is_tried(self, node: _Node) -> bool:
         """Tell whether a first read is under way that will show how quick a node's reads are.
@@ -574,7 +577,18 @@ class Tracker:
         return min(paces, default=0.0)
 
     def _reads_slowly(self, node: _Node) -> bool:
-        return node.zone in self._slow_zones or node.name in self._slow_readers
+        """Tell whether a node's reads, or its zone's, are slow, and it has fallen behind.
+
+        A single slow read says little: where all have the same links, each is the slow one at
+        times, and the others may not be left to do its part.
+        """
+        if node.zone in self._slow_zones and self._is_behind(node, _SLOW_ZONE_BEHIND):
+            return True
+        return node.name in self._slow_readers and self._is_behind(node, _SLOW_BEHIND)
+
+    def _is_behind(self, node: _Node, times: float) -> bool:
+        """Tell whether a node lacks more pieces than the quickest, by what it fetches at once."""
+        return node.missing - self._least_missing > times * self._limits.down
 
     def _find_quickest(self) -> None:
         paces = [node.read_pace for node in self._living() if node.trusted and node.read_pace]

@@ -1,9 +1,11 @@
-"""A network for the tracker's tests: links of set rates, shared fairly, in simulated time.
+"""A network for the tracker's tests: links of set rates, in simulated time.
 
 Every transfer is a flow over the links between its source and its node. At each moment the flows
-have max-min fair rates (progressive filling), as long-lived TCP connections roughly have.
+have max-min fair rates (progressive filling), as long-lived TCP connections roughly have. With a
+`jitter`, each flow has a random weight and a random delay, as short-lived ones have.
 """
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,6 +21,7 @@ class _Flow:
     links: tuple[str, ...]
     left: float
     begins: float
+    weight: float = 1.0
     rate: float = 0.0
 
 
@@ -35,6 +38,9 @@ class Network:
         zones: Zone of each node; nodes of one zone reach each other by their own links alone.
         store_zone: Zone of the store.
         watch: Called after every event.
+        jitter: Standard deviation of the logarithm of a flow's weight.
+        delay: Mean seconds that a flow begins late.
+        seed: Seed of both.
         now: Simulated time in seconds.
         ready: When each node had every piece.
         store_bytes: Bytes that left the store.
@@ -48,15 +54,20 @@ class Network:
     zones: dict[str, str]
     store_zone: str = ""
     watch: Callable[[], None] = lambda: None
+    jitter: float = 0.0
+    delay: float = 0.0
+    seed: int = 0
     now: float = 0.0
     ready: dict[str, float] = field(default_factory=dict)
     store_bytes: float = 0.0
     crossed: dict[str, float] = field(default_factory=dict)
     _flows: list[_Flow] = field(default_factory=list)
     _has: dict[str, set[int]] = field(default_factory=dict)
+    _random: random.Random = field(default_factory=random.Random)
 
     def run(self, limit: float) -> None:
         """Bring every piece to every node, or fail after so many simulated seconds."""
+        self._random = random.Random(self.seed)
         for name, zone in self.zones.items():
             self._has[name] = set()
             self._give(self.tracker.joined(name, [], 0.0, zone=zone))
@@ -81,7 +92,10 @@ class Network:
         for order in orders:
             assert not order.drop
             links = self._route(order)
-            self._flows.append(_Flow(order, links, self.size, self.now + _LATENCY))
+            weight = self._random.lognormvariate(0.0, self.jitter)
+            late = self._random.expovariate(1 / self.delay) if self.delay else 0.0
+            begins = self.now + _LATENCY + late
+            self._flows.append(_Flow(order, links, self.size, begins, weight))
 
     def _route(self, order: Order) -> tuple[str, ...]:
         there = self.zones[order.node]
@@ -92,23 +106,23 @@ class Network:
         return (first, *shared, f"{order.node} down")
 
     def _share(self) -> None:
-        """Give each flow its max-min fair rate."""
+        """Give each flow its max-min fair rate, by its weight."""
         room = dict(self.rates)
         open_flows = [f for f in self._flows if f.begins <= self.now]
         for flow in self._flows:
             flow.rate = 0.0
         while open_flows:
-            users: dict[str, int] = {}
+            users: dict[str, float] = {}
             for flow in open_flows:
                 for link in flow.links:
-                    users[link] = users.get(link, 0) + 1
+                    users[link] = users.get(link, 0.0) + flow.weight
             tight = min(users, key=lambda link: room[link] / users[link])
             fair = room[tight] / users[tight]
             for flow in [f for f in open_flows if tight in f.links]:
-                flow.rate = fair
+                flow.rate = fair * flow.weight
                 open_flows.remove(flow)
                 for link in flow.links:
-                    room[link] = max(0.0, room[link] - fair)
+                    room[link] = max(0.0, room[link] - flow.rate)
 
     def _advance(self, seconds: float) -> None:
         self.now += seconds

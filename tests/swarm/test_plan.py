@@ -2,6 +2,7 @@
 
 import heapq
 import random
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -388,3 +389,19 @@ def test_zones_that_are_equally_near_share_the_reads(zones):
     network.run(100)
     assert network.store_bytes == pytest.approx(128 * MIB)
     assert max(network.ready.values()) <= 1.2 * 128 * MIB / (100 * MBIT)
+
+
+@pytest.mark.parametrize("zones", [1, 2])
+@pytest.mark.parametrize(("count", "mbit", "pieces"), [(4, 200, 512), (8, 100, 128)])
+def test_nodes_with_the_same_links_share_the_reads_though_transfers_differ(
+    count, mbit, pieces, zones
+):
+    ratios: list[float] = []
+    for seed in range(3):
+        network = nodes_of([mbit] * count, pieces, zones=zones)
+        network.jitter, network.delay, network.seed = 1.0, 0.02, seed
+        network.run(100)
+        assert network.store_bytes <= 1.15 * pieces * MIB  # what is late is read twice
+        ratios.append(max(network.ready.values()) / (pieces * MIB / (mbit * MBIT)))
+    assert statistics.median(ratios) <= 1.25
+    assert max(ratios) <= 1.3
