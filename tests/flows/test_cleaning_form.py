@@ -129,5 +129,9 @@ def test_a_bucket_is_wiped_once_its_name_was_typed(
     field(page, "Name").get_by_role("textbox").fill(bucket)
     press(page, "Submit", lambda: started.resumed, started.refused)
 
+    state = deployed.wait(run, "Completed", "Failed").state
+    assert state is not None
+    assert state.name == "Completed", state.message
+    page.reload()  # it asks for the state now and then only
     expect(page.get_by_text("Completed", exact=True).first).to_be_visible()
     assert not list(list_objects(store))
