@@ -16,13 +16,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
 from millrace import errors
 from millrace.keys import LeaseKeys, clock_probe, leases, parse_lease
 from millrace.processes import started_at
-from millrace.records import commit_once, fetch
+from millrace.records import Record, commit_once, fetch
 from millrace.settings import Duration
 from millrace.storage import Stat, Store, create, delete, head, list_objects, put
 
@@ -74,10 +75,10 @@ class Holder(BaseModel):
         )
 
 
-class Epoch(BaseModel):
-    """The record of one holder's time."""
+class LeaseEpoch(Record):
+    """Record of one holder's time."""
 
-    model_config = ConfigDict(frozen=True)
+    record_kind: ClassVar[str] = "lease"
 
     holder: Holder
     ttl: Duration
@@ -184,7 +185,7 @@ def acquire(
     number, held = _current(store, keys, clock)
     if held is not None:
         return held
-    commit = commit_once(store, keys.epoch(number + 1), Epoch(holder=holder, ttl=ttl))
+    commit = commit_once(store, keys.epoch(number + 1), LeaseEpoch(holder=holder, ttl=ttl))
     if commit.mine:
         return Lease(store, keys, number + 1, holder, ttl)
     return Held(commit.record.holder, clock.now() + commit.record.ttl)
@@ -218,7 +219,7 @@ def _current(store: Store, keys: LeaseKeys, clock: StoreClock) -> tuple[int, Hel
     number, newest = _newest(keys, list_objects(store, keys.prefix))
     if not _taken(newest):
         return number, None
-    return number, _held(fetch(store, keys.epoch(number), Epoch), newest, clock)
+    return number, _held(fetch(store, keys.epoch(number), LeaseEpoch), newest, clock)
 
 
 def _newest(keys: LeaseKeys, stats: Iterable[Stat]) -> tuple[int, dict[str, Stat]]:
@@ -237,7 +238,7 @@ def _taken(newest: Mapping[str, Stat]) -> bool:
     return "json" in newest and "end" not in newest
 
 
-def _held(record: Epoch, newest: Mapping[str, Stat], clock: StoreClock) -> Held | None:
+def _held(record: LeaseEpoch, newest: Mapping[str, Stat], clock: StoreClock) -> Held | None:
     """Who has a lease by its newest epoch, unless nothing was heard of it for too long."""
     heard = max(stat.last_modified for stat in newest.values())
     until = heard.astimezone(UTC) + min(record.ttl, LONGEST) + _RESOLUTION
@@ -262,7 +263,7 @@ class Census:
     ) -> None:
         self._store, self._scope, self._clock, self._strict = store, scope, clock, strict
         self._prefix = f"{leases(scope)}{group}/" if group else leases(scope)
-        self._records: dict[str, Epoch] = {}
+        self._records: dict[str, LeaseEpoch] = {}
 
     def held(self) -> dict[str, Held]:
         """Who has which lease, by the last part of its name. A listing, and a GET for each new one.
@@ -284,7 +285,7 @@ class Census:
             key = keys.epoch(number)
             try:
                 if key not in self._records:
-                    self._records[key] = fetch(self._store, key, Epoch)
+                    self._records[key] = fetch(self._store, key, LeaseEpoch)
             except errors.CorruptError:
                 if self._strict:
                     raise

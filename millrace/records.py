@@ -1,7 +1,7 @@
-"""Records: what was committed, once, and what everybody may rely on from then on.
+"""Records: models that are committed to a store once, and never changed afterwards.
 
-`commit_once` is one create-if-absent PUT, the only primitive of coordination that every store
-we know has. The body carries a nonce, so that after a lost answer "was it me?" has an answer.
+`commit_once` is one create-if-absent PUT, the only primitive of coordination that all supported
+stores have. The body carries a nonce. After a lost answer, the nonce tells whose record is stored.
 """
 
 import secrets
@@ -9,18 +9,40 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import orjson
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from millrace import errors
 from millrace.digest import canonical
 from millrace.storage import Stat, Store, create, list_objects, read
 
-R = TypeVar("R", bound=BaseModel)
-
 _AT_ONCE = 32
+
+
+class RecordPart(BaseModel):
+    """Base of the values within records: frozen, and without unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Record(RecordPart):
+    """Base of what is committed under a key of its own.
+
+    Attributes:
+        record_kind: Stable name of the record's kind, written beside it. Readers refuse records of
+            another kind. It is unique, and independent of the class's name.
+        record_version: Version of the record's form. Readers refuse other versions.
+        record_bytes: Largest stored size that readers accept, in bytes.
+    """
+
+    record_kind: ClassVar[str]
+    record_version: ClassVar[int] = 1
+    record_bytes: ClassVar[int] = 1 << 20
+
+
+R = TypeVar("R", bound=Record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +137,7 @@ def fetch(store: Store, key: str, kind: type[R]) -> R:
 
 
 def _read(store: Store, key: str, kind: type[R]) -> tuple[R, str]:
-    most = getattr(kind, "record_bytes", 1 << 20)
-    return decoded(store.url_of(key), kind, read(store, key, largest=most))
+    return decoded(store.url_of(key), kind, read(store, key, largest=kind.record_bytes))
 
 
 def committed(
@@ -144,12 +165,12 @@ def committed(
             yield from pool.map(pair, batch)
 
 
-def encoded(record: BaseModel, nonce: str) -> bytes:
-    """What is written for a record: `decoded` reads it."""
+def encoded(record: Record, nonce: str) -> bytes:
+    """Return the stored form of a record, which `decoded` reads."""
     return canonical(
         {
-            "kind": type(record).__name__,
-            "version": _version_of(type(record)),
+            "kind": record.record_kind,
+            "version": record.record_version,
             "nonce": nonce,
             "record": record.model_dump(mode="json"),
         }
@@ -171,18 +192,19 @@ def decoded(where: str, kind: type[R], body: bytes) -> tuple[R, str]:
     try:
         envelope = orjson.loads(body)
         version, its_kind, nonce = envelope["version"], envelope["kind"], envelope["nonce"]
-        if version == _version_of(kind) and its_kind == kind.__name__:
+        if version == kind.record_version and its_kind == kind.record_kind:
             return kind.model_validate_json(orjson.dumps(envelope["record"])), str(nonce)
     except (orjson.JSONDecodeError, KeyError, TypeError, ValidationError) as error:
         raise errors.CorruptError(
             f"{where} is not a record of Millrace's; was it written by hand?"
         ) from error
-    wrong = errors.VersionError if its_kind == kind.__name__ else errors.CorruptError
-    raise wrong(
-        f"{where} is a {its_kind} of version {version}; this Millrace reads "
-        f"{kind.__name__} of version {_version_of(kind)}. Another version wrote it."
+    if its_kind != kind.record_kind:
+        raise errors.CorruptError(
+            f"{where} holds a record of the kind {str(its_kind)[:40]!r}, and should hold one of "
+            f"the kind {kind.record_kind!r}. Another program, or another version of Millrace, "
+            "wrote it."
+        )
+    raise errors.VersionError(
+        f"{where} holds a {kind.record_kind} of version {str(version)[:20]}. This Millrace reads "
+        f"version {kind.record_version}. Read it with the version that wrote it."
     )
-
-
-def _version_of(kind: type[BaseModel]) -> int:
-    return getattr(kind, "record_version", 1)

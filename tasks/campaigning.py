@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -20,7 +20,7 @@ from millrace.keys import CampaignKeys, DatasetKeys
 from millrace.lease import Heartbeat, Held, Holder, StoreClock, await_lease
 from millrace.models.checkpoint import Epoch
 from millrace.models.dataset import Manifest
-from millrace.records import changes, commit_once, fetch
+from millrace.records import Record, changes, commit_once, fetch
 from millrace.remote import Repository
 from millrace.storage import Store, StoreSpec, delete, exists, open_store
 from millrace.training import TrainingPlan, check_here, check_repository, joined, measured
@@ -62,10 +62,10 @@ class Crew(Protocol):
         ...
 
 
-class Pinned(BaseModel):
-    """What of a campaign's training cannot change under the same name."""
+class Pinned(Record):
+    """Record of the settings of a campaign's training that cannot change under its name."""
 
-    model_config = ConfigDict(frozen=True)
+    record_kind: ClassVar[str] = "campaign-training"
 
     workers: int
     epoch: int

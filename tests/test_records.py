@@ -1,22 +1,28 @@
+import importlib
+import pkgutil
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from pydantic import BaseModel
 
+import millrace
 from millrace import errors
-from millrace.records import commit_once, commit_same, committed, fetch
+from millrace.records import Record, commit_once, commit_same, committed, fetch
 from millrace.storage import create, open_store, put
 from tests.servers.faults import Fault
 from tests.stores import spec_of
 
 
-class Thing(BaseModel):
+class Thing(Record):
+    record_kind = "thing"
+
     name: str
     size: int = 0
 
 
-class Other(BaseModel):
+class Other(Record):
+    record_kind = "other"
+
     name: str
 
 
@@ -62,7 +68,7 @@ def test_committed_reads_only_what_is_wanted_in_order(store):
     assert [record.name for _, record in found] == [str(i) for i in range(300)]
 
 
-@pytest.mark.parametrize("body", [b"", b"{}", b"[1]", b'{"kind":"Thing","version":1,"nonce":"x"}'])
+@pytest.mark.parametrize("body", [b"", b"{}", b"[1]", b'{"kind":"thing","version":1,"nonce":"x"}'])
 def test_what_is_no_record_is_said(store, body):
     put(store, "a", body)
     with pytest.raises(errors.CorruptError, match="not a record"):
@@ -71,13 +77,55 @@ def test_what_is_no_record_is_said(store, body):
 
 def test_a_record_of_another_kind_or_version_is_refused(store):
     commit_once(store, "a", Thing(name="one"))
-    with pytest.raises(errors.CorruptError, match="Other of version 1"):
+    with pytest.raises(errors.CorruptError, match="kind 'other'"):
         fetch(store, "a", Other)
-    put(store, "b", b'{"kind":"Thing","version":2,"nonce":"x","record":{"name":"a"}}')
-    with pytest.raises(errors.CorruptError, match="version 2"):
+    put(store, "b", b'{"kind":"thing","version":2,"nonce":"x","record":{"name":"a"}}')
+    with pytest.raises(errors.CorruptError, match="thing of version 2"):
         fetch(store, "b", Thing)
 
 
 def test_nothing_there_is_not_found(store):
     with pytest.raises(errors.NotFoundError):
         fetch(store, "none", Thing)
+
+
+def test_each_kind_of_record_has_one_stable_name():
+    for module in pkgutil.walk_packages(millrace.__path__, "millrace."):
+        importlib.import_module(module.name)
+    importlib.import_module("tasks.campaigning")
+    kinds = [
+        kind.__dict__.get("record_kind", f"{kind.__qualname__} has none")
+        for kind in subclasses(Record)
+        if kind.__module__.startswith(("millrace.", "tasks."))
+    ]
+    assert sorted(kinds) == [
+        "campaign-training",
+        "chain-link",
+        "chain-start",
+        "checkpoint",
+        "checkpoint-epoch",
+        "checkpoint-pin",
+        "checkpoint-quarantine",
+        "checkpoint-share",
+        "cooldown-ended",
+        "cooldown-roster",
+        "cooldown-vote",
+        "dataset-manifest",
+        "dataset-plan",
+        "lease",
+        "rental-contract",
+        "rental-installation",
+        "rental-intent",
+        "rental-left",
+        "rental-returned",
+        "shard-commit",
+        "split-end",
+        "start-window",
+        "window-opening",
+    ]
+
+
+def subclasses(kind):
+    for one in kind.__subclasses__():
+        yield one
+        yield from subclasses(one)

@@ -6,13 +6,14 @@ read without them.
 
 from datetime import timedelta
 from enum import StrEnum
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from millrace.keys import ChainKeys, GradientKeys
 from millrace.models.chain import Outer
 from millrace.models.gradient import CHUNK, Codec, Support
+from millrace.records import Record
 from millrace.settings import Duration
 from millrace.storage import StoreSettings, StoreSpec
 
@@ -141,13 +142,15 @@ class WindowRules(BaseModel):
     )
 
 
-class Opening(WindowRules):
+class Opening(Record, WindowRules):
     """Record of a window that was opened: the rules that hold for it until it is merged.
 
     Attributes:
         run: Name of the run.
         number: Number of the window.
     """
+
+    record_kind: ClassVar[str] = "window-opening"
 
     run: str
     number: int

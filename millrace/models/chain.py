@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from millrace.models.dataset import Committed
 from millrace.models.gradient import Codec, Refusal
+from millrace.records import Record, RecordPart
 
 
 class OuterKind(StrEnum):
@@ -19,7 +19,7 @@ class OuterKind(StrEnum):
     SIGN = "sign"  # DeMo, 2411.19870
 
 
-class Outer(Committed):
+class Outer(RecordPart):
     """The outer step: the same for all who apply it."""
 
     kind: OuterKind = Field(
@@ -29,7 +29,7 @@ class Outer(Committed):
     momentum: float = Field(default=0.9, ge=0, lt=1, description="Of `nesterov`.")
 
 
-class Start(Committed):
+class Start(Record):
     """The first link: the weights that the run begins with.
 
     Attributes:
@@ -40,6 +40,7 @@ class Start(Committed):
         state: The digest of the weights.
     """
 
+    record_kind: ClassVar[str] = "chain-start"
     record_bytes: ClassVar[int] = 64 << 20
     run: str
     job: str
@@ -48,7 +49,7 @@ class Start(Committed):
     state: str
 
 
-class Taken(Committed):
+class Taken(RecordPart):
     """A worker whose gradient is in a merge.
 
     Attributes:
@@ -66,7 +67,7 @@ class Taken(Committed):
     tokens: int
 
 
-class LeftOut(Committed):
+class LeftOut(RecordPart):
     """A worker whose gradient is not.
 
     Attributes:
@@ -78,7 +79,7 @@ class LeftOut(Committed):
     sentence: str
 
 
-class Update(Committed):
+class Update(RecordPart):
     """An object of merged gradients.
 
     Attributes:
@@ -100,7 +101,7 @@ def reasons(out: Iterable[LeftOut]) -> str:
     return ", ".join(f"{number} {reason}" for reason, number in sorted(counts.items()))
 
 
-class Link(Committed):
+class Link(Record):
     """What a window came to.
 
     Attributes:
@@ -120,6 +121,7 @@ class Link(Committed):
         state: The digest of the weights after it.
     """
 
+    record_kind: ClassVar[str] = "chain-link"
     record_bytes: ClassVar[int] = 64 << 20
     record_version: ClassVar[int] = 2  # with buffers, whose values are set
 

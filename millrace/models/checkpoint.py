@@ -4,10 +4,10 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from millrace.models.dataset import Committed
+from millrace.records import Record, RecordPart
 
 
-class Part(Committed):
+class Part(RecordPart):
     """A file of tensors.
 
     Attributes:
@@ -21,7 +21,7 @@ class Part(Committed):
     size: int
 
 
-class Chunk(Committed):
+class Chunk(RecordPart):
     """A box of a tensor: all of it, or some of its rows.
 
     Attributes:
@@ -37,7 +37,7 @@ class Chunk(Committed):
     shape: tuple[int, ...]
 
 
-class TensorRecord(Committed):
+class TensorRecord(RecordPart):
     """A tensor, and the boxes that it is made of.
 
     Attributes:
@@ -51,7 +51,7 @@ class TensorRecord(Committed):
     chunks: tuple[Chunk, ...]
 
 
-class Checkpoint(Committed):
+class Checkpoint(Record):
     """A checkpoint that is complete.
 
     Attributes:
@@ -68,6 +68,7 @@ class Checkpoint(Committed):
         digest: SHA-256 of all other fields, in canonical JSON.
     """
 
+    record_kind: ClassVar[str] = "checkpoint"
     record_bytes: ClassVar[int] = 1 << 30
     record_version: ClassVar[int] = 2  # with the digest of all fields
 
@@ -88,7 +89,7 @@ class Checkpoint(Committed):
         return sum(part.size for part in self.parts)
 
 
-class Share(Committed):
+class Share(Record):
     """What one of several ranks has saved of a checkpoint: its files are there.
 
     Attributes:
@@ -103,6 +104,7 @@ class Share(Committed):
         notes: Free text of the caller's.
     """
 
+    record_kind: ClassVar[str] = "checkpoint-share"
     record_bytes: ClassVar[int] = 1 << 30
     job: str
     step: int
@@ -115,7 +117,7 @@ class Share(Committed):
     notes: dict[str, str]
 
 
-class Epoch(Committed):
+class Epoch(Record):
     """An epoch that has ended, and the checkpoint that it ended with.
 
     Attributes:
@@ -128,6 +130,8 @@ class Epoch(Committed):
         why: If it went on without, why.
     """
 
+    record_kind: ClassVar[str] = "checkpoint-epoch"
+
     job: str
     epoch: int
     step: int
@@ -137,7 +141,7 @@ class Epoch(Committed):
     why: str = ""
 
 
-class Roster(Committed):
+class Roster(Record):
     """Who takes part in the end of an epoch, the same for all.
 
     Attributes:
@@ -147,13 +151,15 @@ class Roster(Committed):
         seed: From which the order of the checkpointers follows.
     """
 
+    record_kind: ClassVar[str] = "cooldown-roster"
+
     job: str
     epoch: int
     members: tuple[str, ...]
     seed: int
 
 
-class Claim(Committed):
+class Claim(Record):
     """What a member says that the content of an epoch's checkpoint is.
 
     Attributes:
@@ -163,6 +169,8 @@ class Claim(Committed):
         rest: The digest of what else must be alike: where the data goes on.
         size: Bytes of it.
     """
+
+    record_kind: ClassVar[str] = "cooldown-vote"
 
     member: str
     step: int
@@ -199,7 +207,7 @@ class Outcome(StrEnum):
     NO_DESTINATION = "no destination"  # nowhere to save to: nothing was done
 
 
-class Ended(Committed):
+class Ended(Record):
     """What the end of an epoch came to for one member, as it was recorded.
 
     Attributes:
@@ -212,6 +220,8 @@ class Ended(Committed):
         seconds: How long it took.
     """
 
+    record_kind: ClassVar[str] = "cooldown-ended"
+
     member: str
     outcome: Outcome
     reason: str
@@ -221,7 +231,7 @@ class Ended(Committed):
     seconds: float
 
 
-class Pin(Committed):
+class Pin(Record):
     """A checkpoint that is kept, whatever the rules say.
 
     Attributes:
@@ -230,12 +240,14 @@ class Pin(Committed):
         why: For whoever wonders later.
     """
 
+    record_kind: ClassVar[str] = "checkpoint-pin"
+
     job: str
     step: int
     why: str
 
 
-class Quarantine(Committed):
+class Quarantine(Record):
     """A checkpoint that was found damaged, and moved out of the way.
 
     Attributes:
@@ -243,6 +255,7 @@ class Quarantine(Committed):
         damage: What was found, a sentence for each file.
     """
 
+    record_kind: ClassVar[str] = "checkpoint-quarantine"
     record_bytes: ClassVar[int] = 1 << 30
     record_version: ClassVar[int] = 2  # as of `Checkpoint`
 

@@ -2,10 +2,11 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from millrace.errors import ConfigurationError
 from millrace.keys import DatasetKeys, is_plain
+from millrace.records import Record, RecordPart
 
 
 def _checked_key(key: str) -> str:
@@ -23,20 +24,7 @@ ObjectKey = Annotated[str, AfterValidator(_checked_key)]
 """A key that a record names, which readers use as a path, too."""
 
 
-class Committed(BaseModel):
-    """A record: never changed once it is committed.
-
-    Attributes:
-        record_version: Version of the record's form; a reader of another one refuses it.
-        record_bytes: Most bytes that a reader takes: what is larger is no such record.
-    """
-
-    record_version: ClassVar[int] = 1
-    record_bytes: ClassVar[int] = 1 << 20
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class FileRef(Committed):
+class FileRef(RecordPart):
     """One file of a source, as it was when the plan was made.
 
     Attributes:
@@ -51,7 +39,7 @@ class FileRef(Committed):
     etag: str
 
 
-class ByteRange(Committed):
+class ByteRange(RecordPart):
     """A split that is the rows which begin within a range of one file.
 
     Attributes:
@@ -79,7 +67,7 @@ class ByteRange(Committed):
         return min(1.0, max(0.0, (cursor - self.start) / self.size))
 
 
-class FileGroup(Committed):
+class FileGroup(RecordPart):
     """A split that is a list of samples, each of one or more files.
 
     Attributes:
@@ -103,7 +91,7 @@ class FileGroup(Committed):
 Piece = Annotated[ByteRange | FileGroup, Field(discriminator="kind")]
 
 
-class Split(Committed):
+class Split(RecordPart):
     """A part of a dataset that one worker cuts into shards, independent of every other.
 
     Attributes:
@@ -117,7 +105,7 @@ class Split(Committed):
     piece: Piece
 
 
-class SourceRecord(Committed):
+class SourceRecord(RecordPart):
     """A source at a revision.
 
     Attributes:
@@ -139,7 +127,7 @@ class SourceRecord(Committed):
     markers: int = 0
 
 
-class Layout(Committed):
+class Layout(RecordPart):
     """What the bytes of the shards depend on, besides the samples.
 
     Attributes:
@@ -155,7 +143,7 @@ class Layout(Committed):
     shard_samples: int
 
 
-class Plan(Committed):
+class Plan(Record):
     """How a dataset is cut: a pure function of the source at its revision and these settings.
 
     Attributes:
@@ -169,6 +157,7 @@ class Plan(Committed):
         split_files: At most about how many files make a split, for sources of many files.
     """
 
+    record_kind: ClassVar[str] = "dataset-plan"
     record_bytes: ClassVar[int] = 1 << 30
     dataset: str
     source: SourceRecord
@@ -180,7 +169,7 @@ class Plan(Committed):
     split_files: int | None = None
 
 
-class ShardCommit(Committed):
+class ShardCommit(Record):
     """One entry of the ledger.
 
     Attributes:
@@ -197,6 +186,8 @@ class ShardCommit(Committed):
         plan: SHA-256 of the plan it was made by; empty in records from before it was noted.
     """
 
+    record_kind: ClassVar[str] = "shard-commit"
+
     split: str
     n: int
     key: ObjectKey | None
@@ -210,7 +201,7 @@ class ShardCommit(Committed):
     plan: str = ""
 
 
-class SplitEnd(Committed):
+class SplitEnd(Record):
     """A split has no more rows: what it became.
 
     Attributes:
@@ -222,6 +213,8 @@ class SplitEnd(Committed):
         plan: SHA-256 of the plan it was made by; empty in records from before it was noted.
     """
 
+    record_kind: ClassVar[str] = "split-end"
+
     split: str
     commits: int
     samples: int
@@ -230,7 +223,7 @@ class SplitEnd(Committed):
     plan: str = ""
 
 
-class ManifestShard(Committed):
+class ManifestShard(RecordPart):
     """A shard as a reader of the dataset needs it."""
 
     key: ObjectKey
@@ -240,7 +233,7 @@ class ManifestShard(Committed):
     sha256: str
 
 
-class Manifest(Committed):
+class Manifest(Record):
     """A dataset that is complete.
 
     Attributes:
@@ -253,6 +246,7 @@ class Manifest(Committed):
         quarantined: Rows put aside.
     """
 
+    record_kind: ClassVar[str] = "dataset-manifest"
     record_bytes: ClassVar[int] = 1 << 30
     dataset: str
     plan: str

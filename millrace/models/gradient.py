@@ -2,11 +2,11 @@
 
 import math
 from enum import StrEnum
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, FiniteFloat
 
-from millrace.models.dataset import Committed
+from millrace.records import Record, RecordPart
 
 CHUNK = 4096
 """Values that a chunk has at most: as many as its indices can count in 12 bits."""
@@ -31,7 +31,7 @@ class Support(StrEnum):
     SHARED = "shared"  # drawn from the window's name: all workers the same, in turn
 
 
-class Codec(Committed):
+class Codec(RecordPart):
     """How a gradient is compressed.
 
     Buffers are sent whole, in float32: their values, and not how they have changed. Of each 4096
@@ -84,7 +84,7 @@ def range_of(name: str) -> tuple[float, float]:
     return _RANGES.get(last_part(name), (-math.inf, math.inf))
 
 
-class GradientHeader(Committed):
+class GradientHeader(RecordPart):
     """What a compressed gradient says of itself.
 
     Attributes:
@@ -143,7 +143,7 @@ class Refusal(StrEnum):
     QUORUM = "quorum"  # it is right, and the rule needs more than came
 
 
-class StartWindow(Committed):
+class StartWindow(Record):
     """With what weights a worker has begun a window, and what it says that they are worth.
 
     Attributes:
@@ -152,6 +152,8 @@ class StartWindow(Committed):
         step: That the weights are at.
         measured: By the worker, such as ``loss``: its word, and nobody else's.
     """
+
+    record_kind: ClassVar[str] = "start-window"
 
     uid: str
     window: int = Field(ge=1)

@@ -2,23 +2,26 @@
 
 from datetime import datetime
 from enum import StrEnum
+from typing import ClassVar
 
 from pydantic import Field
 
-from millrace.models.dataset import Committed
+from millrace.records import Record
 
 
-class Installation(Committed):
+class Installation(Record):
     """Who we are among all who rent with the same account.
 
     Attributes:
         id: In the label of every machine of ours.
     """
 
+    record_kind: ClassVar[str] = "rental-installation"
+
     id: str
 
 
-class Intent(Committed):
+class Intent(Record):
     """That a machine is about to be rented. Committed before it is.
 
     Attributes:
@@ -37,6 +40,8 @@ class Intent(Committed):
         until: When it has to be back.
     """
 
+    record_kind: ClassVar[str] = "rental-intent"
+
     rental: str
     slot: int = Field(ge=0)
     label: str
@@ -52,22 +57,26 @@ class Intent(Committed):
     until: datetime
 
 
-class Contract(Committed):
+class Contract(Record):
     """A machine that was rented.
 
     Attributes:
         instance: Its number.
     """
 
+    record_kind: ClassVar[str] = "rental-contract"
+
     instance: int
 
 
-class Left(Committed):
+class Left(Record):
     """That a machine stays until its time is over, though nobody holds its rental.
 
     Attributes:
         at: Since when.
     """
+
+    record_kind: ClassVar[str] = "rental-left"
 
     at: datetime
 
@@ -86,7 +95,7 @@ class Ending(StrEnum):
     REAPED = "reaped"  # it had no living owner
 
 
-class Returned(Committed):
+class Returned(Record):
     """That nothing is left of an attempt: a listing of all machines showed none.
 
     Attributes:
@@ -95,6 +104,8 @@ class Returned(Committed):
         cost: Dollars, as we have reckoned them: the provider's bill is what counts.
         ended: When.
     """
+
+    record_kind: ClassVar[str] = "rental-returned"
 
     why: Ending
     said: str = ""

@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TypeVar
 
-from pydantic import BaseModel
-
 from millrace import errors
 from millrace.keys import INSTALLATION, RENTALS, RentalKeys, rental_of
 from millrace.models.rental import Contract, Installation, Intent, Returned
-from millrace.records import commit_once, fetch
+from millrace.records import Record, commit_once, fetch
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 from millrace.vast.instances import Instance
 
-R = TypeVar("R", bound=BaseModel)
+R = TypeVar("R", bound=Record)
 
 _FASTEST = 10_000.0  # Mbit/s: more than any host has
 _BURST = 4.0  # times the speed of its offer that a machine's counters are believed

@@ -17,8 +17,7 @@ from millrace.keys import (
     LeaseKeys,
     ShardName,
 )
-from millrace.lease import Epoch as LeaseEpoch
-from millrace.lease import Holder
+from millrace.lease import Holder, LeaseEpoch
 from millrace.models.chain import Link, Outer, Start, Update
 from millrace.models.checkpoint import Checkpoint, Epoch, Part, Pin
 from millrace.models.dataset import Layout, Manifest, Plan, ShardCommit, SourceRecord
