@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Protocol
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from pydantic import BaseModel, ConfigDict
 
 from millrace import cluster, errors, gradients
 from millrace.checkpoints.members import derived_epoch, epoch_of
@@ -73,10 +72,10 @@ class Pinned(Record):
     dataset: str | None
 
 
-class Warming(BaseModel):
-    """That a campaign's machines are to wait for their files."""
+class Warming(Record):
+    """Record that the machines of a campaign wait for their files."""
 
-    model_config = ConfigDict(frozen=True)
+    record_kind: ClassVar[str] = "campaign-warming"
 
     campaign: str
 

@@ -100,6 +100,7 @@ def test_each_kind_of_record_has_one_stable_name():
     ]
     assert sorted(kinds) == [
         "campaign-training",
+        "campaign-warming",
         "chain-link",
         "chain-start",
         "checkpoint",

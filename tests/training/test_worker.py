@@ -102,7 +102,7 @@ def test_what_a_worker_says_that_is_nothing_is_passed_over(store: Store, make: M
     folder = Path(store.url.removeprefix("file://"))
     another = (folder / keys.start_window("a", 1)).read_bytes()
     for uid, body in (
-        ("b", another), ("c", b"[" * 5000), ("d", b'{"kind":"StartWindow"}'),
+        ("b", another), ("c", b"[" * 5000), ("d", b'{"kind":"start-window"}'),
     ):  # fmt: skip
         put(store, keys.start_window(uid, 1), body)
     assert measured(store, keys, ["a", "b", "c", "d"], "loss", last=1) == {}

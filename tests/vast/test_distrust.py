@@ -81,7 +81,7 @@ def test_an_owner_that_was_followed_ends_and_touches_nothing(world: Reset) -> No
     rental.__enter__()
     rental.until_ready()
     keys = RentalKeys("fleet")
-    body = {"kind": "Epoch", "version": 1, "nonce": "x"}
+    body = {"kind": "lease", "version": 1, "nonce": "x"}
     holder = Holder(id="other", host="elsewhere", machine="", pid=1, started="1")
     record = {"holder": holder.model_dump(), "ttl": "PT3M"}
     there = json.dumps({**body, "record": record}).encode()
