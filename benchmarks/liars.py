@@ -143,7 +143,7 @@ def rules(liars: int) -> dict[str, MergeSettings]:
     """The rules that are tried, told how many lie."""
     return {
         "plain mean": MergeSettings(rule=Rule.MEAN, clip=False),
-        "clipped mean": MergeSettings(rule=Rule.MEAN),
+        "clipped mean": MergeSettings(rule=Rule.MEAN, faulty=liars),
         "centered clip": MergeSettings(rule=Rule.CENTERED_CLIP, faulty=liars),
         "multi-krum": MergeSettings(rule=Rule.MULTI_KRUM, faulty=liars),
     }

@@ -121,11 +121,11 @@ def weights_of(
     if not workers:
         raise errors.ConfigurationError("There is nothing to merge: no gradient was taken.")
     norms = np.array([payloads[name].norm for name in workers])
-    median = np.median(norms)
     scales = np.ones(len(workers))
     if settings.clip:
-        above = norms > median
-        scales[above] = median / norms[above]
+        limit = _norm_limit(norms, settings.faulty)
+        above = norms > limit
+        scales[above] = limit / norms[above]
 
     def gram() -> Vector:
         of_each = products or partial(_products, payloads, threads=threads)
@@ -320,13 +320,14 @@ def _merged(
 def _merged_buffer(
     name: str, gradients: Gradients, codec: Codec, settings: MergeSettings, weights: Weights
 ) -> tuple[Merged, ...]:
-    """Average a buffer, after those far from the coordinate-wise median were moved towards it.
+    """Average a buffer, after moving values far from the coordinate-wise median towards it.
 
-    No worker is further from the median than the median worker, whatever the rule: what a worker
-    sends of its buffers has no part in the distances by which a rule judges it. A worker's share
-    is that of its gradient. Every average is between the least and the largest value that was
-    sent, so that a variance stays non-negative. `Rule.MEDIAN` and `TRIMMED` judge each value by
-    itself, as they do everywhere.
+    The largest distance that is kept is the lower median distance, or the one at the sorted
+    position `faulty` if that is less: an honest worker's distance is as large. The buffers of a
+    worker do not change how the rule weighs its gradient. A worker's share is that of its
+    gradient. Every average is between the least and the largest value that was sent, so a variance
+    stays non-negative. `Rule.MEDIAN` and `TRIMMED` judge each value by itself. Of two workers the
+    median is their mean: what one of them sends cannot be bounded.
     """
     codec = codec.of(name)
     counted = np.flatnonzero(weights.shares)
@@ -345,7 +346,8 @@ def _merged_buffer(
     else:
         center = np.median(values, axis=0)
         apart = np.array([kernels.sum_of_squares(one - center) for one in values]) ** 0.5
-        radius = np.median(apart)
+        middle = (len(apart) - 1) // 2
+        radius = np.sort(apart)[min(settings.faulty or middle, middle)]
         merged = np.zeros_like(center)
         for one, far, share in zip(values, apart, weights.shares[counted], strict=True):
             near = radius / far if far > radius else 1.0
@@ -397,6 +399,28 @@ def _check_bound(settings: MergeSettings, every: int) -> None:
 
 
 # -- rules that judge workers by their distances
+
+
+def _norm_limit(norms: Vector, faulty: int) -> float:
+    """Return the norm that larger gradients are scaled down to before the rule.
+
+    Without `faulty` workers the limit is the lower median of the norms: of two workers, neither
+    one can lift it. With them, it is the least norm, or half of the norm at the sorted position
+    `faulty` if that is larger. An honest norm is at that position or below. So `faulty` huge norms
+    are scaled down to at most an honest one, and `faulty` tiny norms leave the others at least
+    half of the least honest norm. Norms of 0 set no limit.
+
+    Args:
+        norms: (workers,): L2 norms.
+        faulty: Number of Byzantine workers.
+    """
+    counted = np.sort(norms[norms > 0])
+    if not counted.size:
+        return 0.0
+    middle = (counted.size - 1) // 2
+    if not faulty:
+        return float(counted[middle])
+    return float(max(counted[0], counted[min(faulty, middle)] / 2))
 
 
 def _centered_clip(gram: Vector, settings: MergeSettings) -> Vector:

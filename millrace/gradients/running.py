@@ -117,4 +117,5 @@ def _open(
         shapes=shapes,
         opens=began,
         closes=(now if over else opened) + rules.window,
+        norm=rules.gather.max_norm,
     )

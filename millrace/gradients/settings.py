@@ -48,10 +48,14 @@ class MergeSettings(BaseModel):
     )
     clip: bool = Field(
         default=True,
-        description="Before the rule, scale gradients with a norm above the median down to it.",
+        description="Before the rule, scale gradients with an L2 norm above the lower median down "
+        "to it; with `faulty`, to a norm that so many workers cannot choose.",
     )
     faulty: int = Field(
-        default=0, ge=0, description="Number of Byzantine workers, for the rules that bear them."
+        default=0,
+        ge=0,
+        description="Number of Byzantine workers that the merge bears: for `clip`, `multi-krum`, "
+        "`trimmed mean`, and the averages of buffers.",
     )
     radius: float | None = Field(
         default=None,
@@ -123,6 +127,13 @@ class GatherSettings(BaseModel):
         "whole.",
     )
     at_once: int = Field(default=8, ge=1, le=256, description="Gradients that are read at once.")
+    max_norm: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Largest L2 norm of a gradient, without its buffers: a larger one is refused. "
+        "Left out, only norms that float32 cannot bear are.",
+    )
 
 
 class WindowRules(BaseModel):

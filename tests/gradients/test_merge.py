@@ -81,9 +81,11 @@ def whole(
     return torch.cat(parts).double().numpy()
 
 
-def clipped(rows: np.ndarray) -> np.ndarray:
+def clipped(rows: np.ndarray, faulty: int = 0) -> np.ndarray:
     norms = np.linalg.norm(rows, axis=1)
-    return rows * np.minimum(1, np.median(norms) / norms)[:, None]
+    found = np.sort(norms)
+    limit = max(found[0], found[faulty] / 2) if faulty else found[(len(found) - 1) // 2]
+    return rows * np.minimum(1, limit / norms)[:, None]
 
 
 def centered_clip(rows: np.ndarray, steps: int) -> np.ndarray:
@@ -117,7 +119,7 @@ def test_a_rule_merges_as_its_formula_says(rule, transform):
     tokens = {uid: 100 + n for n, uid in enumerate(gradients)}
     payloads = made(gradients, codec, tokens)
     rows = sent(payloads, codec, gradients)
-    scaled = clipped(rows)
+    scaled = clipped(rows, faulty=2)
     share = np.array([tokens[uid] for uid in sorted(tokens)]) / sum(tokens.values())
     wanted = {
         Rule.MEAN: lambda: scaled.mean(axis=0),
@@ -153,7 +155,7 @@ def test_coordinates_are_judged_only_where_all_have_sent_them(rule):
     codec = Codec(k=4096, bits=8)  # all of them
     gradients = drawn(5)
     payloads = made(gradients, codec)
-    rows = clipped(sent(payloads, codec, gradients))
+    rows = clipped(sent(payloads, codec, gradients), faulty=1)
     wanted = np.median(rows, axis=0)
     if rule is Rule.TRIMMED:
         wanted = np.sort(rows, axis=0)[1:-1].mean(axis=0)
@@ -186,6 +188,54 @@ def test_three_liars_of_ten_hardly_move_it_and_the_mean_they_do(rule):
 
     assert off(MergeSettings(rule=rule, faulty=3)) < 0.1
     assert off(MergeSettings(rule=Rule.MEAN, clip=False)) > 100
+
+
+def of_norms(norms: list[float]) -> dict[str, Payload]:
+    """Payloads with about these norms."""
+    gradients = drawn(len(norms))
+    for tensors, norm in zip(gradients.values(), norms, strict=True):
+        whole = sum(float(tensor.square().sum()) for tensor in tensors.values()) ** 0.5
+        for tensor in tensors.values():
+            tensor.mul_(norm / whole)
+    return made(gradients, Codec(k=4096, bits=8))
+
+
+def scaled_norms(norms: list[float], how: MergeSettings) -> np.ndarray:
+    """The norms of such gradients as the rule has them, in the workers' order."""
+    payloads = of_norms(norms)
+    found = weights_of(payloads, how)
+    return found.scales * [payloads[uid].norm for uid in found.workers]
+
+
+@pytest.mark.parametrize("rule", [Rule.MEAN, Rule.SENDERS, Rule.CENTERED_CLIP])
+@pytest.mark.parametrize("norms", [[1.0, 1e9], [1e9, 1.0]])
+def test_of_two_workers_one_with_a_huge_norm_counts_as_the_other(rule, norms):
+    assert scaled_norms(norms, MergeSettings(rule=rule)) == pytest.approx([1.0, 1.0], rel=0.02)
+    merged = whole(of_norms(norms), MergeSettings(rule=rule), Codec(k=4096, bits=8))
+    assert np.linalg.norm(merged) < 2.01
+
+
+@pytest.mark.parametrize("faulty", [1, 3, 7])
+@pytest.mark.parametrize("lie", [0.0, 1e-12, 0.9, 1e9])
+def test_norms_of_faulty_workers_set_no_limit_but_between_honest_ones(faulty, lie):
+    """Half of the least honest norm is kept, and none counts more than the largest."""
+    honest = [1.0 + 0.1 * n for n in range(16 - faulty)]
+    found = scaled_norms([lie] * faulty + honest, MergeSettings(faulty=faulty))
+    assert (found[faulty:] >= 0.49).all()
+    assert (found <= max(honest) * 1.01).all()
+
+
+def test_seven_of_sixteen_with_huge_norms_do_not_outweigh_nine_of_different_norms():
+    """Nine honest gradients less seven of the limit still point forwards."""
+    honest = [1.0 + 0.1 * n for n in range(9)]
+    found = scaled_norms([1e9] * 7 + honest, MergeSettings(faulty=7))
+    assert found[7:].sum() > 1.2 * found[:7].sum()
+
+
+def test_gradients_without_values_set_no_limit():
+    found = scaled_norms([0.0, 0.0, 3.0], MergeSettings())
+    assert found == pytest.approx([0.0, 0.0, 3.0], rel=0.02)
+    assert scaled_norms([0.0, 0.0], MergeSettings()).tolist() == [0.0, 0.0]
 
 
 def test_whoever_is_larger_than_the_median_is_scaled_down_to_it():

@@ -301,6 +301,25 @@ def test_what_may_change_between_windows_holds_from_the_next_one_on(store):
     assert [one.gather.quorum for one in openings] == [1, 0]
 
 
+def test_a_gradient_above_the_runs_largest_norm_is_refused_and_the_window_goes_on(store):
+    state = weights_of_model(model())
+    alone = settings_of(2)
+    with ThreadPoolExecutor(2) as pool:
+        for uid in range(2):
+            pool.submit(take_part, store, uid, 1)
+        (free,) = follow(store, alone, everybody(store)[:2], state, until=1)
+    norms = sorted((one.norm, uid) for uid, one in free.taken.items())
+    limit = sum(norm for norm, _ in norms) / 2
+    gather = GatherSettings(look=timedelta(milliseconds=20), max_norm=limit)
+    delete(store, [alone.chain.link(1), alone.chain.opening(1)])
+    bounded = alone.model_copy(update={"gather": gather, "window": timedelta(seconds=1)})
+    (link,) = follow(store, bounded, everybody(store)[:2], weights_of_model(model()), until=1)
+    (_, less), (_, more) = norms
+    assert set(link.taken) == {less}
+    assert link.out[more].reason is Refusal.NORM
+    assert f"more than {limit:.3g}" in link.out[more].sentence
+
+
 def test_a_window_that_is_open_keeps_the_rules_it_was_opened_with(store):
     short = settings_of(0).model_copy(update={"window": timedelta(milliseconds=1)})
     opening = short.chain.opening(1)
