@@ -372,7 +372,7 @@ def test_metadata_of_another_version_is_passed_over_and_stays(folder, tmp_path):
     record["version"] += 1
     path.write_bytes(json.dumps(record).encode())
     assert load(folder, KEYS.job).checkpoint.step == 1
-    with pytest.raises(errors.VersionError, match="Another version wrote it"):
+    with pytest.raises(errors.VersionError, match="Read it with the version that wrote it"):
         save(folder, 2, state_of(2))
     assert json.loads(path.read_bytes()) == record
 
