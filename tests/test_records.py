@@ -109,6 +109,7 @@ def test_each_kind_of_record_has_one_stable_name():
         "checkpoint-quarantine",
         "checkpoint-share",
         "cooldown-ended",
+        "cooldown-late-vote",
         "cooldown-roster",
         "cooldown-vote",
         "dataset-manifest",

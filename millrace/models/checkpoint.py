@@ -184,13 +184,15 @@ class Claim(Record):
         return self.step, self.root, self.rest
 
 
-class Late(Committed):
+class Late(Record):
     """A member's vote to end an epoch without a checkpoint.
 
     Attributes:
         member: Name of the member.
         why: Reason in a sentence.
     """
+
+    record_kind: ClassVar[str] = "cooldown-late-vote"
 
     member: str
     why: str
