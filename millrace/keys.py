@@ -697,7 +697,9 @@ def leases(scope: str) -> str:
 
 
 def parse_lease(scope: str, key: str) -> LeaseKeys | None:
-    """The lease that a key belongs to, or None if it is no lease's."""
+    """Return the lease that a key belongs to; None if it is no lease's, or cannot be read."""
+    if not is_plain(key):
+        return None
     keys = LeaseKeys(scope, key.removeprefix(leases(scope)).rpartition("/")[0])
     return keys if keys.parse(key) else None
 

@@ -118,3 +118,9 @@ def test_what_a_member_uploads_for_its_owner_is_used_once_and_its_votes_stay():
 def test_a_number_in_digits_of_another_script_is_none_of_ours():
     assert CheckpointKeys("a").parse_folder("step_٣٣٣٣٣٣٣٣٣") is None
     assert named("a/checkpoints/step_٣٣٣٣٣٣٣٣٣/metadata.json") is None
+
+
+@pytest.mark.parametrize("name", ["members/a//", "members/../a/", "members/./a/", "members/a\n/"])
+def test_a_key_that_no_store_reads_is_no_lease(name):
+    assert parse_lease("job", f"job/lease/{name}000000.json") is None
+    assert parse_lease("job", "job/lease/members/a/000000.json") == LeaseKeys("job", "members/a")
