@@ -9,7 +9,7 @@ else. Below ``/runs/{run}``:
 - ``GET .../pieces/{number}`` is for other nodes: signed with the run's own key.
 
 ``GET /agent`` answers anybody with the agent's identity, which every signature names. With a nonce,
-signed with the control key, it also proves which certificate is the agent's (`millrace.swarm.tls`).
+signed with the control key, it also proves that this is the agent (`millrace.swarm.tls`).
 
 One port takes TLS and plain HTTP. Plain requests are answered over loopback only.
 """
@@ -385,8 +385,13 @@ class Agent:
         """
         self._signatures.check(run.key, header, "GET", path)
 
-    def introduce(self, header: str | None, path: str) -> dict[str, str]:
-        """Return the identity, and for a nonce of the driver the proof of the certificate.
+    def introduce(self, header: str | None, path: str, *, encrypted: bool) -> dict[str, str]:
+        """Return the identity, and for a nonce of the driver the proof that it is this agent.
+
+        Args:
+            header: `AUTH` header of the request.
+            path: Path with its query.
+            encrypted: Whether it was asked over TLS: the proof is for the certificate then.
 
         Raises:
             SignatureError: The nonce is not signed with the control key.
@@ -395,7 +400,8 @@ class Agent:
         if nonce is None:
             return {"identity": self.identity}
         check_signature(self._control, header, "GET", path, to="")
-        proof = tls.prove(self._control, nonce[0], self.identity, self.certificate.fingerprint)
+        fingerprint = self.certificate.fingerprint if encrypted else ""
+        proof = tls.prove(self._control, nonce[0], self.identity, fingerprint)
         return {"identity": self.identity, "proof": proof}
 
     def _watch_driver(self) -> None:
@@ -571,7 +577,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             if about:
-                said = self._agent.introduce(self.headers.get(AUTH), self.path)
+                encrypted = isinstance(self.connection, ssl.SSLSocket)
+                header = self.headers.get(AUTH)
+                said = self._agent.introduce(header, self.path, encrypted=encrypted)
                 self._send(http.client.OK, said)
             else:
                 verb(words[1:], body)

@@ -96,7 +96,8 @@ def prove(key: bytes, nonce: str, identity: str, fingerprint: str) -> str:
         key: Key of the node.
         nonce: Random text of the driver that asks.
         identity: Identity of the agent.
-        fingerprint: Fingerprint of its certificate.
+        fingerprint: Fingerprint of its certificate; empty for plain HTTP within a machine. No agent
+            proves that over a network, so that nobody between can make a driver speak plainly.
     """
     text = f"millrace agent certificate\n{nonce}\n{identity}\n{fingerprint}"
     return hmac.digest(key, text.encode(), "sha256").hex()
@@ -105,7 +106,7 @@ def prove(key: bytes, nonce: str, identity: str, fingerprint: str) -> str:
 def check_proof(
     proof: object, key: bytes, nonce: str, identity: str, fingerprint: str, *, at: str
 ) -> None:
-    """Check that an agent with the key of the node has the certificate of a connection.
+    """Check that an agent with the key of the node is at the other end of a connection.
 
     Raises:
         TlsError: It has not: something else has answered.
@@ -113,7 +114,7 @@ def check_proof(
     due = prove(key, nonce, identity, fingerprint)
     if not isinstance(proof, str) or not hmac.compare_digest(proof.encode(), due.encode()):
         raise TlsError(
-            f"the certificate shown at {at} is not the one of the agent with this node key: "
+            f"what answers at {at} cannot prove that it is the agent with this node key: "
             "something else answers there, or listens between. No key and no address of an "
             "object was sent to it. Check the address, and the network between"
         )

@@ -428,7 +428,7 @@ def _head(sock: socket.socket, place: Place, path: str, headers: Headers) -> _He
 
 
 def identify(place: Place, key: bytes, timeout: float) -> Place:
-    """Ask an agent who it is, and check its certificate; outside of loopback, over TLS alone.
+    """Ask an agent who it is, and have it prove that; outside of loopback, over TLS alone.
 
     Args:
         place: Where it listens.
@@ -440,30 +440,35 @@ def identify(place: Place, key: bytes, timeout: float) -> Place:
 
     Raises:
         RefusedError: It refused, as an agent does that has another key.
-        tls.TlsError: It does not encrypt, or cannot prove that the certificate is its own.
+        tls.TlsError: It does not encrypt, or cannot prove who it is.
         OSError, http.client.HTTPException: It cannot be reached, or broke off.
         ValueError: It answered what no agent does.
     """
+    nonce = secrets.token_hex(16)
+    path = f"/agent?nonce={nonce}"
+
+    def ask(connection: http.client.HTTPConnection) -> dict[str, Any]:
+        try:
+            return _ask_agent(connection, path, {AUTH: sign(key, "GET", path, to="")})
+        finally:
+            connection.close()
+
+    def check(said: dict[str, Any], fingerprint: str) -> str:
+        identity, proof = said["identity"], said.get("proof")
+        tls.check_proof(proof, key, nonce, identity, fingerprint, at=place.netloc)
+        return identity
+
     if tls.is_loopback(place.host):
         connection = http.client.HTTPConnection(place.host, place.port, timeout=timeout)
         try:
-            said = _ask_agent(connection, "/agent", {})
-            return replace(place, scheme="http", identity=said["identity"], fingerprint="")
+            identity = check(ask(connection), "")
+            return replace(place, scheme="http", identity=identity, fingerprint="")
         except RefusedError as error:
             # A port of this machine that is mapped to an agent of another one.
             if error.status != http.client.UPGRADE_REQUIRED:
                 raise
-        finally:
-            connection.close()
-    nonce = secrets.token_hex(16)
-    path = f"/agent?nonce={nonce}"
     pinned = tls.PinnedConnection(place.host, place.port, timeout=timeout, fingerprint=None)
-    try:
-        said = _ask_agent(pinned, path, {AUTH: sign(key, "GET", path, to="")})
-    finally:
-        pinned.close()
-    identity, proof = said["identity"], said.get("proof")
-    tls.check_proof(proof, key, nonce, identity, pinned.fingerprint, at=place.netloc)
+    identity = check(ask(pinned), pinned.fingerprint)
     return replace(place, scheme="https", identity=identity, fingerprint=pinned.fingerprint)
 
 

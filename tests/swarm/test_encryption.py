@@ -283,7 +283,7 @@ def test_who_answers_in_between_is_refused_and_hears_only_a_nonce(far, nodes, tm
         chosen = Hosts(hosts=tuple(hosts), key=SecretStr(KEY))
         report = prewarm(settings_of(tmp_path, nodes, nodes=chosen))
         assert [node.ready for node in report.nodes] == [True, False, True]
-        assert f"the certificate shown at 127.0.0.1:{thief.port}" in report.nodes[1].why
+        assert f"what answers at 127.0.0.1:{thief.port} cannot prove" in report.nodes[1].why
         assert "something else answers there" in report.nodes[1].why
         with pytest.raises(errors.WorkerError, match="something else answers there"):
             prewarm(settings_of(tmp_path, nodes, nodes=chosen, least=1.0))
@@ -412,6 +412,36 @@ def test_loopback_stays_plain_and_makes_no_certificate(tmp_path, monkeypatch):
     assert {each for each in loopback if tls.is_loopback(each)} == loopback
     for each in ("10.0.0.1", "198.18.0.1", "::", "0.0.0.0", "host", "localhost.example", ""):
         assert not tls.is_loopback(each)
+
+
+def test_a_port_of_this_machine_that_leads_to_a_forger_is_told_nothing(nodes, tmp_path):
+    heard = bytearray()
+
+    class Forger(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            heard.extend(f"{self.requestline} {self.headers}".encode())
+            body = json.dumps({"identity": "0" * 16, "proof": "0" * 64}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_PUT(self) -> None:
+            self.do_GET()
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Forger) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        forger = Host(url=f"http://127.0.0.1:{server.server_port}", name="forger")
+        chosen = Hosts(hosts=(nodes[0].host, forger), key=SecretStr(KEY))
+        report = prewarm(settings_of(tmp_path, [], nodes=chosen))
+        server.shutdown()
+    by_name = {node.name: node for node in report.nodes}
+    assert by_name["n0"].ready
+    assert "cannot prove that it is the agent" in by_name["forger"].why
+    assert heard.count(b"HTTP/1.1") == heard.count(b"GET /agent?nonce=") == 1
 
 
 def test_a_port_of_this_machine_that_leads_to_another_one_is_asked_over_tls(tmp_path, monkeypatch):

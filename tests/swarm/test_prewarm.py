@@ -42,6 +42,7 @@ from millrace.swarm import (
     drive,
     preview,
     prewarm,
+    tls,
 )
 from millrace.swarm import agent as agents
 from millrace.swarm.pieces import File, catalogue_of
@@ -932,7 +933,9 @@ class Freezing(BaseHTTPRequestHandler):
         if self.frozen.is_set():
             self.thawed.wait()
             return
-        body = json.dumps({"identity": "freezing"}).encode()
+        nonce = self.path.partition("nonce=")[2]
+        proof = tls.prove(KEY.encode(), nonce, "freezing", "")
+        body = json.dumps({"identity": "freezing", "proof": proof}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
