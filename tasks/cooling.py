@@ -96,14 +96,16 @@ def _verdict(place: str, job: str, epoch: int, seen: Seen) -> Markdown:
         return write("{} at step {:,}: {}.", went_on, seen.epoch.step, seen.epoch.why)
     racers = [one for one in seen.ended.values() if one.sent]
     longest = max((one.seconds for one in racers), default=0.0)
-    pace = f" at {rate(seen.checkpoint.size, longest)}" if longest else ""
+    uploaders = count(len(racers), "member") + " that lived"
+    if longest:
+        uploaders += f" at {rate(seen.checkpoint.size, longest)}"
     by = "committed by this run"
     if seen.epoch.member:
         by = write("committed by {}", code(seen.epoch.member))
     return write(
-        "{} ended with **step {:,}**: {} in {}, {}, uploaded by {} that lived{}.",
+        "{} ended with **step {:,}**: {} in {}, {}, uploaded by {}.",
         what, seen.epoch.step, size(seen.checkpoint.size),
-        count(len(seen.checkpoint.parts), "file"), by, count(len(racers), "member"), pace,
+        count(len(seen.checkpoint.parts), "file"), by, uploaders,
     )  # fmt: skip
 
 
