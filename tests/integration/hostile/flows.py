@@ -196,7 +196,7 @@ def _retain(site: Site) -> Any:
 
 CHECKPOINTS = Reach(
     prefixes=("other/", HOSTS),
-    litter=("", "runs/", "runs/one/", "runs/one/checkpoints/",
+    litter=("", "runs/", "runs/one/", "runs/one/checkpoints/", "runs/one/epochs/",
             "runs/one/checkpoints/step_000000001/"),
     scopes=("runs/one/", "runs/"),
 )  # fmt: skip
@@ -237,7 +237,7 @@ BUCKET = Reach(
     spares=lambda key: key.startswith("run/w1/") and key.endswith((".safetensors", ".json"))
     and "//" not in key,
     litter=("", "run/", "run/gathers/", "run/gathers/0.2.1/chain/", "job/", "job/checkpoints/",
-            "words/", "words/shards/", "words/commits/"),
+            "job/epochs/", "words/", "words/shards/", "words/commits/"),
     scopes=("run/", "job/", "words/", "old/"),
 )  # fmt: skip
 

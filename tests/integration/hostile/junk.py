@@ -154,7 +154,7 @@ def _changed(body: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
     try:
         record = json.loads(body)
     except ValueError:
-        return json.dumps({"kind": "Link", "version": 1, "nonce": "", "record": {}}).encode()
+        return json.dumps({"kind": "chain-link", "version": 1, "nonce": "", "record": {}}).encode()
     return json.dumps(change(record) if isinstance(record, dict) else record).encode()
 
 

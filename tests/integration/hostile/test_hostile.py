@@ -51,10 +51,11 @@ def test_no_flow_is_left_out() -> None:
 
 def test_each_kind_is_made_and_stays_where_its_writer_may_write() -> None:
     worker = {f"run/w1/gradient-{n:09d}-w1-v1.safetensors": b"abc" * 50 for n in range(9)}
+    link = b'{"kind": "chain-link", "record": {"at": "2026-01-01"}}'
     genuine = {
         **worker,
         "other/votes/w0.json": b"{}",
-        "run/gathers/1/chain/000000001.json": b'{"kind": "Link", "record": {"at": "2026-01-01"}}',
+        "run/gathers/1/chain/000000001.json": link,
     }
     reach = Reach(("run/w1/", "other/"), litter=("run/",), scopes=("run/",), ghosts=("w0",))
     made = make_junk(reach, genuine, 200, 1000, Random(1))
