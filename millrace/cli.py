@@ -956,3 +956,7 @@ def _show_status(found: "DatasetStatus") -> None:
             f"{split.host} until {split.until:%H:%M:%S}" if split.until else "",
         )
     plain_console().print(table)
+    if found.damaged:
+        echo(f"{words.count(len(found.damaged), 'record')} of its ledger cannot be read:")
+        for sentence in found.damaged[:10]:
+            echo(f"  {sentence}")

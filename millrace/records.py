@@ -5,7 +5,7 @@ stores have. The body carries a nonce. After a lost answer, the nonce tells whos
 """
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -19,6 +19,7 @@ from millrace.digest import canonical
 from millrace.storage import Stat, Store, create, list_objects, read
 
 _AT_ONCE = 32
+_NAMED = 3  # damaged records in an error
 
 
 class RecordPart(BaseModel):
@@ -59,7 +60,7 @@ class Commit(Generic[R]):
 
 
 def commit_once(store: Store, key: str, record: R) -> Commit[R]:
-    """Commit a record under a key, unless one is there. One request where nobody else wants it.
+    """Commit a record under a key, unless one is there. One request if the key is free.
 
     Args:
         store: Where to.
@@ -71,12 +72,19 @@ def commit_once(store: Store, key: str, record: R) -> Commit[R]:
         lost and requests repeated. Whoever is not it compares the record with its own.
 
     Raises:
+        ConfigurationError: The record is larger than readers accept. Nothing was written.
         UnavailableError: Neither the write nor the answer came through: it is not known whether
             the record was committed. Calling again finds out.
     """
     nonce = secrets.token_hex(16)
+    body = encoded(record, nonce)
+    if len(body) > record.record_bytes:
+        raise errors.ConfigurationError(
+            f"{store.url_of(key)} would have {len(body):,} bytes, and readers accept a "
+            f"{record.record_kind} of at most {record.record_bytes:,}. Nothing was written."
+        )
     try:
-        create(store, key, encoded(record, nonce))
+        create(store, key, body)
     except (errors.ExistsError, errors.UnavailableError) as error:
         try:
             there, its_nonce = _read(store, key, type(record))
@@ -145,24 +153,54 @@ def committed(
     prefix: str,
     kind: type[R],
     *,
-    wanted: Callable[[Stat], bool] = lambda _: True,
-) -> Iterator[tuple[Stat, R]]:
-    """The records whose keys start with a prefix, read 32 at a time, in the listing's order.
+    wanted: Callable[[Stat], bool],
+) -> Iterator[tuple[Stat, R | errors.CorruptError]]:
+    """Yield the records whose keys start with a prefix, read 32 at a time, in the listing's order.
+
+    A damaged record hides no other one: the error that names its key is yielded in its place.
 
     Args:
-        store: Where to look.
+        store: Store to list.
         prefix: From `millrace.keys`.
-        kind: What they are.
-        wanted: Which of the listed objects to read.
+        kind: Class of the records.
+        wanted: Decides which of the listed objects are read.
     """
     found = (stat for stat in list_objects(store, prefix) if wanted(stat))
 
-    def pair(stat: Stat) -> tuple[Stat, R]:
-        return stat, fetch(store, stat.key, kind)
+    def pair(stat: Stat) -> tuple[Stat, R | errors.CorruptError]:
+        try:
+            return stat, fetch(store, stat.key, kind)
+        except errors.CorruptError as error:
+            return stat, error
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="records") as pool:
         while batch := list(islice(found, _AT_ONCE * 8)):
             yield from pool.map(pair, batch)
+
+
+def whole(where: str, found: Iterable[tuple[Stat, R | errors.CorruptError]]) -> Iterator[R]:
+    """Yield the records of `committed`, and refuse them at the end if one is damaged.
+
+    Args:
+        where: URL of the prefix.
+        found: Result of `committed`.
+
+    Raises:
+        CorruptError: Records are damaged. It has their number, and the first three by name.
+    """
+    damaged: list[str] = []
+    good = 0
+    for _, record in found:
+        if isinstance(record, errors.CorruptError):
+            damaged.append(str(record))
+        else:
+            good += 1
+            yield record
+    if damaged:
+        raise errors.CorruptError(
+            f"{len(damaged)} of {good + len(damaged)} records below {where} cannot be read: "
+            f"{' '.join(damaged[:_NAMED])}"
+        )
 
 
 def encoded(record: Record, nonce: str) -> bytes:

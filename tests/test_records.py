@@ -7,8 +7,8 @@ import pytest
 
 import millrace
 from millrace import errors
-from millrace.records import Record, commit_once, commit_same, committed, fetch
-from millrace.storage import create, open_store, put
+from millrace.records import Record, commit_once, commit_same, committed, fetch, whole
+from millrace.storage import create, list_objects, open_store, put
 from tests.servers.faults import Fault
 from tests.stores import spec_of
 
@@ -66,6 +66,28 @@ def test_committed_reads_only_what_is_wanted_in_order(store):
     create(store, "r/x", b"no record")
     found = committed(store, "r/", Thing, wanted=lambda stat: not stat.key.endswith("x"))
     assert [record.name for _, record in found] == [str(i) for i in range(300)]
+
+
+def test_a_damaged_record_hides_no_other_and_is_named(store):
+    for i in range(5):
+        commit_once(store, f"r/{i}", Thing(name=str(i)))
+    for key, body in (("r/1", b"nonsense"), ("r/3", bytes(Thing.record_bytes + 1))):
+        put(store, key, body)
+    found = list(committed(store, "r/", Thing, wanted=lambda _: True))
+    assert [one.name for _, one in found if isinstance(one, Thing)] == ["0", "2", "4"]
+    damaged = {stat.key: str(one) for stat, one in found if isinstance(one, errors.CorruptError)}
+    assert damaged.keys() == {"r/1", "r/3"}
+    assert all(key in sentence for key, sentence in damaged.items())
+    seen = []
+    with pytest.raises(errors.CorruptError, match=r"2 of 5 records below here .*r/1 is .*r/3: "):
+        seen.extend(one.name for one in whole("here", found))
+    assert seen == ["0", "2", "4"]
+
+
+def test_a_record_that_no_reader_would_accept_is_not_written(store):
+    with pytest.raises(errors.ConfigurationError, match=r"a would have 1,048,\d+ bytes"):
+        commit_once(store, "a", Thing(name="x" * Thing.record_bytes))
+    assert not list(list_objects(store))
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"[1]", b'{"kind":"thing","version":1,"nonce":"x"}'])

@@ -24,7 +24,7 @@ from millrace.checkpoints.pieces import covered_once
 from millrace.checkpoints.tree import own_rank
 from millrace.keys import CheckpointKeys, checked_name
 from millrace.models.checkpoint import Checkpoint, Part, Share, TensorRecord
-from millrace.records import commit_same, committed
+from millrace.records import commit_same, committed, whole
 from millrace.storage import Store, list_objects
 
 _LOOK = 1.0  # seconds
@@ -126,10 +126,13 @@ def has(checkpoint: Checkpoint, share: Share) -> bool:
 
 
 def _joined(store: Store, ranks: Ranks, share: Share) -> Checkpoint | None:
-    prefix = CheckpointKeys(share.job).shares(share.step, ranks.attempt)
-    if len(list(list_objects(store, prefix))) < ranks.world:
+    keys = CheckpointKeys(share.job)
+    prefix = keys.shares(share.step, ranks.attempt)
+    wanted = {keys.share(share.step, ranks.attempt, rank) for rank in range(ranks.world)}
+    if wanted - {stat.key for stat in list_objects(store, prefix)}:
         return None
-    shares = [found for _, found in committed(store, prefix, Share)]
+    found = committed(store, prefix, Share, wanted=lambda stat: stat.key in wanted)
+    shares = list(whole(store.url_of(prefix), found))
     return assembled(sorted(shares, key=lambda one: one.rank))
 
 

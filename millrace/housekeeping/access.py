@@ -313,7 +313,7 @@ class _Trial:
             return attempt
 
         def get() -> None:
-            if read(store, keys["planted"]) != _BODY:
+            if read(store, keys["planted"], largest=len(_OTHER)) != _BODY:
                 raise _SaidError(Answer.WRONG, "It gives back something else than it was given.")
 
         def overwrite() -> None:

@@ -303,7 +303,11 @@ class _Still:
         if phase:
             changed = self._judge.changed(dataset)
             return lambda _: changed
-        names = self._judge.named_in(dataset)
+        try:
+            names = self._judge.named_in(dataset)
+        except errors.CorruptError as error:
+            why = str(error)
+            return lambda _: why
         return lambda key: "its dataset names it by now" if key in names else ""
 
 

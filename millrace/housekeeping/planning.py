@@ -329,7 +329,11 @@ class Judge:
             fetch(self.store, keys.manifest, Manifest)
         except (errors.NotFoundError, errors.CorruptError):
             return
-        names = named_by(self.store, keys, plan)
+        try:
+            names = named_by(self.store, keys, plan)
+        except errors.CorruptError as error:
+            tally.kept[f"{keys.dataset}: {error}"] += 1
+            return
         for prefix in (keys.shards, keys.quarantined, keys.listings):
             for stat in list_objects(self.store, prefix):
                 place = self._taking_one(What.ORPHANS, stat, keys.dataset)

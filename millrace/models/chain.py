@@ -41,7 +41,6 @@ class Start(Record):
     """
 
     record_kind: ClassVar[str] = "chain-start"
-    record_bytes: ClassVar[int] = 64 << 20
     run: str
     job: str
     step: int
@@ -122,7 +121,7 @@ class Link(Record):
     """
 
     record_kind: ClassVar[str] = "chain-link"
-    record_bytes: ClassVar[int] = 64 << 20
+    record_bytes: ClassVar[int] = 16 << 20  # 150,000 tensors, or 50,000 workers
     record_version: ClassVar[int] = 2  # with buffers, whose values are set
 
     run: str

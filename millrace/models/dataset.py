@@ -8,6 +8,8 @@ from millrace.errors import ConfigurationError
 from millrace.keys import DatasetKeys, is_plain
 from millrace.records import Record, RecordPart
 
+_INDEX_BYTES = 256 << 20  # a million splits or shards, of 150 to 250 bytes each
+
 
 def _checked_key(key: str) -> str:
     """Refuse a key that leads out of the folder that objects are written below.
@@ -158,7 +160,7 @@ class Plan(Record):
     """
 
     record_kind: ClassVar[str] = "dataset-plan"
-    record_bytes: ClassVar[int] = 1 << 30
+    record_bytes: ClassVar[int] = _INDEX_BYTES
     dataset: str
     source: SourceRecord
     layout: Layout
@@ -247,7 +249,7 @@ class Manifest(Record):
     """
 
     record_kind: ClassVar[str] = "dataset-manifest"
-    record_bytes: ClassVar[int] = 1 << 30
+    record_bytes: ClassVar[int] = _INDEX_BYTES
     dataset: str
     plan: str
     format: str

@@ -4,21 +4,29 @@ from collections.abc import Iterator
 
 from millrace.keys import DatasetKeys
 from millrace.models.dataset import FileGroup, Plan, ShardCommit
-from millrace.records import committed
+from millrace.records import committed, whole
 from millrace.storage import Store
 
 
 def ledger(store: Store, keys: DatasetKeys, split: str = "") -> Iterator[ShardCommit]:
-    """The commits of a split, or of the whole dataset, in the listing's order."""
+    """Yield the commits of a split, or of the whole dataset, in the listing's order.
+
+    Raises:
+        CorruptError: Commits are damaged: after all others.
+    """
     prefix = keys.commits_of(split) if split else keys.commits
     found = committed(
         store, prefix, ShardCommit, wanted=lambda stat: keys.parse_commit(stat.key) is not None
     )
-    return (record for _, record in found)
+    return whole(store.url_of(prefix), found)
 
 
 def named_by(store: Store, keys: DatasetKeys, plan: Plan) -> set[str]:
-    """The keys of all shards, quarantines and listings that a dataset's records name."""
+    """Return the keys of all shards, quarantines and listings that a dataset's records name.
+
+    Raises:
+        CorruptError: Commits are damaged, so it is unknown what they name.
+    """
     names: set[str] = set()
     for entry in ledger(store, keys):
         names.update(key for key in (entry.key, entry.quarantine) if key)

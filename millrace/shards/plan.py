@@ -18,7 +18,7 @@ from millrace.records import commit_once, differences, fetch
 from millrace.shards.settings import CutSettings
 from millrace.sources import Cut, SourceSettings, cut
 from millrace.sources.files import difference_of
-from millrace.sources.folder import decode_listing
+from millrace.sources.folder import LISTING_BYTES, decode_listing
 from millrace.storage import Store, create, delete, exists, list_objects, put, read
 from millrace.words import count
 
@@ -274,7 +274,7 @@ class _Stored:
         self._store = store
 
     def __getitem__(self, key: str) -> bytes:
-        return read(self._store, key)
+        return read(self._store, key, largest=LISTING_BYTES)
 
 
 def _listed(plan: Plan, bodies: "Mapping[str, bytes] | _Stored") -> Iterator[list[FileRef]]:

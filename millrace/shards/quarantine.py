@@ -1,6 +1,7 @@
 """Fail a run when too many rows of its source make no sample."""
 
 import heapq
+import re
 from collections.abc import Iterable, Iterator
 
 import orjson
@@ -13,11 +14,13 @@ from millrace.progress import Event, Progress
 from millrace.shards.seal import plan_digest
 from millrace.shards.settings import RunSettings
 from millrace.shards.split import check_plan
-from millrace.storage import Store, list_objects, read
+from millrace.storage import Store, list_objects, read_range
 
 _ALWAYS_ALLOWED = 10  # rows: one bad row of ten is no reason to stop
 _MARGIN = 2.0  # more rows than expected may follow; beyond this factor a run stops early
 _REASONS = 3  # shown in the error
+_LOOKED_AT = 1 << 20  # bytes of an object of such rows that are read for the reasons
+_ROW = re.compile(rb'\{"where":("(?:[^"\\]|\\.)*"),"reason":("(?:[^"\\]|\\.)*")')
 
 
 class QuarantineLimit:
@@ -135,9 +138,9 @@ class QuarantineLimit:
     def _rows(self) -> Iterator[tuple[str, str]]:
         keys = (stat.key for stat in list_objects(self._store, self._keys.quarantined))
         for key in heapq.nsmallest(_REASONS, keys):
-            for line in read(self._store, key).splitlines():
-                row = orjson.loads(line)
-                yield row["where"], row["reason"]
+            for line in read_range(self._store, key, 0, _LOOKED_AT).split(b"\n"):
+                if row := _ROW.match(line):  # else it is cut, or not Millrace's
+                    yield orjson.loads(row[1]), orjson.loads(row[2])
 
 
 def _first_of_each(rows: Iterable[tuple[str, str]]) -> list[str]:

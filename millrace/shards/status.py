@@ -8,7 +8,6 @@ from millrace import errors
 from millrace.keys import DatasetKeys, LeaseKeys
 from millrace.lease import Held, Holder, StoreClock, held_by
 from millrace.models.dataset import Plan, ShardCommit, SplitEnd
-from millrace.models.ledger import ledger
 from millrace.records import committed, fetch
 from millrace.storage import Store, exists, list_folders
 
@@ -50,12 +49,21 @@ class SplitStatus:
 
 @dataclass(frozen=True, slots=True)
 class DatasetStatus:
-    """A dataset: whether it is sealed, and its splits."""
+    """Progress of a dataset.
+
+    Attributes:
+        dataset: Name of the dataset.
+        source: URL of its source.
+        sealed: Whether it is complete.
+        splits: Progress of each split, without what damaged records say.
+        damaged: A sentence for each damaged record of the ledger; it names the key.
+    """
 
     dataset: str
     source: str
     sealed: bool
     splits: tuple[SplitStatus, ...]
+    damaged: tuple[str, ...] = ()
 
     @property
     def ended(self) -> int:
@@ -92,15 +100,22 @@ def status(store: Store, dataset: str) -> DatasetStatus:
         raise errors.NotFoundError(
             f"{store.url_of(dataset)} has no plan: nothing was ever sharded under this name."
         ) from None
-    ends = {
-        end.split
-        for _, end in committed(
-            store, keys.commits, SplitEnd, wanted=lambda s: keys.parse_end(s.key) is not None
-        )
-    }
+    damaged: list[str] = []
+    ends: set[str] = set()
+    for _, end in committed(
+        store, keys.commits, SplitEnd, wanted=lambda s: keys.parse_end(s.key) is not None
+    ):
+        if isinstance(end, errors.CorruptError):
+            damaged.append(str(end))
+        else:
+            ends.add(end.split)
     entries: dict[str, list[ShardCommit]] = {split.name: [] for split in plan.splits}
-    for entry in ledger(store, keys):
-        if entry.split in entries:  # else of a plan that was replaced, which a run refuses
+    for _, entry in committed(
+        store, keys.commits, ShardCommit, wanted=lambda s: keys.parse_commit(s.key) is not None
+    ):
+        if isinstance(entry, errors.CorruptError):
+            damaged.append(str(entry))
+        elif entry.split in entries:  # else of a plan that was replaced, which a run refuses
             entries[entry.split].append(entry)
     clock: StoreClock | None = None
     splits: list[SplitStatus] = []
@@ -110,7 +125,8 @@ def status(store: Store, dataset: str) -> DatasetStatus:
             clock = clock or _clock(store, dataset)
             held = held_by(store, LeaseKeys(dataset, name), clock)
         splits.append(_split(name, own, ended=name in ends, held=held))
-    return DatasetStatus(dataset, plan.source.url, exists(store, keys.manifest), tuple(splits))
+    sealed = exists(store, keys.manifest)
+    return DatasetStatus(dataset, plan.source.url, sealed, tuple(splits), tuple(damaged))
 
 
 def _split(name: str, own: list[ShardCommit], *, ended: bool, held: Held | None) -> SplitStatus:

@@ -16,7 +16,7 @@ from millrace.models.dataset import ByteRange, FileGroup, Piece, SourceRecord, S
 from millrace.models.sample import BadRow, Row, Sample
 from millrace.sources.base import Source
 from millrace.sources.files import is_local, list_files
-from millrace.sources.folder import RESERVED, Folder, Groups, encode_listing
+from millrace.sources.folder import LISTING_BYTES, RESERVED, Folder, Groups, encode_listing
 from millrace.sources.jsonl import JsonLines, cut_file, divide
 from millrace.sources.table import Files, path_text, unpack, unreadable
 from millrace.storage import Store
@@ -161,7 +161,14 @@ def cut(
             listed: dict[str, Sequence[int]] = {}
             for partition, order in _cut_groups(groups, seed, holdout).items():
                 for i, batch in enumerate(_batches(groups, order, split_bytes, split_files)):
-                    digest = sha256(encode_listing(groups[place] for place in batch))
+                    listing = encode_listing(groups[place] for place in batch)
+                    if len(listing) > LISTING_BYTES:
+                        raise errors.ConfigurationError(
+                            f"The names of {len(batch)} samples of {partition} take "
+                            f"{len(listing):,} bytes, and a split may have {LISTING_BYTES:,}: "
+                            "choose a smaller `split_files`."
+                        )
+                    digest = sha256(listing)
                     key = keys.listing(split_name(partition, i), digest)
                     size = sum(groups.sizes[place] for place in batch)
                     piece = FileGroup(listing=key, sha256=digest, samples=len(batch), size=size)

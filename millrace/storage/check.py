@@ -35,6 +35,8 @@ def answer_of(error: errors.MillraceError) -> Answer:
             return Answer.NOT_FOUND
         case errors.UnavailableError(status=status):
             return Answer.THROTTLED if status in _THROTTLED else Answer.UNREACHABLE
+        case errors.CorruptError():
+            return Answer.WRONG
         case _:
             return Answer.UNKNOWN
 

@@ -11,7 +11,7 @@ from millrace import errors
 from millrace.keys import MachineKeys, RentalKeys
 from millrace.storage import Backend, Right, Store, StoreSpec, put, scoped, signed_url
 from millrace.vast.settings import Account, RentSettings
-from millrace.vast.wire import ORDER, Files, Order
+from millrace.vast.wire import FILES_BYTES, ORDER, Files, Order
 
 _LONGEST_ENVIRONMENT = 32_768  # characters in all, by the API
 _LEAST = timedelta(minutes=15)  # that STS gives credentials for
@@ -84,11 +84,20 @@ def send_files(store: Store, settings: RentSettings, number: int, slot: int) -> 
         settings: What is rented.
         number: Of the attempt.
         slot: Which of the rental's machines it is.
+
+    Raises:
+        ConfigurationError: The files are too large to be read there.
     """
     texts = settings.program.files.items()
     files = Files(texts={name: _filled(text, slot, settings.count) for name, text in texts})
     keys = MachineKeys(RentalKeys(settings.name).machine(number))
-    put(store, keys.files, files.model_dump_json().encode())
+    body = files.model_dump_json().encode()
+    if len(body) > FILES_BYTES:
+        raise errors.ConfigurationError(
+            f"The files of the program take {len(body):,} bytes, and may take {FILES_BYTES:,}: let "
+            "the program read large files from the bucket."
+        )
+    put(store, keys.files, body)
 
 
 def node_key(account: Account, rental: str, attempt: int) -> SecretStr:

@@ -25,7 +25,7 @@ from millrace.keys import MachineKeys
 from millrace.processes import adopt_orphans, descendants, kill_descendants
 from millrace.storage import Store, StoreSpec, create, exists, list_objects, open_store, put, read
 from millrace.vast.traffic import STATE, count_traffic
-from millrace.vast.wire import PIECE, Beat, Ended, Files, Order, environment_of
+from millrace.vast.wire import FILES_BYTES, PIECE, Beat, Ended, Files, Order, environment_of
 
 _PATIENCE = timedelta(seconds=20)  # that one word to the bucket is tried for
 _WAIT = 30.0  # seconds that the program has to end, once it is asked to
@@ -70,7 +70,9 @@ class Machine:
         return code
 
     def _files(self) -> dict[str, str]:
-        return Files.model_validate_json(read(self._store, self._keys.files)).texts
+        return Files.model_validate_json(
+            read(self._store, self._keys.files, largest=FILES_BYTES)
+        ).texts
 
     def _attend(self, printed: IO[bytes]) -> int:
         """Start the program, and tell how it is until it ends."""

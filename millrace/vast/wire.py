@@ -62,6 +62,10 @@ class Ended(_Report):
     seconds: float = Field(default=0.0, ge=0)
 
 
+FILES_BYTES = 16 << 20
+"""Largest size of the text files beside a program, in bytes, as they are stored."""
+
+
 class Files(BaseModel):
     """What is written beside a program, before it is run.
 

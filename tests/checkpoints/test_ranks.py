@@ -28,7 +28,7 @@ from millrace.checkpoints.pieces import covered_once
 from millrace.checkpoints.tree import taken_apart
 from millrace.keys import CheckpointKeys
 from millrace.models.checkpoint import Chunk
-from millrace.storage import Store, list_objects, open_store
+from millrace.storage import Store, list_objects, open_store, put
 from tests.ranks import run_ranks
 
 KEYS = CheckpointKeys("job")
@@ -138,6 +138,17 @@ def test_the_same_attempt_cannot_say_two_things(folder):
     again.start()
     again.join()
     assert latest(folder, "job") is not None  # the first one's share was there
+
+
+def test_what_is_no_share_makes_no_rank_and_a_damaged_one_is_named(folder):
+    put(folder, f"{KEYS.shares(1, 'a')}notes.txt", b"no share")
+    put(folder, KEYS.share(1, "a", 7), b"of no rank")
+    with pytest.raises(errors.UnavailableError, match="Not all 2 ranks"):
+        save(folder, 0, world=2)
+    put(folder, KEYS.share(1, "a", 0), b"nonsense")
+    with pytest.raises(errors.CorruptError, match=r"1 of 2 records .*shares/a/000000\.json"):
+        save(folder, 1, world=2)
+    assert latest(folder, "job") is None
 
 
 def test_another_checkpoint_of_the_step_is_not_taken_for_ones_own(folder):

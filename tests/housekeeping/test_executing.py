@@ -30,7 +30,7 @@ from millrace.housekeeping import (
     plan_wiping,
 )
 from millrace.housekeeping.plans import open_plan
-from millrace.keys import CampaignKeys, ChainKeys, cleaning_outcome
+from millrace.keys import CampaignKeys, ChainKeys, DatasetKeys, ShardName, cleaning_outcome
 from millrace.progress import Event
 from millrace.storage import (
     Right,
@@ -505,6 +505,24 @@ def many(place: Place, kind: str) -> tuple[Rule, str, str]:  # noqa: PLR0911 - o
             for number in range(30):
                 place.put(f"mine/{number:02d}.txt")
             return Rule(what=(What.OTHER,), older_than=NOW, prefix="mine/"), "mine", "who"
+
+
+@pytest.mark.parametrize("when", ["before the plan", "after the plan"])
+def test_a_damaged_commit_keeps_its_datasets_orphans_and_costs_no_other(folder, when):
+    for name in ("others", "words"):
+        folder.dataset(name, 2, orphans=1)
+    key = DatasetKeys("words").commit(ShardName("train-00000", 1))
+    config = config_of(folder, Rule(what=(What.ORPHANS,), older_than=NOW))
+    before = keys_of(folder)
+    if when == "before the plan":
+        put(folder.store, key, b"nonsense")
+    plan = make_plan(config)
+    put(folder.store, key, b"nonsense")
+    done = execute(config, plan.name)
+    gone = DatasetKeys("others").shard(ShardName("train-00000", 2), "tar")
+    assert before - keys_of(folder) == {gone}
+    kept = plan.totals.kept if when == "before the plan" else done.skipped
+    assert any("1 of 2 records" in why and key in why for why in kept)
 
 
 def trained_on(dataset: str, campaign: str = "small") -> TrainingPlan:

@@ -6,6 +6,7 @@ import os
 import random
 import secrets
 import tarfile
+import tracemalloc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import UTC, datetime, timedelta
@@ -13,12 +14,16 @@ from pathlib import Path
 
 import pytest
 import webdataset
+from click.testing import CliRunner
 
 from millrace import errors, run_from_file, run_pipeline
+from millrace.cli import main
 from millrace.keys import DatasetKeys, LeaseKeys
 from millrace.lease import Holder, Lease, StoreClock, acquire
+from millrace.models.dataset import Plan, ShardCommit
 from millrace.models.ledger import named_by
 from millrace.progress import Event
+from millrace.records import fetch
 from millrace.shards import (
     PipelineSettings,
     SplitState,
@@ -32,6 +37,7 @@ from millrace.shards import (
     verify,
 )
 from millrace.shards.plan import pin_plan
+from millrace.shards.quarantine import QuarantineLimit
 from millrace.storage import create, delete, exists, list_objects, open_store, put, read
 from tests.stores import spec_of
 
@@ -148,6 +154,25 @@ def test_a_column_that_no_row_has_fails_the_run_with_the_first_reasons(settings,
     assert "2000 of 2000 rows" in str(caught.value)
     assert "a.jsonl, byte 0: no column 'texd'" in str(caught.value)
     assert not exists(open_store(settings.store), "sets/one/manifest.json")
+
+
+def test_the_first_reasons_are_found_among_objects_of_any_size_and_content(settings):
+    store, keys = open_store(settings.store), DatasetKeys("sets/one")
+    shard_dataset(settings)
+    row = b'{"where":"a, \\"b\\"","reason":"no \\"text\\"","data":"'
+    put(store, f"{keys.quarantined}a.jsonl", b"[]\nnonsense\n" + row + b"x" * (64 << 20))
+    limit = changed(settings, run={"max_quarantined": 0}).run
+    found = QuarantineLimit(store, keys, fetch(store, keys.plan, Plan), limit)
+    entry = ShardCommit(
+        split="train-00000", n=0, key=None, size=0, sha256="", samples=1, start=0, next=9,
+        quarantined=8,
+    )  # fmt: skip
+    tracemalloc.start()
+    with pytest.raises(errors.QuarantineError, match=r'reasons: a, "b": no "text" \(all'):
+        found.check([entry])
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 32 << 20
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -520,6 +545,28 @@ def test_status_tells_from_the_bucket_alone_how_far_it_is(settings):
     assert sum(split.samples for split in done.splits) == 2000
     assert find_datasets(open_store(f"{settings.store.url}/sets")) == ["one"]
     assert find_datasets(store) == ["sets/one"]
+
+
+def test_a_damaged_commit_costs_itself_and_is_named(settings):
+    """Status counts all others, and what needs the whole ledger says which one is damaged."""
+    shard_dataset(settings)
+    store, keys = open_store(settings.store), DatasetKeys("sets/one")
+    commits = sorted(s.key for s in list_objects(store, keys.commits) if keys.parse_commit(s.key))
+    for key in commits[:2]:
+        put(store, key, b"nonsense")
+    found = status(store, "sets/one")
+    assert sum(split.shards for split in found.splits) == len(commits) - 2
+    assert len(found.damaged) == 2
+    for key, said in zip(commits, sorted(found.damaged), strict=False):
+        assert key in said
+    said = rf"2 of {len(commits)} records below .* is not a record .* is not a record"
+    there = objects(store, "")
+    with pytest.raises(errors.CorruptError, match=said):
+        collect_garbage(store, "sets/one", dry_run=False, min_age=timedelta(seconds=-60))
+    assert objects(store, keys.shards).keys() <= there.keys()
+    shown = CliRunner().invoke(main, ["status", settings.store.url, "sets/one"])
+    assert shown.exit_code == 0, shown.output
+    assert "2 records of its ledger cannot be read" in shown.output
 
 
 def test_a_plan_is_shown_without_writing(settings, tmp_path):

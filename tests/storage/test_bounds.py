@@ -1,13 +1,17 @@
 """A store is never read beyond what was asked for, whatever it sends."""
 
+import ast
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
+import millrace
 from millrace import errors
 from millrace.gradients import Codec, Expected, PayloadError, Refusal
 from millrace.gradients.payload import read_header
@@ -113,6 +117,26 @@ def test_a_record_is_no_larger_than_its_kind_may_be(endless: Endless) -> None:
     with pytest.raises(errors.CorruptError, match="more than 1048576 bytes come"):
         fetch(store_of(endless), CheckpointKeys("job").epoch(0), Epoch)
     assert endless.sent < MODEST
+
+
+def test_every_whole_object_that_is_read_has_a_bound() -> None:
+    found: dict[str, int] = {}
+    unbounded: list[str] = []
+    for path in sorted(Path(millrace.__file__).parent.rglob("*.py")):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if is_read(node)]
+        found[path.name] = len(calls)
+        unbounded += [
+            f"{path}:{call.lineno}"
+            for call in calls
+            if "largest" not in {keyword.arg for keyword in call.keywords}
+        ]
+    assert sum(found.values()) >= 10
+    assert not unbounded
+
+
+def is_read(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Whether a node of a program calls `millrace.storage.read`."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "read"
 
 
 def test_a_buffer_is_not_overrun(endless: Endless) -> None:

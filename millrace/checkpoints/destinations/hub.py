@@ -93,7 +93,7 @@ class HubDestination:
             part = checkpoint.parts[number]
             key = keys.part(part.step, part.sha256)
             try:
-                found = self._read(key, head)
+                found = self._read(key, head, part.size)
             except errors.NotFoundError:
                 raise errors.CorruptError(f"{self._url_of(key)} is missing.") from None
             if sha256(found) != part.sha256:
@@ -211,9 +211,9 @@ class HubDestination:
                 began = time.monotonic()
                 made = commit(CommitOperationAdd(key, body))
                 rate = len(body) / max(time.monotonic() - began, 1e-6)
-                check_same(self._url_of(key), self._read(key, made), body)
+                check_same(self._url_of(key), self._read(key, made, SAMPLE), body)
                 made = commit(CommitOperationAdd(key, other))
-                check_same(self._url_of(key), self._read(key, made), other)
+                check_same(self._url_of(key), self._read(key, made, SAMPLE), other)
                 commit(CommitOperationDelete(key))
             finally:
                 self._asked(key, lambda: self._api.delete_branch(repo, branch=branch))
@@ -260,7 +260,12 @@ class HubDestination:
     def _checkpoint(self, job: str, step: int, head: str) -> Checkpoint:
         key = CheckpointKeys(job).metadata(step)
         where = self._url_of(key)
-        return checked(where, decoded(where, Checkpoint, self._read(key, head))[0], job, step)
+        return checked(
+            where,
+            decoded(where, Checkpoint, self._read(key, head, Checkpoint.record_bytes))[0],
+            job,
+            step,
+        )
 
     def _head(self) -> str:
         """The commit that the branch is at."""
@@ -287,7 +292,7 @@ class HubDestination:
         except errors.NotFoundError:
             return []
 
-    def _read(self, key: str, head: str) -> bytes:
+    def _read(self, key: str, head: str, largest: int) -> bytes:
         with tempfile.TemporaryDirectory(prefix="millrace-hub-") as folder:
             path = self._asked(  # to a file: the library goes on where a download broke off
                 key,
@@ -295,6 +300,10 @@ class HubDestination:
                     self._spec.repo, key, revision=head, local_dir=folder
                 ),
             )
+            if (size := Path(path).stat().st_size) > largest:
+                raise errors.CorruptError(
+                    f"{self._url_of(key)} has {size:,} bytes, and may have {largest:,}."
+                )
             return Path(path).read_bytes()
 
     def _deadline(self) -> float:
