@@ -21,7 +21,7 @@ from millrace.swarm.nodes import Node, NotStarted, agents
 from millrace.swarm.plan import STORE, Order, Tracker
 from millrace.swarm.settings import PrewarmSettings, RayNodes
 from millrace.swarm.tls import TlsError
-from millrace.swarm.wire import AUTH, Connections, RefusedError, identify, sign
+from millrace.swarm.wire import AUTH, Connections, RefusedError, identify, read_body, sign
 
 _READABLE_FOR = timedelta(hours=24)  # that signed URLs are valid
 _SILENT = 6.0  # seconds without an answer after which a node is lost
@@ -575,7 +575,7 @@ class _Drive:
             node.place, method, path, signed, body or None, timeout=timeout
         ) as answer:
             longest = self._check.longest
-            said = answer.read(longest + 1)
+            said = read_body(answer, longest)
         if len(said) > longest:
             raise UnfitError("more than there is to say")
         try:

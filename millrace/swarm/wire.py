@@ -472,12 +472,25 @@ def identify(place: Place, key: bytes, timeout: float) -> Place:
     return replace(place, scheme="https", identity=identity, fingerprint=pinned.fingerprint)
 
 
+def read_body(answer: http.client.HTTPResponse, longest: int) -> bytes:
+    """Read the body of an answer, but no more than one byte beyond the longest that is expected.
+
+    Raises:
+        http.client.IncompleteRead: The connection broke off. `http.client` says so only of a read
+            without a limit.
+    """
+    found = answer.read(longest + 1)
+    if answer.length and len(found) <= longest:
+        raise http.client.IncompleteRead(found, answer.length)
+    return found
+
+
 def _ask_agent(
     connection: http.client.HTTPConnection, path: str, headers: dict[str, str]
 ) -> dict[str, Any]:
     connection.request("GET", path, headers=headers)
     answer = connection.getresponse()
-    said = answer.read(4096)
+    said = read_body(answer, 4096)
     if answer.status != http.client.OK:
         raise RefusedError(answer.status, said[:500].decode("utf-8", "replace"))
     match json.loads(said):

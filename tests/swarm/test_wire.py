@@ -1,0 +1,54 @@
+"""What is read of an answer: no more than is expected, and never less than was announced."""
+
+import http.client
+import socket
+import threading
+from contextlib import closing
+
+import pytest
+
+from millrace.swarm.wire import Connections, Place, read_body
+
+
+@pytest.fixture
+def answered():
+    """Serve one request with an answer, close the connection, and return what is read of it."""
+    servers: list[socket.socket] = []
+
+    def serve(server: socket.socket, answer: bytes) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(answer)
+
+    def read(announced: int, body: bytes, longest: int) -> bytes:
+        server = socket.create_server(("127.0.0.1", 0))
+        servers.append(server)
+        answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % announced + body
+        threading.Thread(target=serve, args=(server, answer), daemon=True).start()
+        place = Place("http", "127.0.0.1", server.getsockname()[1])
+        with (
+            closing(Connections(10.0)) as connections,
+            connections.request(place, "GET", "/") as found,
+        ):
+            return read_body(found, longest)
+
+    yield read
+    for server in servers:
+        server.close()
+
+
+@pytest.mark.parametrize("came", [0, 1, 99])
+def test_an_answer_that_breaks_off_is_no_answer(answered, came):
+    with pytest.raises(http.client.IncompleteRead):
+        answered(100, b"x" * came, 1000)
+
+
+@pytest.mark.parametrize("longest", [50, 99])
+def test_of_a_longer_answer_than_expected_one_byte_more_is_read(answered, longest):
+    assert answered(100, b"x" * 100, longest) == b"x" * (longest + 1)
+
+
+@pytest.mark.parametrize(("size", "longest"), [(0, 0), (0, 10), (10, 10), (10, 11)])
+def test_a_whole_answer_is_read(answered, size, longest):
+    assert answered(size, b"x" * size, longest) == b"x" * size
