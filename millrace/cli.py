@@ -25,7 +25,7 @@ from millrace import errors, words
 from millrace.terminal import echo, echo_text, plain_console, plain_table
 
 if TYPE_CHECKING:
-    from millrace.housekeeping import Cleaned, Finding, Rule
+    from millrace.housekeeping import Cleaned, Finding, Rule, WorkerJunk
     from millrace.models.dataset import Plan
     from millrace.shards import DatasetStatus, PipelineSettings, ShardReport
     from millrace.storage import Store, StoreSpec, VersionCount
@@ -509,6 +509,7 @@ def clean_plan(settings: Path, *, keys: bool) -> int:
             for entry in entries:
                 echo(f"{entry.stat.key}  {_size(entry.stat.size)}  rule {entry.rule + 1}")
     _show_cleaning(made.header.rules, made.totals.objects, made.totals.size, made.totals.kept)
+    _show_junk(made.totals.junk)
     echo(
         f"Plan {made.name}: {made.objects} objects, {_size(made.size)}. Execute it with: "
         f"millrace clean run {settings} --plan {made.name}"
@@ -541,6 +542,7 @@ def clean_run(settings: Path, *, name: str | None) -> int:
         progress.of(plan.objects)
         done = execute(config, plan.name, progress=progress)
     _show_cleaning(plan.header.rules, done.objects, done.size, {})
+    _show_junk(done.junk)
     return _show_cleaned(done)
 
 
@@ -833,6 +835,14 @@ def _show_cleaning(
     plain_console().print(table)
     for why, count in sorted(kept.items()):
         echo(f"{count} stay: {why}")
+
+
+def _show_junk(junk: "Sequence[WorkerJunk]") -> None:
+    for one in junk[:20]:
+        whose = f"{words.plain(one.worker)} of {words.plain(one.scope)}"
+        echo(f"{words.count(one.objects, 'object')}, {_size(one.size)}, are junk of {whose}")
+    if len(junk) > 20:
+        echo(f"and junk of {len(junk) - 20} more workers")
 
 
 def _show_cleaned(done: "Cleaned") -> int:

@@ -5,7 +5,7 @@ Numbers are zero-padded, so that a listing is in order.
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 
@@ -726,6 +726,7 @@ class Kind(StrEnum):
     DATASET = "dataset"
     PASSING = "passing"  # a probe, a plan of cleaning, a rented machine's reports: used once
     RECORD = "record"  # a lease, the end of an epoch: small, and says what has happened
+    JUNK = "junk"  # below a worker's own prefix, and none of Millrace's names
 
 
 @dataclass(frozen=True, slots=True)
@@ -737,12 +738,14 @@ class Named:
         scope: The run, the job or the dataset that it belongs to; empty where it is none's.
         version: Of what the run's workers run, where the name has one.
         number: The window or the step, where it has one.
+        worker: Name of the worker or member below whose own prefix the object is, where one is.
     """
 
     kind: Kind
     scope: str
     version: str = ""
     number: int = -1
+    worker: str = ""
 
     @property
     def leases(self) -> str:
@@ -780,7 +783,7 @@ _RECORD = re.compile(
     rf"|epochs/[0-9]{{6,}}\.json|{_COOLDOWNS}/[0-9]{{6,}}/.+)"
 )
 _OF_MEMBER = re.compile(
-    rf"(?P<scope>{_PARTS})/{_MEMBERS}/[^/]+/{_COOLDOWNS}/[0-9]{{6,}}/"
+    rf"(?P<scope>{_PARTS})/{_MEMBERS}/(?P<uid>[^/]+)/{_COOLDOWNS}/[0-9]{{6,}}/"
     r"(?:(?P<record>(?:vote|late|result)\.json)|draft\.json|parts/[0-9a-f]{64}\.safetensors)"
 )
 
@@ -793,18 +796,80 @@ _KINDS = (
 )
 
 
-def named(key: str) -> Named | None:
-    """What any object of ours is by its key; None of another.
+@dataclass(slots=True)
+class WorkerPrefixes:
+    """Prefixes that belong to one worker or member each, as a bucket's own objects prove them.
+
+    A key alone does not prove a prefix: ``data/w1/notes.txt`` may be anybody's. These do:
+
+    - a gradient, a start window or a vote, which only the worker itself has credentials to write;
+    - the plan of a campaign, whose workers have the prefixes of `CampaignKeys.writes`.
+
+    A worker can forge such objects below its own prefix only, so the outermost prefix counts.
+    """
+
+    _owners: dict[str, Named] = field(default_factory=dict[str, Named])
+    _campaigns: set[str] = field(default_factory=set[str])
+
+    def learn(self, key: str) -> None:
+        """Take a key of the bucket, or of one beside it, as a proof if it is one."""
+        if (campaign := campaign_of(key)) is not None:
+            self._campaigns.add(campaign)
+        what = named(key)
+        if what is None or not what.worker:
+            return
+        junk = Named(Kind.JUNK, what.scope, worker=what.worker)
+        if what.kind in {Kind.GRADIENT, Kind.START_WINDOW}:
+            self._owners[f"{what.scope}/{what.worker}/"] = junk
+            return
+        self._owners[member_prefix(what.scope, what.worker)] = junk
+        self._owners[f"{leases(what.scope)}{_MEMBERS}/{what.worker}/"] = junk
+
+    def find(self, key: str) -> Named | None:
+        """Return `Kind.JUNK` with the worker whose prefix a key is below; None if it is nobody's.
+
+        Whether Millrace names the key is for `named` to say.
+        """
+        end = key.find("/")
+        while end >= 0:
+            if owner := self._owners.get(key[: end + 1]):
+                return owner
+            match = _OF_CAMPAIGN.match(key, end + 1) if key[:end] in self._campaigns else None
+            if match:
+                keys = CampaignKeys(key[:end])
+                return Named(Kind.JUNK, keys.run if match["run"] else keys.job, worker=match["uid"])
+            end = key.find("/", end + 1)
+        return None
+
+
+_OF_CAMPAIGN = re.compile(
+    rf"(?:(?P<run>run)|model/(?:lease/)?{_MEMBERS})/(?P<uid>worker-[0-9]{{1,9}})/"
+)
+
+
+def named(key: str, workers: WorkerPrefixes | None = None) -> Named | None:
+    """Return the kind of any object by its key; None of a key that Millrace does not name.
 
     A checkpoint's and a dataset's objects are told apart by their own keys.
+
+    Args:
+        key: Key of the object. Any text has an answer; none raises.
+        workers: Prefixes of workers. What Millrace does not name below one is `Kind.JUNK`; left
+            out, such a key has no kind.
     """
+    what = _named(key)
+    return workers.find(key) if what is None and workers is not None else what
+
+
+def _named(key: str) -> Named | None:
     leaf = key.rpartition("/")[2]
     if leaf.startswith(("gradient-", "start_window-")):
         return _of_worker(key)
     if key.startswith(f"{MACHINES}/"):
         return _of_machine(key)
     if match := _OF_MEMBER.fullmatch(key):
-        return Named(Kind.RECORD if match["record"] else Kind.PASSING, match["scope"])
+        kind = Kind.RECORD if match["record"] else Kind.PASSING
+        return Named(kind, match["scope"], worker=match["uid"])
     match = _OF_CHAIN.fullmatch(key)
     if match and _can_be(CheckpointKeys, ChainKeys(match["scope"], match["version"]).job):
         kind, number = (
@@ -838,7 +903,7 @@ def _of_worker(key: str) -> Named | None:
     kind = Kind.GRADIENT if match["what"] == "gradient" else Kind.START_WINDOW
     if (match["ending"] == "json") is (kind is Kind.GRADIENT):
         return None
-    return Named(kind, match["scope"], match["version"], int(match["number"]))
+    return Named(kind, match["scope"], match["version"], int(match["number"]), match["uid"])
 
 
 _CHECKED: dict[Kind, type[DatasetKeys] | type[CheckpointKeys]] = {

@@ -15,6 +15,7 @@ from millrace.housekeeping import (
     CleanSettings,
     Contents,
     Rule,
+    WorkerJunk,
     abort_uploads,
     describe,
     execute,
@@ -212,6 +213,7 @@ def describe_plan(plan: CleaningPlan, keys: list[tuple[str, int]]) -> Markdown:
             size(plan.size), saved_a_month(plan.size),
         ),
         _table(plan.header.rules, plan.totals.objects, plan.totals.size),
+        _junk(plan.totals.junk),
         _kept(plan.totals.kept),
         table(("object", ">bytes"), rows) if rows else Markdown(),
         write("Execute this very plan with `plan` = {} and `dry_run` off.", code(plan.name)),
@@ -236,6 +238,7 @@ def describe_cleaning(plan: CleaningPlan, done: Cleaned) -> Markdown:
     return document(
         join(said, " "),
         _table(plan.header.rules, done.objects, done.size),
+        _junk(done.junk),
         _kept({**plan.totals.kept, **done.skipped}),
         gone if done.gone else Markdown(),
         _failures(done.failures),
@@ -288,6 +291,12 @@ def _table(rules: tuple[Rule, ...], keys: Mapping[int, int], sizes: Mapping[int,
 def _kept(kept: Mapping[str, int]) -> Markdown:
     rows = [(why, f"{number:,}") for why, number in sorted(kept.items())]
     columns = ("what stays, though a rule would take it", ">objects")
+    return table(columns, rows, _SHOWN) if rows else Markdown()
+
+
+def _junk(junk: Sequence[WorkerJunk]) -> Markdown:
+    rows = [(code(one.worker), code(one.scope), f"{one.objects:,}", size(one.size)) for one in junk]
+    columns = ("worker whose junk goes", "run or job", ">objects", ">bytes")
     return table(columns, rows, _SHOWN) if rows else Markdown()
 
 

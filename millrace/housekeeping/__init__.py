@@ -12,7 +12,13 @@ from millrace.housekeeping.access import (
 )
 from millrace.housekeeping.executing import Cleaned, execute
 from millrace.housekeeping.planning import describe, make_plan
-from millrace.housekeeping.plans import CleaningPlan, first_keys, read_plan, saved_a_month
+from millrace.housekeeping.plans import (
+    CleaningPlan,
+    WorkerJunk,
+    first_keys,
+    read_plan,
+    saved_a_month,
+)
 from millrace.housekeeping.rules import (
     Age,
     CleanSettings,
@@ -46,6 +52,7 @@ __all__ = [
     "S3Manager",
     "Verdict",
     "What",
+    "WorkerJunk",
     "abort_uploads",
     "audit",
     "describe",

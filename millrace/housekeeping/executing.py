@@ -19,7 +19,7 @@ import orjson
 from millrace import errors
 from millrace.checkpoints import Check
 from millrace.housekeeping.planning import Judge
-from millrace.housekeeping.plans import Entry, Tally, open_plan
+from millrace.housekeeping.plans import Entry, Tally, WorkerJunk, open_plan
 from millrace.housekeeping.protection import Guard, clock_of
 from millrace.housekeeping.rules import CleanSettings
 from millrace.keys import Kind, Named, cleaning_outcome, common_prefix, named
@@ -43,6 +43,7 @@ _WHOLE = {Kind.CHECKPOINT, Kind.DATASET}
 _ENOUGH = 1000  # failures after which nothing more is tried
 _CHANGED = "it was written since the plan was made"
 _BEFORE = "what has to go before it is still there"
+_NAMED = "Millrace names it by now"
 _Unit = tuple[Kind, str, int]
 
 
@@ -71,6 +72,7 @@ class Cleaned:
         failures: Those that could not be deleted.
         given_up: Whether so many could not that the rest was not tried.
         seconds: How long it took.
+        junk: Junk of workers that was deleted, by the worker: the largest first.
         versions: After a wipe, older versions and delete markers that are left; None if the
             credentials may not list them, or nothing was wiped.
     """
@@ -84,6 +86,7 @@ class Cleaned:
     given_up: bool
     seconds: float
     versions: VersionCount | None = None
+    junk: tuple[WorkerJunk, ...] = ()
 
     @property
     def deleted(self) -> int:
@@ -192,6 +195,7 @@ def delete_entries(
         failures=tuple(total.failures),
         given_up=total.given_up,
         seconds=time.monotonic() - began,
+        junk=total.tally.junk(),
     )
     _write_down(store, cleaned)
     return cleaned
@@ -249,6 +253,7 @@ def _write_down(store: Store, cleaned: Cleaned) -> None:
         "size": {f"{place}": count for place, count in cleaned.size.items()},
         "gone": cleaned.gone,
         "skipped": cleaned.skipped,
+        "junk": cleaned.junk,
         "failures": [{"key": one.key, "reason": one.reason} for one in cleaned.failures],
         "given_up": cleaned.given_up,
         "seconds": round(cleaned.seconds, 3),
@@ -270,6 +275,10 @@ class _Still:
 
     def __call__(self, entry: Entry) -> str:
         what = named(entry.stat.key)
+        if entry.junk:
+            self._look_around()
+            # Another release may have made the plan.
+            return _NAMED if what else self._judge.junk_stays(entry.stat.key, entry.junk)
         unit = _unit(entry)
         if unit is None or what is None:
             return self._judge.guard.why(entry.stat.key, what)
@@ -288,10 +297,13 @@ class _Still:
         # Without a phase it is an orphan, which no manifest names and nobody trains on.
         return guard.needed_by(what.scope) if what.kind is Kind.DATASET and phase else ""
 
-    def _of_job(self, job: str, phase: int) -> Callable[[str], str]:
+    def _look_around(self) -> None:
         if not self._looked:
             self._judge.look_around(self._beside)
             self._looked = True
+
+    def _of_job(self, job: str, phase: int) -> Callable[[str], str]:
+        self._look_around()
         going = self._judge.unneeded(job) if phase else self._judge.removed(job)
         there = self._judge.keys_of(job)
         # What is not there any more went when this plan was executed before.

@@ -12,6 +12,7 @@ from millrace.housekeeping.plans import CleaningPlan, Entry, PlanHeader, Tally, 
 from millrace.housekeeping.protection import Guard, Survey, clock_of, steps_of, youngest_of
 from millrace.housekeeping.rules import OBJECTS, CleanSettings, Rule, What, in_versions, taking
 from millrace.keys import (
+    ChainKeys,
     CheckpointKeys,
     DatasetKeys,
     Kind,
@@ -96,19 +97,18 @@ class Judge:
         """Find out what has to be known of all objects, where a rule asks for it."""
         keep = max((rule.keep_last for rule in self.rules), default=0)
         about = {what for rule in self.rules for what in rule.what}
-        if keep or What.CHECKPOINTS in about:
+        if keep or about & {What.CHECKPOINTS, What.JUNK}:
             self.survey.look(self.store, keep)
-        if What.CHECKPOINTS in about:
+        if about & {What.CHECKPOINTS, What.JUNK}:
             for store in beside:
                 self.survey.look_beside(store)
-            self.survey.settle(self.guard)
 
     def entries(self, tally: Tally, progress: Progress = silent) -> Iterator[Entry]:
         """What goes, in the order in which it does. What is kept is counted."""
         whole: set[tuple[Kind, str]] = set()
         prefix = common_prefix(rule.prefix for rule in self.rules)
         for stat in listed(self.store, prefix, progress):
-            what = named(stat.key)
+            what = named(stat.key, self.survey.workers)
             if what is not None and what.kind in {Kind.CHECKPOINT, Kind.DATASET}:
                 if (what.kind, what.scope) not in whole:
                     whole.add((what.kind, what.scope))
@@ -118,10 +118,11 @@ class Judge:
             place = self._taking(stat, what)
             if place is None:
                 continue
-            if why := self.guard.why(stat.key, what):
+            junk = what if what is not None and what.kind is Kind.JUNK else None
+            if why := self.junk_stays(stat.key, junk) if junk else self.guard.why(stat.key, what):
                 tally.kept[why] += 1
             else:
-                yield Entry(stat, place)
+                yield Entry(stat, place, junk=junk)
 
     def removals(self, job: str, tally: Tally) -> list[tuple[Removal, int]]:
         """What goes of a job's checkpoints, in order, and the place of the rule that takes it."""
@@ -180,6 +181,17 @@ class Judge:
         found = (one.stat for one in plan.removals if one.orphan and not self.guard.pins(one.key))
         return {stat.key for stat in found if not self.is_new(_as_old_as(stat, youngest))}
 
+    def junk_stays(self, key: str, junk: Named) -> str:
+        """Return why a worker's junk stays: a pin, or a lease of its run or job; empty if it goes.
+
+        The run's aggregators hold leases, one for each version; `look_around` has found them.
+        """
+        if self.guard.pins(key):
+            return "it is pinned"
+        versions = sorted(self.survey.versions.get(junk.scope, ()))
+        scopes = (junk.scope, *(ChainKeys(junk.scope, version).job for version in versions))
+        return next((why for scope in scopes if (why := self.guard.live(scope))), "")
+
     def is_new(self, stat: Stat) -> bool:
         """Whether an object was written after `now`: when it is executed, that of the plan."""
         return stat.last_modified > self.now + _RESOLUTION
@@ -215,22 +227,31 @@ class Judge:
 
     def _taking(self, stat: Stat, what: Named | None) -> int | None:
         """The place of the first rule that takes an object that goes by itself."""
-        kind = What.OTHER if what is None else OBJECTS.get(what.kind)
+        if what is None:
+            return self._taking_other(stat)
+        kind = OBJECTS.get(what.kind)
         if kind is None:
             return None
 
         def fits(rule: Rule) -> bool:
-            if not self._fits(rule, stat):
+            if not self._fits(rule, stat) or rule.name not in {"", what.scope}:
                 return False
-            if what is None or rule.name not in {"", what.scope}:
-                return what is None and not rule.name
             if rule.version and not in_versions(what.version, rule.version):
                 return False
             if rule.keep_every and what.number % rule.keep_every == 0:
                 return False
             return not (rule.keep_last and self.survey.is_last(what, rule.keep_last))
 
-        return taking(self.rules, kind, fits)
+        place = taking(self.rules, kind, fits)
+        if kind is not What.JUNK:
+            return place
+        # A worker's junk is not Millrace's either.
+        places = [one for one in (place, self._taking_other(stat)) if one is not None]
+        return min(places, default=None)
+
+    def _taking_other(self, stat: Stat) -> int | None:
+        """Return the place of the first rule that takes an object as none of Millrace's."""
+        return taking(self.rules, What.OTHER, lambda rule: not rule.name and self._fits(rule, stat))
 
     def _fits(self, rule: Rule, stat: Stat) -> bool:
         return (
@@ -259,7 +280,7 @@ class Judge:
         """Why a step stays, though a rule would take it; more is known to `plan_retention`."""
         if self.guard.pins_below(keys.folder(step)):
             return "it is pinned"
-        return self.survey.needs(keys.job, step)
+        return self.survey.unknown or self.survey.starts.get(keys.job, {}).get(step, "")
 
     def _of_job(self, job: str, tally: Tally) -> Iterator[Entry]:
         keys = CheckpointKeys(job)

@@ -4,10 +4,11 @@ It is JSON lines: what it was made of, then the objects, then the totals. It is 
 piece at a time, so that a million keys need no memory, and it is there only when it is whole.
 """
 
+import heapq
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, Literal
@@ -18,12 +19,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from millrace import errors
 from millrace.checkpoints import Check
 from millrace.housekeeping.rules import Rule
-from millrace.keys import cleaning_plan
+from millrace.keys import Kind, Named, cleaning_plan
 from millrace.storage import Stat, Store, open_writer, stream
 
 _PART = 8 << 20
 _GB_MONTH = 0.015  # dollars, of R2's standard storage; what is deleted costs no request there
 _LINES = 1000
+_WORKERS = 1000  # whose junk is told apart
 
 
 class PlanHeader(BaseModel):
@@ -50,6 +52,23 @@ class PlanHeader(BaseModel):
     check: Check
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerJunk:
+    """Junk that goes from below the own prefix of one worker.
+
+    Attributes:
+        scope: Run, or job of a member.
+        worker: Name of the worker or member.
+        objects: Number of objects.
+        size: Their bytes.
+    """
+
+    scope: str
+    worker: str
+    objects: int
+    size: int
+
+
 class PlanTotals(BaseModel):
     """What a plan comes to.
 
@@ -57,6 +76,7 @@ class PlanTotals(BaseModel):
         objects: That go, by the place of the rule that took them.
         size: Their bytes, likewise.
         kept: Objects that a rule would take and something stronger protects, by why.
+        junk: Junk that goes, by the worker: the largest first, 1,000 workers at most.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -64,6 +84,7 @@ class PlanTotals(BaseModel):
     objects: dict[int, int]
     size: dict[int, int]
     kept: dict[str, int]
+    junk: tuple[WorkerJunk, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +95,13 @@ class Entry:
         stat: Which, as it was when the plan was made.
         rule: The place of the rule that took it.
         phase: Of what goes whole, when: all of one phase are gone before the next begins.
+        junk: Kind of a worker's junk: its key does not say whose it is.
     """
 
     stat: Stat
     rule: int
     phase: int = 0
+    junk: Named | None = None
 
     def line(self) -> bytes:
         """As it stands in a plan."""
@@ -92,6 +115,8 @@ class Entry:
         }
         if self.phase:
             data["phase"] = self.phase
+        if self.junk:
+            data["junk"] = [self.junk.scope, self.junk.worker]
         return orjson.dumps(data, option=orjson.OPT_APPEND_NEWLINE)
 
 
@@ -132,15 +157,32 @@ class Tally:
     objects: Counter[int] = field(default_factory=Counter[int])
     size: Counter[int] = field(default_factory=Counter[int])
     kept: Counter[str] = field(default_factory=Counter[str])
+    _junk: dict[tuple[str, str], WorkerJunk] = field(
+        default_factory=dict[tuple[str, str], WorkerJunk]
+    )
 
     def add(self, entry: Entry) -> None:
         """Count an object that goes."""
         self.objects[entry.rule] += 1
         self.size[entry.rule] += entry.stat.size
+        if entry.junk:
+            whose = (entry.junk.scope, entry.junk.worker)
+            one = self._junk.get(whose, WorkerJunk(*whose, 0, 0))
+            size = one.size + entry.stat.size
+            self._junk[whose] = replace(one, objects=one.objects + 1, size=size)
+
+    def junk(self) -> tuple[WorkerJunk, ...]:
+        """Return the junk of each worker: the largest first, 1,000 workers at most."""
+        each = heapq.nsmallest(
+            _WORKERS, self._junk.values(), key=lambda one: (-one.size, -one.objects, one.worker)
+        )
+        return tuple(each)
 
     def totals(self) -> PlanTotals:
         """The same, when nothing comes any more."""
-        return PlanTotals(objects=dict(self.objects), size=dict(self.size), kept=dict(self.kept))
+        return PlanTotals(
+            objects=dict(self.objects), size=dict(self.size), kept=dict(self.kept), junk=self.junk()
+        )
 
 
 def write_plan(
@@ -236,10 +278,17 @@ def _entries(where: str, lines: Iterator[bytes]) -> Iterator[Entry]:
                 data["etag"],
                 datetime.fromisoformat(data["modified"]),
             )
-            yield Entry(stat, data["rule"], data.get("phase", 0))
+            yield Entry(stat, data["rule"], data.get("phase", 0), _junk(data))
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise errors.CorruptError(f"{where} is damaged: make a new plan.") from error
     raise errors.CorruptError(f"{where} has no end: make a new plan.")
+
+
+def _junk(data: dict[str, Any]) -> Named | None:
+    if "junk" not in data:
+        return None
+    scope, worker = data["junk"]
+    return Named(Kind.JUNK, scope, worker=worker)
 
 
 def _lines(blocks: Iterator[bytes]) -> Generator[bytes]:

@@ -39,6 +39,7 @@ class What(StrEnum):
     SHARDS = "shards"  # a dataset, whole: its manifest first
     ORPHANS = "orphans"  # of a sealed dataset: what its ledger does not name
     PASSING = "passing"  # probes left behind, old plans of cleaning, reports of rented machines
+    JUNK = "junk"  # below a worker's own prefix, and none of Millrace's names
     OTHER = "other"  # what Millrace did not write
 
 
@@ -49,6 +50,7 @@ OBJECTS = {
     Kind.LINK: What.GATHERS,
     Kind.OPENING: What.GATHERS,
     Kind.PASSING: What.PASSING,
+    Kind.JUNK: What.JUNK,
 }
 """What goes by itself, each object as a rule says."""
 _VERSIONED = {What.GRADIENTS, What.START_WINDOWS, What.GATHERS}
@@ -79,7 +81,8 @@ class Rule(_Named):
         description="`gradients`, `start windows`, `gathers` (what an aggregator has merged), "
         "`checkpoints`, `parts` (files that no checkpoint names), `shards` (whole datasets), "
         "`orphans` (what a sealed dataset's ledger does not name), `passing` (probes, old "
-        "plans, reports of rented machines), `other` (what is not Millrace's).",
+        "plans, reports of rented machines), `junk` (what Millrace does not name below the prefix "
+        "of a training worker or member), `other` (what is not Millrace's).",
     )
     older_than: Age = Field(
         default=timedelta(hours=48),
@@ -227,7 +230,7 @@ class CleanVersions(_Named):
 
 
 class S3Manager(_Named):
-    """What is older than a duration, and begins and ends so."""
+    """What is older than a duration, and begins and ends so; of Millrace's own objects only."""
 
     preset: Literal["s3_manager"] = "s3_manager"
     delete_old: Age = Field(
@@ -238,7 +241,7 @@ class S3Manager(_Named):
 
     def rules(self) -> tuple[Rule, ...]:
         """The same as rules."""
-        what = set(What) - {What.OTHER} - (_WHOLE if self.suffix else set())
+        what = set(What) - {What.JUNK, What.OTHER} - (_WHOLE if self.suffix else set())
         return (
             Rule(
                 what=tuple(sorted(what)),

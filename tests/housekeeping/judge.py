@@ -176,6 +176,29 @@ class Judge:
             self.numbers[what.kind, what.scope, what.version].add(what.number)
         self.heads: dict[tuple[str, str], tuple[int, int] | None] = {}
         self.held = set(self._held())
+        if any("junk" in rule["what"] for rule in rules):
+            self._tell_junk()
+
+    def _tell_junk(self) -> None:
+        """Tell what workers have left below folders that hold their gradients."""
+        own: dict[str, str] = {}
+        for thing in self.everywhere:
+            what = what_is(thing.key)
+            if what and what.kind in {"gradients", "start windows"}:
+                own[thing.key.rpartition("/")[0] + "/"] = what.scope
+        for key, what in self.what.items():
+            above = sorted(folder for folder in own if key.startswith(folder))
+            if what is None and above:
+                self.what[key] = What("junk", own[above[0]])
+
+    def _aggregated(self, run: str) -> bool:
+        """Whether an aggregator works on any version of a run."""
+        versions = {
+            match[1]
+            for thing in self.everywhere
+            if (match := re.fullmatch(rf"{re.escape(run)}/gathers/([^/]+)/chain/.+", thing.key))
+        }
+        return any(self._live(f"{run}/gathers/{version}") for version in versions)
 
     def taken(self) -> dict[str, int]:
         """Each key that goes, and the place of the rule that takes it."""
@@ -185,6 +208,9 @@ class Judge:
             if what.kind in {"checkpoints", "dataset", "record"}:
                 continue
             place = self._first(self._about(what), key, what)
+            if what.kind == "junk":
+                other = self._first("other", key, what)
+                place = min((one for one in (place, other) if one is not None), default=None)
             if place is not None and not self._stays(key, what):
                 found[key] = place
         scopes = {(what.kind, what.scope) for what in self.what.values() if what}
@@ -253,6 +279,8 @@ class Judge:
     def _stays(self, key: str, what: What) -> bool:
         scope = f"{what.scope}/gathers/{what.version}" if what.version else what.scope
         if self._pins(key) or self._live(scope):
+            return True
+        if what.kind == "junk" and self._aggregated(what.scope):
             return True
         if what.kind not in {"link", "update"}:
             return False

@@ -134,6 +134,10 @@ OTHERS = (
     "mine/plan.json",
     "mine/notes.txt",
     "run/w1/gradient-000000001-w2-v0.2.1.pt",
+    "run/w2/mine/notes.txt",
+    "run/w3/notes.txt",
+    "exp-1/w2/x",
+    "run/a/w1/w2/x",
 )
 NUMBERED = [What.GRADIENTS, What.START_WINDOWS, What.GATHERS, What.CHECKPOINTS]
 VERSIONED = NUMBERED[:3]

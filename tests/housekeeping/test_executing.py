@@ -24,13 +24,22 @@ from millrace.housekeeping import (
     Rule,
     S3Manager,
     What,
+    WorkerJunk,
     execute,
     executing,
     make_plan,
     plan_wiping,
+    read_plan,
 )
 from millrace.housekeeping.plans import open_plan
-from millrace.keys import CampaignKeys, ChainKeys, DatasetKeys, ShardName, cleaning_outcome
+from millrace.keys import (
+    CampaignKeys,
+    ChainKeys,
+    DatasetKeys,
+    LeaseKeys,
+    ShardName,
+    cleaning_outcome,
+)
 from millrace.progress import Event
 from millrace.storage import (
     Right,
@@ -44,6 +53,7 @@ from millrace.storage import (
 )
 from millrace.training import TrainingPlan
 from tasks.campaigning import led, pin_plan
+from tasks.cleaning import describe_cleaning, describe_plan
 from tests.housekeeping.judge import what_is
 from tests.housekeeping.material import Place, sha256
 from tests.servers.process import free_ports
@@ -146,6 +156,7 @@ def test_a_live_run_survives_every_preset_and_so_does_what_only_looks_like_ours(
         "mine/plan.json",
         "run/notes.txt",
         "run/v0.2.1/model.safetensors",
+        "run/w1/notes.txt",
     ):
         folder.put(key, hours=100)
     before = keys_of(folder)
@@ -501,6 +512,12 @@ def many(place: Place, kind: str) -> tuple[Rule, str, str]:  # noqa: PLR0911 - o
         case "orphans":
             place.dataset("words", 1, orphans=30)
             return Rule(what=(What.ORPHANS,), older_than=NOW), "words", "train-00000"
+        case "junk":
+            place.chain("run", "1", 0, {})
+            place.start_window("run", "w1", 0, "1")
+            for number in range(30):
+                place.put(f"run/w1/{number}")
+            return Rule(what=(What.JUNK,), older_than=NOW), ChainKeys("run", "1").job, "who"
         case _:
             for number in range(30):
                 place.put(f"mine/{number:02d}.txt")
@@ -531,7 +548,8 @@ def trained_on(dataset: str, campaign: str = "small") -> TrainingPlan:
 
 
 @pytest.mark.parametrize(
-    "kind", ["gradients", "gathers", "checkpoints", "shards", "trained on", "orphans", "other"]
+    "kind",
+    ["gradients", "gathers", "checkpoints", "shards", "trained on", "orphans", "junk", "other"],
 )
 def test_a_lease_that_appears_between_two_batches_ends_the_deleting(folder, monkeypatch, kind):
     monkeypatch.setattr(executing, "_BATCH", 10)
@@ -576,84 +594,97 @@ def test_the_dataset_of_a_campaign_whose_workers_go_on_without_a_leader_stays(fo
     assert not planned(config_of(folder, Rule(what=(What.SHARDS,), older_than=NOW)))
 
 
-STEPS = Rule(what=(What.CHECKPOINTS,), keep_last=1, older_than=NOW)
-
-
-def checkpoints_of(place: Place, *jobs: str) -> None:
-    for job in jobs:
-        for step in (1, 2, 3):
-            place.checkpoint(job, step, [f"{job} {step}".encode()])
-
-
-def steps_taken(place: Place) -> set[str]:
-    """The checkpoints that the rule `STEPS` takes, by their folders."""
-    return {
-        key.removesuffix("/metadata.json").replace("/checkpoints/step_00000000", " ")
-        for key in planned(config_of(place, STEPS))
-        if key.endswith("/metadata.json")
-    }
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"nonsense", b"[" * 100_000, b'{"kind": 1}', b"9" * 2**21],
-    ids=["empty", "text", "deep", "other", "large"],
-)
-def test_an_unreadable_start_of_a_run_that_nobody_works_on_keeps_only_what_is_below_it(
-    folder, body
-):
-    checkpoints_of(folder, "job", "evil/job", ChainKeys("evil", "1").job)
-    folder.put(ChainKeys("evil", "1").link(0), body)
-    assert steps_taken(folder) == {"job 1", "job 2"}
-    (*_, why) = make_plan(config_of(folder, STEPS)).totals.kept
-    assert "evil/gathers/1/chain/000000000.json cannot be read" in why
-
-
-@pytest.mark.parametrize(
-    "evil", ["run/w1", "run/w1/x", "small/run/worker-1", "small/model/members/worker-1", "small/x"]
-)
-def test_a_worker_keeps_no_checkpoint_of_others_by_a_start_and_a_lease_of_its_own(folder, evil):
-    folder.chain("run", "1", 1, {})
-    pin_plan.fn(folder.store.spec, trained_on("words"))
-    checkpoints_of(folder, "job")
-    folder.put(ChainKeys(evil, "1").link(0), b"nonsense")
-    folder.lease(ChainKeys(evil, "1").job, "aggregator")
-    assert steps_taken(folder) == {"job 1", "job 2"}
-
-
-def test_no_checkpoint_goes_while_the_start_of_a_run_that_is_worked_on_cannot_be_read(folder):
-    keys = ChainKeys("run", "1")
-    checkpoints_of(folder, "job")
-    folder.chain("run", "1", 1, {})
-    folder.put(keys.link(0), b"nonsense")
-    assert steps_taken(folder) == {"job 1", "job 2"}
-    folder.lease(keys.job, "aggregator")
-    assert not steps_taken(folder)
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_no_checkpoint_goes_while_the_start_of_a_campaigns_run_cannot_be_read(
-    folder, tmp_path, elsewhere
-):
-    checkpoints_of(folder, "job")
-    place = Place(open_store((tmp_path / "beside").as_uri())) if elsewhere else folder
-    pin_plan.fn(place.store.spec, trained_on("words"))
-    place.put(ChainKeys(CampaignKeys("small").run, "1").link(0), b"nonsense")
-    config = config_of(folder, STEPS, beside=(place.store.spec,) if elsewhere else ())
-    assert not planned(config)
-
-
-def test_the_checkpoint_stays_that_a_start_of_a_later_version_names(folder):
-    checkpoints_of(folder, "job")
-    begun = {"run": "run", "job": "job", "step": 2, "more": []}
-    start = {"kind": "chain-start", "version": 1000, "nonce": "", "record": begun}
-    folder.put(ChainKeys("run", "1").link(0), json.dumps(start).encode())
-    assert steps_taken(folder) == {"job 1"}
-
-
 @pytest.mark.parametrize("body", [b"", b"nonsense", b"[]", b'{"record": 1}', b"9" * (1 << 21)])
 def test_a_damaged_plan_of_a_campaign_stops_no_cleaning(folder, body):
     folder.dataset("words", 2)
     folder.put("small/campaign/plan.json", body)
     folder.lease("small", "campaign")
     assert len(planned(config_of(folder, Rule(what=(What.SHARDS,), older_than=NOW)))) == 6
+
+
+JUNK = Rule(what=(What.JUNK,), older_than=NOW)
+
+
+def test_a_workers_junk_goes_from_every_store_and_is_counted(place):
+    odd = "run/w1/x|[a](b)"
+    place.start_window("run", "w1", 0, "1")
+    place.gradient("run", "w2", 0, "1")
+    stays = keys_of(place) | {place.put(key) for key in ("run/notes.txt", "run/w3/x", "mine/x")}
+    junk = {odd: 1, "run/w1/a/b/c": 7, "run/w2/gradient-000000000-w1-v1.safetensors": 20}
+    for key, size in junk.items():
+        place.put(key, b"x" * size)
+    assert planned(config_of(place, JUNK)) == set(junk)
+    plan = make_plan(config_of(place, JUNK))
+    tally = (WorkerJunk("run", "w2", 1, 20), WorkerJunk("run", "w1", 2, 8))
+    assert plan.totals.junk == tally
+    assert read_plan(place.store, plan.name).totals.junk == tally
+    done = execute(config_of(place, JUNK), plan.name)
+    assert (done.deleted, done.skipped, done.failures, done.junk) == (3, {}, (), tally)
+    assert keys_of(place) == stays
+    assert not execute(config_of(place, JUNK), plan.name).junk
+    assert json.loads(read(place.store, cleaning_outcome(plan.name)))["junk"] == []
+
+
+def test_junk_with_names_that_no_store_of_ours_writes_is_removed(rgw, bucket, request):
+    place = Place(open_store(spec_of("rgw", request)))
+    place.start_window("run", "w1", 0, "1")
+    odd = ["run/w1//x", "run/w1/a//b", "run/w1/../y", "run/w1/\x01", "run/w1/z/"]
+    client = rgw.client(rgw.full)
+    for key in odd:
+        client.put_object(Bucket=bucket, Key=f"below/here/{key}", Body=b"x")
+    plan = make_plan(config_of(place, JUNK))
+    done = execute(config_of(place, JUNK), plan.name)
+    assert (done.deleted, done.failures) == (len(odd), ())
+    assert done.junk == (WorkerJunk("run", "w1", len(odd), len(odd)),)
+
+
+def test_junk_of_a_campaigns_workers_goes_though_its_plan_is_in_another_bucket(folder, tmp_path):
+    beside = Place(open_store((tmp_path / "beside").as_uri()))
+    pin_plan.fn(beside.store.spec, trained_on("words"))
+    junk = {folder.put(f"{prefix}x") for prefix in CampaignKeys("small").writes(3)}
+    folder.put("small/run/worker-x/x")
+    assert not planned(config_of(folder, JUNK))
+    assert planned(config_of(folder, JUNK, beside=(beside.store.spec,))) == junk
+
+
+@pytest.mark.parametrize("where", ["here", "beside"])
+def test_junk_stays_while_its_run_is_worked_on_is_pinned_or_is_young(folder, tmp_path, where):
+    folder.start_window("run", "w1", 0, "1")
+    key, young = folder.put("run/w1/x", hours=5), folder.put("run/w1/y")
+    beside = Place(open_store((tmp_path / "beside").as_uri()))
+    of_chain = folder if where == "here" else beside
+    of_chain.chain("run", "2", 0, {})
+    old = Rule(what=(What.JUNK,), older_than=timedelta(hours=2))
+    config = config_of(folder, old, beside=(beside.store.spec,))
+    assert not planned(config_of(folder, old, pinned=("run/w1",)))
+    plan = make_plan(config)
+    assert plan.objects == 1
+    of_chain.lease(ChainKeys("run", "2").job, "aggregator")
+    assert not planned(config)
+    assert not execute(config, plan.name).deleted
+    put(of_chain.store, LeaseKeys(ChainKeys("run", "2").job, "aggregator").end(0), b"elsewhere")
+    assert execute(config, plan.name).deleted == 1
+    assert key not in keys_of(folder)
+    assert young in keys_of(folder)
+
+
+def test_a_plan_of_junk_is_gone_on_from_when_what_proved_its_worker_is_gone(folder):
+    proof = folder.start_window("run", "w1", 0, "1")
+    junk = folder.put("run/w1/x")
+    plan = make_plan(config_of(folder, JUNK))
+    delete(folder.store, [proof])
+    assert execute(config_of(folder, JUNK), plan.name).deleted == 1
+    assert junk not in keys_of(folder)
+
+
+def test_the_reports_of_junk_name_each_worker_the_largest_first(folder, tmp_path):
+    bad = "w|<img src=x>"
+    for uid, size in (("w1", 10), ("w2", 2000), (bad, 30)):
+        folder.put(f"job/members/{uid}/cooldowns/000000/vote.json")
+        folder.put(f"job/members/{uid}/x", b"x" * size)
+    plan = make_plan(config_of(folder, JUNK))
+    done = execute(config_of(folder, JUNK), plan.name)
+    for text in (describe_plan(plan, []), describe_cleaning(plan, done)):
+        places = [text.index(uid) for uid in ("w2", "img src", "w1")]
+        assert places == sorted(places)
+        assert bad not in text
