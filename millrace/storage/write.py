@@ -160,24 +160,31 @@ class DeleteFailure:
 def delete(store: Store, keys: Iterable[str]) -> list[DeleteFailure]:
     """Delete objects, a thousand a request where the store can. One that is gone is a success.
 
+    A key with a slash at an end is deleted by a request of its own, since obstore would delete the
+    object of the key without it.
+
     Returns:
         What could not be deleted; the others are gone.
     """
     failures: list[DeleteFailure] = []
     remaining = iter(keys)
     while batch := list(islice(remaining, _BATCH)):
+        plain = [key for key in batch if key == key.strip("/")]
+        alone = [key for key in batch if key != key.strip("/")]
         try:
-            trying(store, batch[0], lambda batch=batch: obstore.delete(store.raw, batch))
+            if plain:
+                trying(store, plain[0], lambda plain=plain: obstore.delete(store.raw, plain))
         except (errors.MillraceError, TypeError):
             # Told key by key what it is; and some credentials allow only single deletes. A list in
             # which obstore refuses one key is a TypeError.
-            failures += _delete_singly(store, batch)
+            alone = batch
+        failures += _delete_singly(store, alone)
     return failures
 
 
 def _delete_singly(store: Store, keys: list[str]) -> list[DeleteFailure]:
     failures: list[DeleteFailure] = []
-    client = boto3_client(store, tries=1) if store.speaks_s3 else None
+    client = boto3_client(store, tries=1) if keys and store.speaks_s3 else None
     for number, key in enumerate(keys):
         try:
             delete_one(store, key, client=client)
@@ -200,9 +207,15 @@ def delete_one(store: Store, key: str, *, client: "S3Client | None" = None) -> N
 
     Raises:
         DeniedError: The credentials may not.
+        ConfigurationError: The store cannot be asked for this key.
     """
     with contextlib.suppress(errors.NotFoundError):
         if not store.speaks_s3:
+            if key != key.strip("/"):  # obstore would delete the object of the key without it
+                raise errors.ConfigurationError(
+                    f"{store.url_of(key)} cannot be deleted here, since its key has a slash at an "
+                    "end. Delete it with the store's own tools."
+                )
             trying(store, key, lambda: obstore.delete(store.raw, key))
             return
         # obstore sends even one key as a batch, which session policies of some servers refuse.

@@ -90,6 +90,15 @@ def test_keys_that_obstore_refuses_are_deleted_among_others(store):
     assert list(list_objects(store, exact=True)) == []
 
 
+@pytest.mark.parametrize("others", [[], ["a//b"], ["a b+c%20.txt"]])
+def test_to_delete_a_key_that_ends_in_a_slash_leaves_the_key_without_it(store, rgw, others):
+    client, bucket = rgw.client(rgw.full), store.location.bucket
+    client.put_object(Bucket=bucket, Key="below/here/m/ok.txt/", Body=b"22")
+    assert delete(store, ["m/ok.txt/", *others]) == []
+    left = {stat.key for stat in list_objects(store, exact=True)}
+    assert left == {*REFUSED, *GOOD, "empty/"} - {*others}
+
+
 def test_a_key_that_ends_in_a_slash_does_not_pass_for_the_key_without_it(store, rgw):
     for name in ("ok.txt/", "ok.txt-a", "ok.txt.b/"):
         key = f"below/here/m/{name}"
