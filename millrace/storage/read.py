@@ -78,7 +78,14 @@ def read(store: Store, key: str, *, etag: str | None = None, largest: int | None
 
     def get() -> bytes:
         found = obstore.get(store.raw, key, options=_if_match(etag))
-        return bytes(found.bytes()) if largest is None else _bounded(store, key, found, largest)
+        if largest is None:
+            return bytes(found.bytes())
+        if (size := found.meta["size"]) > largest:
+            raise errors.CorruptError(
+                f"{store.url_of(key)} has {size} bytes, more than {largest}, which is the most "
+                "that it may have. It was not read."
+            )
+        return _bounded(store, key, found, largest)
 
     return trying(store, key, get)
 

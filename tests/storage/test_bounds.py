@@ -114,8 +114,14 @@ def test_a_bucket_that_sends_more_of_a_gradient_than_was_asked_for_is_named(
 
 
 def test_a_record_is_no_larger_than_its_kind_may_be(endless: Endless) -> None:
-    with pytest.raises(errors.CorruptError, match="more than 1048576 bytes come"):
+    with pytest.raises(errors.CorruptError, match="more than 1048576, which is the most"):
         fetch(store_of(endless), CheckpointKeys("job").epoch(0), Epoch)
+    assert endless.sent < MODEST
+
+
+def test_a_body_that_is_announced_to_be_too_large_is_not_read(endless: Endless) -> None:
+    with pytest.raises(errors.CorruptError, match="It was not read"):
+        read(store_of(endless), "plan.json", largest=256 << 20)
     assert endless.sent < MODEST
 
 
@@ -152,7 +158,7 @@ def test_a_record_in_the_way_that_is_too_large_is_named(tmp_path) -> None:
         lambda: fetch(store, key, Epoch),
         lambda: commit_once(store, key, Epoch(job="job", epoch=0, step=1, root=None)),
     ):
-        with pytest.raises(errors.CorruptError, match=r"epochs/000000\.json: more than 1048576"):
+        with pytest.raises(errors.CorruptError, match=r"epochs/000000\.json has 1048577 bytes"):
             act()
     assert read(store, key, largest=(1 << 20) + 1) == bytes((1 << 20) + 1)
     assert read_range(store, key, 1 << 20, 1 << 21) == b"\0"
