@@ -20,7 +20,7 @@ from millrace.digest import canonical, sha256
 from millrace.gradients.chunks import Chunks, chunks_of
 from millrace.gradients.merging import Merged
 from millrace.gradients.state import State
-from millrace.keys import ChainKeys
+from millrace.keys import ChainKeys, is_plain
 from millrace.models.chain import Link, Start, Update
 from millrace.models.gradient import Codec
 from millrace.progress import Event, Progress, silent
@@ -248,6 +248,8 @@ def _read_update(
         most: Most bytes that the update may have.
     """
     where = f"Window {link.window} of {link.run}"
+    if not is_plain(update.key):
+        raise ChainError(f"{where} names an update {update.key[:100]!r}, which cannot be a key.")
     if update.size > most:
         raise ChainError(
             f"{where}: {store.url_of(update.key)} has {update.size:,} bytes by its link, and its "

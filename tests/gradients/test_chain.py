@@ -41,7 +41,7 @@ from millrace.gradients.state import dense_change
 from millrace.gradients.tensors import chosen, values_of
 from millrace.gradients.transform import backward, forward
 from millrace.keys import ChainKeys, GradientKeys
-from millrace.records import fetch
+from millrace.records import encoded, fetch
 from millrace.storage import Store, copy, delete, list_objects, open_store, put, read
 from tests.gradients.test_codec import drawn
 from tests.stores import spec_of
@@ -304,6 +304,15 @@ def test_a_link_is_applied_wholly_or_not_at_all(store):
 def test_a_missing_update_is_an_error(broken):
     delete(broken.store, [fetch(broken.store, KEYS.link(3), Link).updates[0].key])
     refused(broken, r"Window 3 of runs/one: .*\.npz is missing")
+
+
+@pytest.mark.parametrize("key", ["", "/", "a//b", "../../x", "a\x01"])
+def test_an_update_whose_name_is_no_key_is_an_error_that_names_the_run(broken, key):
+    link = fetch(broken.store, KEYS.link(3), Link)
+    update = link.updates[0].model_copy(update={"key": key})
+    forged = link.model_copy(update={"updates": (update, *link.updates[1:])})
+    put(broken.store, KEYS.link(3), encoded(forged, "nonce"))
+    refused(broken, "Window 3 of runs/one names an update .* which cannot be a key")
 
 
 def test_a_changed_update_is_an_error(broken):
