@@ -79,7 +79,7 @@ def test_a_damaged_record_hides_no_other_and_is_named(store):
     assert damaged.keys() == {"r/1", "r/3"}
     assert all(key in sentence for key, sentence in damaged.items())
     seen = []
-    with pytest.raises(errors.CorruptError, match=r"2 of 5 records below here .*r/1 is .*r/3: "):
+    with pytest.raises(errors.CorruptError, match=r"2 of 5 records below here .*r/1 is .*r/3 has "):
         seen.extend(one.name for one in whole("here", found))
     assert seen == ["0", "2", "4"]
 
