@@ -280,6 +280,7 @@ class WindowProgress(LiveProgress):
         """
         super().__init__(key)
         self._workers, self._windows = workers, windows
+        self._stored: dict[str, tuple[int, int]] = {}
 
     def _count(self, event: Event) -> None:
         figures = event.figures
@@ -290,6 +291,8 @@ class WindowProgress(LiveProgress):
             case "gradient.refused":
                 self._refused += 1
                 self._log.warning("%s is out: %s", event.subject, figures["reason"])
+            case "quota.exceeded":
+                self._warn_of_quota(event.subject, int(figures["objects"]), int(figures["bytes"]))
             case "chain.applied":
                 self._number = int(figures["window"])
             case "window.merged":
@@ -297,6 +300,18 @@ class WindowProgress(LiveProgress):
                 self._came = self._refused = 0
             case _:
                 pass
+
+    def _warn_of_quota(self, uid: str, objects: int, stored: int) -> None:
+        """Warn of a worker that stores too much: once, and again when it is twice as much."""
+        before, before_size = self._stored.get(uid, (0, 0))
+        if objects < 2 * before and stored < 2 * before_size:
+            return
+        self._stored[uid] = objects, stored
+        self._log.warning(
+            "%s stores %s, %s, below its prefix: more than `gather` allows. Rules of cleaning for "
+            "gradients and junk remove what nobody needs.",
+            uid, count(objects, "object"), size(stored),
+        )  # fmt: skip
 
     def _complete(self) -> None:
         self._windows = self._merged

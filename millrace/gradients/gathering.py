@@ -166,7 +166,10 @@ def gather(
         reserves: Who stands in, in this order.
         reading: How a gradient is read; several at once, in threads.
         clock: Of the stores; by default this machine's.
-        progress: Told ``gradient.taken`` and ``gradient.refused`` of each worker.
+        progress: Told ``gradient.taken`` and ``gradient.refused`` of each worker; and once
+            ``quota.exceeded`` with ``objects`` and ``bytes`` of one that stores more than the
+            settings say. Its gradient counts all the same: a long run's own gradients may be what
+            exceeds the quota.
 
     Raises:
         QuorumError: Fewer than the quorum came in time.
@@ -196,6 +199,21 @@ class _Read:
     written: datetime | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """Objects of a bucket's workers.
+
+    Attributes:
+        found: Gradient of the window, by the worker's name.
+        objects: Number of all objects below a worker's prefix; empty if the listing is not whole.
+        size: Bytes of these, likewise.
+    """
+
+    found: dict[str, Stat] = field(default_factory=dict[str, Stat])
+    objects: Counter[str] = field(default_factory=Counter[str])
+    size: Counter[str] = field(default_factory=Counter[str])
+
+
 class _Gathering:
     def __init__(
         self,
@@ -217,7 +235,8 @@ class _Gathering:
         self._until = time.monotonic()  # when nothing is waited for any more
         self._read: dict[str, _Read] = {}
         self._reads = Counter[str]()  # of each worker, how many objects were read
-        self._listings: dict[int, Future[dict[str, Stat]]] = {}
+        self._listings: dict[int, Future[_Listing]] = {}
+        self._named: set[str] = set()  # workers that are said to store too much
         self._over = False
         self._said: dict[str, Out] = {}  # of who has sent nothing that is read yet
 
@@ -303,7 +322,9 @@ class _Gathering:
             if not listed.done():
                 continue
             del self._listings[place]
-            for uid, stat in listed.result().items():
+            listing = listed.result()
+            self._check_quota(listing)
+            for uid, stat in listing.found.items():
                 # What was refused may be overwritten until the window is over: then it is new.
                 if uid in self._reading or uid in right or self._seen.get(uid) == stat:
                     continue
@@ -313,6 +334,19 @@ class _Gathering:
                     self._refuse_more(uid, stat)
                     continue
                 self._reading[uid] = reading.submit(self._one, uid, stat)
+
+    def _check_quota(self, listing: _Listing) -> None:
+        """Name each worker, once in a window, that stores more than the settings say."""
+        most, most_objects = self._settings.max_stored, self._settings.max_objects
+        for uid in self._order:
+            objects, size = listing.objects[uid], listing.size[uid]
+            over = (most is not None and size > most) or (
+                most_objects is not None and objects > most_objects
+            )
+            if over and uid not in self._named:
+                self._named.add(uid)
+                figures = {"objects": objects, "bytes": size}
+                self._progress(Event("quota.exceeded", uid, figures))
 
     def _refuse_more(self, uid: str, stat: Stat) -> None:
         """Record that a worker's gradient was overwritten too often to be read again."""
@@ -337,12 +371,19 @@ class _Gathering:
             places.setdefault(id(self._stores[uid]), []).append(uid)
         return list(places.values())
 
-    def _listed(self, uids: list[str]) -> dict[str, Stat]:
+    def _listed(self, uids: list[str]) -> _Listing:
         keys = self._window.keys
         prefix = f"{keys.run}/" if len(uids) > 1 else keys.worker(uids[0])
-        asked, found = set(uids), dict[str, Stat]()
+        store = self._stores[uids[0]]
+        counted = {uid for uid in self._order if self._stores[uid] is store}
+        asked, listing = set(uids), _Listing()
+        found = listing.found
         try:
             for stat in list_objects(self._hurried(uids[0]), prefix):
+                whose = stat.key.removeprefix(f"{keys.run}/").partition("/")[0]
+                if whose in counted:
+                    listing.objects[whose] += 1
+                    listing.size[whose] += stat.size
                 uid, number = keys.parse(stat.key) or ("", -1)
                 if number != self._window.number or uid not in asked:
                     continue
@@ -351,7 +392,9 @@ class _Gathering:
         except errors.MillraceError as error:  # its next listing may be better
             for uid in uids:
                 self._said[uid] = Out(Refusal.UNAVAILABLE, unanswered(error))
-        return found
+            listing.objects.clear()
+            listing.size.clear()
+        return listing
 
     def _one(self, uid: str, stat: Stat, *, again: bool = True) -> _Read:
         window = self._window

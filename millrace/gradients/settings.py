@@ -8,7 +8,7 @@ from datetime import timedelta
 from enum import StrEnum
 from typing import ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 from millrace.keys import ChainKeys, GradientKeys
 from millrace.models.chain import Outer
@@ -133,6 +133,17 @@ class GatherSettings(BaseModel):
         allow_inf_nan=False,
         description="Largest L2 norm of a gradient, without its buffers: a larger one is refused. "
         "Left out, only norms that float32 cannot bear are.",
+    )
+    max_stored: ByteSize | None = Field(
+        default=None,
+        gt=0,
+        description="Bytes that a worker should store below its prefix at most, all of its "
+        "gradients included: a warning names who stores more. Left out, nobody is named.",
+    )
+    max_objects: int | None = Field(
+        default=None,
+        ge=1,
+        description="Objects that a worker should store below its prefix at most, likewise.",
     )
 
 

@@ -118,6 +118,35 @@ def test_one_that_is_bad_is_out_with_a_reason_and_touches_nobody_else(store, rea
     assert found.out["1"].sentence.endswith(".")
 
 
+@pytest.mark.parametrize("limit", [{"max_stored": 5000}, {"max_objects": 3}])
+@pytest.mark.parametrize("shared", [True, False])
+def test_who_stores_more_than_its_quota_is_named_and_its_gradient_is_taken(tmp_path, limit, shared):
+    stores = [open_store((tmp_path / ("all" if shared else uid)).as_uri()) for uid in "012"]
+    everybody = [Worker(uid, store) for uid, store in zip("012", stores, strict=True)]
+    for worker in everybody:
+        send(worker.store, worker.uid)
+    for number in range(3):
+        put(stores[1], f"{KEYS.worker('1')}a/b{number}", bytes(3000))
+    put(stores[0], "runs/one/10/x", bytes(9000))  # is nobody's that is asked
+    heard: list[Event] = []
+    settings = QUICK.model_copy(update=limit)
+    found = gather(OPEN, everybody, settings, progress=heard.append)
+    assert set(found.taken) == {"0", "1", "2"}
+    over = [event for event in heard if event.name == "quota.exceeded"]
+    stored = 9000 + len(body_of("1"))
+    assert over == [Event("quota.exceeded", "1", {"objects": 4, "bytes": stored})]
+
+
+def test_a_worker_over_its_quota_is_named_once_a_window_though_it_is_looked_at_again(store):
+    put(store, f"{KEYS.worker('1')}x", bytes(100))
+    heard: list[Event] = []
+    settings = QUICK.model_copy(update={"max_stored": 10, "quorum": 0})
+    gather(now_over(), workers(store, 0, 1), settings, progress=heard.append)
+    soon = replace(OPEN, closes=datetime.now(UTC) + timedelta(milliseconds=200))
+    gather(soon, workers(store, 0, 1), settings, progress=heard.append)
+    assert [event.subject for event in heard] == ["1", "1"]
+
+
 def test_who_sends_nothing_early_or_late_is_out(store):
     for uid in (0, 1, 2):
         send(store, str(uid))

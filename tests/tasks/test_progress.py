@@ -1,5 +1,6 @@
 """The engine's events, as one progress artifact."""
 
+import logging
 import threading
 
 import pytest
@@ -128,6 +129,20 @@ def test_windows_and_who_came_to_the_open_one_are_counted() -> None:
         "1 window merged by this run, the last is 7; to the next 0 of 3 workers came."
     )
     assert sum(counting.pace.values()) == 1000
+
+
+def test_a_worker_that_stores_too_much_is_warned_of_once_until_it_is_twice_as_much(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("quota"))
+    counting = WindowProgress("progress-aggregate", workers=2)
+    for objects, stored in ((3, 1000), (4, 1500), (5, 2000), (6, 2500), (10, 2600)):
+        counting(Event("quota.exceeded", "a", {"objects": objects, "bytes": stored}))
+    counting(Event("quota.exceeded", "b", {"objects": 3, "bytes": 1000}))
+    assert [text.partition(", below")[0] for text in caplog.messages] == [
+        "a stores 3 objects, 1.0 kB", "a stores 5 objects, 2.0 kB", "a stores 10 objects, 2.6 kB",
+        "b stores 3 objects, 1.0 kB",
+    ]  # fmt: skip
 
 
 def test_of_a_run_without_end_the_open_window_is_shown() -> None:
