@@ -402,6 +402,8 @@ class Rental:
         try:
             if machine.report.look():
                 machine.heard = now
+        except errors.ConfigurationError:
+            return  # a name in its own folder that cannot be listed: the machine has made it
         except errors.MillraceError:
             machine.heard = now  # that nothing could be read is not that nothing was said
             return

@@ -220,6 +220,21 @@ def test_a_machine_whose_label_was_changed_is_known_by_its_number(world: Reset) 
     assert account.server.alive() == []
 
 
+def test_a_machine_that_makes_its_reports_unreadable_is_given_back(world: Reset) -> None:
+    account = world()
+    with Rental(account.settings(), vast=account.vast) as rental:
+        rental.until_ready()
+        says(account, "log/\x1b000000.txt", "a name that no folder of ours lists")
+        account.server.advance(1000)
+        rental.until_ready()
+        first, second = account.server.books()
+        assert first["destroyed"]
+        assert not second["destroyed"]
+    attempts = attempts_of(open_store(account.store), "fleet")
+    assert attempts[0].returned
+    assert attempts[0].returned.said == "nothing is heard of it any more"
+
+
 def test_a_store_that_cannot_be_read_is_no_silent_machine(
     world: Reset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
