@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from millrace import errors
-from millrace.storage.clients import full_key
+from millrace.storage.clients import boto3_client, full_key
 from millrace.storage.open import Backend, Store
 from millrace.storage.retry import with_boto3
 from millrace.storage.write import DeleteFailure
@@ -139,6 +139,26 @@ def delete_versions(store: Store, versions: Iterable[Version]) -> list[DeleteFai
 
         try:
             failures += with_boto3(store, batch[0].key, request)
+        except errors.MillraceError:
+            # A list is refused whole for one key with a character that XML has no form of.
+            failures += _delete_singly(store, batch)
+    return failures
+
+
+def _delete_singly(store: Store, versions: list[Version]) -> list[DeleteFailure]:
+    """Delete versions by a request for each; return those that could not be deleted."""
+    bucket, failures = store.location.bucket, list[DeleteFailure]()
+    client = boto3_client(store, tries=1)
+    for number, one in enumerate(versions):
+        asked: Any = {"Bucket": bucket, "Key": full_key(store, one.key), "VersionId": one.id}
+        try:
+            with_boto3(store, one.key, lambda s3, a=asked: s3.delete_object(**a), client=client)
+        except errors.NotFoundError:
+            continue
+        except errors.UnavailableError as error:
+            # Each would be tried as long: all of them together for days.
+            reason = errors.one_line(error)
+            return failures + [DeleteFailure(rest.key, reason) for rest in versions[number:]]
         except errors.MillraceError as error:
-            failures += [DeleteFailure(one.key, errors.one_line(error)) for one in batch]
+            failures.append(DeleteFailure(one.key, errors.one_line(error)))
     return failures

@@ -261,6 +261,18 @@ def test_versions_that_may_not_be_deleted_are_said(rgw, bucket, versioned):
     assert count_versions_by_boto3(rgw, bucket) == (15, 1)
 
 
+def test_versions_of_keys_that_no_list_of_deletes_can_have_are_deleted(rgw, bucket, versioned):
+    client = rgw.client(rgw.full)
+    for key in ("below/here/a\x01b", "below/here/a\x1b[2J"):
+        client.put_object(Bucket=bucket, Key=key, Body=b"x")
+        client.delete_object(Bucket=bucket, Key=key)
+    plan = plan_wiping(versioned)
+    name = name_to_type(open_store(versioned).location)
+    done = wipe(versioned, plan.name, confirm=name, versions=True)
+    assert (done.failures, done.versions) == ((), VersionCount())
+    assert count_versions_by_boto3(rgw, bucket) == (0, 0)
+
+
 def begin(rgw, bucket: str, key: str, parts: int) -> None:
     client = rgw.client(rgw.full)
     upload = client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
