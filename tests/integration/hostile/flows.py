@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
@@ -69,7 +70,9 @@ from millrace.housekeeping import (
     wipe,
 )
 from millrace.housekeeping.plans import open_plan
-from millrace.keys import MACHINES, CampaignKeys, named
+from millrace.keys import MACHINES, CampaignKeys, CheckpointKeys, DatasetKeys, named
+from millrace.models.chain import Link
+from millrace.models.gradient import Refusal
 from millrace.progress import Event
 from millrace.shards import (
     CutSettings,
@@ -141,7 +144,11 @@ def _verify_datasets(site: Site) -> Any:
     names = find_datasets(store)
     seen = {name: _asked(lambda name=name: status(store, name).ended) for name in names}
     checked = {name: _asked(lambda name=name: verify_shards(store, name).good) for name in names}
-    site.said += [f"{name}: {found}" for name, found in (seen | checked).items()]
+    for name in names:
+        site.said += [f"{name}: status {seen[name]}", f"{name}: verified {checked[name]}"]
+        keys = DatasetKeys(name)
+        site.blame("dst/", keys.plan, f"{name}: status")
+        site.blame("dst/", keys.manifest, f"{name}: verified")
     return [seen["sets/words"], checked["sets/words"]]
 
 
@@ -176,7 +183,10 @@ def _verify_checkpoints(site: Site) -> Any:
             (step, str(seen) if isinstance(seen, errors.CorruptError) else verify(store, seen))
             for step, seen in survey(store, job)
         ]
-    site.said += [f"{job}: {steps}" for job, steps in found.items()]
+    for job, seen in found.items():
+        for step, damage in seen:
+            site.said.append(f"{job} {step}: {damage}")
+            site.blame("", CheckpointKeys(job).metadata(step), f"{job} {step}: ")
     return found["runs/one"]
 
 
@@ -346,7 +356,8 @@ def _aggregate(site: Site) -> Any:
         if event.name == "gradient.refused" and event.subject == EVIL:
             refused.set()
 
-    made: list[Any] = []
+    made: list[Link] = []
+    sent: dict[int, str] = {}  # words that the report must have about what was sent in a window
 
     def work() -> None:
         made.extend(aggregate_run(aggregator(site), progress=heard))
@@ -361,7 +372,9 @@ def _aggregate(site: Site) -> Any:
             turns = {uid: next(one.windows()) for uid, one in everybody.items()}
             refused.clear()
             key = RUN.gradients.gradient(EVIL, window)
-            if site.strike(key, site.genuine.get(RUN.gradients.gradient(UIDS[0], window), b"")):
+            genuine = site.genuine.get(RUN.gradients.gradient(UIDS[0], window), b"")
+            if junk := site.strike(key, genuine):
+                sent[window] = Refusal.TOO_LARGE if junk.kind is Kind.GIANT else ""
                 while not refused.wait(0.05) and not working.done():
                     pass
             assert all(turn.number == window for turn in turns.values())
@@ -372,12 +385,25 @@ def _aggregate(site: Site) -> Any:
             while newest(store, RUN.chain) < window and not working.done():
                 threading.Event().wait(0.05)
         working.result()
-    site.said += [f"window {link.window}: {link.out}" for link in made]
+    _tell_of_links(site, made, sent)
     return [(link.window, link.step, sorted(link.taken), link.state) for link in made]
 
 
-def _names_worker(said: list[str]) -> str:
-    return "" if any(line.startswith("window") and EVIL in line for line in said) else EVIL
+def _tell_of_links(site: Site, links: Sequence[Link], sent: Mapping[int, str]) -> None:
+    """Tell who was out, and why. Of a worker that has sent something, not that it did not.
+
+    Args:
+        site: The site.
+        links: Links of the chain.
+        sent: Reason to refuse what the third worker has sent in a window; empty for any.
+    """
+    silent = {Refusal.MISSING, Refusal.UNAVAILABLE, Refusal.QUORUM}
+    for link in links:
+        for uid, out in link.out.items():
+            told = "silent" if out.reason in silent else "refused"
+            site.said.append(f"window {link.window}: {uid} is {told}: {out.reason}, {out.sentence}")
+        if link.window in sent:
+            site.blamed.append([f"window {link.window}: {EVIL} is refused", sent[link.window]])
 
 
 GRADIENTS = Reach(
@@ -504,8 +530,10 @@ EPOCH = Reach(
 def _prewarm(site: Site) -> Any:
     """Bring a dataset to three nodes, one of which lies in what it sends or tells."""
     with ExitStack() as stack:
-        codes = [LIE, *(forging(events) for events in FORGED)]
-        code = site.dice.choice(codes) if site.reach is not None else ""
+        told = site.folder / "lies"
+        forged = site.dice.choice([None, *FORGED]) if site.reach is not None else ""
+        lie = f"{LIE}{_NOTING.format(path=str(told))}" if forged is None else ""
+        code = forging(forged) if forged else lie
         agents: list[Agent] = []
         for number in range(3):
             root = site.folder / f"n{number}"
@@ -515,9 +543,18 @@ def _prewarm(site: Site) -> Any:
             site.spec("dst"), agents, requests=[Request(dataset="sets/words")], least=0.5
         )
         report = prewarm(wanted, progress=site.heard)
-        if code:
+        site.said += [
+            f"{node.name} is {'trusted' if node.trusted else 'not trusted'}: {node.why}"
+            for node in report.nodes
+        ]
+        if told.exists():
+            site.read += [Kind.MESSAGE] * told.stat().st_size
+            if all(node.failures for node in report.nodes[:2]):  # the word of one is not believed
+                site.blamed.append(["n2 is not trusted"])
+        if forged:
             site.read.append(Kind.MESSAGE)
-        site.said += [f"{node.name}: {node.why} {node.trusted}" for node in report.nodes]
+        if forged and forged not in FORGIVEN:
+            site.blamed.append(["n2 is trusted: ", "what no agent of this version does"])
         return [
             [node.ready for node in report.nodes[:2]],
             [
@@ -527,10 +564,17 @@ def _prewarm(site: Site) -> Any:
         ]
 
 
-def _names_node(said: list[str]) -> str:
-    return "" if any(line.startswith("n2: ") for line in said) else "n2"
+_NOTING = """
+_send_wrong = agent._send_file
 
+def note_wrong(*arguments):
+    with open({path!r}, "a") as file:
+        file.write("x")
+    _send_wrong(*arguments)
 
+agent._send_file = note_wrong
+"""
+"""Has a node that sends wrong bytes note each time that it does."""
 FORGED = [
     [{}], ["x"], {"e": "done"}, [None], 7, [{"e": []}], [{"e": "files", "f": [99]}],
     [{"e": "done", "p": 10**6, "s": "", "d": "0" * 64, "b": 1}],
@@ -538,6 +582,8 @@ FORGED = [
     [{"e": "failed", "p": 0, "s": "", "why": MARKUP, "status": "x"}],
     "[{'e': 'retry', 'why': 'x' * (3 << 20)}]",
 ]  # fmt: skip
+FORGIVEN = FORGED[8:9]
+"""What a node may say that is wrong by chance: it is asked again, and may say the right thing."""
 
 
 RENTED = Reach(())  # written by the flow itself, when its machines run
@@ -569,7 +615,7 @@ FLOWS: dict[str, Flow] = {
         Flow("wipe-bucket", FOREIGN, _bucket, _wipe, BUCKET),
         Flow("abort-uploads", FOREIGN, _bucket, _abort, BUCKET),
         Flow("audit-access", FOREIGN, _bucket, _audit, BUCKET),
-        Flow("aggregate-gradients", WORKER, _first, _aggregate, GRADIENTS, _names_worker, 20),
+        Flow("aggregate-gradients", WORKER, _first, _aggregate, GRADIENTS, count=20),
         Flow("catch-up", WORKER, _merged, _catch_up, CHAIN),
         Flow("follow-chain", "aggregator", _merged, _follow, AGGREGATOR, count=4),
         Flow("provision", HOST, _nothing, renting.provision, RENTED),
@@ -577,7 +623,7 @@ FLOWS: dict[str, Flow] = {
         Flow("release", HOST, _nothing, renting.release_machines, RENTED),
         Flow("list-rentals", HOST, _nothing, renting.list_machines, RENTED),
         Flow("cool-down", WORKER, _nothing, _cool_down, EPOCH),
-        Flow("prewarm", NODE, _sharded, _prewarm, DATASETS, _names_node),
+        Flow("prewarm", NODE, _sharded, _prewarm, DATASETS),
         *(Flow(f"millrace {name}", HOST, _nothing, renting.command(name), RENTED)
           for name in renting.COMMANDS),
         *(Flow(f"millrace {name}", WORKER, _merged, commands.command(words), CHAIN)

@@ -46,6 +46,11 @@ class Kind(StrEnum):
     CHAIN = "forged link or update"
 
 
+CONTROLS = ("\x01", "\x1b[2J", "\n", "\r\n", "\t", "\x7f", "\x0b")
+"""Control characters of names."""
+CONTROLS_OF_RGW = ("\n", "\r\n", "\t", "\x7f")
+"""Those of which XML 1.0 has a form. Where a name has another, RGW (Ceph 16.2) answers 500 to some
+listings of objects, and from then on to every listing of the bucket's unfinished uploads."""
 NAMES = (
     Kind.EMPTY_SEGMENT, Kind.DOTS, Kind.CONTROL, Kind.LONG, Kind.SCRIPT, Kind.MARKUP_NAME,
     Kind.NEAR, Kind.FOLDER,
@@ -54,6 +59,8 @@ LITTER = (Kind.EMPTY_SEGMENT, Kind.DOTS, Kind.CONTROL, Kind.FOLDER)
 """Names that no key of ours can have, wherever they stand."""
 RECORDS = tuple(kind for kind in Kind if kind not in {*NAMES, Kind.MESSAGE, Kind.CHAIN})
 OBJECTS = (*NAMES, *RECORDS)
+UNREADABLE = frozenset({Kind.CUT, Kind.DEEP, Kind.NOISE, Kind.EMPTY, Kind.GIANT})
+"""Records that no reader can take for right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +82,9 @@ class Junk:
     shift: timedelta = timedelta(0)
 
 
-def hostile_name(kind: Kind, folder: str, leaf: str, room: int, dice: Random) -> str:
+def hostile_name(
+    kind: Kind, folder: str, leaf: str, room: int, dice: Random, controls: Sequence[str] = CONTROLS
+) -> str:
     """Return a key below a folder (empty, or with a slash at its end).
 
     Args:
@@ -84,6 +93,7 @@ def hostile_name(kind: Kind, folder: str, leaf: str, room: int, dice: Random) ->
         leaf: Name of an object of ours, which a hostile name may resemble.
         room: Most bytes of the key.
         dice: Source of chance.
+        controls: Control characters that the store can have in names.
     """
     match kind:
         case Kind.EMPTY_SEGMENT:
@@ -91,7 +101,9 @@ def hostile_name(kind: Kind, folder: str, leaf: str, room: int, dice: Random) ->
         case Kind.DOTS:
             name = dice.choice([f"../{leaf}", f"a/../{leaf}", "./x", "..", "a/./b", "../../../etc"])
         case Kind.CONTROL:
-            odd = dice.choice(["\x01", "\x1b[2J", "\n", "\r\n", "\t", "\x7f", "\x0b"])
+            drawn = dice.randrange(len(CONTROLS))  # the same draws for every store
+            odd = CONTROLS[drawn]
+            odd = odd if odd in controls else controls[drawn % len(controls)]
             name = dice.choice([f"{odd}{leaf}", f"{leaf}{odd}", f"a{odd}/{leaf}"])
         case Kind.LONG:
             name = "x" * (room - len(folder.encode()) - len(leaf.encode()) - 1) + f"/{leaf}"
@@ -212,7 +224,12 @@ class Reach:
 
 
 def make_junk(
-    reach: Reach, genuine: Mapping[str, bytes], count: int, room: int, dice: Random
+    reach: Reach,
+    genuine: Mapping[str, bytes],
+    count: int,
+    room: int,
+    dice: Random,
+    controls: Sequence[str] = CONTROLS,
 ) -> list[Junk]:
     """Return so many hostile objects, each of a kind that comes in turn.
 
@@ -222,6 +239,7 @@ def make_junk(
         count: Number of objects.
         room: Most bytes of a key.
         dice: Source of chance.
+        controls: Control characters that the store can have in names.
     """
     made: dict[str, Junk] = {}
     kinds = list(OBJECTS)
@@ -243,7 +261,7 @@ def make_junk(
                 continue
             folder = dice.choice(folders)
             leaf = dice.choice(records).rpartition("/")[2] if records else "x.json"
-            key = hostile_name(kind, folder, leaf, room, dice)
+            key = hostile_name(kind, folder, leaf, room, dice, controls)
             one = Junk(kind, key, dice.choice([b"", b"x", b"{}", *others[:3]]))
         elif places[kind is Kind.GHOST]:
             key, origin = dice.choice(places[kind is Kind.GHOST])

@@ -54,7 +54,8 @@ class Verdicts:
         misled: Runs with another result than undisturbed.
         late: Runs after which a machine was billed longer than it may be.
         unbounded: Runs that read an object, or asked the store, without a bound.
-        unnamed: Runs whose report does not name the sender.
+        unnamed: Runs whose report does not say what is wrong with what a sender sent.
+        held: Reports of which it was known what they must say of a sender, by flow.
         read: Hostile objects that were read or described, by kind.
         listed: Hostile objects that a listing showed, by kind.
     """
@@ -65,6 +66,7 @@ class Verdicts:
     late: list[str] = field(default_factory=list[str])
     unbounded: list[str] = field(default_factory=list[str])
     unnamed: list[str] = field(default_factory=list[str])
+    held: Counter[str] = field(default_factory=Counter[str])
     read: Counter[Kind] = field(default_factory=Counter[Kind])
     listed: Counter[Kind] = field(default_factory=Counter[Kind])
 
@@ -81,7 +83,8 @@ class Verdicts:
 
     def table(self) -> str:
         """Return the runs by flow, and the kinds of objects that were really read."""
-        rows = [f"{'flow':<24}{'runs':>6}", *(f"{n:<24}{c:>6}" for n, c in self.runs.items())]
+        rows = [f"{'flow':<24}{'runs':>6}{'held to a name':>18}"]
+        rows += [f"{n:<24}{c:>6}{self.held[n]:>18}" for n, c in self.runs.items()]
         rows.append(f"\n{'hostile objects':<34}{'read':>8}{'listed':>8}")
         rows += [f"{kind:<34}{self.read[kind]:>8}{self.listed[kind]:>8}" for kind in Kind]
         return "\n".join(rows)
@@ -91,8 +94,8 @@ class Verdicts:
         return (
             f"hostile runs {self.runs.total()}: stopped {len(self.stopped)}, misled "
             f"{len(self.misled)}, billed late {len(self.late)}, unbounded {len(self.unbounded)}, "
-            f"unnamed {len(self.unnamed)}; hostile objects read {self.read.total()}, listed "
-            f"{self.listed.total()}"
+            f"unnamed {len(self.unnamed)} of {self.held.total()}; hostile objects read "
+            f"{self.read.total()}, listed {self.listed.total()}"
         )
 
 
@@ -123,7 +126,7 @@ class Matrix:
         )  # fmt: skip
         asked = self._lens.take(f"{site}/")
         shutil.rmtree(folder)
-        flow, where = FLOWS[name], f"{name} with seed {seed!r}"
+        where = f"{name} with seed {seed!r}"
         kinds = {f"{site}/{key}": Kind(kind) for kind, key in ended.junk}
         read = Counter(kinds[key] for key in asked.read if key in kinds)
         listed = Counter(kinds[key] for key in asked.listed if key in kinds)
@@ -142,8 +145,11 @@ class Matrix:
             found.unbounded.append(
                 f"{where}: {asked.requests} requests, {clean.requests} undisturbed; {over}"
             )
-        if not ended.error and (why := flow.named(ended.said)):
-            found.unnamed.append(f"{where}: {why} is not in {said}")
+        if not ended.error:
+            found.held[name] += len(ended.blamed)
+            found.unnamed += [
+                f"{where}: {words} are in no line of {said}" for words in silent(ended)
+            ]
         with self._lock:
             self.verdicts += found
         return found
@@ -170,6 +176,14 @@ class Matrix:
         from tests.integration.hostile.site import Site
 
         return Site(self._server, site, self._folder).objects()
+
+
+def silent(ended: Ended) -> list[list[str]]:
+    """Return the words about senders that no line of a report has together."""
+    return [
+        words for words in ended.blamed
+        if not any(all(word in line for word in words) for line in ended.said)
+    ]  # fmt: skip
 
 
 def _refuse(name: str, ended: Ended) -> None:

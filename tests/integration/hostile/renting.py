@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,19 @@ from tests.servers.vast import StandInClock, VastServer
 LEASE, REAPED = 180.0, 900.0  # seconds that an owner's lease, and two reapers, are apart
 FOREIGN = ("", "somebody's", "millrace/ffffffffffff/fleet/000000/9999999999", "millrace/fleet")
 FATES = ("lying", "silent", "failing", "broken", "vanished", "dearer", "raised", "outbid", "")
+BLAMED = {
+    "lying": "more than its line can move",
+    "silent": "nothing is heard of it any more",
+    "broken": "could not install the program",
+    "vanished": "the provider has it no more",
+    "outbid": "the machine is exited: stopped",
+}
+"""Words of the report about a machine, by what became of it."""
 REFUSED = (errors.BudgetError, errors.MachineError, errors.UnavailableError)
 ROOM = 200
+MAX_HOURLY = 2.0  # dollars of a machine
+MAX_TOTAL = 20.0
+_TRAFFIC = 0.05  # dollars of traffic, the most that a made up machine has
 
 
 @dataclass
@@ -53,12 +64,19 @@ class World:
         server: The stand-in.
         key: Key of the account.
         foreign: Machines of others with the same account.
+        fate: What becomes of the cheapest machine.
+        planted: Machines that bear the label of one of ours.
+        refused: Errors that ended a call which had to end well.
     """
 
     site: Site
     server: VastServer
     key: str
     foreign: list[int]
+    fate: str = ""
+    planted: list[int] = field(default_factory=list[int])
+    refused: list[str] = field(default_factory=list[str])
+    _planting: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def store(self) -> StoreSpec:
@@ -85,7 +103,9 @@ class World:
             name="fleet",
             store=self.store,
             account=self.account,
-            request=OfferRequest(max_hourly=2.0, max_total=20.0, max_lifetime=timedelta(hours=3)),
+            request=OfferRequest(
+                max_hourly=MAX_HOURLY, max_total=MAX_TOTAL, max_lifetime=timedelta(hours=3)
+            ),
             program=Program(repo_url="https://example.org/x", command=("true",)),
             count=2,
             loading=timedelta(minutes=5),
@@ -93,22 +113,57 @@ class World:
         )
 
     def ours(self) -> list[dict[str, Any]]:
-        """Return the machines of ours that are there now."""
+        """Return the machines of ours that are there now, and those that bear their labels."""
         return [one for one in self.server.alive() if one["id"] not in self.foreign]
 
-    def judge(self, result: Any, until: float) -> dict[str, Any]:
+    def left(self) -> list[int]:
+        """Return the machines that Millrace has rented, and that are there now."""
+        with self._planting:
+            return [one["id"] for one in self.ours() if one["id"] not in self.planted]
+
+    def attempt(self, call: Callable[[], Any], *, ends: bool = False) -> None:
+        """Call, and note an error that it must not raise, and what its report must say.
+
+        Args:
+            call: What is called.
+            ends: Whether it returns only when the programs of all machines have ended.
+        """
+        said = ""
+        try:
+            call()
+        except REFUSED as error:
+            said = f"{type(error).__name__}: {error}"
+            self.site.said.append(said)
+        had = any(one["fate"] == self.fate for one in self.server.books()) and self.fate
+        fails = ends and had == "failing"
+        if bool(said) is not fails or (fails and not said.startswith("MachineError")):
+            self.refused.append(said or "no error, though a program has failed")
+        if ends and had in BLAMED:
+            self.site.blamed.append(["rental.returned fleet/", BLAMED[had]])
+        if fails:
+            self.site.blamed.append(["on machine fleet/", "ended with 1"])
+
+    def judge(self, result: Any, until: float, *, attended: bool = False) -> dict[str, Any]:
         """Return a flow's result, and what the books say.
 
         Args:
             result: Result of the flow.
             until: When the last machine had to be back, by the stand-in's clock.
+            attended: Whether an owner was there all the time, who gives dear machines back.
         """
         books = self.server.books()
         ours = [one for one in books if one["id"] not in self.foreign]
         late = [one["id"] for one in ours if (one["destroyed"] or until + 1) > until]
         gone = [one["id"] for one in books if one["id"] in self.foreign and one["destroyed"]]
-        cost = sum(one["cost"] for one in ours)
-        return {"result": result, "late": late, "foreign": gone, "overspent": cost > 20.0}
+        rented = [one for one in ours if one["id"] not in self.planted]
+        dear = [
+            one["id"] for one in rented
+            if attended and one["cost"] > MAX_HOURLY * _hours(one) + _TRAFFIC
+        ]  # fmt: skip
+        return {
+            "result": result, "refused": self.refused, "late": late, "foreign": gone, "dear": dear,
+            "overspent": sum(one["cost"] for one in rented) > MAX_TOTAL,
+        }  # fmt: skip
 
     def strike(self) -> None:
         """Have the first machine write what it likes, and others rent beside."""
@@ -129,7 +184,8 @@ class World:
         living = self.ours()
         if living:
             label = self.site.dice.choice(living)["label"]
-            self.server.plant(label)
+            with self._planting:
+                self.planted.append(self.server.plant(label))
 
     def _write(self, one: Junk) -> None:
         """Write a hostile object as a file, if a file can be called so."""
@@ -151,22 +207,18 @@ class World:
 def _world(site: Site, **more: Any) -> Iterator[World]:
     evil = site.reach is not None
     with VastServer.start(site.folder / "vast") as server:
-        key = server.reset(
-            seed=site.dice.randrange(1 << 30) if evil else 0, machines=20,
-            first=site.dice.choice(FATES) if evil else "", **({"program": 900.0} | more),
-        )  # fmt: skip
-        world = World(site, server, key, [server.plant(label) for label in FOREIGN])
+        seed = site.dice.randrange(1 << 30) if evil else 0
+        fate = site.dice.choice(FATES) if evil else ""
+        wanted = {"program": 900.0} | more
+        key = server.reset(seed=seed, machines=20, first=fate, **wanted)
+        world = World(site, server, key, [server.plant(label) for label in FOREIGN], fate)
         world.folder.mkdir()
         yield world
         site.look_at_files()
 
 
-def _alone(call: Callable[[], Any]) -> Any:
-    """Return what a call returns; None if it is refused with a sentence, as it may be."""
-    try:
-        return call()
-    except REFUSED:
-        return None
+def _hours(one: dict[str, Any]) -> float:
+    return ((one["destroyed"] or one["created"]) - one["created"]) / 3600
 
 
 def provision(site: Site) -> Any:
@@ -179,10 +231,10 @@ def provision(site: Site) -> Any:
                 world.strike()
                 rental.until_done()
 
-        _alone(use)
-        end = world.server.now()
+        world.attempt(use, ends=True)
+        end, left = world.server.now(), world.left()
         _reap_all(world)
-        return world.judge([], end + LEASE + 2 * REAPED)
+        return world.judge(left, end + LEASE + 2 * REAPED, attended=True)
 
 
 def _left(world: World) -> None:
@@ -190,7 +242,7 @@ def _left(world: World) -> None:
         with Rental(world.settings(), vast=world.vast, detached=True) as rental:
             rental.until_ready()
 
-    _alone(use)
+    world.attempt(use)
     world.strike()
 
 
@@ -223,10 +275,10 @@ def release_machines(site: Site) -> Any:
     """Release what was left."""
     with _world(site) as world:
         _left(world)
-        _alone(lambda: release(world.stand, "fleet", vast=world.vast, progress=site.heard))
-        end = world.server.now()
+        world.attempt(lambda: release(world.stand, "fleet", vast=world.vast, progress=site.heard))
+        end, left = world.server.now(), world.left()
         _reap_all(world)
-        return world.judge([], end + 2 * REAPED)
+        return world.judge(left, end + 2 * REAPED)
 
 
 def list_machines(site: Site) -> Any:
@@ -236,33 +288,45 @@ def list_machines(site: Site) -> Any:
         found = list_rentals(world.stand, vast=world.vast)
         site.said += [f"{one.rental} {one.instance.label} {one.why}" for one in found]
         rentals = sorted({one.rental for one in found})
-        _alone(lambda: release(world.stand, "fleet", vast=world.vast))
-        end = world.server.now()
+        world.attempt(lambda: release(world.stand, "fleet", vast=world.vast))
+        end, left = world.server.now(), world.left()
         _reap_all(world)
-        return world.judge(rentals, end + 2 * REAPED)
+        return world.judge([rentals, left], end + 2 * REAPED)
 
 
 def command(name: str) -> Callable[[Site], Any]:
-    """Return the act of a flow: a command that rents, at a stand-in whose time goes quickly."""
+    """Return the act of a flow: a command that rents, at a stand-in whose time goes quickly.
+
+    A command waits by this machine's clock, so a machine that says nothing is waited for as short
+    as settings allow: five minutes and more, by default, would be taken for a run that hangs.
+    """
 
     def act(site: Site) -> Any:
         with _world(site, rate=200.0, strict=False, program=300.0) as world:
             file = settings(
                 site, "rent.yaml", name="fleet", store={"url": world.store.url},
                 account={"api_key": world.key, "server_url": world.server.url},
-                request={"max_hourly": 2.0, "max_total": 20.0, "max_lifetime": "PT3H"},
+                request={
+                    "max_hourly": MAX_HOURLY, "max_total": MAX_TOTAL, "max_lifetime": "PT3H",
+                },
                 program={"repo_url": "https://example.org/x", "command": ["true"]}, poll="PT0.5S",
+                silence="PT30S", loading="PT30S",
             )  # fmt: skip
             words = {"offers": [], "rent": [], "rentals": [], "release": ["fleet"], "reap": []}
+            codes: list[int] = []
             if name == "rent":
                 threading.Thread(target=_strike_soon, args=(world,), daemon=True).start()
             elif name != "offers":
-                invoke(site, ["rent", file, "--detach"])
+                codes.append(invoke(site, ["rent", file, "--detach"])[0])
                 world.strike()
-            _, odd = invoke(site, [name, file, *words[name]])
+            code, odd = invoke(site, [name, file, *words[name]])
+            # A program that fails ends its rental with 1, unless junk is over what it has told.
+            fine = {0, 1} if world.fate == "failing" else {0}
+            wrong = [one for one in (*codes, code) if one not in fine]
+            left = world.left() if name in {"rent", "release"} else []
             end = world.server.now()
             _reap_all(world)
-            return world.judge([odd], end + 3 * 3600)
+            return world.judge([odd, wrong, left], end + 3 * 3600 + 2 * REAPED)
 
     return act
 

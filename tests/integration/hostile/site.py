@@ -22,8 +22,10 @@ from pydantic import SecretStr
 from millrace.progress import Event
 from millrace.storage import Credentials, Store, StoreSpec, open_store
 from tests.integration.hostile.junk import (
+    CONTROLS_OF_RGW,
     LONGEST,
     RECORDS,
+    UNREADABLE,
     Junk,
     Kind,
     Reach,
@@ -75,6 +77,8 @@ class Site:
         genuine: Objects of an undisturbed run, by their keys: hostile ones resemble them.
         junk: Hostile objects that were written.
         said: What the flow has told: events, warnings, reasons.
+        blamed: Texts that one line of what it has told must have, each list of another line: the
+            name of a sender, and what is wrong with what it sent.
         unread: Hostile files, and their time of access when they were written.
         read: Kinds of hostile files that were read.
     """
@@ -88,6 +92,7 @@ class Site:
     genuine: dict[str, bytes] = field(default_factory=dict[str, bytes], repr=False)
     junk: list[Junk] = field(default_factory=list[Junk])
     said: list[str] = field(default_factory=list[str])
+    blamed: list[list[str]] = field(default_factory=list[list[str]])
     unread: dict[str, tuple[Kind, float]] = field(default_factory=dict[str, tuple[Kind, float]])
     read: list[Kind] = field(default_factory=list[Kind])
 
@@ -120,6 +125,17 @@ class Site:
     def heard(self, event: Event) -> None:
         """Remember an event."""
         self.said.append(f"{event.name} {event.subject} {dict(event.figures)}")
+
+    def blame(self, below: str, key: str, line: str) -> None:
+        """Note that a line of the report must name an object, if junk stands there unreadable.
+
+        Args:
+            below: Folder of the site that the key is below.
+            key: Key of a record.
+            line: Beginning of the line.
+        """
+        if any(one.key == below + key and one.kind in UNREADABLE for one in self.junk):
+            self.blamed.append([line, key])
 
     def everything(self) -> list[str]:
         """List all keys of the site, without Millrace."""
@@ -174,7 +190,7 @@ class Site:
         self.built = frozenset(built)
         if self.reach is not None:
             room = LONGEST - len(self.prefix.encode())
-            junk = make_junk(self.reach, self.genuine, self.count, room, self.dice)
+            junk = make_junk(self.reach, self.genuine, self.count, room, self.dice, CONTROLS_OF_RGW)
         over = {one.key for one in junk}
         written = [(key, body) for key, body in built.items() if key not in over]
         self._write(written, junk)
@@ -221,7 +237,6 @@ class Flow:
         build: Makes the objects that a run begins with.
         act: Calls the engine; its result, in JSON, must be that of an undisturbed run.
         reach: Objects that the principal may write.
-        named: Returns why the report does not name the sender of what it should; empty if it does.
         count: Number of hostile objects that are there at the begin.
     """
 
@@ -230,7 +245,6 @@ class Flow:
     build: Callable[[Site], None]
     act: Callable[[Site], Any]
     reach: Reach
-    named: Callable[[list[str]], str] = lambda _: ""
     count: int = 42
 
 
@@ -242,6 +256,7 @@ class Ended:
         result: What the flow's act returned.
         error: Error that it raised, with its traceback; or that the process died, or hung.
         said: What it has told.
+        blamed: As of `Site`.
         junk: Kinds and keys of the hostile objects.
         read: Kinds of hostile files that were read.
     """
@@ -249,6 +264,7 @@ class Ended:
     result: Any = None
     error: str = ""
     said: list[str] = field(default_factory=list[str])
+    blamed: list[list[str]] = field(default_factory=list[list[str]])
     junk: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     read: list[str] = field(default_factory=list[str])
 
@@ -303,7 +319,7 @@ def run_site(
     if not told.exists():
         return Ended(error=f"the process ended with {process.exitcode}")
     found = json.loads(told.read_bytes())
-    return Ended(found["result"], found["error"], found["said"], found["junk"], found["read"])
+    return Ended(**found)
 
 
 def _child(
@@ -332,7 +348,8 @@ def _child(
         error = traceback.format_exc()
     junk = [(str(one.kind), one.key) for one in site.junk]
     whole = {
-        "result": result, "error": error, "said": site.said, "junk": junk, "read": site.read,
+        "result": result, "error": error, "said": site.said, "blamed": site.blamed, "junk": junk,
+        "read": site.read,
     }  # fmt: skip
     part = Path(f"{told}.part")
     part.write_text(json.dumps(whole))

@@ -12,8 +12,17 @@ import pytest
 
 from tests.integration.hostile.commands import WITHOUT_A_BUCKET, known_commands
 from tests.integration.hostile.flows import FLOWS, WITHOUT_A_RUN
-from tests.integration.hostile.junk import LITTER, NAMES, OBJECTS, Reach, make_junk
-from tests.integration.hostile.matrix import Matrix, hostile_matrix
+from tests.integration.hostile.junk import (
+    CONTROLS,
+    CONTROLS_OF_RGW,
+    LITTER,
+    NAMES,
+    OBJECTS,
+    Reach,
+    make_junk,
+)
+from tests.integration.hostile.matrix import Matrix, hostile_matrix, silent
+from tests.integration.hostile.site import Ended
 from tests.servers.process import REPOSITORY
 from tests.servers.rgw import RGW
 
@@ -47,6 +56,22 @@ def test_no_flow_is_left_out() -> None:
     flows = re.findall(r"@flow\(\s*name=\"([^\"]+)\"", sources)
     assert len(flows) > 15
     assert set(flows) <= FLOWS.keys() | WITHOUT_A_RUN.keys()
+
+
+def test_a_report_that_does_not_say_what_a_sender_sent_is_found() -> None:
+    told = ["n2 is trusted: it no longer answers", "n1 is not trusted: ", "rows"]
+    blamed = [["n1 is not trusted"], ["n2 is not trusted"], ["n2 is trusted", "no agent"]]
+    assert silent(Ended(said=told, blamed=blamed)) == blamed[1:]
+
+
+def test_names_for_rgw_have_only_characters_that_its_answers_can_have() -> None:
+    reach = Reach(("other/",), litter=("run/",))
+    every, some = (
+        "".join(one.key for one in make_junk(reach, {}, 400, 1000, Random(2), controls))
+        for controls in (CONTROLS, CONTROLS_OF_RGW)
+    )
+    assert set("\x01\x1b\x0b\n\t\x7f") <= set(every)
+    assert set("\n\r\t\x7f") == {one for one in some if one < " " or one == "\x7f"}
 
 
 def test_each_kind_is_made_and_stays_where_its_writer_may_write() -> None:
