@@ -102,6 +102,7 @@ class Judge:
         if about & {What.CHECKPOINTS, What.JUNK}:
             for store in beside:
                 self.survey.look_beside(store)
+            self.survey.settle(self.guard)
 
     def entries(self, tally: Tally, progress: Progress = silent) -> Iterator[Entry]:
         """What goes, in the order in which it does. What is kept is counted."""
@@ -280,7 +281,7 @@ class Judge:
         """Why a step stays, though a rule would take it; more is known to `plan_retention`."""
         if self.guard.pins_below(keys.folder(step)):
             return "it is pinned"
-        return self.survey.unknown or self.survey.starts.get(keys.job, {}).get(step, "")
+        return self.survey.needs(keys.job, step)
 
     def _of_job(self, job: str, tally: Tally) -> Iterator[Entry]:
         keys = CheckpointKeys(job)

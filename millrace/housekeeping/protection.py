@@ -63,6 +63,15 @@ class Head:
     window: int
 
 
+class _Begun(BaseModel):
+    """Part of a chain's start that every version of it has."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    job: str
+    step: int
+
+
 class _Trained(BaseModel):
     """The part of a campaign's plan that names what it needs."""
 
@@ -219,23 +228,39 @@ def _head(store: Store, keys: ChainKeys, check: Check) -> Head | str:
     return f"no checkpoint of {keys.job} is verified: what was merged is all that there is"
 
 
-@dataclass(slots=True)
-class Survey:
-    """What has to be known of all objects before the first can be judged.
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """Start of a chain that cannot be read.
 
     Attributes:
-        starts: The steps of each job that a chain begins with, and why they stay.
-        unknown: Why no checkpoint may go at all, if some chain cannot be read.
+        what: Meaning of its key.
+        url: URL of the object.
+    """
+
+    what: Named
+    url: str
+
+
+@dataclass(slots=True)
+class Survey:
+    """Facts about all objects that are needed before the first checkpoint can be judged.
+
+    Attributes:
+        unknown: Reason why no checkpoint may go at all; empty if there is none.
         workers: Prefixes of workers.
         versions: Versions of each run, as its aggregators' objects say.
     """
 
-    starts: dict[str, dict[int, str]] = field(default_factory=dict[str, dict[int, str]])
     unknown: str = ""
     workers: WorkerPrefixes = field(default_factory=WorkerPrefixes)
     versions: defaultdict[str, set[str]] = field(
         default_factory=lambda: defaultdict[str, set[str]](set)
     )
+    _starts: dict[str, dict[int, str]] = field(default_factory=dict[str, dict[int, str]])
+    _unread: list[_Unread] = field(default_factory=list[_Unread])
+    _kept: dict[str, str] = field(default_factory=dict[str, str])
+    _runs: set[str] = field(default_factory=set[str])
+    _campaigns: set[str] = field(default_factory=set[str])
     _newest: dict[tuple[Kind, str, str], list[int]] = field(
         default_factory=dict[tuple[Kind, str, str], list[int]]
     )
@@ -244,6 +269,11 @@ class Survey:
         """Whether it is of the newest so many windows or steps of its run."""
         newest = self._newest.get((what.kind, what.scope, what.version), [])
         return what.number in newest[:count]
+
+    def needs(self, job: str, step: int) -> str:
+        """Return why a checkpoint stays as the first of a chain; empty if it is none."""
+        said = self.unknown or self._starts.get(job, {}).get(step, "")
+        return said or next((self._kept[run] for run in _above(job) if run in self._kept), "")
 
     def look(self, store: Store, keep: int) -> None:
         """Go through all objects of the store that is cleaned.
@@ -254,11 +284,9 @@ class Survey:
         """
         heaps: dict[tuple[Kind, str, str], tuple[list[int], set[int]]] = {}
         for stat in list_objects(store):
-            what = self._learn(stat.key)
+            what = self._note(store, stat)
             if what is None or what.number < 0 or what.kind is Kind.CHECKPOINT:
                 continue
-            if what.kind is Kind.LINK and what.number == 0:
-                self._begins(store, what)
             heap, there = heaps.setdefault((what.kind, what.scope, what.version), ([], set()))
             if not keep or what.number in there or (len(heap) == keep and what.number < heap[0]):
                 continue
@@ -269,27 +297,79 @@ class Survey:
         self._newest = {key: sorted(heap, reverse=True) for key, (heap, _) in heaps.items()}
 
     def look_beside(self, store: Store) -> None:
-        """Go through a place beside it, for its workers, and what chains there begin with."""
+        """Go through all objects of a store beside it, for what chains there begin with."""
         for stat in list_objects(store):
-            what = self._learn(stat.key)
-            if what is not None and what.kind is Kind.LINK and what.number == 0:
-                self._begins(store, what)
+            self._note(store, stat)
 
-    def _learn(self, key: str) -> Named | None:
-        self.workers.learn(key)
-        what = named(key)
+    def settle(self, guard: Guard) -> None:
+        """Decide which checkpoints stay because the start of a chain cannot be read.
+
+        All stay if its run is a campaign's, or if a lease says that the run is worked on. Any
+        other run keeps the checkpoints below its own name: whoever may write somewhere in the
+        bucket can leave such a start there. What lies below a campaign, or below another run, is
+        what their workers have written, and is no run of the owner's.
+
+        Raises:
+            UnavailableError, DeniedError: A lease cannot be read.
+        """
+        for one in self._unread:
+            scope = one.what.scope
+            said = f"{one.url} cannot be read, and names a checkpoint"
+            self._kept[scope] = said
+            above = list(_above(scope))[1:]
+            campaign = next((name for name in above if name in self._campaigns), "")
+            if campaign:
+                trusted = CampaignKeys(campaign).run == scope
+            else:
+                trusted = self._runs.isdisjoint(above) and bool(guard.live(one.what.leases))
+            if trusted:
+                self.unknown = said
+
+    def _note(self, store: Store, stat: Stat) -> Named | None:
+        """Note what an object says of workers and chains; return what its key means."""
+        self.workers.learn(stat.key)
+        if campaign := campaign_of(stat.key):
+            self._campaigns.add(campaign)
+        what = named(stat.key)
+        if what is not None and what.version:
+            self._runs.add(what.scope)
         if what is not None and what.kind in {Kind.UPDATE, Kind.LINK, Kind.OPENING}:
             self.versions[what.scope].add(what.version)
+        if what is not None and what.kind is Kind.LINK and what.number == 0:
+            self._begins(store, what)
         return what
 
     def _begins(self, store: Store, what: Named) -> None:
         key = ChainKeys(what.scope, what.version).link(0)
         try:
-            start = fetch(store, key, Start)
+            start = _start(store, key)
         except errors.CorruptError:
-            self.unknown = f"{store.url_of(key)} cannot be read, and names a checkpoint"
+            self._unread.append(_Unread(what, store.url_of(key)))
             return
-        self.starts.setdefault(start.job, {})[start.step] = f"{start.run} begins with it"
+        self._starts.setdefault(start.job, {})[start.step] = f"{what.scope} begins with it"
+
+
+def _above(name: str) -> Iterator[str]:
+    """Yield a name, and those of all folders above it, the nearest first."""
+    while name:
+        yield name
+        name = name.rpartition("/")[0]
+
+
+def _start(store: Store, key: str) -> Start | _Begun:
+    """Return the start of a chain, also one that another version of Millrace wrote.
+
+    Raises:
+        CorruptError: The object does not say which checkpoint the chain begins with.
+    """
+    try:
+        return fetch(store, key, Start)
+    except errors.VersionError as error:
+        try:
+            body = read(store, key, largest=Start.record_bytes)
+            return _Begun.model_validate(orjson.loads(body)["record"])
+        except (orjson.JSONDecodeError, ValidationError, KeyError, TypeError):
+            raise error from None
 
 
 def steps_of(stats: Iterable[Stat], job: str) -> dict[int, Stat]:

@@ -594,6 +594,81 @@ def test_the_dataset_of_a_campaign_whose_workers_go_on_without_a_leader_stays(fo
     assert not planned(config_of(folder, Rule(what=(What.SHARDS,), older_than=NOW)))
 
 
+STEPS = Rule(what=(What.CHECKPOINTS,), keep_last=1, older_than=NOW)
+
+
+def checkpoints_of(place: Place, *jobs: str) -> None:
+    for job in jobs:
+        for step in (1, 2, 3):
+            place.checkpoint(job, step, [f"{job} {step}".encode()])
+
+
+def steps_taken(place: Place) -> set[str]:
+    """The checkpoints that the rule `STEPS` takes, by their folders."""
+    return {
+        key.removesuffix("/metadata.json").replace("/checkpoints/step_00000000", " ")
+        for key in planned(config_of(place, STEPS))
+        if key.endswith("/metadata.json")
+    }
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"nonsense", b"[" * 100_000, b'{"kind": 1}', b"9" * 2**21],
+    ids=["empty", "text", "deep", "other", "large"],
+)
+def test_an_unreadable_start_of_a_run_that_nobody_works_on_keeps_only_what_is_below_it(
+    folder, body
+):
+    checkpoints_of(folder, "job", "evil/job", ChainKeys("evil", "1").job)
+    folder.put(ChainKeys("evil", "1").link(0), body)
+    assert steps_taken(folder) == {"job 1", "job 2"}
+    (*_, why) = make_plan(config_of(folder, STEPS)).totals.kept
+    assert "evil/gathers/1/chain/000000000.json cannot be read" in why
+
+
+@pytest.mark.parametrize(
+    "evil", ["run/w1", "run/w1/x", "small/run/worker-1", "small/model/members/worker-1", "small/x"]
+)
+def test_a_worker_keeps_no_checkpoint_of_others_by_a_start_and_a_lease_of_its_own(folder, evil):
+    folder.chain("run", "1", 1, {})
+    pin_plan.fn(folder.store.spec, trained_on("words"))
+    checkpoints_of(folder, "job")
+    folder.put(ChainKeys(evil, "1").link(0), b"nonsense")
+    folder.lease(ChainKeys(evil, "1").job, "aggregator")
+    assert steps_taken(folder) == {"job 1", "job 2"}
+
+
+def test_no_checkpoint_goes_while_the_start_of_a_run_that_is_worked_on_cannot_be_read(folder):
+    keys = ChainKeys("run", "1")
+    checkpoints_of(folder, "job")
+    folder.chain("run", "1", 1, {})
+    folder.put(keys.link(0), b"nonsense")
+    assert steps_taken(folder) == {"job 1", "job 2"}
+    folder.lease(keys.job, "aggregator")
+    assert not steps_taken(folder)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_no_checkpoint_goes_while_the_start_of_a_campaigns_run_cannot_be_read(
+    folder, tmp_path, elsewhere
+):
+    checkpoints_of(folder, "job")
+    place = Place(open_store((tmp_path / "beside").as_uri())) if elsewhere else folder
+    pin_plan.fn(place.store.spec, trained_on("words"))
+    place.put(ChainKeys(CampaignKeys("small").run, "1").link(0), b"nonsense")
+    config = config_of(folder, STEPS, beside=(place.store.spec,) if elsewhere else ())
+    assert not planned(config)
+
+
+def test_the_checkpoint_stays_that_a_start_of_a_later_version_names(folder):
+    checkpoints_of(folder, "job")
+    begun = {"run": "run", "job": "job", "step": 2, "more": []}
+    start = {"kind": "chain-start", "version": 1000, "nonce": "", "record": begun}
+    folder.put(ChainKeys("run", "1").link(0), json.dumps(start).encode())
+    assert steps_taken(folder) == {"job 1"}
+
+
 @pytest.mark.parametrize("body", [b"", b"nonsense", b"[]", b'{"record": 1}', b"9" * (1 << 21)])
 def test_a_damaged_plan_of_a_campaign_stops_no_cleaning(folder, body):
     folder.dataset("words", 2)
