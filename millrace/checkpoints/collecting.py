@@ -39,6 +39,7 @@ from millrace.storage import (
     list_objects,
     put,
     read,
+    read_range,
 )
 
 _AT_ONCE = 8
@@ -225,7 +226,8 @@ class Collector:
     def _copy(self, member: str, parts: Collection[Part]) -> None:
         def one(part: Part) -> None:
             source = self._cooldown.part(member, part.sha256)
-            with suppress(errors.NotFoundError):
+            with suppress(errors.NotFoundError, errors.CorruptError):
+                read_range(self._store, source, 0, 1)  # says whether the store can read it at all
                 copy(self._store, source, self._keys.part(part.step, part.sha256))
 
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="collect") as pool:

@@ -236,7 +236,7 @@ def difference(
         StoppedError: It was broken off.
     """
     try:
-        found = head(store, key)
+        found = _described(store, key)
         if found.size != size:
             return f"{found.size} bytes, not {size}"
         if sha256 is not None and sha256_of(_until(stopped, stream(store, key)))[0] != sha256:
@@ -245,7 +245,24 @@ def difference(
         return "missing"
     except errors.ChangedError:
         return "it is being replaced"
+    except errors.CorruptError:
+        return "the store cannot read it"
     return ""
+
+
+def _described(store: Store, key: str) -> Stat:
+    """Describe an object, as `head` does.
+
+    Raises:
+        CorruptError: The store cannot read it. It answers a HEAD without a reason, and a GET with.
+    """
+    try:
+        return head(store, key)
+    except (errors.NotFoundError, errors.UnavailableError):
+        raise
+    except errors.MillraceError:
+        read_range(store, key, 0, 1)
+        raise
 
 
 def _until(stopped: Callable[[], bool], blocks: Iterator[bytes]) -> Iterator[bytes]:

@@ -51,6 +51,10 @@ _SYSTEM = re.compile(r'\b(?:message|error): "([^"]+)"')
 _METADATA = "/latest/api/token"  # of http://169.254.169.254
 _WRITES = re.compile(r"Error performing (PUT|POST|DELETE|Put|Create|Upload|Delete)")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
+_READS = re.compile(r"Error performing (GET|Get)")
+_UNREADABLE = {"InvalidArgument", "InvalidObjectState", "InvalidRequest"}
+"""What a store answers to a read of an object that is archived, or encrypted with a key of its
+writer's (SSE-C)."""
 _REFUSALS = {
     "InvalidAccessKeyId": "The store does not know the access key id.",
     "SignatureDoesNotMatch": "The secret does not belong to the access key id.",
@@ -280,12 +284,23 @@ def _of_status(
             return errors.NotFoundError(f"There is no {where}.")
         case 304 | 412:
             return errors.ChangedError(f"{where} is no longer the object that was meant.")
+        case 400 | 403 if _is_unreadable(error):
+            return errors.CorruptError(
+                f"{where} cannot be read: whoever wrote it has encrypted it with a key of their "
+                "own, or archived it. Delete it, or write it anew."
+            )
         case 401 | 403:
             return _denied(where, error, store)
         case _ if 400 <= status < 500 and status not in _RETRIED_4XX:
             return errors.MillraceError(f"{where}: the store answered {errors.one_line(error)}")
         case _:
             return None
+
+
+def _is_unreadable(error: BaseException) -> bool:
+    """Tell whether a read was refused for what the object is, and not for who asks."""
+    code = _CODE.search(str(error))
+    return bool(code) and code[1] in _UNREADABLE and bool(_READS.search(str(error)))
 
 
 def _denied(where: str, error: BaseException, store: Store) -> errors.DeniedError:

@@ -28,11 +28,13 @@ from millrace.checkpoints import (
 from millrace.checkpoints.choosing import Choice, order_of
 from millrace.checkpoints.members import commit_roster, roster_of
 from millrace.checkpoints.snapshot import Memory
+from millrace.digest import canonical, sha256
 from millrace.keys import CheckpointKeys, CooldownKeys, member_lease
 from millrace.lease import Holder, StoreClock, acquire
 from millrace.models.checkpoint import Checkpoint, Claim, Ended, Epoch, Late, Roster
 from millrace.records import commit_once, encoded, fetch
 from millrace.storage import Store, delete, exists, list_objects, open_store, put, read
+from millrace.storage.clients import boto3_client, full_key
 from tests.stores import spec_of
 
 JOB = "runs/one"
@@ -521,6 +523,32 @@ def test_what_a_member_leaves_in_its_prefix_costs_only_that_member(folder, confi
     assert seen.checkpoint.notes == {}
     honest = {name: one for name, one in cooled.items() if name != liar}
     assert all(one.durable for one in honest.values())
+
+
+@pytest.mark.parametrize("what", ["vote", "draft", "parts"])
+def test_what_only_its_member_can_read_costs_only_that_member(request, confined, what) -> None:
+    store = open_store(spec_of("rgw", request))
+    names = ["a", "b", "c", "d"]
+    liar, keys = order_of(names, SEED)[0], CooldownKeys(JOB, 0)
+    made = confined(store, {name: store for name in names if name != liar})
+    commit_roster(store, JOB, 0, names, SEED)
+    content = Memory().snapshot(state_of(0), SMALL.part_bytes).content(5)
+    rest = sha256(canonical({"position": {"sample": 9}, "run": "r"}))
+    claim = Claim(member=liar, step=5, root=content.root, rest=rest, size=content.size)
+    commit_once(store, keys.vote(liar), claim)
+    found = {"vote": [keys.vote(liar)], "draft": [keys.draft(liar)]}
+    for key in found.get(what) or [keys.part(liar, part.sha256) for part in content.parts]:
+        size = next((p.size for p in content.parts if p.sha256 in key), 1)
+        boto3_client(store).put_object(
+            Bucket=store.location.bucket,
+            Key=full_key(store, key),
+            Body=b"x" * size,
+            SSECustomerAlgorithm="AES256",
+            SSECustomerKey="k" * 32,
+        )
+    cooled, seen = made.end(store)
+    assert seen.checkpoint is not None
+    assert all(one.durable for one in cooled.values())
 
 
 @pytest.mark.parametrize("kind", JUNK)

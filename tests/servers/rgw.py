@@ -96,6 +96,7 @@ bluestore block size = {capacity}
 bluestore fsck on mount = false
 
 [client.rgw]
+rgw crypt require ssl = false
 rgw frontends = beast endpoint=127.0.0.1:{gateway} tcp_nodelay=1
 rgw data = {folder}/rgw
 rgw dns name = localhost
