@@ -355,7 +355,8 @@ def _listed(store: Store, keys: list[str]) -> dict[str, Stat]:
     wanted, last = set(keys), keys[-1]
     found: dict[str, Stat] = {}
     prefix = common_prefix((keys[0], last))
-    for stat in list_objects(store, prefix, after=keys[0][:-1]):
+    exact = any(key.endswith("/") for key in keys)
+    for stat in list_objects(store, prefix, after=keys[0][:-1], exact=exact):
         if stat.key in wanted:
             found[stat.key] = stat
         if stat.key >= last:

@@ -358,7 +358,7 @@ class Judge:
             tally.kept[f"{keys.dataset}: {error}"] += 1
             return
         for prefix in (keys.shards, keys.quarantined, keys.listings):
-            for stat in list_objects(self.store, prefix):
+            for stat in list_objects(self.store, prefix, exact=True):
                 place = self._taking_one(What.ORPHANS, stat, keys.dataset)
                 if stat.key in names or place is None:
                     continue

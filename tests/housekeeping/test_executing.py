@@ -594,6 +594,22 @@ def test_the_dataset_of_a_campaign_whose_workers_go_on_without_a_leader_stays(fo
     assert not planned(config_of(folder, Rule(what=(What.SHARDS,), older_than=NOW)))
 
 
+def test_orphans_whose_keys_end_in_a_slash_go_and_no_shard_goes_for_them(rgw, request):
+    place = Place(open_store(spec_of("rgw", request)))
+    place.dataset("words", 2)
+    there = keys_of(place)
+    shard = DatasetKeys("words").shard(ShardName("train-00000", 0), "tar")
+    orphans = {f"{shard}/", "words/shards/x.npz/"}
+    for key in orphans:
+        rgw.client(rgw.full).put_object(
+            Bucket=place.store.location.bucket, Key=f"below/here/{key}", Body=b"junk"
+        )
+    config = config_of(place, Rule(what=(What.ORPHANS,), older_than=NOW))
+    assert planned(config) == orphans
+    assert execute(config, make_plan(config).name).deleted == 2
+    assert keys_of(place) == there
+
+
 STEPS = Rule(what=(What.CHECKPOINTS,), keep_last=1, older_than=NOW)
 
 
