@@ -886,8 +886,13 @@ def _show_prewarmed(report: "PrewarmReport") -> None:
         echo(f"Nodes also read from the store what others had: {report.direct}.")
     if report.unverified:
         echo(
-            f"{report.unverified} files are unverified at the source: nothing says what their "
-            "digest should be. All nodes have the same bytes."
+            f"{words.count(report.unverified, 'file')} unverified at the source: nothing says what "
+            "the digest should be."
+        )
+    if report.unconfirmed:
+        echo(
+            f"Of {report.unconfirmed} of them a part was read by one node alone, which nobody has "
+            "confirmed. Give their `sha256`, or run it on two nodes."
         )
 
 

@@ -62,9 +62,13 @@ def describe(warmed: Warmed) -> Markdown:
     )  # fmt: skip
     direct = write("Nodes also read from the store what others had: {}.", report.direct)
     unverified = write(
-        "{} unverified at the source: nothing says what the digest should be. All nodes have the "
-        "same bytes.",
+        "{} unverified at the source: nothing says what the digest should be.",
         count(report.unverified, "file"),
+    )
+    unconfirmed = write(
+        "Of {} of them a part was read by one node alone, which nobody has confirmed. Give their "
+        "`sha256`, or run it on two nodes.",
+        report.unconfirmed,
     )
     drawn = Markdown()
     if warmed.pace:
@@ -75,6 +79,7 @@ def describe(warmed: Warmed) -> Markdown:
         table(columns, map(_row, report.nodes)),
         direct if report.direct else Markdown(),
         unverified if report.unverified else Markdown(),
+        unconfirmed if report.unconfirmed else Markdown(),
         drawn,
     )
 

@@ -25,7 +25,7 @@ from millrace.storage.read import (
 )
 from millrace.storage.retry import with_boto3
 from millrace.storage.scoped import Right, scoped, signed_url
-from millrace.storage.signed import kept_sha256
+from millrace.storage.signed import etag_is_md5, kept_sha256
 from millrace.storage.versions import (
     Version,
     VersionCount,
@@ -74,6 +74,7 @@ __all__ = [
     "delete_one",
     "delete_versions",
     "difference",
+    "etag_is_md5",
     "exists",
     "filesystem",
     "from_environment",

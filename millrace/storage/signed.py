@@ -110,6 +110,30 @@ def kept_sha256(store: Store, key: str) -> str:
     return digest.hex() if len(digest) == hashlib.sha256().digest_size else ""
 
 
+def etag_is_md5(store: Store, key: str) -> bool:
+    """Tell whether an ETag that looks like an MD5 is that of the object's bytes.
+
+    It is not where the store encrypts with a key of its key service or of the caller. One try of
+    one request.
+
+    Args:
+        store: Where it is.
+        key: Which object.
+
+    Returns:
+        Whether it is; False if the store cannot be asked.
+    """
+    if not can_sign(store):
+        return False
+    try:
+        answer = _ask(store, "HEAD", key, {"x-amz-content-sha256": _EMPTY})
+    except GenericError:
+        return False
+    service = answer.headers.get("x-amz-server-side-encryption", "")
+    own_key = answer.headers.get("x-amz-server-side-encryption-customer-algorithm", "")
+    return answer.status == 200 and not service.startswith("aws:kms") and not own_key
+
+
 def _ask(
     store: Store,
     method: str,

@@ -123,9 +123,7 @@ class Run:
             plan.catalogue,
             check=plan.check,
             finished=self._finished,
-            mismatch=lambda number, sha256: self._tell(
-                {"e": "mismatch", "f": number, "sha256": sha256}
-            ),
+            mismatch=lambda number, digest: self._tell({"e": "mismatch", "f": number, "d": digest}),
             fault=self._fault,
         )
         self._received = 0  # bytes, when the driver last asked
@@ -180,6 +178,8 @@ class Run:
         for order in orders:
             if "join" in order:
                 self._plan.peers[order["join"]] = Place(*order["place"])
+            elif "void" in order:
+                self.landing.void_digest(order["void"])
             elif order.get("drop"):
                 self.landing.drop(order["p"])
             else:
@@ -217,8 +217,8 @@ class Run:
         source: str = order["s"]
         wanted: str = order["d"]
         told = {"p": number, "s": source}
-        if self.landing.has(number) and not order.get("again"):  # another source was quicker
-            self._tell({"e": "had", **told})
+        if self.landing.has(number):  # another source was quicker
+            self._tell({"e": "had", **told, "b": 0})
             return
         with self._buffers.one(self._sizes[number]) as data:
             try:
@@ -238,8 +238,10 @@ class Run:
         if wanted and digest != wanted:
             self._tell({"e": "failed", **told, "why": "wrong bytes", "status": 0, "wrong": True})
             return
-        self.landing.write(number, data, parts)
-        self._tell({"e": "done", **told, "d": digest, "b": len(data)})
+        if self.landing.write(number, data, parts):
+            self._tell({"e": "done", **told, "d": digest, "b": len(data)})
+        else:  # another source was quicker, and its bytes may be others
+            self._tell({"e": "had", **told, "b": len(data)})
 
     def _finished(self, numbers: list[int]) -> None:
         files = self._plan.catalogue.files

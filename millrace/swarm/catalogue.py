@@ -1,5 +1,6 @@
 """Find what was requested: which objects, how large, of which content, and what they should be."""
 
+import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from millrace.storage import (
     Backend,
     Stat,
     Store,
+    etag_is_md5,
     head,
     kept_sha256,
     list_objects,
@@ -26,6 +28,8 @@ from millrace.swarm.settings import PrewarmSettings, Request
 from millrace.swarm.unpack import HEAD, SINGLE, Unpacking, by_name, detect
 
 _AT_ONCE = 16
+_ASKED = 4  # objects of a store that are asked whether their ETags are MD5s
+_MD5 = re.compile('"?([0-9a-f]{32})"?')
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +82,26 @@ def find(settings: PrewarmSettings, stores: Mapping[str, Store]) -> Found:
                 )
             elif file.path not in {first.path, *first.links}:
                 files[file.origin] = replace(first, links=(*first.links, file.path))
-    catalogue = catalogue_of(files.values(), settings.piece_size)
+    found = _without_false_md5(list(files.values()), list(places.values()))
+    catalogue = catalogue_of(found, settings.piece_size)
     return Found(catalogue, tuple(places.values()))
+
+
+def _without_false_md5(files: list[File], places: list[tuple[Store, str]]) -> list[File]:
+    """Take ETags for MD5s only in stores where those of a few objects are."""
+    asked: dict[str, list[tuple[Store, str]]] = {}
+    for file, place in zip(files, places, strict=True):
+        if file.md5 and not file.sha256:
+            asked.setdefault(place[0].url, []).append(place)
+    trusted: set[str] = set()
+    for url, found in asked.items():
+        step = max(1, len(found) // _ASKED)
+        if all(etag_is_md5(store, key) for store, key in found[::step][:_ASKED]):
+            trusted.add(url)
+    return [
+        file if store.url in trusted else replace(file, md5="")
+        for file, (store, _) in zip(files, places, strict=True)
+    ]
 
 
 def _store(request: Request, stores: Mapping[str, Store]) -> Store:
@@ -149,10 +171,11 @@ def _shards(request: Request, dataset: str, store: Store) -> Iterator[tuple[File
 
 
 def _file(request: Request, store: Store, stat: Stat, destination: str) -> File:
+    md5 = None
     if store.location.backend is Backend.FILE:
         etag = local_etag((Path(store.location.bucket) / stat.key).stat())
     elif stat.etag:
-        etag = stat.etag
+        etag, md5 = stat.etag, _MD5.fullmatch(stat.etag)
     else:
         raise errors.ConfigurationError(
             f"{store.url_of(stat.key)} has no ETag, so that a change could not be seen: copy it to "
@@ -164,6 +187,7 @@ def _file(request: Request, store: Store, stat: Stat, destination: str) -> File:
         etag=etag,
         origin=store.url_of(stat.key),
         sha256=request.sha256 or "",
+        md5=md5.group(1) if md5 else "",
         mode=request.mode,
         owner=request.owner,
     )

@@ -3,10 +3,10 @@
 import http.client
 import json
 import queue
+import random
 import secrets
 import threading
 import time
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -16,12 +16,22 @@ from millrace.progress import Event, Progress, silent
 from millrace.storage import open_store
 from millrace.swarm.catalogue import Found, find
 from millrace.swarm.events import Check, UnfitError
-from millrace.swarm.fetch import FINAL
+from millrace.swarm.fetch import FINAL, FetchError
 from millrace.swarm.nodes import Node, NotStarted, agents
 from millrace.swarm.plan import STORE, Order, Tracker
+from millrace.swarm.referee import Audit, Referee
 from millrace.swarm.settings import PrewarmSettings, RayNodes
 from millrace.swarm.tls import TlsError
-from millrace.swarm.wire import AUTH, Connections, RefusedError, identify, read_body, sign
+from millrace.swarm.wire import (
+    AUTH,
+    Connections,
+    Place,
+    RefusedError,
+    identify,
+    read_body,
+    sign,
+)
+from millrace.words import plain
 
 _READABLE_FOR = timedelta(hours=24)  # that signed URLs are valid
 _SILENT = 6.0  # seconds without an answer after which a node is lost
@@ -29,8 +39,11 @@ _TICK = 0.25
 _LATECOMER = 5.0  # seconds that a missing host is waited for when all others are ready
 _KNOCK = 1.0  # seconds between two tries to reach a host that does not answer yet
 _DENIED = {http.client.UNAUTHORIZED, http.client.FORBIDDEN}
-_REREADS = 2  # times that an object is read again because it is not what its digest says
+_OWN_READS = 16 << 20  # bytes that the driver reads of objects without a digest
+_READS = 2  # that decide on a piece of which nothing says what it is
+_IN_VAIN = 3  # times that a node may say that a file is wrong of which every piece is right
 _STRAGGLER = 5.0  # times as long as the others take that a node may take after its last byte
+_SLOW_DISK = 10e6  # bytes a second at which a node is done with its files at least
 _OPENING = 3600.0  # seconds that a node may look at what it has, while it answers otherwise
 _PROGRESS = {"done", "received", "files"}  # events
 
@@ -69,8 +82,11 @@ class PrewarmReport:
     Attributes:
         files: How many files every node was to get.
         size: Their bytes.
-        unverified: Files of which neither a record nor the caller said what they should be: all
-            nodes have the same bytes, and the store's ETag did not change.
+        unverified: Files of which neither a record, nor the caller, nor an ETag says what they
+            should be. The store's ETag did not change.
+        unconfirmed: Those of them with a part that only one node has read, and the driver has not:
+            nobody can say that it is what the store has.
+        driver_bytes: Bytes that the driver has read from the store itself.
         seconds: From the call to the last file in place. Letting go of the agents comes after it.
         startup: Seconds of it in which agents were started, and looked at what they have.
         nodes: What became of each.
@@ -81,6 +97,8 @@ class PrewarmReport:
     files: int
     size: int
     unverified: int
+    unconfirmed: int
+    driver_bytes: int
     seconds: float
     startup: float
     nodes: tuple[NodeReport, ...]
@@ -89,8 +107,8 @@ class PrewarmReport:
 
     @property
     def store_bytes(self) -> int:
-        """Bytes that were read from the store, by all nodes."""
-        return sum(node.from_store for node in self.nodes)
+        """Bytes that were read from the store, by all nodes and the driver."""
+        return self.driver_bytes + sum(node.from_store for node in self.nodes)
 
 
 def prewarm(settings: PrewarmSettings, *, progress: Progress = silent) -> PrewarmReport:
@@ -160,7 +178,7 @@ def preview(settings: PrewarmSettings) -> Preview:
         size=catalogue.size,
         pieces=len(catalogue.pieces),
         piece_size=catalogue.piece_size,
-        unverified=sum(not file.sha256 for file in catalogue.files),
+        unverified=sum(not file.digest for file in catalogue.files),
         refusals=tuple(refusals),
     )
 
@@ -178,6 +196,8 @@ class _Member:
     files: set[int] = field(default_factory=set[int])
     unusable: dict[int, str] = field(default_factory=dict[int, str])
     """Archive → why it could not be unpacked."""
+    accused: set[str] = field(default_factory=set[str])
+    """Nodes that it says gave it wrong bytes."""
     cached: int = 0
     from_store: int = 0
     from_peers: int = 0
@@ -195,7 +215,15 @@ class _Drive:
         self._settings, self._found, self._progress, self._began = settings, found, progress, began
         self._catalogue = found.catalogue
         self._sizes = found.catalogue.sizes()
-        self._tracker = Tracker(self._sizes, settings.limits)
+        self._unproven = [  # pieces with a part of which nothing says what it is
+            n
+            for n, piece in enumerate(self._catalogue.pieces)
+            if any(s.size and not self._catalogue.files[s.file].digest for s in piece)
+        ]
+        needs = [1] * len(self._sizes)
+        for number in self._unproven:
+            needs[number] = _READS
+        self._tracker = Tracker(self._sizes, settings.limits, needs=needs)
         self._name = secrets.token_hex(8)
         self._key = secrets.token_bytes(32)
         self._connections = Connections(_SILENT)
@@ -206,7 +234,7 @@ class _Drive:
         self._check = Check(self._sizes, len(self._catalogue.files), self._members)
         self._absent: dict[str, NotStarted] = {}
         self._knocking: set[str] = set()  # of the absent ones, those that may yet come
-        self._identities: dict[str, Node] = {}  # identity of an agent → its node
+        self._identities: dict[str, list[Node]] = {}  # identity of an agent → its nodes
         self._fatal: errors.MillraceError | None = None
         self._ending = False
         self._expected = 0
@@ -215,13 +243,28 @@ class _Drive:
         self._had = 0
         self._curve: list[tuple[float, int]] = []
         self._failing: dict[int, float] = {}  # piece → since when the store has failed it
-        self._audits: dict[int, _Audit] = {}  # file → who reads it again
-        self._wrong: dict[int, set[str]] = {}  # file → the digests that it should not have had
-        self._mismatched: dict[int, dict[str, str]] = {}  # file → node → the digest of its bytes
-        self._reread: set[int] = set()  # files that came out the same when they were read again
+        self._mismatched: dict[int, set[str]] = {}  # file → nodes that find it wrong
+        self._audited: dict[int, str] = {}  # file that the driver has read → digest of its segments
+        self._void: set[int] = set()  # files whose ETag is no MD5
+        self._vain: dict[str, int] = {}  # node → how often it found a file wrong that is right
+        self._untrusted: set[str] = set()
+        self._own: set[int] = set()  # pieces that the driver reads in any case
+        self._blaming: dict[int, dict[str, str]] = {}  # piece → node → why it cannot read it
         self._told: list[Event] = []
         self._threads: list[threading.Thread] = []
-        self._plan = self._planned(found.sources(_READABLE_FOR))
+        sources = found.sources(_READABLE_FOR)
+        self._plan = self._planned(sources)
+        self._referee = Referee(
+            self._catalogue,
+            sources,
+            self._authorities(),
+            is_open=self._is_open,
+            is_doubted=self._is_doubted,
+            settled=self._settled,
+            audited=self._judge,
+            failed=self._unread,
+            fault=self._broke,
+        )
 
     def run(self) -> PrewarmReport:
         settings = self._settings
@@ -235,6 +278,7 @@ class _Drive:
                 finally:
                     self._end()
         finally:
+            self._referee.close()
             self._connections.close()
         return self._report()
 
@@ -267,10 +311,9 @@ class _Drive:
     def _tick(self, now: float) -> None:
         if not self._startup and self._all_came(now):
             self._startup = now - self._started
+            self._take_own_share()
             self._deal(self._tracker.begin(now))
         self._deal(self._tracker.tick(now))
-        for audit in self._audits.values():  # what the store did not give is asked for again
-            self._deal(self._tracker.reread(audit.reader, sorted(audit.left), now))
 
     def _all_came(self, now: float) -> bool:
         """Whether to begin: all are there or known not to be, or long enough was waited."""
@@ -285,7 +328,7 @@ class _Drive:
 
     def _over(self) -> bool:
         living = [member for member in self._members.values() if not member.why]
-        if not self._startup or not all(map(self._has_all, living)):
+        if not self._startup or not all(map(self._has_all, living)) or self._referee.busy:
             return False
         coming = self._knocking & self._absent.keys()
         waited = time.monotonic() - self._began
@@ -330,25 +373,27 @@ class _Drive:
             )
 
     def _drop_stragglers(self) -> None:
-        """Go on without nodes that have stopped, once half of the others are ready."""
+        """Go on without nodes that have stopped.
+
+        One that still lacks bytes may be waiting for the others until half of them are ready. One
+        that says that it has all bytes reads, unpacks or syncs its disk; alone, it may take as long
+        as a slow disk does.
+        """
         members = [member for member in self._members.values() if not member.why]
         slow = [member for member in members if not self._has_all(member)]
         done = [member.seconds for member in members if member.ready]
-        if not slow or len(done) < max(2, len(members) // 2):
-            return
+        compared = len(done) >= max(1, len(members) // 2)
         stalled = self._settings.limits.stall_timeout.total_seconds()
-        working = max(stalled, _STRAGGLER * max(done))  # it reads, unpacks or syncs its disk
+        # How long it takes to be done with the files is no one node's word.
+        working = _STRAGGLER * max(done) if len(done) > 1 else self._catalogue.size / _SLOW_DISK
         for member in slow:
             quiet = time.monotonic() - member.moved
             if member.joined and self._tracker.lacks(member.node.id):
-                if quiet > stalled:
+                if compared and quiet > stalled:
                     self._lose(member, f"it received no byte for {quiet:.0f} s")
-            elif quiet > working:
-                self._lose(
-                    member,
-                    f"it was not ready {quiet:.0f} s after its last byte, the others after "
-                    f"{max(done):.0f} s in all",
-                )
+            elif (member.joined or compared) and quiet > max(stalled, working):
+                others = f", the others after {max(done):.0f} s in all" if done else ""
+                self._lose(member, f"it was not ready {quiet:.0f} s after its last byte{others}")
 
     # -- nodes come and go
 
@@ -464,7 +509,10 @@ class _Drive:
         identity = place.identity
         member.node = replace(member.node, place=place)
         with self._lock:
-            twin = self._identities.setdefault(identity, member.node)
+            same = self._identities.setdefault(identity, [])
+            twin = next((one for one in same if _is_one_agent(one.place, place)), member.node)
+            if twin is member.node:
+                same.append(twin)
             is_another = twin.id != member.node.id
             if is_another:
                 self._lose(
@@ -497,6 +545,8 @@ class _Drive:
         member.joined, member.moved = True, time.monotonic()
         member.cached = sum(self._sizes[number] for number, _ in have)
         self._had += member.cached
+        for number in self._void:
+            member.orders.put({"void": number})
         orders = self._tracker.joined(
             identity,
             have,
@@ -535,15 +585,11 @@ class _Drive:
     def _lose(self, member: _Member, why: str) -> None:
         if member.why or self._ending:
             return
-        member.why = why
+        member.why = why or "it gave no reason"
         member.orders.put(None)
-        self._told.append(Event("node.lost", self._title(member.node), {"why": why}))
+        self._told.append(Event("node.lost", self._title(member.node), {"why": member.why}))
         self._had -= sum(self._tracker.held(member.node.id, self._sizes))
         self._deal(self._tracker.lost(member.node.id, time.monotonic()))
-        for number, audit in list(self._audits.items()):
-            if audit.reader == member.node.id:
-                del self._audits[number]
-                self._audit(number)
         self._news.notify_all()
 
     def _title(self, node: Node | NotStarted) -> str:
@@ -624,8 +670,14 @@ class _Drive:
                 told["drop"] = True
                 self._had -= self._sizes[order.piece]
             else:
-                told |= {"s": order.source, "d": order.digest, "again": order.again}
+                told |= {"s": order.source, "d": order.digest}
             self._members[order.node].orders.put(told)
+        disputed, self._tracker.disputed = self._tracker.disputed, []
+        for number in disputed:
+            self._referee.read(number)
+        hopeless, self._tracker.hopeless = self._tracker.hopeless, []
+        for name in hopeless:
+            self._lose(self._members[name], "what it has, or reads, is not what the store has")
 
     # -- what happened
 
@@ -640,6 +692,7 @@ class _Drive:
             case "done":
                 self._done(member, event["p"], event["s"], event["d"], event["b"])
             case "had":
+                self._count(member, event["s"], event["b"])
                 self._deal(
                     self._tracker.ended(member.node.id, event["p"], event["s"], time.monotonic())
                 )
@@ -652,51 +705,43 @@ class _Drive:
             case "unusable":
                 member.unusable[event["f"]] = event["why"]
             case "mismatch":
-                self._mismatch(member, event["f"], event["sha256"])
+                self._mismatch(member, event["f"], event["d"])
             case _:
                 self._lose(member, event["why"])
 
     def _done(self, member: _Member, number: int, source: str, digest: str, size: int) -> None:
         name, now = member.node.id, time.monotonic()
+        self._count(member, source, size)
         if source == STORE:
-            member.from_store += size
             self._failing.pop(number, None)
-        else:
-            member.from_peers += size
-        audit = next(
-            (a for a in self._audits.values() if a.reader == name and number in a.left), None
-        )
-        if audit is not None and source == STORE:
-            audit.left.discard(number)
-            orders = self._tracker.corrected(name, number, digest, now)
-            audit.changed += bool(orders)
-            self._deal(orders)
-            if not audit.left:
-                del self._audits[audit.file]
-                if not audit.changed:
-                    self._reread.add(audit.file)
-                    self._judge(audit.file)
-            return
         if not self._tracker.has(name, number):
             self._had += size
         self._deal(self._tracker.done(name, number, source, digest, now))
-        while self._tracker.disputed:
-            self._dispute(self._tracker.disputed.pop(), name)
+
+    def _count(self, member: _Member, source: str, size: int) -> None:
+        if source == STORE:
+            member.from_store += size
+        else:
+            member.from_peers += size
 
     def _failed(self, member: _Member, event: dict[str, Any]) -> None:
         member.failures += 1
         number, source, status = event["p"], event["s"], event["status"]
         now = time.monotonic()
-        wrong = bool(event.get("wrong"))
-        if wrong:
-            self._told.append(
-                Event("node.untrusted", self._title(self._members[source].node), {"piece": number})
-            )
+        wrong: bool = event["wrong"]
+        giver = self._members.get(source)
+        if wrong and giver is not None and source not in member.accused:
+            member.accused.add(source)  # it may say so for ever
+            self._told.append(Event("node.untrusted", self._title(giver.node), {"piece": number}))
         if source == STORE:
-            self._store_failed(number, status, event["why"], now)
+            since = self._failing.setdefault(number, now)
+            if status in FINAL or now - since > self._settings.patience.total_seconds():
+                self._blaming.setdefault(number, {})[member.node.id] = event["why"]
+                self._referee.read(number)  # one node ends no run
         self._deal(self._tracker.failed(member.node.id, number, source, now, wrong=wrong))
 
-    def _store_failed(self, number: int, status: int, why: str, now: float) -> None:
+    def _store_failed(self, number: int, status: int, why: str) -> None:
+        """End the run if the driver itself finds an object gone, or cannot read it for too long."""
         origins = sorted(
             {self._catalogue.files[s.file].origin for s in self._catalogue.pieces[number]}
         )
@@ -709,6 +754,7 @@ class _Drive:
                 "has stopped rather than mix two versions. Run it again for what is there now."
             )
             return
+        now = time.monotonic()
         since = self._failing.setdefault(number, now)
         if now - since > self._settings.patience.total_seconds():
             kind = errors.DeniedError if status in _DENIED else errors.UnavailableError
@@ -719,78 +765,122 @@ class _Drive:
 
     def _files(self, member: _Member, numbers: list[int]) -> None:
         member.files.update(numbers)
-        for number in numbers:
-            self._mismatched.get(number, {}).pop(member.node.id, None)
-            self._judge(number)
         if len(member.files) == len(self._catalogue.files) and not member.ready:
             member.ready = True
             member.seconds = time.monotonic() - self._began
             figures = {"seconds": round(member.seconds, 2)}
             self._told.append(Event("node.ready", self._title(member.node), figures))
 
+    # -- what the driver reads itself
+
+    def _take_own_share(self) -> None:
+        """Choose pieces that the driver reads itself, of those that nothing says anything of.
+
+        They are drawn at random, up to a limit: all of them where they are few. Nodes that lie
+        alike are found out by them, and a single node has nobody else who reads what it read.
+        """
+        pieces = [number for number in self._unproven if self._tracker.is_lacked(number)]
+        random.SystemRandom().shuffle(pieces)
+        left = _OWN_READS
+        for number in pieces:
+            left -= self._sizes[number]
+            if left < 0:
+                break
+            self._own.add(number)
+            self._referee.read(number)
+
+    def _is_open(self, number: int) -> bool:
+        """Whether a piece is of the driver's own share, disputed, or said by a node to be gone."""
+        with self._lock:
+            if number in self._own or self._tracker.is_disputed(number):
+                return True
+            return any(not self._members[name].why for name in self._blaming.get(number, ()))
+
+    def _settled(self, number: int, digest: str) -> None:
+        with self._lock:
+            self._failing.pop(number, None)
+            self._settle({number: digest})
+            for name, why in self._blaming.pop(number, {}).items():
+                where = self._catalogue.files[self._catalogue.pieces[number][0].file].origin
+                self._lose(
+                    self._members[name],
+                    f"it cannot read {where} from the store, and the driver can: {why}",
+                )
+            self._news.notify_all()
+
+    def _settle(self, pieces: dict[int, str]) -> bool:
+        """Tell the tracker what pieces are; returns whether a node had one of them wrong."""
+        orders: list[Order] = []
+        for number, digest in pieces.items():
+            orders += self._tracker.settled(number, digest, time.monotonic())
+        self._deal(orders)
+        for name in set(self._tracker.quarantined) - self._untrusted:
+            self._untrusted.add(name)
+            self._told.append(Event("node.untrusted", self._title(self._members[name].node), {}))
+        return any(order.drop for order in orders)
+
+    def _unread(self, number: int, error: FetchError) -> None:
+        with self._lock:
+            self._store_failed(number, error.status, str(error))
+            self._news.notify_all()
+
+    def _broke(self, error: BaseException) -> None:
+        with self._lock:
+            self._fatal = self._fatal or errors.WorkerError(errors.one_line(error))
+            self._news.notify_all()
+
     # -- an object that is not what its digest says
 
-    def _mismatch(self, member: _Member, number: int, found: str) -> None:
-        self._mismatched.setdefault(number, {})[member.node.id] = found
-        wrong = self._wrong.setdefault(number, set())
-        if found in wrong:  # another node has seen the same
-            self._judge(number)  # unless it is being read again
-            return
-        wrong.add(found)
-        origin = self._catalogue.files[number].origin
-        self._told.append(Event("file.mismatch", origin, {"sha256": found}))
-        if number not in self._audits:
-            self._audit(number)
+    def _mismatch(self, member: _Member, number: int, parts: str) -> None:
+        """A node has all of a file, of these segments, and they do not fit its digest.
 
-    def _audit(self, number: int) -> None:
-        """Have one node read all of an object again: what differs is replaced everywhere."""
-        tries = len(self._wrong.get(number, ()))
-        if tries > _REREADS:
-            self._reread.add(number)
-            self._judge(number)
-            return
-        readers = [name for name in self._tracker.nodes if name not in self._tracker.quarantined]
-        if not readers:
-            return
-        others = [name for name in readers if name not in self._mismatched.get(number, ())]
-        readers = others or readers
-        reader = readers[tries % len(readers)]
-        pieces = {
-            n
-            for n, piece in enumerate(self._catalogue.pieces)
-            if any(segment.file == number for segment in piece)
-        }
-        self._audits[number] = _Audit(number, reader, pieces)
-        self._deal(self._tracker.reread(reader, sorted(pieces), time.monotonic()))
-
-    def _dispute(self, number: int, name: str) -> None:
-        """Two nodes have read a piece differently: a third look decides."""
-        file = self._catalogue.pieces[number][0].file
-        if file not in self._audits:
-            readers = [n for n in self._tracker.nodes if n != name] or [name]
-            self._audits[file] = _Audit(file, readers[0], {number}, changed=1)
-            self._deal(self._tracker.reread(readers[0], [number], time.monotonic()))
-
-    def _judge(self, number: int) -> None:
-        """Decide on a file that some nodes find wrong, and that came out the same when read again.
-
-        Where more find it wrong alike than right, the object is given up; where others have
-        verified it, those that find it wrong are lost. The word of one node ends no run while
-        another may still verify the file.
+        The driver reads the file. After that, segments that are right and do not fit are a lie, or
+        a broken machine; others are on their way to be replaced.
         """
-        if number not in self._reread or number in self._audits:
+        file = self._catalogue.files[number]
+        if number in self._void or not file.digest:
             return
-        living = {id_: member for id_, member in self._members.items() if not member.why}
-        wrong = {id_: d for id_, d in self._mismatched.get(number, {}).items() if id_ in living}
-        right = sum(number in member.files for member in living.values())
-        alike = max(Counter(wrong.values()).values(), default=0)
-        if alike > max(right, 1) or (wrong and wrong.keys() >= living.keys()):
-            self._give_up(number)
-        elif right:
-            origin = self._catalogue.files[number].origin
-            for id_ in wrong:
-                why = f"its bytes of {origin} are not those that other nodes have verified"
-                self._lose(living[id_], why)
+        right = self._audited.get(number)
+        if right is None:
+            if number not in self._mismatched:
+                self._told.append(Event("file.mismatch", file.origin, {}))
+            self._mismatched.setdefault(number, set()).add(member.node.id)
+            self._referee.audit(number)
+        elif parts == right:
+            self._lose(member, f"its bytes of {file.origin} are not those that the store has")
+
+    def _is_doubted(self, number: int) -> bool:
+        with self._lock:
+            return number not in self._audited and any(
+                not self._members[name].why for name in self._mismatched.get(number, ())
+            )
+
+    def _judge(self, audit: Audit) -> None:
+        """The driver has read a file: what differs is replaced everywhere."""
+        file = self._catalogue.files[audit.file]
+        with self._lock:
+            if audit.digest != file.digest and file.sha256:
+                self._give_up(audit.file)
+                self._news.notify_all()
+                return
+            if audit.digest != file.digest:  # its ETag is no MD5: it was encrypted by the store
+                self._void.add(audit.file)
+                for member in self._members.values():
+                    if member.joined and not member.why:
+                        member.orders.put({"void": audit.file})
+            self._audited[audit.file] = audit.parts
+            accusers = self._mismatched.pop(audit.file, set())
+            changed = self._settle(audit.pieces)
+            if not changed and audit.file not in self._void:
+                self._count_in_vain(accusers, file.origin)
+            self._news.notify_all()
+
+    def _count_in_vain(self, names: set[str], origin: str) -> None:
+        for name in names:
+            self._vain[name] = self._vain.get(name, 0) + 1
+            if self._vain[name] >= _IN_VAIN:
+                why = f"it finds files wrong that are right in the store, {origin} for one"
+                self._lose(self._members[name], why)
 
     def _give_up(self, number: int) -> None:
         file = self._catalogue.files[number]
@@ -845,10 +935,21 @@ class _Drive:
             NodeReport(self._title(m), False, m.why, 0, 0, 0, 0, 0.0, True)  # noqa: FBT003
             for m in self._absent.values()
         ]
+        files = self._catalogue.files
+        unverified = {n for n, file in enumerate(files) if not file.digest or n in self._void}
+        unconfirmed = {
+            segment.file
+            for number in self._unproven
+            if not self._tracker.is_shown(number)
+            for segment in self._catalogue.pieces[number]
+            if segment.size
+        }
         return PrewarmReport(
             files=len(self._catalogue.files),
             size=self._catalogue.size,
-            unverified=sum(not file.sha256 for file in self._catalogue.files),
+            unverified=len(unverified),
+            unconfirmed=len(unverified & unconfirmed),
+            driver_bytes=self._referee.received,
             seconds=round(self._seconds, 3),
             startup=round(self._startup, 3),
             nodes=tuple(sorted(nodes, key=lambda node: node.name)),
@@ -857,21 +958,14 @@ class _Drive:
         )
 
 
-@dataclass(slots=True)
-class _Audit:
-    """An object that is being read again.
+def _is_one_agent(one: Place, other: Place) -> bool:
+    """Tell whether two places that state one identity are of one agent.
 
-    Attributes:
-        file: Its number.
-        reader: The node that reads it.
-        left: Pieces that it has not read yet.
-        changed: How many came out differently.
+    Anybody may ask an agent for its identity, and state it. Nobody shows its certificate; over
+    loopback none is shown.
     """
-
-    file: int
-    reader: str
-    left: set[int]
-    changed: int = 0
+    fingerprints = {one.fingerprint, other.fingerprint}
+    return len(fingerprints) == 1 or "" in fingerprints
 
 
 def _place(node: Node) -> list[Any]:
@@ -879,12 +973,25 @@ def _place(node: Node) -> list[Any]:
     return [place.scheme, place.host, place.port, place.identity, place.fingerprint]
 
 
+def _stated(said: Any) -> str:
+    """Return the reason that a refusal states.
+
+    Raises:
+        ValueError: It states none.
+    """
+    match said:
+        case {"why": str(why)} if why.strip():
+            return why
+        case _:
+            raise ValueError("no reason")
+
+
 def _why(error: BaseException) -> str:
     """What a refusal or a broken connection says, in one line."""
     if isinstance(error, RefusedError):
         text = str(error).partition(" ")[2]
         try:
-            return json.loads(text)["why"]
-        except (ValueError, KeyError, TypeError):
-            return str(error)
+            return plain(_stated(json.loads(text)))
+        except (ValueError, RecursionError):
+            return plain(str(error))
     return errors.one_line(error)

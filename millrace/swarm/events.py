@@ -5,18 +5,19 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any, cast
 
 from millrace.swarm.plan import STORE
+from millrace.words import plain
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 _LONGEST_SENTENCE = 500  # characters that are kept
 _FIELDS: dict[str, tuple[str, ...]] = {
     "received": ("b",),
     "done": ("p", "s", "d", "b"),
-    "had": ("p", "s"),
+    "had": ("p", "s", "b"),
     "failed": ("p", "s", "why", "status"),
     "retry": ("why",),
     "files": ("f",),
     "unusable": ("f", "why"),
-    "mismatch": ("f", "sha256"),
+    "mismatch": ("f", "d"),
     "fault": ("why",),
 }
 
@@ -77,16 +78,24 @@ class Check:
             "p": self._piece,
             "s": self._source,
             "d": _digest,
-            "sha256": _digest,
             "f": self._files if kind == "files" else self._file,
             "why": _sentence,
         }
-        found: dict[str, Any] = {"e": kind, "wrong": event.get("wrong") is True}
+        found: dict[str, Any] = {
+            "e": kind,
+            "wrong": kind == "failed" and event.get("wrong") is True,
+        }
         for name in _FIELDS[kind]:
             found[name] = read.get(name, _count)(event.get(name))
-        if kind == "done" and found["b"] != self._sizes[found["p"]]:
+        if kind in {"done", "had"} and found["b"] not in self._moved(kind, found["p"]):
             raise UnfitError("a piece of another size")
+        if found["wrong"] and found["s"] == STORE:
+            raise UnfitError("a wrong piece of no node")
         return found
+
+    def _moved(self, kind: str, piece: int) -> set[int]:
+        """Return how many bytes a transfer may have moved; none, perhaps, of what was there."""
+        return {self._sizes[piece]} | ({0} if kind == "had" else set())
 
     def _piece(self, value: Any) -> int:
         return _number(value, len(self._sizes))
@@ -127,5 +136,5 @@ def _digest(value: Any) -> str:
 
 def _sentence(value: Any) -> str:
     if isinstance(value, str):
-        return " ".join(value.split())[:_LONGEST_SENTENCE]
+        return plain(value, _LONGEST_SENTENCE)
     raise UnfitError("a reason without words")

@@ -10,12 +10,11 @@ Nothing that is not in it is ever replaced or removed.
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import queue
 import threading
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +44,16 @@ class _State:
     place: Place
     digests: list[bytes | None]
     missing: int
+    hash: Any
+    """Of what `hashed` counts."""
     final: bool = False
     fresh: bool = True
     """No byte of it was replaced after it had been hashed."""
     hashed: int = 0
-    hash: Any = field(default_factory=hashlib.sha256)
+    drops: int = 0
+    """How often a segment of it was dropped."""
+    void: bool = False
+    """The digest that it was said to have is none of its bytes."""
     unflushed: int = 0
     noted: bool = False
     """Whether the journal has the partial file."""
@@ -57,6 +61,16 @@ class _State:
     @property
     def file(self) -> File:
         return self.place.file
+
+    @property
+    def wanted(self) -> str:
+        """The digest that it must have; empty if nothing says one."""
+        return "" if self.void else self.file.digest
+
+    @property
+    def verified(self) -> bool:
+        """Whether all of it is here, and is what its digest says."""
+        return self.final and bool(self.wanted)
 
 
 class Landing:
@@ -67,7 +81,8 @@ class Landing:
         catalogue: What lands.
         check: How an earlier run's files are recognised.
         finished: Told the numbers of files that have got their final names.
-        mismatch: Told the number of a file whose bytes are not those of its digest, and theirs.
+        mismatch: Told the number of a file whose bytes are not those of its digest, and
+            `digest_of` its segments' digests.
         fault: Told why nothing more can be written here.
     """
 
@@ -85,9 +100,10 @@ class Landing:
         self._finished, self._mismatch, self._fault = finished, mismatch, fault
         self._ours = self._root / OURS
         self._digests: list[str] = [""] * len(catalogue.pieces)  # of what is here
+        self._being_written: set[int] = set()  # pieces
         self._places = Places(self._root, catalogue)
         self._states = [
-            _State(place, [None] * n, n)
+            _State(place, [None] * n, n, place.file.hasher())
             for place, n in zip(self._places.of, _segments(catalogue), strict=True)
         ]
         self._lock = threading.Lock()
@@ -174,29 +190,31 @@ class Landing:
         return bool(self._digests[number])
 
     def write(self, number: int, data: memoryview, parts: list[bytes]) -> bool:
-        """Write a piece to its place; False if it was here already.
+        """Write a piece to its place; False if it is here already, or is being written.
 
         Args:
             number: Which.
             data: Its bytes.
             parts: SHA-256 of each of its segments.
         """
-        digest = digest_of(parts)
         with self._lock:
-            if self._digests[number] == digest:
+            if self._digests[number] or number in self._being_written:
                 return False
-            again = bool(self._digests[number])
-        at = 0
-        with self._writing if len(parts) > 1 else contextlib.nullcontext():
-            for segment in self._catalogue.pieces[number]:
-                self._note_file(self._states[segment.file])
-                self._write_segment(segment, data[at : at + segment.size])
-                at += segment.size
+            self._being_written.add(number)
+        try:
+            at = 0
+            with self._writing if len(parts) > 1 else contextlib.nullcontext():
+                for segment in self._catalogue.pieces[number]:
+                    self._note_file(self._states[segment.file])
+                    self._write_segment(segment, data[at : at + segment.size])
+                    at += segment.size
+        except BaseException:
+            with self._lock:
+                self._being_written.discard(number)
+            raise
         with self._lock:
-            if self._digests[number] == digest:
-                self._remove_strays(number)
-                return False
-            self._digests[number] = digest
+            self._being_written.discard(number)
+            self._digests[number] = digest_of(parts)
             segments = zip(self._catalogue.pieces[number], parts, strict=True)
             self._journal.note_pieces(
                 (self._states[s.file].place.object, (s.start, s.size), part.hex())
@@ -205,7 +223,7 @@ class Landing:
             complete = [
                 segment.file
                 for segment, part in zip(self._catalogue.pieces[number], parts, strict=True)
-                if self._landed(segment, part, again=again)
+                if self._landed(segment, part)
             ]
             self._arrived.notify_all()
         if complete:
@@ -218,16 +236,18 @@ class Landing:
             if not self._digests[number]:
                 return
             self._digests[number] = ""
-            for segment in self._catalogue.pieces[number]:
-                state = self._states[segment.file]
-                if state.final and state.file.sha256:
-                    self._fault(
-                        ConflictError(
-                            f"{state.file.path} is what its digest says, and another node has "
-                            "other bytes: it was left as it is. Run it again, and look at the "
-                            "other nodes' files."
-                        )
+            piece = self._catalogue.pieces[number]
+            verified = [s for s in (self._states[each.file] for each in piece) if s.verified]
+            if len(verified) == len(piece):
+                self._fault(
+                    ConflictError(
+                        f"{verified[0].file.path} is what its digest says, and the driver has "
+                        "read other bytes from the store: it was left as it is. Run it again."
                     )
+                )
+            for segment in piece:
+                state = self._states[segment.file]
+                if state.verified:  # another file of this piece is wrong
                     continue
                 if state.final:  # taken for whole, as nothing said what it should be
                     self._note_file(state)
@@ -238,6 +258,16 @@ class Landing:
                     state.digests[index] = None
                     state.missing += 1
                 state.fresh = False
+                state.drops += 1
+
+    def void_digest(self, number: int) -> None:
+        """Take a file without the digest that it was said to have: the store means another."""
+        with self._lock:
+            state = self._states[number]
+            state.void = True
+            complete = state.missing == 0 and not state.final
+        if complete:
+            self._complete.put([number])
 
     @contextlib.contextmanager
     def reading(self, number: int) -> Generator[list[tuple[int, int, int]]]:
@@ -311,7 +341,7 @@ class Landing:
                     raise ChangedError(f"The run ended before {state.file.path} was complete.")
                 self._arrived.wait()
 
-    def _landed(self, segment: Segment, part: bytes, *, again: bool) -> bool:
+    def _landed(self, segment: Segment, part: bytes) -> bool:
         """Note a segment; whether its file is complete now."""
         state, index = self._states[segment.file], self._index(segment)
         if state.final:
@@ -319,16 +349,7 @@ class Landing:
         if state.digests[index] is None:
             state.missing -= 1
         state.digests[index] = part
-        if again:
-            state.fresh = False
         return state.missing == 0
-
-    def _remove_strays(self, number: int) -> None:
-        """Another thread was quicker: its file may have its final name, and we made a new half."""
-        for segment in self._catalogue.pieces[number]:
-            state = self._states[segment.file]
-            if state.final:
-                state.place.partial.unlink(missing_ok=True)
 
     def _index(self, segment: Segment) -> int:
         return segment.start // self._catalogue.piece_size
@@ -475,7 +496,7 @@ class Landing:
         known = [
             number
             for number, state in enumerate(self._states)
-            if state.file.sha256 and not state.final and len(state.digests) > 1
+            if state.wanted and not state.final and len(state.digests) > 1
         ]
         buffer = memoryview(bytearray(_BLOCK))
         for number in known:
@@ -540,22 +561,28 @@ class Landing:
 
     def _is_whole(self, number: int, state: _State) -> bool:
         """Whether a file is what its digest says; False also while that is being found out."""
-        file = state.file
-        if not file.sha256:
+        file, drops = state.file, state.drops
+        if not state.wanted:
             return True
-        if len(state.digests) == 1:
+        if len(state.digests) == 1 and file.sha256:
             part = state.digests[0]
             found = part.hex() if part else ""
-        elif not state.fresh:
+        elif len(state.digests) == 1 or not state.fresh:
             found, _ = hash_file(self.path_now(number), file, self._catalogue.piece_size)
         elif state.hashed < file.size:
             return False  # the thread that hashes comes back with it
         else:
             found = state.hash.hexdigest()
-        if found == file.sha256:
+        if found == file.digest:
             return True
-        state.fresh = False
-        self._mismatch(number, found)
+        with self._lock:
+            state.fresh = False
+            parts = [part for part in state.digests if part is not None]
+            if state.void or (state.drops != drops and not state.missing):
+                self._complete.put([number])  # what was hashed is no longer what is here
+                return False
+        if state.drops == drops:
+            self._mismatch(number, digest_of(parts))
         return False
 
     def _made(self, state: _State) -> Made:
@@ -569,6 +596,7 @@ class Landing:
             sha256=file.sha256,
             piece_size=self._catalogue.piece_size,
             digests=[part.hex() for part in state.digests if part is not None],
+            md5=file.md5,
         )
 
     def _rename(self, state: _State) -> None:

@@ -40,6 +40,7 @@ class Made:
         etag: The store's name for the content.
         origin: Its URL.
         sha256: Of the whole, if it was known.
+        md5: Of the whole, if the store said it.
         piece_size: What `digests` are cut by.
         digests: SHA-256 of each segment.
         seen: Size, modification time, change time (both in ns) and inode of the file after its
@@ -54,6 +55,7 @@ class Made:
     sha256: str
     piece_size: int
     digests: list[str]
+    md5: str = ""
     seen: tuple[int, ...] = ()
 
 
@@ -114,15 +116,16 @@ def _checked(
 ) -> Recognised:
     recorded = [bytes.fromhex(digest) for digest in made.digests]
     count, same_pieces = len(recorded), made.piece_size == catalogue.piece_size
-    verified = made.seen == identity_of(path) and file.sha256 in {"", made.sha256}
+    was_known = file.digest in {"", made.sha256, made.md5}
+    verified = made.seen == identity_of(path) and was_known
     if check is CacheCheck.SAMPLED and same_pieces and verified:
         chosen = random.sample(range(count), min(count, _SAMPLED))
         if segment_digests(path, file, made.piece_size, chosen) == [recorded[i] for i in chosen]:
             return Recognised(list(recorded), made, hashed=False)
     whole, digests = hash_file(path, file, catalogue.piece_size)
     found: list[bytes | None] = list(digests)
-    if file.sha256:
-        right = whole == file.sha256
+    if file.digest:
+        right = whole == file.digest
     elif same_pieces:
         right = digests == recorded
     else:
@@ -145,8 +148,8 @@ def segment_digests(path: Path, file: File, piece_size: int, indexes: Iterable[i
 
 
 def hash_file(path: Path, file: File, piece_size: int) -> tuple[str, list[bytes]]:
-    """SHA-256 of a file, and of each of its segments."""
-    whole, parts = hashlib.sha256(), list[bytes]()
+    """Return the digest of a file, of the kind that is known, and the SHA-256 of its segments."""
+    whole, parts = file.hasher(), list[bytes]()
     with path.open("rb", buffering=0) as opened:
         while block := opened.read(piece_size):
             whole.update(block)

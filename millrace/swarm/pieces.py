@@ -37,6 +37,7 @@ class File:
         etag: The store's name for this content.
         origin: The object's URL in the store, without credentials: for people, and for the id.
         sha256: Of the whole, where a record or the store says what it should be; else empty.
+        md5: Of the whole, where the ETag is one; else empty.
         mode: Permission bits.
         owner: User and group id, if they are to be set.
         links: Further destinations of the same object.
@@ -49,11 +50,23 @@ class File:
     etag: str
     origin: str
     sha256: str = ""
+    md5: str = ""
     mode: int = 0o644
     owner: tuple[int, int] | None = None
     links: tuple[str, ...] = ()
     unpack: str = ""
     into: str = ""
+
+    @property
+    def digest(self) -> str:
+        """What the whole must be: SHA-256, or else MD5; empty where nothing says it."""
+        return self.sha256 or self.md5
+
+    def hasher(self) -> Any:
+        """Return what makes `digest`; SHA-256 where there is none."""
+        if self.md5 and not self.sha256:
+            return hashlib.md5(usedforsecurity=False)
+        return hashlib.sha256()
 
 
 @dataclass(frozen=True, slots=True)

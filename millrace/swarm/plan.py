@@ -5,6 +5,12 @@ each by the node that has a slot free, so the stripes follow what each node can 
 lacks a piece is sent to a node that has it, the newest pieces being the rarest; so a single piece
 doubles its copies and more at every hop. What is lost, late or wrong is ordered again elsewhere.
 
+What a piece should be is decided by votes: each node that read it from the store, or has it from an
+earlier run, has one. A piece of an object whose digest the owner knows is given on after the first
+vote, as every node checks the whole object. Any other piece is given on when two nodes agree. Where
+votes differ, the owner reads the piece (`Tracker.disputed`), and what it says is final; it may say
+so of any piece.
+
 After Owl (OSDI '22): the mechanism lies with the peers, every decision with the tracker.
 """
 
@@ -33,7 +39,11 @@ _SLOW_READ = 3.0  # and times as long as the quickest reader takes
 _BEHIND = 2.0  # times the pieces that a node fetches at once, that it may be behind another one
 _SLOW_BEHIND = 1.0  # and that a slow reader may be
 _SLOW_ZONE_BEHIND = 0.5  # and that the nodes of a slow zone may be
-_ACCUSERS = 2  # nodes that must say that one gives wrong bytes, where there are as many
+_ACCUSERS = 2  # nodes that must say that one gives wrong bytes; one alone may lie
+_REFUSALS = 8  # in a row, after which a node asks a giver no more that has given it nothing
+_LONGEST_DOUBLING = 10  # failures after which the pause before the next read grows no more
+_WRONG_VOTES = 2  # that cost a node its vote: one may be a bit that flipped in its memory
+_HOPELESS = 8  # wrong votes after which a node is of no use: it cannot read what the store has
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
 
@@ -45,9 +55,8 @@ class Order:
         node: Who.
         piece: Which piece to fetch; with `drop`, to forget.
         source: From which node; `STORE` for the store.
-        digest: What it must be; empty for the first read from the store.
-        drop: The copy that it has is wrong.
-        again: Fetch it although it is there.
+        digest: What it must be; empty for a read from the store.
+        drop: The copy that it has is wrong, or nobody can say that it is right.
     """
 
     node: str
@@ -55,7 +64,6 @@ class Order:
     source: str
     digest: str = ""
     drop: bool = False
-    again: bool = False
 
 
 @dataclass(slots=True)
@@ -70,6 +78,8 @@ class _Node:
     """Whether it gives late within its own zone: other givers come first."""
     down: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
     """Piece → source → since when."""
+    ordered: dict[tuple[int, str], str] = field(default_factory=dict[tuple[int, str], str])
+    """Piece and source of those → the digest that was ordered."""
     reads: int = 0
     began: dict[int, float] = field(default_factory=dict[int, float])
     """Piece → when its read began, by the clock of `Shares`."""
@@ -91,15 +101,30 @@ class _Node:
     """Pieces that some node has and this one lacks, oldest first."""
     shuns: set[str] = field(default_factory=set[str])
     """Nodes that gave it wrong bytes: it asks them no more."""
+    refusals: Counter[str] = field(default_factory=Counter[str])
+    """Giver → its transfers to this node in a row that failed."""
     alone: deque[int] = field(default_factory=deque[int])
     """Pieces that only those have: it reads them from the store itself."""
+    second: deque[int] = field(default_factory=deque[int])
+    """Pieces with too few votes that it lacks: its read from the store would be a further one."""
+    wrong_votes: int = 0
 
 
 @dataclass(slots=True)
 class _Piece:
     size: int
+    needs: int = 1
+    """Votes for the same digest that decide."""
     digest: str = ""
+    """What it is, once that is decided: only then is it given to other nodes."""
+    settled: bool = False
+    """The owner knows the digest: no vote counts any more."""
+    said: dict[str, str] = field(default_factory=dict[str, str])
+    """Living node → digest of the copy that it has."""
+    voters: set[str] = field(default_factory=set[str])
+    """Those of them that did not get their copy from another node in this run."""
     holders: list[str] = field(default_factory=list[str])
+    """Trusted nodes whose copy is of `digest`."""
     reading: set[str] = field(default_factory=set[str])
     """Nodes that read it from the store."""
     failures: int = 0
@@ -112,10 +137,12 @@ class _Took:
 
     Attributes:
         seconds: From the order to the end.
+        digest: What was ordered.
         alone: Seconds that it would have taken alone, for a read from the store.
     """
 
     seconds: float
+    digest: str = ""
     alone: float = 0.0
 
 
@@ -150,17 +177,28 @@ class Tracker:
     Args:
         sizes: Bytes of each piece.
         limits: How much goes on at once.
+        needs: Votes for the same digest that each piece needs before a node may get it from
+            another one; left out, one.
         seed: Of the pauses before something is read again.
 
     Attributes:
-        disputed: Pieces that two nodes have read differently from the store: the caller has
-            somebody read them again, and empties it.
+        disputed: Pieces of which nodes have different digests: the owner reads those that still
+            are disputed (`is_disputed`), tells what they are (`settled`), and empties it.
+        hopeless: Nodes that had too many pieces wrong: the owner says that they are lost, and
+            empties it.
     """
 
     def __init__(
-        self, sizes: Sequence[int], limits: LimitSettings | None = None, *, seed: int = 0
+        self,
+        sizes: Sequence[int],
+        limits: LimitSettings | None = None,
+        *,
+        needs: Sequence[int] = (),
+        seed: int = 0,
     ) -> None:
         self._pieces = [_Piece(size) for size in sizes]
+        for piece, votes in zip(self._pieces, needs, strict=False):
+            piece.needs = votes
         self._limits = limits or LimitSettings()
         self._pace = Pace(self._limits.node_store)
         self._direct = ""
@@ -175,6 +213,7 @@ class Tracker:
         self._least_missing = len(sizes)  # pieces
         self._unread = list(range(len(sizes)))  # a heap: in no node, and nobody reads it
         self._offered = set(self._unread)  # what is in it
+        self._wanted: set[int] = set()  # pieces in `_Node.second` that nobody reads yet
         self._delayed: list[int] = []  # failed at the store: read again later
         self._shares = Shares()
         self._hungry: dict[str, None] = {}  # in order, so that the choices are always the same
@@ -184,6 +223,7 @@ class Tracker:
         self._orders: list[Order] = []
         self._begun = False
         self.disputed: list[int] = []
+        self.hopeless: list[str] = []
 
     def begin(self, now: float) -> list[Order]:
         """Give orders from now on: those that were expected have come."""
@@ -213,6 +253,20 @@ class Tracker:
         """Why nodes read from the store what others have; empty while they do not."""
         return self._direct
 
+    def is_shown(self, piece: int) -> bool:
+        """Tell whether enough votes, or the owner, have decided what a piece is."""
+        return bool(self._pieces[piece].digest)
+
+    def is_lacked(self, piece: int) -> bool:
+        """Tell whether a living node lacks a piece."""
+        return any(not node.have[piece] for node in self._living())
+
+    def is_disputed(self, piece: int) -> bool:
+        """Tell whether votes for a piece differ, and the owner has not said what it is."""
+        found = self._pieces[piece]
+        votes = {found.said[name] for name in self._voters(found)} | {found.digest}
+        return not found.settled and len(votes - {""}) > 1
+
     def complete(self) -> bool:
         """Whether every living node has every piece."""
         return all(node.missing == 0 for node in self._nodes.values() if node.alive)
@@ -238,15 +292,14 @@ class Tracker:
         self._nodes[name] = node
         self._zones.setdefault(zone, []).append(node)
         self._lacking[zone] += bool(node.missing)
+        node.second.extend(sorted(self._wanted))
         for number, piece in enumerate(self._pieces):
             if piece.holders:
                 node.queue.append(number)
-        for number, digest in have:
-            piece = self._pieces[number]
-            if piece.digest in {"", digest}:
-                self._gained(node, number, digest)
             else:
-                self._orders.append(Order(name, number, STORE, drop=True))
+                self._offer_if_nobody_has(number)
+        for number, digest in have:
+            self._has_copy(node, number, digest, vote=True)
         self._feed(node, now)
         self._feed_hungry(now)
         return self._taken()
@@ -254,24 +307,22 @@ class Tracker:
     def done(self, name: str, number: int, source: str, digest: str, now: float) -> list[Order]:
         """A node has a piece, of this digest.
 
-        From another node it is of the digest that was ordered, or the agent says `failed`. What
-        two nodes read from the store may differ: the first one's stands, and the other reads it
-        from a node.
+        From another node it is of the digest that was ordered, or the agent says `failed`: one that
+        says another digest lies.
         """
         node, piece = self._nodes[name], self._pieces[number]
         took = self._over(node, number, source, now)
+        if took is not None and source != STORE and digest != took.digest:
+            self.hopeless.append(name)
+            return self._taken()
         if took is not None:
             self._measure(node, piece, source, took, now)
         if not node.alive or node.have[number]:
+            self._offer_if_nobody_has(number)
             return self._taken()
-        if piece.digest not in {"", digest}:
-            self._orders.append(Order(name, number, STORE, drop=True))
-            if source == STORE:
-                self.disputed.append(number)
-            self._enqueue(node, number)
-        else:
-            piece.failures = 0
-            self._gained(node, number, digest)
+        piece.failures = 0
+        node.refusals.pop(source, None)
+        self._has_copy(node, number, digest, vote=source == STORE)
         self._feed(node, now)
         self._feed_hungry(now)
         return self._taken()
@@ -279,16 +330,21 @@ class Tracker:
     def failed(
         self, name: str, number: int, source: str, now: float, *, wrong: bool = False
     ) -> list[Order]:
-        """A node could not fetch a piece from a source; ``wrong``: the bytes were not right."""
+        """A node could not fetch a piece from a source; ``wrong``: the bytes were not right.
+
+        Of a transfer that was not ordered, or is over, nothing is believed.
+        """
         node, piece = self._nodes[name], self._pieces[number]
-        self._over(node, number, source, now)
+        took = self._over(node, number, source, now)
+        if took is None:
+            return self._taken()
         if source == STORE:
             self._read_again(number, now)
-        elif (giver := self._nodes.get(source)) is not None:
-            if wrong:
-                self._accuse(node, giver)
-            else:
-                giver.rates[node.zone] = giver.rates.get(node.zone, 0.0) / 2
+        elif wrong:
+            if took.digest == piece.digest:  # else the giver has dropped what was ordered
+                self._accuse(node, self._nodes[source])
+        else:
+            self._note_refusal(node, self._nodes[source])
         if node.alive and not node.have[number] and piece.holders:
             self._enqueue(node, number)
         if node.alive:
@@ -297,9 +353,19 @@ class Tracker:
         return self._taken()
 
     def ended(self, name: str, number: int, source: str, now: float) -> list[Order]:
-        """A node needs a piece from this source no more: another one was quicker."""
+        """A node needs a piece from this source no more: another one was quicker.
+
+        Where the node is not known to have the piece, the transfer has failed.
+        """
         node = self._nodes[name]
-        self._over(node, number, source, now)
+        known = self._over(node, number, source, now) is not None
+        if known and node.alive and not node.have[number]:
+            if source == STORE:
+                self._read_again(number, now)
+            if self._pieces[number].holders:
+                self._enqueue(node, number)
+        if source != STORE:
+            self._offer_if_nobody_has(number)
         if node.alive:
             self._feed(node, now)
         self._feed_hungry(now)
@@ -319,7 +385,7 @@ class Tracker:
             for source in list(sources):
                 self._over(node, number, source, now)
             self._offer_if_nobody_has(number)
-        self._forget_holder(node)
+        self._forget_copies(node)
         for other in self._nodes.values():
             if other.alive:
                 for number, sources in list(other.down.items()):
@@ -344,42 +410,44 @@ class Tracker:
                 self._feed(node, now)
         return self._taken()
 
-    def reread(self, name: str, numbers: Iterable[int], now: float) -> list[Order]:
-        """Have one node read pieces from the store again: an object came out wrong.
+    def settled(self, number: int, digest: str, now: float) -> list[Order]:
+        """The owner has read a piece itself, and this is its digest. Others drop what differs.
 
-        What then differs replaces what everybody has (`corrected`).
+        A node that said otherwise of what it read from the store, or had, loses its vote when it
+        does so a second time, and nothing is fetched from it any more.
         """
-        node = self._nodes[name]
-        for number in numbers:
-            if not node.down.get(number):
-                self._order(node, number, STORE, now)
-        return self._taken()
-
-    def corrected(self, name: str, number: int, digest: str, now: float) -> list[Order]:
-        """A node has read a piece again, and this is its digest. Others drop what differs."""
-        node, piece = self._nodes[name], self._pieces[number]
-        self._over(node, number, STORE, now)
-        if piece.digest != digest:
-            piece.holders = []
-            for other in self._nodes.values():
-                if other is not node and other.alive:
-                    self._lost_copy(other, number)
-            self._gained(node, number, digest)
+        piece = self._pieces[number]
+        piece.settled = True
+        self._decide(number, digest)
+        self._offer_if_nobody_has(number)
         self._feed_hungry(now)
         return self._taken()
 
     # -- what happens to a piece
 
-    def _gained(self, node: _Node, number: int, digest: str) -> None:
+    def _has_copy(self, node: _Node, number: int, digest: str, *, vote: bool) -> None:
+        """Note that a node has a copy of a piece; `vote`: it did not get it from a node."""
         piece = self._pieces[number]
-        piece.digest = digest
-        if not node.have[number]:
-            node.have[number] = 1
-            node.missing -= 1
-            self._lacking[node.zone] -= not node.missing
+        node.have[number] = 1
+        node.missing -= 1
+        self._lacking[node.zone] -= not node.missing
+        if not node.slow:
             self._least_missing = min(self._least_missing, node.missing)
-        if not node.trusted:
-            self._offer_if_nobody_has(number)
+        piece.said[node.name] = digest
+        if vote:
+            piece.voters.add(node.name)
+        if piece.digest == digest:
+            self._holds(node, number)
+        elif piece.settled or not vote:
+            self._contradict(node, number)
+        else:
+            self._weigh(number)
+        self._offer_if_nobody_has(number)
+
+    def _holds(self, node: _Node, number: int) -> None:
+        """Let others fetch a piece from a node, whose copy is right."""
+        piece = self._pieces[number]
+        if not node.trusted or node.name in piece.holders:
             return
         piece.holders.append(node.name)
         if node.slow:
@@ -390,6 +458,48 @@ class Tracker:
                     self._enqueue(other, number)
         elif node.zone:
             self._pass_on(node, number)
+
+    def _voters(self, piece: _Piece) -> list[str]:
+        """Return the nodes whose votes for a piece count."""
+        return [name for name in piece.voters if self._nodes[name].trusted]
+
+    def _weigh(self, number: int) -> None:
+        """Count the votes for a piece: enough for one digest decide, and others are a dispute."""
+        piece = self._pieces[number]
+        if not (piece.digest or piece.settled):
+            votes = Counter(piece.said[name] for name in self._voters(piece))
+            digest, most = votes.most_common(1)[0] if votes else ("", 0)
+            if most >= piece.needs:
+                self._decide(number, digest)
+        if self.is_disputed(number):
+            self.disputed.append(number)
+
+    def _decide(self, number: int, digest: str) -> None:
+        """Let a piece be what is said; where the owner says so, other copies are dropped."""
+        piece = self._pieces[number]
+        piece.digest, piece.holders = digest, []
+        for name, said in list(piece.said.items()):
+            if said == digest:
+                self._holds(self._nodes[name], number)
+            elif piece.settled and name in piece.said:
+                self._contradict(self._nodes[name], number)
+
+    def _contradict(self, node: _Node, number: int) -> None:
+        """Have a node drop a copy: the owner says otherwise, or it is of a digest that is undone.
+
+        A node whose vote was wrong twice has none any more. One that goes on so is given up: it
+        would read the piece again for ever.
+        """
+        piece = self._pieces[number]
+        voted = node.name in piece.voters
+        self._lost_copy(node, number)
+        self._enqueue(node, number)
+        if voted:
+            node.wrong_votes += 1
+            if node.wrong_votes >= _WRONG_VOTES:
+                self._distrust(node)
+            if node.wrong_votes == _HOPELESS:
+                self.hopeless.append(node.name)
 
     def _pass_on(self, node: _Node, number: int) -> None:
         """Let the other nodes of a zone fetch a piece next that has just entered it."""
@@ -421,34 +531,86 @@ class Tracker:
     def _await(self, node: _Node) -> None:
         self._hungry[node.name] = None
 
-    def _forget_holder(self, node: _Node, *, wrong: bool = False) -> None:
-        """Fetch nothing more from a node; with `wrong`, what only it has is worth nothing."""
+    def _forget_copies(self, node: _Node) -> None:
+        """Forget the copies of a node that is gone. What they were stays decided."""
         for number, piece in enumerate(self._pieces):
-            if node.name not in piece.holders:
+            if piece.said.pop(node.name, None) is None:
                 continue
-            piece.holders.remove(node.name)
-            if wrong and not piece.holders:
-                piece.digest = ""
-                self._lost_copy(node, number)
+            piece.voters.discard(node.name)
+            if node.name in piece.holders:
+                piece.holders.remove(node.name)
             self._offer_if_nobody_has(number)
+
+    def _distrust(self, node: _Node) -> None:
+        """Fetch nothing more from a node, count its votes no more, and undo what they decided.
+
+        A piece of which too few votes are left is open again. Copies of it that came from other
+        nodes are dropped where two votes were needed, and those of the node itself where no other
+        node has it.
+        """
+        if not node.trusted:
+            return
+        node.trusted = False
+        for number, piece in enumerate(self._pieces):
+            if node.name not in piece.said:
+                continue
+            if node.name in piece.holders:
+                piece.holders.remove(node.name)
+            self._undo(node, number)
+            self._offer_if_nobody_has(number)
+
+    def _undo(self, node: _Node, number: int) -> None:
+        piece = self._pieces[number]
+        if piece.settled or not piece.digest:
+            return
+        votes = sum(piece.said[name] == piece.digest for name in self._voters(piece))
+        if piece.holders and (piece.needs == 1 or votes >= piece.needs):
+            return
+        wrong, piece.digest, piece.holders = piece.digest, "", []
+        for name, said in list(piece.said.items()):
+            voted = name in piece.voters and name != node.name
+            if said == wrong and not voted:
+                self._lost_copy(self._nodes[name], number)
+        self._weigh(number)
 
     def _accuse(self, node: _Node, giver: _Node) -> None:
         """A node was given wrong bytes. It may be its own memory: one accuser is not believed."""
         node.shuns.add(giver.name)
         accusers = self._accusers.setdefault(giver.name, set())
         accusers.add(node.name)
-        if giver.trusted and len(accusers) >= min(_ACCUSERS, len(self.nodes) - 1):
-            giver.trusted = False
-            self._forget_holder(giver, wrong=True)
+        if len(accusers) >= _ACCUSERS:
+            self._distrust(giver)
+
+    def _note_refusal(self, node: _Node, giver: _Node) -> None:
+        """Note that a giver did not give; of one that goes on so, copies are no source.
+
+        What only such a node has is read from the store again. It may say that it has everything,
+        so nobody is compared with it.
+        """
+        giver.rates[node.zone] = giver.rates.get(node.zone, 0.0) / 2
+        node.refusals[giver.name] += 1
+        if node.refusals[giver.name] >= _REFUSALS:
+            self._mark_slow(giver)
+            self._find_quickest()
 
     def _lost_copy(self, node: _Node, number: int) -> None:
+        piece = self._pieces[number]
+        piece.said.pop(node.name, None)
+        piece.voters.discard(node.name)
+        if node.name in piece.holders:
+            piece.holders.remove(node.name)
         if node.have[number]:
             self._lacking[node.zone] += node.alive and not node.missing
             node.have[number] = 0
             node.missing += 1
+            if number in self._wanted:
+                node.second.append(number)
             self._orders.append(Order(node.name, number, STORE, drop=True))
 
     def _offer_to_read(self, number: int) -> None:
+        if self._waits_for_votes(number):
+            self._offer_to_vote(number)
+            return
         if number in self._offered:
             return
         self._offered.add(number)
@@ -457,9 +619,20 @@ class Tracker:
             if node.alive and node.reads < self._pace.reads:
                 self._await(node)
 
+    def _offer_to_vote(self, number: int) -> None:
+        """Let a node that lacks a piece read it for a further vote."""
+        if number in self._wanted:
+            return
+        self._wanted.add(number)
+        for node in self._living():
+            if not node.have[number]:
+                node.second.append(number)
+                self._await(node)
+
     def _read_again(self, number: int, now: float) -> None:
         piece = self._pieces[number]
-        pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0**piece.failures)
+        doublings = min(piece.failures, _LONGEST_DOUBLING)
+        pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0**doublings)
         piece.failures += 1
         piece.not_before = now + self._random.uniform(0.0, pause)
         if number not in self._delayed:
@@ -482,6 +655,8 @@ class Tracker:
         while node.reads < self._pace.reads and self._shares.users < limits.store:
             number = self._next_alone(node, now)
             if number is None:
+                number = self._next_second(node)
+            if number is None:
                 number = self._next_unread(node)
             if number is None:
                 break
@@ -503,7 +678,7 @@ class Tracker:
                 continue
             self._order(node, number, source.name, now)
         if (node.queue and node.fetches < down) or (
-            (self._unread or node.alone) and node.reads < self._pace.reads
+            (self._unread or node.alone or node.second) and node.reads < self._pace.reads
         ):
             self._await(node)
 
@@ -514,10 +689,44 @@ class Tracker:
                 number = waiting.pop()
                 if node.have[number] or number in node.down:
                     continue
+                if not node.outrun.why and not node.shuns.issuperset(self._pieces[number].holders):
+                    node.queue.append(number)  # another node has it by now
+                    continue
                 if self._pieces[number].not_before <= now:
                     return number
                 waiting.appendleft(number)  # it failed a moment ago
         return None
+
+    def _next_second(self, node: _Node) -> int | None:
+        """Return a piece with too few votes that this node lacks, and that nobody else reads."""
+        may = self._may_read(node)
+        passed: list[int] = []
+        found = None
+        while node.second and len(passed) < _LOOKED_AT:
+            number = node.second.popleft()
+            if number not in self._wanted or node.have[number]:
+                continue
+            if self._pieces[number].digest:
+                self._wanted.discard(number)
+            elif number in node.down:
+                passed.append(number)
+            elif may or (not node.trusted and self._is_left_to_untrusted(number)):
+                self._wanted.discard(number)
+                found = number
+                break
+            else:
+                passed.append(number)
+        node.second.extendleft(reversed(passed))
+        return found
+
+    def _waits_for_votes(self, number: int) -> bool:
+        """Tell whether a piece has a vote, and too few: it is in `_Node.second`."""
+        piece = self._pieces[number]
+        return not piece.digest and bool(self._voters(piece))
+
+    def _is_left_to_untrusted(self, number: int) -> bool:
+        """Tell whether no trusted node lacks a piece, so that nobody will vote for it any more."""
+        return all(node.have[number] for node in self._living() if node.trusted)
 
     def _next_unread(self, node: _Node) -> int | None:
         """The first piece that nobody has, and that this node does not read already."""
@@ -527,7 +736,7 @@ class Tracker:
         found = None
         while self._unread and len(passed) < _LOOKED_AT:
             number = heapq.heappop(self._unread)
-            if self._well_held(number):
+            if self._well_held(number) or self._waits_for_votes(number):
                 self._offered.discard(number)
                 continue
             if STORE not in node.down.get(number, {}) and not node.have[number]:
@@ -593,7 +802,8 @@ class Tracker:
     def _find_quickest(self) -> None:
         paces = [node.read_pace for node in self._living() if node.trusted and node.read_pace]
         self._quickest = min(paces, default=0.0)
-        self._least_missing = min((n.missing for n in self._living()), default=0)
+        missing = (n.missing for n in self._living() if not n.slow)
+        self._least_missing = min(missing, default=len(self._pieces))
 
     def _find_slow_readers(self, measured: _Node) -> None:
         """Compare each zone with the quickest reader, and each node with that of its zone.
@@ -628,6 +838,8 @@ class Tracker:
         for name in reversed(holders[-_LOOKED_AT:]):
             holder = self._nodes[name]
             if not (holder.alive and holder.trusted) or name in node.shuns:
+                continue
+            if node.refusals[name] >= _REFUSALS:
                 continue
             same = holder.zone == node.zone
             near = near or same
@@ -679,8 +891,8 @@ class Tracker:
             if self._yields(giver, node):
                 giver.yielding.add((node.name, number))
         wanted = "" if source == STORE else piece.digest
-        again = bool(node.have[number])
-        self._orders.append(Order(node.name, number, source, wanted, again=again))
+        node.ordered[number, source] = wanted
+        self._orders.append(Order(node.name, number, source, wanted))
 
     def _over(self, node: _Node, number: int, source: str, now: float) -> "_Took | None":
         """End a transfer; returns how long it took, None if it is not one that is known."""
@@ -690,17 +902,18 @@ class Tracker:
             return None
         if not sources:
             del node.down[number]
+        digest = node.ordered.pop((number, source))
         if source != STORE:
             node.fetches -= 1
             giver = self._nodes[source]
             giver.up -= 1
             giver.yielding.discard((node.name, number))
-            return _Took(now - since)
+            return _Took(now - since, digest)
         alone = self._shares.at(now) - node.began.pop(number)
         node.reads -= 1
         self._shares.change(-1, now)
         self._pieces[number].reading.discard(node.name)
-        return _Took(now - since, alone)
+        return _Took(now - since, alone=alone)
 
     def _measure(self, node: _Node, piece: _Piece, source: str, took: "_Took", now: float) -> None:
         """Learn from a transfer how long one takes on its path."""
@@ -749,7 +962,7 @@ class Tracker:
         """See whether the store outruns the nodes, when nothing waits for the store."""
         if not self._limits.direct:
             return
-        supplied = self._unread or self._delayed or self._awaited_from_store()
+        supplied = self._unread or self._wanted or self._delayed or self._awaited_from_store()
         for node in self._living():
             if supplied:
                 node.outrun.supplied(now)

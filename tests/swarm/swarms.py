@@ -50,6 +50,32 @@ def send_wrong(to, descriptor, start, size):
 agent._send_file = send_wrong
 """
 
+FLIP = """
+import millrace.swarm.fetch as fetch
+
+read = fetch.StoreReader.piece
+
+def flip(reader, number, into):
+    read(reader, number, into)
+    if len(into):
+        into[len(into) // 2] ^= 1
+
+fetch.StoreReader.piece = flip
+"""
+"""Makes a node flip a bit of each piece after it has read it from the store."""
+
+CLAIM = """
+import millrace.swarm.landing as landing
+
+def claim(self):
+    opened(self)
+    return [(number, f"{number:064x}") for number in range(len(self))]
+
+opened = landing.Landing.open
+landing.Landing.open = claim
+"""
+"""Makes a node say that it has all pieces, with digests that it makes up."""
+
 FORGE = """
 import millrace.swarm.agent as agent
 

@@ -27,7 +27,7 @@ from millrace.storage import StoreSpec
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, drive, prewarm, tls
 from millrace.swarm import agent as agents
 from millrace.swarm.wire import AUTH, Connections, Place, RefusedError, identify, sign
-from tests.swarm.swarms import KEY, Agent, files_below, running
+from tests.swarm.swarms import KEY, Agent, files_below, running, start_agent, stop
 
 MIB = 1 << 20
 PORT = 7000
@@ -292,6 +292,39 @@ def test_who_answers_in_between_is_refused_and_hears_only_a_nonce(far, nodes, tm
             line for line in thief.heard.split(b"\r\n") if line.startswith(b"GET /agent?nonce=")
         ]
     assert files_below(nodes[1].root) == {}
+
+
+def test_a_node_that_states_the_identity_of_another_takes_nobodys_place(
+    far, nodes, tmp_path, monkeypatch
+):
+    identities = [identify_over_tls(Place.of(node.url)[0]).identity for node in nodes]
+    stop(nodes[0])
+    code = f"""
+import millrace.swarm.agent as agent
+
+begin = agent.Agent.__init__
+
+def pose(self, *arguments, **more):
+    begin(self, *arguments, **more)
+    self.identity = {identities[1]!r}
+
+agent.Agent.__init__ = pose
+"""
+    nodes[0] = start_agent("liar", tmp_path / "liar", code=code)
+    identified = threading.Event()
+    come = drive.identify
+
+    def in_order(place, *more):  # the liar first
+        if place.port == port_of(nodes[0]):
+            found = come(place, *more)
+            identified.set()
+            return found
+        identified.wait()
+        return come(place, *more)
+
+    monkeypatch.setattr(drive, "identify", in_order)
+    report = prewarm(settings_of(tmp_path, nodes))
+    assert [node.why for node in report.nodes if node.name != "liar"] == ["", ""]
 
 
 def test_a_node_sends_nothing_to_who_answers_in_place_of_another_node(nodes):

@@ -36,7 +36,7 @@ class Swarm:
             if order.drop:
                 self.has[order.node].discard(order.piece)
                 continue
-            assert order.again or order.piece not in self.has[order.node], "it has that piece"
+            assert order.piece not in self.has[order.node], "it has that piece"
             if order.source != STORE:
                 assert order.source in self.has, "a dead node's piece"
                 assert order.piece in self.has[order.source], "ordered from a node that lacks it"
@@ -103,6 +103,16 @@ def test_each_piece_leaves_the_store_once():
     assert all(have == set(range(100)) for have in swarm.has.values())
     assert swarm.reads() == Counter(range(100))
     assert swarm.most_up <= LimitSettings().up
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 8])
+def test_a_piece_that_needs_two_votes_leaves_the_store_twice(nodes):
+    swarm = Swarm(Tracker([1] * 100, needs=[2] * 100), lambda _: 1.0)
+    for i in range(nodes):
+        swarm.join(f"n{i}")
+    swarm.begin()
+    swarm.finish()
+    assert swarm.reads() == Counter(dict.fromkeys(range(100), 2))
 
 
 def test_what_a_node_has_already_is_not_fetched_and_is_given_to_others():
@@ -276,21 +286,6 @@ def test_a_transfer_that_takes_too_long_is_ordered_from_somewhere_else_too():
             swarm.now += 1.0
             swarm.give(swarm.tracker.tick(swarm.now))
         assert swarm.now < 120
-
-
-def test_a_correction_replaces_what_everybody_has():
-    tracker = Tracker([1])
-    swarm = Swarm(tracker, lambda _: 1.0)
-    for name in ("a", "b"):
-        swarm.join(name)
-    swarm.begin()
-    swarm.finish()
-    swarm.give(tracker.reread("a", [0], 10.0))
-    orders = tracker.corrected("a", 0, "right", 11.0)
-    assert Order("b", 0, STORE, drop=True) in orders
-    assert Order("b", 0, "a", "right") in orders
-    assert tracker.done("b", 0, "a", "right", 12.0) == []
-    assert tracker.complete()
 
 
 MIB = 1 << 20

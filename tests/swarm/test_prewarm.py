@@ -42,6 +42,7 @@ from millrace.swarm import (
     drive,
     preview,
     prewarm,
+    referee,
     tls,
 )
 from millrace.swarm import agent as agents
@@ -434,7 +435,7 @@ def test_a_digest_that_the_store_keeps_is_what_an_object_must_be(store, nodes):
     report = prewarm(settings_of(store, nodes, requests=requests), progress=heard)
     assert [files_below(node.root)["kept"] for node in nodes] == [body] * 3
     assert [event.subject for event in heard.named("file.mismatch")] == ["s3://rig/kept"]
-    assert report.unverified == 1
+    assert report.unverified == 0  # the ETag of the other one is its MD5
 
 
 def test_an_object_that_is_not_what_its_digest_says_gets_no_final_name(store, nodes):
@@ -1080,8 +1081,8 @@ def test_a_peer_that_gives_flipped_bits_is_caught_and_asked_no_more(store, nodes
 
 D = "0" * 64
 FORGED = [
-    [{"e": "mismatch", "f": 0, "sha256": f"{number:064d}"} for number in range(3)],
-    [{"e": "mismatch", "f": number, "sha256": D} for number in range(3)],
+    [{"e": "mismatch", "f": 0, "d": f"{number:064d}"} for number in range(3)],
+    [{"e": "mismatch", "f": number, "d": D} for number in range(3)],
     [{}], ["x"], {"e": "done"}, [None], 7, [{"e": []}], [{"e": "done"}],
     [{"e": "done", "p": 10**6, "s": "", "d": D, "b": 1}],
     [{"e": "done", "p": -1, "s": "", "d": D, "b": 1}],
@@ -1089,10 +1090,12 @@ FORGED = [
     [{"e": "done", "p": 0, "s": "nowhere", "d": D, "b": 1}],
     [{"e": "done", "p": 0, "s": "", "d": "x", "b": 1}],
     [{"e": "files", "f": [99]}], [{"e": "files", "f": 1}],
-    [{"e": "mismatch", "f": 99, "sha256": D}],
+    [{"e": "mismatch", "f": 99, "d": D}],
     [{"e": "failed", "p": 0, "s": "nowhere", "why": "", "status": 0, "wrong": True}],
+    [{"e": "failed", "p": 0, "s": "", "why": "x", "status": 0, "wrong": True}],
     [{"e": "failed", "p": 0, "s": "", "why": 7, "status": "x"}],
     [{"e": "unusable", "f": 99, "why": "x"}], "[{'e': 'retry', 'why': 'x' * (3 << 20)}]",
+    [{"e": "failed", "p": 0, "s": "", "why": "x", "status": 500}] * 1100,
 ]  # fmt: skip
 
 
@@ -1108,8 +1111,110 @@ def test_a_node_that_forges_what_it_tells_harms_only_itself(store, nodes, tmp_pa
     assert [files_below(node.root) for node in nodes[:2]] == [whole] * 2
     by_name = {node.name: node for node in report.nodes}
     assert [by_name[node.name].why for node in nodes[:2]] == ["", ""]
-    malformed = forged not in FORGED[:2]
+    malformed = forged not in (*FORGED[:2], FORGED[-1])
     assert ("no agent of this version" in by_name["liar"].why) is malformed
+
+
+def test_reads_that_only_one_node_says_to_fail_are_made_by_the_driver_few_at_a_time(
+    store, nodes, tmp_path, monkeypatch
+):
+    body = hashlib.shake_256(b"gone").digest(16 * MIB)
+    store.put("gone/object", body)
+    forged = [{"e": "failed", "p": p, "s": "", "why": "gone", "status": 404} for p in range(64)]
+    stop(nodes.pop())
+    nodes.append(start_agent("liar", tmp_path / "liar", code=forging(forged)))
+    read: list[int] = []
+    fill_buffer = referee.Referee._fill
+    monkeypatch.setattr(
+        referee.Referee,
+        "_fill",
+        lambda self, number, data: read.append(number) or fill_buffer(self, number, data),
+    )
+    request = Request(key="gone/object", sha256=hashlib.sha256(body).hexdigest())
+    report = prewarm(settings_of(store, nodes, requests=[request]))
+    assert [node.ready for node in report.nodes] == [False, True, True]
+    assert len(read) < 16
+
+
+def test_a_node_cannot_put_what_does_not_print_into_an_error(store, nodes, tmp_path):
+    fill(store, "odd")
+    stop(nodes.pop())
+    fault = 'agent.json.loads(\'[{"e": "fault", "why": "a\\\\ud800b\\\\u001b[2Jc"}]\')'
+    nodes.append(start_agent("liar", tmp_path / "liar", code=forging(fault)))
+    with pytest.raises(errors.WorkerError) as caught:
+        prewarm(settings_of(store, nodes, least=1.0, **below("odd")))
+    assert "a\ufffdb\ufffd[2Jc" in str(caught.value)
+
+
+IDLE = """
+import millrace.swarm.agent as agent
+
+def fetch(run, order):
+    run._tell({"e": "had", "p": order["p"], "s": order["s"]})
+
+agent.Run._fetch = fetch
+"""
+"""Lets an agent answer each order that it has the piece already."""
+
+
+@pytest.mark.parametrize("honest", [1, 2])
+def test_a_node_that_fetches_nothing_is_given_up(store, nodes, tmp_path, honest):
+    fill(store, "idle")
+    idle = start_agent("idle", tmp_path / "idle", code=IDLE)
+    limits = LimitSettings(stall_timeout=timedelta(seconds=1))
+    try:
+        report = prewarm(
+            settings_of(store, [*nodes[:honest], idle], limits=limits, **below("idle"))
+        )
+    finally:
+        stop(idle)
+    assert {node.name: node.ready for node in report.nodes} == {
+        "idle": False,
+        **{node.name: True for node in nodes[:honest]},
+    }
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """An agent that refuses each run, with a reason that is none."""
+
+    said = b""
+
+    def do_GET(self) -> None:
+        nonce = self.path.partition("nonce=")[2]
+        proof = tls.prove(KEY.encode(), nonce, "refusing", "")
+        self.answer(200, json.dumps({"identity": "refusing", "proof": proof}).encode())
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(403, self.said)
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.mark.parametrize("said", [b'{"why": ""}', b'{"why": 0}', b'{"why": ["x"]}', b""])
+def test_a_refusal_without_a_reason_costs_only_its_node(store, nodes, said, monkeypatch):
+    fill(store, "refused")
+    monkeypatch.setattr(Refusing, "said", said)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        hosts = [nodes[0].host, Host(url=f"http://127.0.0.1:{server.server_port}", name="refuses")]
+        settings = settings_of(
+            store, nodes, nodes=Hosts(hosts=tuple(hosts), key=SecretStr(KEY)), **below("refused")
+        )
+        try:
+            report = prewarm(settings)
+        finally:
+            server.shutdown()
+    assert [node.ready for node in report.nodes] == [True, False]
+    assert isinstance(report.nodes[1].why, str)
+    assert report.nodes[1].why
 
 
 HEAD = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 4\r\n"

@@ -66,13 +66,14 @@ def node(name: str, **changes: object) -> NodeReport:
 def test_the_report_of_a_swarm_names_every_node() -> None:
     lost = node("n1", ready=False, why="it no longer answers", trusted=False)
     report = PrewarmReport(
-        files=2, size=10_000_000, unverified=1, seconds=4.0, startup=1.0,
-        nodes=(node("n0"), lost), direct="it gave more", curve=(),
+        files=2, size=10_000_000, unverified=1, unconfirmed=1, driver_bytes=0,
+        seconds=4.0, startup=1.0, nodes=(node("n0"), lost), direct="it gave more", curve=(),
     )  # fmt: skip
     text = warming.describe(Warmed(report, {0: 20_000_000}))
     assert text.startswith("**1 of 2 nodes** has all of 2 files, 10.0 MB, after 4.0 s. 6.0 MB left")
     assert "| `n0` | yes | 0 bytes | 3.0 MB | 7.0 MB | 1 | 2.5 |" in text
     assert "| `n1` | no: it no longer answers (gave wrong bytes) |" in text
     assert "1 file unverified at the source" in text
+    assert "Of 1 of them a part was read by one node alone" in text
     assert "Nodes also read from the store what others had: it gave more." in text
     assert "](data:image/svg+xml;base64," in text

@@ -1,0 +1,308 @@
+"""What a piece is, where nodes do not agree: votes, the owner's own reads, in simulated time."""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.swarm.plan import STORE, Order, Tracker
+
+
+@dataclass
+class Votes:
+    """Nodes that carry out orders in any order; some have, or say that they have, wrong bytes.
+
+    Attributes:
+        tracker: Tracker that gives the orders.
+        rng: Decides what happens next.
+        lies: Node → share of its reads from the store that are wrong.
+        alike: Whether all wrong copies of a piece are the same.
+        gives_wrong: Nodes that give wrong bytes of what they have right.
+        gives_nothing: Nodes that give nothing, whatever they say that they have.
+        own: Pieces that the owner reads in any case.
+        has: Node → piece → digest of its copy.
+        inbox: Node → orders that it has not seen yet.
+        outbox: Node → what it tells, and the tracker has not heard yet.
+    """
+
+    tracker: Tracker
+    rng: random.Random
+    lies: dict[str, float] = field(default_factory=dict)
+    alike: bool = False
+    gives_wrong: set[str] = field(default_factory=set)
+    gives_nothing: set[str] = field(default_factory=set)
+    now: float = 0.0
+    has: dict[str, dict[int, str]] = field(default_factory=dict)
+    inbox: dict[str, deque[Order]] = field(default_factory=dict)
+    outbox: dict[str, deque[Callable[[], list[Order]]]] = field(default_factory=dict)
+    pending: list[Order] = field(default_factory=list)
+    own: set[int] = field(default_factory=set)
+    to_read: list[int] = field(default_factory=list)
+    reads: int = 0
+
+    def join(self, name: str, have: dict[int, str] | None = None) -> None:
+        self.has[name] = dict(have or {})
+        self.inbox[name], self.outbox[name] = deque(), deque()
+        self.give(self.tracker.joined(name, list(self.has[name].items()), self.now))
+
+    def lose(self, name: str) -> None:
+        for of in (self.has, self.inbox, self.outbox):
+            del of[name]
+        self.pending = [order for order in self.pending if order.node != name]
+        self.give(self.tracker.lost(name, self.now))
+
+    def wrong(self, node: str, piece: int) -> str:
+        return f"wrong-{piece}" if self.alike else f"wrong-{piece}-of-{node}"
+
+    def give(self, orders: list[Order]) -> None:
+        for order in orders:
+            if order.node in self.has:
+                self.inbox[order.node].append(order)
+        self.to_read += self.tracker.disputed
+        self.tracker.disputed.clear()
+        hopeless, self.tracker.hopeless = self.tracker.hopeless, []
+        for name in hopeless:
+            if name in self.has:
+                self.lose(name)
+
+    def step(self) -> None:
+        """Let one thing happen: orders and events are under way for a while, in their order."""
+        self.now += 0.05
+        boxes = [box for box in (*self.inbox.values(), *self.outbox.values()) if box]
+        what = self.rng.choice(
+            ["take"] * bool(boxes) * 2 + ["transfer"] * bool(self.pending)
+            + ["read"] * bool(self.to_read) + ["tick"] * (self.rng.random() < 0.2) or ["tick"]
+        )  # fmt: skip
+        if what == "tick":
+            self.now += self.rng.choice([0.5, 20.0])  # after which all that is under way is late
+            self.give(self.tracker.tick(self.now))
+        elif what == "read":
+            piece = self.to_read.pop(self.rng.randrange(len(self.to_read)))
+            if piece in self.own or self.tracker.is_disputed(piece):
+                self.give(self.tracker.settled(piece, f"d{piece}", self.now))
+        elif what == "transfer":
+            self.carry_out(self.pending.pop(self.rng.randrange(len(self.pending))))
+        else:
+            taken = self.rng.choice(boxes).popleft()
+            if callable(taken):
+                self.give(taken())
+            elif taken.drop:
+                self.has[taken.node].pop(taken.piece, None)
+            else:
+                self.reads += taken.source == STORE
+                self.pending.append(taken)
+
+    def carry_out(self, order: Order) -> None:
+        name, piece, source = order.node, order.piece, order.source
+        tell, tracker = self.outbox[name].append, self.tracker
+        if piece in self.has[name]:
+            tell(lambda: tracker.ended(name, piece, source, self.now))
+            return
+        if source == STORE:
+            lied = self.rng.random() < self.lies.get(name, 0.0)
+            got = self.wrong(name, piece) if lied else f"d{piece}"
+        else:
+            given = None if source in self.gives_nothing else self.has.get(source, {}).get(piece)
+            bad = given is not None and (given != order.digest or source in self.gives_wrong)
+            if given is None or bad:
+                tell(lambda: tracker.failed(name, piece, source, self.now, wrong=bad))
+                return
+            got = given
+        self.has[name][piece] = got
+        tell(lambda: tracker.done(name, piece, source, got, self.now))
+
+    def finish(self) -> None:
+        for _ in range(100_000):
+            under_way = self.to_read or any(self.inbox.values()) or any(self.outbox.values())
+            if self.tracker.complete() and not under_way:
+                return
+            self.step()
+        raise AssertionError("it never ended")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    honest=st.integers(2, 6),
+    liars=st.integers(0, 4),
+    needs=st.integers(1, 2),
+    pieces=st.integers(1, 30),
+    deaths=st.integers(0, 3),
+    late=st.integers(0, 2),
+)
+def test_nodes_that_lie_each_for_itself_give_nobody_wrong_bytes(
+    seed, honest, liars, needs, pieces, deaths, late
+):
+    rng = random.Random(seed)
+    swarm = Votes(Tracker([100] * pieces, needs=[needs] * pieces, seed=seed), rng)
+    names = [f"h{i}" for i in range(honest)] + [f"liar{i}" for i in range(liars)]
+    rng.shuffle(names)
+    for name in names:
+        if name.startswith("liar"):
+            swarm.lies[name] = rng.choice([0.1, 1.0])
+            if rng.random() < 0.3:
+                swarm.gives_wrong.add(name)
+            elif rng.random() < 0.3:
+                swarm.gives_nothing.add(name)
+        right = {p: f"d{p}" for p in range(pieces) if rng.random() < 0.1}
+        false = {p: swarm.wrong(name, p) for p in range(pieces) if rng.random() < 0.5}
+        swarm.join(name, false if name in swarm.lies and rng.random() < 0.5 else right)
+    swarm.give(swarm.tracker.begin(swarm.now))
+    for i in range(late):
+        for _ in range(rng.randrange(40)):
+            swarm.step()
+        swarm.join(f"late{i}")
+    for _ in range(min(deaths, honest - 2)):
+        for _ in range(rng.randrange(60)):
+            swarm.step()
+        swarm.lose(rng.choice(sorted(n for n in swarm.has if n.startswith("h"))))
+    swarm.finish()
+    for name in swarm.has.keys() - swarm.lies.keys():
+        assert swarm.has[name].keys() == set(range(pieces))
+        if needs == 2:  # where one vote is enough, the node sees that the whole is wrong
+            assert swarm.has[name] == {p: f"d{p}" for p in range(pieces)}
+    assert not {name for name in swarm.tracker.quarantined if name not in swarm.lies}
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), honest=st.integers(1, 4), pieces=st.integers(1, 20))
+def test_what_the_owner_reads_itself_stands_against_any_number_of_votes(seed, honest, pieces):
+    rng = random.Random(seed)
+    swarm = Votes(Tracker([100] * pieces, needs=[2] * pieces, seed=seed), rng, alike=True)
+    swarm.lies = {f"liar{i}": 1.0 for i in range(honest + 1)}
+    for name in rng.sample([*swarm.lies, *(f"h{i}" for i in range(honest))], 2 * honest + 1):
+        swarm.join(name)
+    swarm.own, swarm.to_read = set(range(pieces)), list(range(pieces))
+    swarm.give(swarm.tracker.begin(swarm.now))
+    swarm.finish()
+    for i in range(honest):
+        assert swarm.has[f"h{i}"] == {p: f"d{p}" for p in range(pieces)}
+
+
+def test_what_two_nodes_have_from_an_earlier_run_is_not_read_again():
+    have = {p: f"d{p}" for p in range(40)}
+    swarm = Votes(Tracker([100] * 40, needs=[2] * 40), random.Random(0))
+    for name, there in (("a", have), ("b", have), ("c", {})):
+        swarm.join(name, there)
+    swarm.give(swarm.tracker.begin(0.0))
+    swarm.finish()
+    assert swarm.reads == 0
+
+
+def test_one_node_alone_has_what_it_read_and_nobody_has_confirmed_it():
+    swarm = Votes(Tracker([100] * 3, needs=[2] * 3), random.Random(0))
+    swarm.join("a")
+    swarm.give(swarm.tracker.begin(0.0))
+    swarm.finish()
+    assert [swarm.tracker.is_shown(p) for p in range(3)] == [False] * 3
+
+
+def test_a_node_whose_reads_are_always_wrong_is_given_up():
+    swarm = Votes(Tracker([100] * 20, needs=[2] * 20), random.Random(0), lies={"bad": 1.0})
+    for name in ("a", "bad", "b"):
+        swarm.join(name)
+    swarm.own, swarm.to_read = set(range(20)), list(range(20))
+    swarm.give(swarm.tracker.begin(0.0))
+    swarm.finish()
+    assert set(swarm.has) <= {"a", "b", "bad"}
+    assert swarm.tracker.quarantined == ["bad"]
+    assert swarm.reads < 100
+
+
+@dataclass
+class Forging(Votes):
+    """The same, where one node answers what it likes.
+
+    Attributes:
+        answer: Told an order that has to do with ``liar``; returns the orders that follow from
+            what that node says, or None if it is carried out.
+    """
+
+    answer: Callable[[Order], list[Order] | None] = lambda _: None
+
+    def carry_out(self, order: Order) -> None:
+        orders = self.answer(order) if "liar" in {order.node, order.source} else None
+        if orders is None:
+            super().carry_out(order)
+        else:
+            self.give(orders)
+
+    def finish_honest(self) -> None:
+        """Go on until all nodes but the liar have everything."""
+        honest = self.has.keys() - {"liar"}
+        for _ in range(20_000):
+            if all(len(self.has[name]) == self.pieces for name in honest):
+                return
+            self.step()
+        raise AssertionError({name: len(self.has[name]) for name in honest})
+
+    @property
+    def pieces(self) -> int:
+        return len(self.tracker._pieces)
+
+
+def forging(needs: int, have: dict[int, str]) -> Forging:
+    swarm = Forging(Tracker([100] * 40, needs=[needs] * 40), random.Random(0))
+    for name in ("a", "b", "c"):
+        swarm.join(name)
+    swarm.join("liar", have)
+    return swarm
+
+
+@pytest.mark.parametrize("needs", [1, 2])
+def test_a_read_that_a_node_says_it_needs_no_more_is_made_by_another(needs):
+    swarm = forging(needs, {})
+    tracker = swarm.tracker
+    swarm.answer = lambda order: (
+        tracker.ended("liar", order.piece, order.source, swarm.now)
+        if order.node == "liar"
+        else None
+    )
+    swarm.give(tracker.begin(0.0))
+    swarm.finish_honest()
+
+
+@pytest.mark.parametrize("needs", [1, 2])
+def test_a_node_that_has_everything_and_gives_nothing_holds_nobody_up(needs):
+    swarm = forging(needs, {p: f"d{p}" for p in range(40)})
+    tracker = swarm.tracker
+    swarm.answer = lambda order: tracker.failed(order.node, order.piece, order.source, swarm.now)
+    swarm.give(tracker.begin(0.0))
+    swarm.finish_honest()
+
+
+def test_failures_of_what_was_not_ordered_are_not_believed():
+    swarm = forging(1, {})
+    swarm.give(swarm.tracker.begin(0.0))
+    for _ in range(2000):
+        swarm.give(swarm.tracker.failed("liar", 39, STORE, swarm.now))
+    for giver in ("a", "b", "c"):
+        swarm.give(swarm.tracker.failed("liar", 0, giver, swarm.now, wrong=True))
+    swarm.finish()
+    assert not swarm.tracker.quarantined
+
+
+def test_a_read_that_keeps_failing_is_tried_without_end():
+    tracker = Tracker([100])
+    tracker.joined("a", [], 0.0)
+    orders, now = tracker.begin(0.0), 0.0
+    for _ in range(2000):
+        (order,) = orders
+        tracker.failed("a", order.piece, order.source, now)
+        now += 10.0
+        orders = tracker.tick(now)
+
+
+def test_of_two_nodes_neither_is_distrusted_at_the_others_word():
+    swarm = Votes(Tracker([100] * 4), random.Random(0))
+    swarm.join("a", {p: f"d{p}" for p in range(4)})
+    swarm.join("liar")
+    for order in swarm.tracker.begin(0.0):
+        if order.node == "liar" and order.source == "a":
+            swarm.give(swarm.tracker.failed("liar", order.piece, "a", 0.0, wrong=True))
+    assert not swarm.tracker.quarantined
+    assert len(swarm.has["a"]) == 4
