@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import platform
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -166,7 +167,8 @@ class Results:
     )
 
     def add(self, work: str, system: str, metric: str, value: float) -> None:
-        """Note one value."""
+        """Note one value, and say it at once: a run may be ended before its table."""
+        print(f"{work} | {system} | {metric} | {value:.4g}", file=sys.stderr, flush=True)
         self.values.setdefault((work, system, metric), []).append(value)
 
     def rows(self) -> list[Row]:
@@ -218,25 +220,44 @@ class Options:
         quick: Less data, one run of each.
         file: Where the JSON rows go.
         device: Where tensors are.
+        only: The parts to run.
     """
 
     quick: bool
     file: Path | None
     device: str = "cpu"
+    only: Sequence[str] = ()
 
 
-def options(name: str, description: str, *, device: bool = False) -> Options:
+def options(
+    name: str, description: str, *, device: bool = False, parts: Sequence[str] = ()
+) -> Options:
     """Read the command line of a benchmark.
 
     Args:
         name: Of the benchmark.
         description: In a line.
         device: It can put its tensors elsewhere than on the processor.
+        parts: Names of its parts, of which some can be chosen.
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.add_argument("--quick", action="store_true", help="less data, one run of each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     if device:
         parser.add_argument("--device", default="cpu", help="where tensors are, such as cuda")
+    if parts:
+        parser.add_argument(
+            "--only",
+            nargs="+",
+            choices=parts,
+            default=list(parts),
+            metavar="PART",
+            help=f"parts to run, of {', '.join(parts)}",
+        )
     parsed = parser.parse_args()
-    return Options(parsed.quick, parsed.json, parsed.device if device else "cpu")
+    return Options(
+        parsed.quick,
+        parsed.json,
+        parsed.device if device else "cpu",
+        parsed.only if parts else (),
+    )

@@ -1,9 +1,9 @@
 """The same files put on every node of a cluster: Millrace, its peers, and the floor.
 
-Run it with ``python -m benchmarks.swarm [--quick] [--json FILE]``, as root. Each run has a rig of
-its own (`benchmarks.rig`): hosts in namespaces with links shaped both ways, a Ray node on each, a
-store that counts what it sends. ``s`` is from the call to the last file in place on the last node,
-planning, hashing and syncing included; the start of the agents is ``startup_s``.
+Run it with ``python -m benchmarks.swarm [--quick] [--json FILE] [--only PART ...]``, as root. Each
+run has a rig of its own (`benchmarks.rig`): hosts in namespaces with links shaped both ways, a Ray
+node on each, a store that counts what it sends. ``s`` is from the call to the last file in place on
+the last node, planning, hashing and syncing included; the start of the agents is ``startup_s``.
 
 The floor is ``max(S / B, S / d, N * S / (B + N * u))`` for S bytes to N nodes with up- and
 downlinks u and d, out of a store of B bytes a second (Kumar and Ross, 2006), less the headers of
@@ -28,15 +28,15 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import SecretStr
 
-from benchmarks.common import Results, options, rotated, show
-from benchmarks.rig import DISK, GOODPUT, Rig
+from benchmarks.common import Results, Row, options, rotated, show
+from benchmarks.rig import DISK, GOODPUT, Rig, RigError
 from benchmarks.rig.store import Store
 from benchmarks.swarm_peers.run import DESTINATION, Figures, check_files, run_peer
 from benchmarks.swarm_peers.xenna_python import NoXennaError
@@ -49,6 +49,7 @@ from millrace.swarm.settings import LimitSettings
 
 MIB = 1 << 20
 SYSTEMS = ("millrace", "xenna", "naive", "ray")
+Values = dict[tuple[str, str, str], Row]  # by work, system and metric
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,11 @@ def run_works(results: Results, *, quick: bool) -> None:
                 except NoXennaError as error:
                     print(f"{system} is left out: {error}", file=sys.stderr)
                     left_out.add(system)
+                    continue
+                except RigError as error:
+                    if system == "millrace":
+                        raise
+                    print(f"{work.name}: {system} failed this time: {error}", file=sys.stderr)
                     continue
                 results.add(work.name, system, "s", found.seconds)
                 results.add(work.name, system, "startup_s", found.startup_seconds)
@@ -201,12 +207,13 @@ def run_encryption_row(results: Results, *, quick: bool) -> None:
 
 
 def run_planner(results: Results, *, quick: bool) -> None:
-    """Time the tracker alone, in simulated time."""
+    """Time the tracker alone, in simulated time, and one small file with all of its agents here."""
     pieces = 200 if quick else 1000
     for nodes in (8, 64, 256):
         time_tracker(results, nodes, pieces)
     if not quick:
         time_tracker(results, 100, 10_000)
+    run_small(results)
 
 
 def time_tracker(results: Results, nodes: int, pieces: int) -> None:
@@ -270,11 +277,23 @@ def run_small(results: Results) -> None:
 
 
 def report(results: Results) -> None:
-    """Print the figures of a run, and the ratios to the floor."""
+    """Print the figures of the parts that ran, and the ratios to the floor."""
     values = {(row.work, row.system, row.metric): row for row in results.rows()}
+    show_works(values)
+    show_shaped(values)
+    show_encryption(values)
+    for (work, _, metric), row in values.items():
+        if work.startswith(("planner", "1 kB")):
+            print(f"{work}: {row.value:.3f} {metric}")
+
+
+def show_works(values: Values) -> None:
+    """Print a line per work and system."""
     metrics = ("s", "startup_s", "peak_rss_MB", "store_bytes_ratio")
     lines: list[list[str]] = []
     for work in WORKS:
+        if (work.name, "floor", "s") not in values:
+            return
         floor = values[work.name, "floor", "s"].value
         lines.append([work.name, "floor", f"{floor:.2f}", "", "", "", "1.00x", ""])
         for system in SYSTEMS:
@@ -290,17 +309,27 @@ def report(results: Results) -> None:
             lines.append([work.name, system, *shown, ratio, str(seconds.n)])
     show(["work", "system", *metrics, "/floor", "n"], lines)
     print()
-    shaped = [row for row in results.rows() if row.work in {"zones", "mixed"}]
-    lines = []
-    for row in shaped:
-        if row.system == "millrace":
+
+
+def show_shaped(values: Values) -> None:
+    """Print a line per metric of the rows whose links differ."""
+    lines: list[list[str]] = []
+    for row in values.values():
+        if row.work in {"zones", "mixed"} and row.system == "millrace":
             floor = values[row.work, "floor", row.metric].value
             figures = [f"{row.value:.2f}", f"{floor:.2f}", f"{row.value / floor:.2f}x", str(row.n)]
             lines.append([row.work, row.metric, *figures])
-    show(["work", "metric", "millrace", "floor", "/floor", "n"], lines)
-    print()
-    lines = []
+    if lines:
+        show(["work", "metric", "millrace", "floor", "/floor", "n"], lines)
+        print()
+
+
+def show_encryption(values: Values) -> None:
+    """Print a line with encryption and one without."""
+    if ("encryption", "floor", "s") not in values:
+        return
     floor = values["encryption", "floor", "s"].value
+    lines: list[list[str]] = []
     for system in ("millrace", "unencrypted"):
         row = values["encryption", system, "s"]
         spent = values["encryption", system, "cpu_s_per_GB"].value
@@ -308,22 +337,24 @@ def report(results: Results) -> None:
         lines.append(["encryption", system, f"{row.value:.2f}", ratio, f"{spent:.2f}", str(row.n)])
     show(["work", "system", "s", "/floor", "cpu_s_per_GB", "n"], lines)
     print()
-    for (work, _, metric), row in values.items():
-        if work.startswith(("planner", "1 kB")):
-            print(f"{work}: {row.value:.3f} {metric}")
+
+
+PARTS: dict[str, Callable[..., None]] = {
+    "planner": run_planner,
+    "zones": run_zone_rows,
+    "mixed": run_mixed_row,
+    "encryption": run_encryption_row,
+    "works": run_works,
+}
 
 
 def main() -> int:
     """Measure, print the table, and write the rows if asked."""
     assert __doc__ is not None
-    asked = options("swarm", __doc__.splitlines()[0])
+    asked = options("swarm", __doc__.splitlines()[0], parts=list(PARTS))
     results = Results("swarm")
-    run_planner(results, quick=asked.quick)
-    run_small(results)
-    run_zone_rows(results, quick=asked.quick)
-    run_mixed_row(results, quick=asked.quick)
-    run_encryption_row(results, quick=asked.quick)
-    run_works(results, quick=asked.quick)
+    for part in asked.only:
+        PARTS[part](results, quick=asked.quick)
     report(results)
     if asked.file:
         results.save(asked.file)

@@ -39,6 +39,7 @@ def test_the_names_of_storage():
         "delete_one",
         "delete_versions",
         "difference",
+        "etag_is_md5",
         "exists",
         "filesystem",
         "from_environment",

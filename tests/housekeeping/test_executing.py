@@ -770,12 +770,12 @@ def test_a_plan_of_junk_is_gone_on_from_when_what_proved_its_worker_is_gone(fold
 
 def test_the_reports_of_junk_name_each_worker_the_largest_first(folder, tmp_path):
     bad = "w|<img src=x>"
-    for uid, size in (("w1", 10), ("w2", 2000), (bad, 30)):
+    for uid, size in (("small-one", 10), ("large-one", 2000), (bad, 30)):
         folder.put(f"job/members/{uid}/cooldowns/000000/vote.json")
         folder.put(f"job/members/{uid}/x", b"x" * size)
     plan = make_plan(config_of(folder, JUNK))
     done = execute(config_of(folder, JUNK), plan.name)
     for text in (describe_plan(plan, []), describe_cleaning(plan, done)):
-        places = [text.index(uid) for uid in ("w2", "img src", "w1")]
+        places = [text.index(uid) for uid in ("large-one", "img src", "small-one")]
         assert places == sorted(places)
         assert bad not in text
