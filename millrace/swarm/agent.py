@@ -223,10 +223,13 @@ class Run:
         with self._buffers.one(self._sizes[number]) as data:
             try:
                 if source:
-                    self._peers.piece(number, source, data)
+                    self._peers.piece(number, source, data, lambda: self.landing.has(number))
                 else:
                     self._store.piece(number, data)
             except FetchError as error:
+                if self.landing.has(number):
+                    self._tell({"e": "had", **told, "b": 0})
+                    return
                 why = {"why": str(error)[:300], "status": error.status}
                 self._tell({"e": "failed", **told, **why})
                 return

@@ -45,7 +45,8 @@ _IN_VAIN = 3  # times that a node may say that a file is wrong of which every pi
 _STRAGGLER = 5.0  # times as long as the others take that a node may take after its last byte
 _SLOW_DISK = 10e6  # bytes a second at which a node is done with its files at least
 _OPENING = 3600.0  # seconds that a node may look at what it has, while it answers otherwise
-_PROGRESS = {"done", "received", "files"}  # events
+_LEAST_RATE = 100e3  # bytes a second at which a node goes on at least, once half are ready
+_SLOWEST = 100.0  # times as fast as that the slowest ready node may be
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,8 @@ class _Member:
     ready: bool = False
     moved: float = field(default_factory=time.monotonic)
     """When it last received a byte, or came."""
+    until: float = 0.0
+    """When it is waited for no longer, whatever it says; 0 until half of the nodes are ready."""
 
 
 class _Drive:
@@ -377,7 +380,8 @@ class _Drive:
 
         One that still lacks bytes may be waiting for the others until half of them are ready. One
         that says that it has all bytes reads, unpacks or syncs its disk; alone, it may take as long
-        as a slow disk does.
+        as a slow disk does. One that says for ever that it goes on is waited for as long as the
+        slowest node would take.
         """
         members = [member for member in self._members.values() if not member.why]
         slow = [member for member in members if not self._has_all(member)]
@@ -386,14 +390,34 @@ class _Drive:
         stalled = self._settings.limits.stall_timeout.total_seconds()
         # How long it takes to be done with the files is no one node's word.
         working = _STRAGGLER * max(done) if len(done) > 1 else self._catalogue.size / _SLOW_DISK
+        now = time.monotonic()
         for member in slow:
-            quiet = time.monotonic() - member.moved
-            if member.joined and self._tracker.lacks(member.node.id):
+            quiet = now - member.moved
+            if compared and member.joined and not member.until:
+                member.until = now + stalled + self._longest(member)
+            if member.until and now > member.until:
+                self._lose(
+                    member,
+                    f"it goes on, and is not ready {now - self._began:.0f} s after the start, the "
+                    f"others after {max(done, default=0.0):.0f} s",
+                )
+            elif member.joined and self._tracker.lacks(member.node.id):
                 if compared and quiet > stalled:
                     self._lose(member, f"it received no byte for {quiet:.0f} s")
             elif (member.joined or compared) and quiet > max(stalled, working):
                 others = f", the others after {max(done):.0f} s in all" if done else ""
                 self._lose(member, f"it was not ready {quiet:.0f} s after its last byte{others}")
+
+    def _longest(self, member: _Member) -> float:
+        """Return the seconds that a node may take for what it lacks, and for all of its files."""
+        rates = [
+            (one.from_store + one.from_peers) / max(one.seconds, 1e-3)
+            for one in self._members.values()
+            if one.ready and one.from_store + one.from_peers > 0
+        ]
+        rate = max(_LEAST_RATE, min(rates) / _SLOWEST if len(rates) > 1 else 0.0)
+        has = sum(self._tracker.held(member.node.id, self._sizes))
+        return (2 * self._catalogue.size - has) / rate
 
     # -- nodes come and go
 
@@ -684,11 +708,10 @@ class _Drive:
     def _happened(self, member: _Member, event: dict[str, Any]) -> None:
         if member.why or self._ending:
             return
-        if event["e"] in _PROGRESS:
-            member.moved = time.monotonic()
         match event["e"]:
             case "received":
-                pass
+                if self._tracker.lacks(member.node.id):
+                    member.moved = time.monotonic()
             case "done":
                 self._done(member, event["p"], event["s"], event["d"], event["b"])
             case "had":
@@ -716,6 +739,7 @@ class _Drive:
             self._failing.pop(number, None)
         if not self._tracker.has(name, number):
             self._had += size
+            member.moved = now
         self._deal(self._tracker.done(name, number, source, digest, now))
 
     def _count(self, member: _Member, source: str, size: int) -> None:
@@ -764,7 +788,9 @@ class _Drive:
             )
 
     def _files(self, member: _Member, numbers: list[int]) -> None:
-        member.files.update(numbers)
+        if not member.files.issuperset(numbers):
+            member.files.update(numbers)
+            member.moved = time.monotonic()
         if len(member.files) == len(self._catalogue.files) and not member.ready:
             member.ready = True
             member.seconds = time.monotonic() - self._began

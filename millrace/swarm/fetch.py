@@ -145,8 +145,10 @@ class PeerReader:
         self._run, self._key, self._peers = run, key, peers
         self._connections = connections
 
-    def piece(self, number: int, source: str, into: memoryview) -> None:
-        """Read a piece from a node.
+    def piece(
+        self, number: int, source: str, into: memoryview, is_over: Callable[[], bool]
+    ) -> None:
+        """Read a piece from a node, unless it proves to be of no use any more.
 
         Raises:
             FetchError: It did not give it.
@@ -157,7 +159,7 @@ class PeerReader:
             return {AUTH: sign(self._key, "GET", path, to=place.identity)}
 
         try:
-            self._connections.fill(place, path, signed, into)
+            self._connections.fill(place, path, signed, into, is_over=is_over)
         except RefusedError as error:
             raise FetchError(str(error), error.status) from error
         except (OSError, http.client.HTTPException, ValueError) as error:

@@ -358,13 +358,17 @@ class Tracker:
         Where the node is not known to have the piece, the transfer has failed.
         """
         node = self._nodes[name]
-        known = self._over(node, number, source, now) is not None
-        if known and node.alive and not node.have[number]:
+        took = self._over(node, number, source, now)
+        if took is not None and node.alive and not node.have[number]:
             if source == STORE:
                 self._read_again(number, now)
             if self._pieces[number].holders:
                 self._enqueue(node, number)
         if source != STORE:
+            if took is not None:
+                giver, size = self._nodes[source], self._pieces[number].size
+                if took.seconds > self._allowed_fetch(giver, node, size):
+                    self._note_refusal(node, giver)
             self._offer_if_nobody_has(number)
         if node.alive:
             self._feed(node, now)
@@ -516,10 +520,11 @@ class Tracker:
             self._offer_to_read(number)
 
     def _mark_slow(self, node: _Node) -> None:
-        """What only slow nodes have is read from the store again."""
+        """Compare nobody with a node. What only slow nodes have is read from the store again."""
         if node.slow:
             return
         node.slow = True
+        self._find_quickest()
         for number in range(len(self._pieces)):
             if node.have[number]:
                 self._offer_if_nobody_has(number)
@@ -591,7 +596,6 @@ class Tracker:
         node.refusals[giver.name] += 1
         if node.refusals[giver.name] >= _REFUSALS:
             self._mark_slow(giver)
-            self._find_quickest()
 
     def _lost_copy(self, node: _Node, number: int) -> None:
         piece = self._pieces[number]
@@ -1004,12 +1008,15 @@ class Tracker:
                 if giver.zone != node.zone:
                     late = across.setdefault(node.zone, _Late())
                     crossing[node.zone] += 1
-                late.note(node, number, source, took, self._allowed_fetch(giver, node, size))
+                allowed = self._allowed_fetch(giver, node, size)
+                late.note(node, number, source, took, allowed)
+                if took > _VERY_LATE * allowed:  # it may go on so for ever
+                    self._mark_slow(giver)
         # Late at many at once is a crowded network, and more of the same would not help.
         few = max(1, len(self.nodes) // 4)
         due = [late for late in (reads, near) if len(late.nodes) <= few or late.very]
         for zone, late in across.items():
-            if len(late.transfers) <= max(1, crossing[zone] // 4):
+            if len(late.transfers) <= max(1, crossing[zone] // 4) or late.very:
                 due.append(late)
         for late in (slow_reads, *due):
             for node, number, source in late.transfers:

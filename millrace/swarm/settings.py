@@ -95,7 +95,8 @@ class LimitSettings(_Settings):
         default=timedelta(seconds=60),
         gt=timedelta(0),
         description="How long a node may receive no byte, once half of the nodes are ready, before "
-        "the run ends without it. A slow node that goes on receiving is waited for.",
+        "the run ends without it. A slow node that goes on receiving is waited for, down to "
+        "100 kB/s and a hundredth of what the others receive.",
     )
     direct: bool = Field(
         default=True,

@@ -29,6 +29,8 @@ _PORTS = {"http": 80, "https": 443}
 _HEAD = 64 * 1024  # bytes of an answer that are asked for at first
 _LONGEST_HEAD = 256 * 1024
 _BODY = 256 * 1024  # bytes taken from the socket at a time
+_GRACE = 30.0  # seconds after which a body has failed that comes more slowly
+_LEAST_RATE = 4096  # bytes a second: a sixteenth of a link of half a Mbit/s
 
 Headers = dict[str, str] | Callable[[], dict[str, str]]
 """Headers of a request; a function makes them anew for each try: a signature is accepted once."""
@@ -233,8 +235,19 @@ class Connections:
             yield answer
             use.over = answer.isclosed() and not answer.will_close
 
-    def fill(self, place: Place, path: str, headers: Headers, into: memoryview) -> dict[str, str]:
+    def fill(
+        self,
+        place: Place,
+        path: str,
+        headers: Headers,
+        into: memoryview,
+        *,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> dict[str, str]:
         """GET a body that is just of a buffer's size into the buffer.
+
+        One that comes a byte at a time, so that it is never without one for long, fails too.
+        `is_over` is asked whenever bytes have come: once it says so, the rest is of no use.
 
         Read from the socket itself: of a small body the most is there with its headers, and
         `http.client` takes longer over those than all the rest takes.
@@ -246,6 +259,7 @@ class Connections:
             RefusedError: The answer was not 2xx.
             OSError, http.client.HTTPException: It could not be had, or is of another size.
         """
+        began = time.monotonic()
         with self._asked(
             place, lambda connection: _head(self._open(connection), place, path, headers)
         ) as (use, head):
@@ -261,6 +275,9 @@ class Connections:
             into[:at] = head.body
             self.received += at
             while at < len(into):
+                if is_over():
+                    raise http.client.HTTPException("nobody waits for it any more")
+                _check_rate(at, began)
                 got = sock.recv_into(into[at : at + _BODY])
                 if not got:
                     raise http.client.IncompleteRead(bytes(into[:0]), len(into) - at)
@@ -411,9 +428,11 @@ def _head(sock: socket.socket, place: Place, path: str, headers: Headers) -> _He
         raise ValueError("A header must be one line.")
     sock.sendall(request.encode("latin-1"))
     found = b""
+    began = time.monotonic()
     while (end := found.find(b"\r\n\r\n")) < 0:
         if len(found) > _LONGEST_HEAD:
             raise http.client.HTTPException("the headers do not end")
+        _check_rate(len(found), began)
         got = sock.recv(_HEAD)
         if not got:
             raise http.client.RemoteDisconnected("closed without an answer")
@@ -425,6 +444,17 @@ def _head(sock: socket.socket, place: Place, path: str, headers: Headers) -> _He
     said = (line.partition(":") for line in rest)
     named = {name.strip().lower(): value.strip() for name, _, value in said}
     return _Head(int(status[:3]), named, found[end + 4 :])
+
+
+def _check_rate(received: int, began: float) -> None:
+    """Check that an answer comes at a rate at which it ends.
+
+    Raises:
+        TimeoutError: It does not.
+    """
+    seconds = time.monotonic() - began
+    if seconds > _GRACE and received < _LEAST_RATE * seconds:
+        raise TimeoutError(f"{received} bytes in {seconds:.0f} s")
 
 
 def identify(place: Place, key: bytes, timeout: float) -> Place:

@@ -99,6 +99,40 @@ def forging(events: object) -> str:
     return FORGE.replace("{forged}", events if isinstance(events, str) else repr(events))
 
 
+DAWDLE = """
+import time
+import millrace.swarm.agent as agent
+
+def events(run, after):
+    run.heard = time.monotonic()
+    time.sleep(0.05)
+    return [{event}]
+
+agent.Run.events = events
+agent.Run.take = lambda run, orders: None
+"""
+"""Lets a node do nothing it is told, and say one thing for ever."""
+
+DRIP = """
+import select
+import millrace.swarm.agent as agent
+
+def drip(to, descriptor, start, size):
+    for at in range(start, start + size):
+        to.sendall(agent.os.pread(descriptor, 1, at))
+        select.select([], [], [], 0.05)
+
+agent._send_file = drip
+"""
+"""Lets a node give others a byte at a time."""
+
+IMPATIENT = """
+import millrace.swarm.wire as wire
+
+wire._GRACE = 1.0
+"""
+"""Lets a node give up soon what comes too slowly."""
+
 TRICKLE = """
 import time
 import millrace.swarm.agent as agent

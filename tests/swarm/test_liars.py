@@ -10,10 +10,13 @@ import pytest
 from benchmarks.rig.store import Store
 from millrace import errors
 from millrace.storage import StoreSpec
-from millrace.swarm import LimitSettings, Request, prewarm
+from millrace.swarm import LimitSettings, Request, drive, prewarm
 from tests.swarm.swarms import (
     CLAIM,
+    DAWDLE,
+    DRIP,
     FLIP,
+    IMPATIENT,
     Agent,
     Heard,
     files_below,
@@ -136,3 +139,35 @@ def test_an_object_of_which_nothing_says_what_it_is_leaves_the_store_twice(start
     assert 15 * MIB < share <= 16 * MIB
     assert 2 * len(body) <= report.store_bytes <= 2 * len(body) + share
     assert [files_below(node.root) for node in start.agents] == [{"large.bin": body}] * 3
+
+
+@pytest.mark.parametrize(
+    ("event", "why"),
+    [
+        ({"e": "received", "b": 1}, "it goes on, and is not ready"),
+        ({"e": "files", "f": []}, "it received no byte for"),
+    ],
+    ids=["received", "files"],
+)
+def test_a_node_that_says_for_ever_that_it_goes_on_is_waited_for_no_longer(
+    spec, start, monkeypatch, event, why
+):
+    monkeypatch.setattr(drive, "_LEAST_RATE", 1e12)
+    nodes = start("", DAWDLE.format(event=event), "")
+    limits = LimitSettings(stall_timeout=timedelta(seconds=2))
+    report = prewarm(settings_of(spec, nodes, requests=ALL, limits=limits))
+    assert [seen.ready for seen in report.nodes] == [True, False, True]
+    assert why in report.nodes[1].why
+    assert [files_below(node.root) for node in (nodes[0], nodes[2])] == [CONTENTS] * 2
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_node_that_gives_a_byte_at_a_time_holds_nobody_up(spec, start, others):
+    giver = start("")[0]
+    prewarm(settings_of(spec, [giver], requests=ALL))
+    stop(giver)
+    start.agents.clear()
+    start(DRIP, *[IMPATIENT] * others)
+    report = prewarm(settings_of(spec, start.agents, requests=ALL))
+    assert [seen.why for seen in report.nodes] == [""] * (1 + others)
+    assert [files_below(node.root) for node in start.agents] == [CONTENTS] * (1 + others)

@@ -1,12 +1,14 @@
 """What is read of an answer: no more than is expected, and never less than was announced."""
 
 import http.client
+import select
 import socket
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 
 import pytest
 
+from millrace.swarm import wire
 from millrace.swarm.wire import Connections, Place, read_body
 
 
@@ -52,3 +54,41 @@ def test_of_a_longer_answer_than_expected_one_byte_more_is_read(answered, longes
 @pytest.mark.parametrize(("size", "longest"), [(0, 0), (0, 10), (10, 10), (10, 11)])
 def test_a_whole_answer_is_read(answered, size, longest):
     assert answered(size, b"x" * size, longest) == b"x" * size
+
+
+@pytest.fixture
+def dripping():
+    """A server that answers a request with these bytes at once, and then with one at a time."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def start(answer: bytes) -> Place:
+            def serve() -> None:
+                connection, _ = server.accept()
+                with connection, suppress(OSError):
+                    connection.recv(65536)
+                    connection.sendall(answer)
+                    while True:
+                        connection.sendall(b"x")
+                        select.select([], [], [], 0.01)
+
+            threading.Thread(target=serve, daemon=True).start()
+            return Place("http", "127.0.0.1", server.getsockname()[1])
+
+        yield start
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"], ids=["head", "body"]
+)
+def test_what_comes_a_byte_at_a_time_has_failed_after_a_while(dripping, monkeypatch, answer):
+    monkeypatch.setattr(wire, "_GRACE", 0.2)
+    with closing(Connections(10.0)) as connections, pytest.raises(TimeoutError, match="bytes in"):
+        connections.fill(dripping(answer), "/a", {}, memoryview(bytearray(1_000_000)))
+
+
+def test_what_is_of_no_use_any_more_is_read_no_further(dripping):
+    place = dripping(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+    into, asked = bytearray(1_000_000), iter([False] * 3)
+    with closing(Connections(10.0)) as connections, pytest.raises(http.client.HTTPException):
+        connections.fill(place, "/a", {}, memoryview(into), is_over=lambda: next(asked, True))
+    assert into.count(b"x") < 1000
