@@ -153,8 +153,6 @@ def hostile_body(  # noqa: PLR0911 - one of each kind
             return _changed(body, lambda record: _texts(record, lambda text: _moved(text, YEAR)))
         case Kind.BEHIND:
             return _changed(body, lambda record: _texts(record, lambda text: _moved(text, -YEAR)))
-        case Kind.GHOST:
-            return body
         case Kind.NOISE:
             return dice.randbytes(dice.choice([1, 8, 100, 5000]))
         case _:
@@ -213,7 +211,7 @@ class Reach:
         litter: Prefixes of ours where it may leave names that are nobody's.
         scopes: Folders of ours in whose place it may write beside: a whole run, job or dataset
             of junk.
-        ghosts: Names of members in whose place it may write under a name that no roster has.
+        ghosts: Names of members whose records it may write with a name that no roster has.
     """
 
     prefixes: tuple[str, ...]
@@ -246,9 +244,8 @@ def make_junk(
     dice.shuffle(kinds)
     records = sorted(genuine)
     others = [genuine[key] for key in records if key.endswith(".json")]
-    places: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
-    for place, origin, ghost in _places(reach, records, dice):
-        places[ghost].append((place, origin))
+    places = list(_places(reach, records, dice))
+    ghosts = list(_ghosts(reach, records, dice))
     number = 0
     while len(made) < count and number < 20 * count:
         kind = kinds[number % len(kinds)]
@@ -263,10 +260,15 @@ def make_junk(
             leaf = dice.choice(records).rpartition("/")[2] if records else "x.json"
             key = hostile_name(kind, folder, leaf, room, dice, controls)
             one = Junk(kind, key, dice.choice([b"", b"x", b"{}", *others[:3]]))
-        elif places[kind is Kind.GHOST]:
-            key, origin = dice.choice(places[kind is Kind.GHOST])
+        elif kind is Kind.GHOST:
+            if not ghosts:
+                continue
+            key, origin, member, ghost = dice.choice(ghosts)
+            one = Junk(kind, key, genuine[origin].replace(member.encode(), ghost.encode()))
+        elif places:
+            key, origin = dice.choice(places)
             one = _record(kind, key, genuine[origin], others, dice)
-        elif reach.prefixes and kind is not Kind.GHOST:
+        elif reach.prefixes:
             folder = dice.choice(_folders(reach, records))
             one = _record(kind, f"{folder}x{number}.json", b"{}", others, dice)
         else:
@@ -292,26 +294,41 @@ def _folders(reach: Reach, keys: Sequence[str]) -> list[str]:
     return sorted(found)
 
 
-def _places(reach: Reach, keys: Sequence[str], dice: Random) -> Iterator[tuple[str, str, bool]]:
-    """Yield keys for records: a key, that of the genuine object, and whether a ghost has it."""
+def _places(reach: Reach, keys: Sequence[str], dice: Random) -> Iterator[tuple[str, str]]:
+    """Yield keys for records, each with that of the genuine object."""
     for key in keys:
         if reach.prefixes:
-            yield dice.choice(reach.prefixes) + key.rpartition("/")[2], key, False
+            yield dice.choice(reach.prefixes) + key.rpartition("/")[2], key
         if key.startswith(reach.prefixes) and not reach.spares(key):
-            yield key, key, False
+            yield key, key
             for run in re.finditer(r"[0-9]+", key):
                 width = len(run.group())
                 other = f"{(int(run.group()) + dice.choice([1, 2, 7])) % 10**width:0{width}d}"
                 beside = key[: run.start()] + other + key[run.end() :]
                 if beside.startswith(reach.prefixes) and beside not in keys:
-                    yield beside, key, False
+                    yield beside, key
         for scope in reach.scopes:
             if key.startswith(scope):
                 parent = scope[:-1].rpartition("/")[0]
                 evil = f"evil-{dice.randrange(4)}/{key.removeprefix(scope)}"
-                yield f"{parent}/{evil}" if parent else evil, key, False
+                yield f"{parent}/{evil}" if parent else evil, key
+
+
+def _ghosts(reach: Reach, keys: Sequence[str], dice: Random) -> Iterator[tuple[str, str, str, str]]:
+    """Yield keys for records of ghosts, each with that of the genuine object, and both names.
+
+    The name is in the key, or in the record only, which lies where the writer's own would.
+    """
+    for key in keys:
         for member in reach.ghosts:
+            ghost = f"ghost-{dice.randrange(8)}"
             pattern = rf"(?<=[/-]){re.escape(member)}(?=[/.-])"
-            ghost = re.sub(pattern, f"ghost-{dice.randrange(8)}", key)
-            if ghost != key and ghost.startswith(reach.prefixes):
-                yield ghost, key, True
+            named = {re.sub(pattern, ghost, key)} - {key}
+            for own in reach.prefixes:
+                theirs = f"{own[:-1].rpartition('/')[0]}/{member}/"
+                if key.startswith(theirs):
+                    named.add(own + key.removeprefix(theirs))
+                    named.add(own + re.sub(pattern, ghost, key.removeprefix(theirs)))
+            for place in sorted(named):
+                if place.startswith(reach.prefixes) and not reach.spares(place):
+                    yield place, key, member, ghost
