@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, ClassVar, Generic, TypeVar
 
 import orjson
@@ -157,7 +157,8 @@ def committed(
 ) -> Iterator[tuple[Stat, R | errors.CorruptError]]:
     """Yield the records whose keys start with a prefix, read 32 at a time, in the listing's order.
 
-    A damaged record hides no other one: the error that names its key is yielded in its place.
+    A damaged record hides no other one: the error that names its key is yielded in its place. One
+    that was deleted since the listing is none.
 
     Args:
         store: Store to list.
@@ -167,15 +168,17 @@ def committed(
     """
     found = (stat for stat in list_objects(store, prefix) if wanted(stat))
 
-    def pair(stat: Stat) -> tuple[Stat, R | errors.CorruptError]:
+    def pair(stat: Stat) -> list[tuple[Stat, R | errors.CorruptError]]:
         try:
-            return stat, fetch(store, stat.key, kind)
+            return [(stat, fetch(store, stat.key, kind))]
         except errors.CorruptError as error:
-            return stat, error
+            return [(stat, error)]
+        except errors.NotFoundError:
+            return []
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="records") as pool:
         while batch := list(islice(found, _AT_ONCE * 8)):
-            yield from pool.map(pair, batch)
+            yield from chain.from_iterable(pool.map(pair, batch))
 
 
 def whole(where: str, found: Iterable[tuple[Stat, R | errors.CorruptError]]) -> Iterator[R]:

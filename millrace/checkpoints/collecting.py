@@ -23,6 +23,7 @@ from millrace.checkpoints.members import (
     Statements,
     commit_roster,
     has_checkpoint,
+    make_roster,
     moved_on,
     read_roster,
 )
@@ -82,7 +83,8 @@ class Collector:
         try:
             commit_roster(self._store, self._job, self._epoch, there)
         except errors.CorruptError:  # nobody but an owner writes here: it was damaged
-            put(self._store, self._cooldown.roster, self._repaired(there))
+            roster = make_roster(self._job, self._epoch, there)
+            put(self._store, self._cooldown.roster, encoded(roster, secrets.token_hex(16)))
         return read_roster(self._store, self._job, self._epoch)
 
     def advance(self, roster: Roster, heard: Statements, living: Collection[str]) -> Epoch | None:
@@ -96,11 +98,7 @@ class Collector:
         said = heard.agreed(roster.members, living)
         if said is not None and self._is_committed(roster, heard, said):
             by = self._draft[0] if self._draft else said.member
-            record = Epoch(
-                job=self._job, epoch=self._epoch, step=said.step, root=said.root, rest=said.rest,
-                member=by,
-            )  # fmt: skip
-            return self.commit(record)
+            return self.commit(said.end(self._job, self._epoch, by))
         if heard.is_late(roster.members, living):
             return self.without("most members say that there is no checkpoint in time", said)
         return None
@@ -132,13 +130,6 @@ class Collector:
             stats = islice(list_objects(self._store, self._cooldown.parts(member)), 100_000)
             keys = [stat.key for stat in stats]
             delete(self._store, [*keys, self._cooldown.draft(member)])
-
-    def _repaired(self, members: Collection[str]) -> bytes:
-        roster = Roster(
-            job=self._job, epoch=self._epoch, members=tuple(sorted(members)),
-            seed=secrets.randbits(64),
-        )  # fmt: skip
-        return encoded(roster, secrets.token_hex(16))
 
     # -- the checkpoint
 

@@ -184,9 +184,13 @@ def commit_roster(
     Raises:
         CorruptError: What is there is no roster.
     """
+    commit_once(store, CooldownKeys(job, epoch).roster, make_roster(job, epoch, members, seed))
+
+
+def make_roster(job: str, epoch: int, members: Collection[str], seed: int | None = None) -> Roster:
+    """Return a roster of these members, with a seed of chance where none is given."""
     seed = secrets.randbits(64) if seed is None else seed
-    roster = Roster(job=job, epoch=epoch, members=tuple(sorted(members)), seed=seed)
-    commit_once(store, CooldownKeys(job, epoch).roster, roster)
+    return Roster(job=job, epoch=epoch, members=tuple(sorted(members)), seed=seed)
 
 
 def read_roster(store: Store, job: str, epoch: int) -> Roster:
@@ -212,9 +216,8 @@ def read_roster(store: Store, job: str, epoch: int) -> Roster:
 
 def _living_roster(membership: Membership, epoch: int) -> Roster:
     """Return the living members as a roster: the same on all members that see the same living."""
-    members = tuple(sorted({*membership.census.held(), membership.member}))
     seed = int(sha256(f"{membership.job} {epoch}".encode())[:16], 16)
-    return Roster(job=membership.job, epoch=epoch, members=members, seed=seed)
+    return make_roster(membership.job, epoch, {*membership.census.held(), membership.member}, seed)
 
 
 class Statements:
@@ -377,4 +380,4 @@ def derived_epoch(store: Store, job: str, epoch: int) -> Epoch | None:
     said = heard.agreed(roster.members, roster.members)
     if said is None or not has_checkpoint(store, job, said.step, said.root):
         return None
-    return Epoch(job=job, epoch=epoch, step=said.step, root=said.root, rest=said.rest)
+    return said.end(job, epoch)

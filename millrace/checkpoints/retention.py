@@ -15,7 +15,7 @@ from millrace.checkpoints.members import derived_epoch, epoch_of
 from millrace.checkpoints.settings import Retention
 from millrace.keys import CheckpointKeys
 from millrace.models.checkpoint import Checkpoint, Pin
-from millrace.records import commit_once, fetch
+from millrace.records import commit_once, committed
 from millrace.storage import DeleteFailure, Stat, Store, delete, list_objects
 
 _AT_ONCE = 32  # records
@@ -246,16 +246,12 @@ def _pinned(
 ) -> Iterator[tuple[int, str]]:
     """Return the pinned steps, each with the reason. A pin that cannot be read is one."""
     by_key = {keys.pin(step): step for step in complete}
-    for stat in list_objects(store, keys.prefix):
-        step = by_key.get(stat.key)
-        if step is None:
-            continue
-        try:
-            yield step, f"pinned: {fetch(store, stat.key, Pin).why}"
-        except errors.NotFoundError:
-            continue
-        except errors.CorruptError:
+    for stat, pin in committed(store, keys.prefix, Pin, wanted=lambda stat: stat.key in by_key):
+        step = by_key[stat.key]
+        if isinstance(pin, errors.CorruptError):
             yield step, "it has a pin, which cannot be read"
+        else:
+            yield step, f"pinned: {pin.why}"
 
 
 def _files(keys: CheckpointKeys, checkpoints: Iterable[Checkpoint]) -> set[str]:

@@ -170,5 +170,4 @@ class _Watched:
         job, number = self._keys.job, self._cooldown.epoch
         if said is None or not has_checkpoint(self._store, job, said.step, said.root):
             return None
-        record = Epoch(job=job, epoch=number, step=said.step, root=said.root, rest=said.rest)
-        return commit_epoch(self._store, record)
+        return commit_epoch(self._store, said.end(job, number))

@@ -187,6 +187,12 @@ class Claim(Record):
         """What two members that are alike say alike."""
         return self.step, self.root, self.rest
 
+    def end(self, job: str, epoch: int, member: str = "") -> Epoch:
+        """Return the end of an epoch with the checkpoint that this is about."""
+        return Epoch(
+            job=job, epoch=epoch, step=self.step, root=self.root, rest=self.rest, member=member
+        )
+
 
 class Late(Record):
     """A member's vote to end an epoch without a checkpoint.

@@ -503,7 +503,7 @@ class _Drive:
                 place = member.node.place
                 try:
                     with self._connections.request(place, "GET", "/agent") as answer:
-                        answer.read(4096)
+                        read_body(answer, 4096)
                 except RefusedError:
                     continue
                 except (OSError, http.client.HTTPException):

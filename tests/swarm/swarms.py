@@ -12,9 +12,10 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from benchmarks.rig.store import REGION, Store
+from benchmarks.rig.store import Store
+from benchmarks.swarm_peers import spec
 from millrace.progress import Event
-from millrace.storage import Credentials, StoreSpec
+from millrace.storage import StoreSpec
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request
 
 KEY = secrets.token_hex(16)
@@ -195,15 +196,7 @@ def stop(agent: Agent) -> None:
 
 
 def spec_of(store: Store) -> StoreSpec:
-    return StoreSpec(
-        url=f"s3://{store.bucket}",
-        endpoint=store.endpoint,
-        region=REGION,
-        credentials=Credentials(
-            access_key_id=store.key.access_key_id,
-            secret_access_key=SecretStr(store.key.secret_access_key),
-        ),
-    )
+    return spec.spec_of(store.config())
 
 
 def settings_of(store: Store | StoreSpec, agents: list[Agent], **more: Any) -> PrewarmSettings:
