@@ -19,6 +19,7 @@ _LINES = 50  # of a log that are kept
 _AT_ONCE = 20  # pieces of a log that are read in one look
 _OBJECTS = 20_000  # below a machine's folder: what is beyond is not looked at
 _LINES_A_PIECE = 2000
+_LINES_IN_ALL = 200_000  # that one machine may have told
 _COLUMNS = 500
 _TOLD = 5  # lines of what a failed command printed
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -47,6 +48,7 @@ class Report:
     news: list[str] = field(default_factory=list[str])
     tail: list[str] = field(default_factory=list[str])
     _seen: dict[str, Stat] = field(default_factory=dict[str, Stat])
+    _told: int = 0
 
     def look(self) -> bool:
         """Read what is new; whether there is a new sign of life. One listing, and what changed.
@@ -72,7 +74,12 @@ class Report:
     def _print(self, stat: Stat) -> None:
         text = self._text(stat)
         lines = [printable(line) for line in text.splitlines()[:_LINES_A_PIECE]]
-        self.news += lines
+        room = _LINES_IN_ALL - self._told
+        self._told += len(lines)
+        self.news += lines[: max(0, room)]
+        if 0 <= room < len(lines):
+            where = self.store.url_of(self.keys.logs)
+            self.news.append(f"({_LINES_IN_ALL:,} lines are told; the others are in {where})")
         self.tail = [*self.tail, *lines][-_LINES:]
 
     def _said(self, stat: Stat, kind: type[M]) -> M | None:

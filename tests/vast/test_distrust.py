@@ -15,11 +15,11 @@ import pytest
 from pydantic import SecretStr
 
 from millrace import errors
-from millrace.keys import RentalKeys
+from millrace.keys import MachineKeys, RentalKeys
 from millrace.lease import Holder
 from millrace.models.rental import Ending
 from millrace.storage import Credentials, StoreSpec, create, open_store, put
-from millrace.vast import Rental, Vast, reap, release
+from millrace.vast import Rental, Vast, reap, release, reports
 from millrace.vast import rental as renting
 from millrace.vast.hiring import environment
 from millrace.vast.ledger import attempts_of
@@ -325,3 +325,20 @@ def watch(
     watchdog.wait()
     watchdog.stdout.close()
     return said
+
+
+def test_a_machine_that_prints_without_end_fills_no_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "_LINES_IN_ALL", 25)
+    store = open_store(StoreSpec(url=tmp_path.as_uri()))
+    keys = MachineKeys(RentalKeys("fleet").machine(0))
+    heard = reports.Report(store, keys)
+    told: list[str] = []
+    for piece in range(6):
+        create(store, keys.log(piece), b"".join(b"%d.%d\n" % (piece, n) for n in range(10)))
+        heard.look()
+        told += heard.news
+    assert told[:25] == [f"{piece}.{n}" for piece in range(3) for n in range(10)][:25]
+    assert told[25:] == [f"(25 lines are told; the others are in {store.url_of(keys.logs)})"]
+    assert heard.tail[-1] == "5.9"
