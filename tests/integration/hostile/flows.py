@@ -260,15 +260,25 @@ def _clean_by(site: Site, *rules: Any) -> Any:
         planned = sorted(entry.stat.key for entry in entries)
     done = execute(config, plan.name, progress=site.heard)
     site.said += [f"{one.key}: {one.reason}" for one in done.failures]
-    site.said.append(f"{plan.totals.kept} {done.skipped} {done.junk}")
+    site.said.append(f"{plan.totals.kept} {done.skipped}")
+    site.said += [
+        f"junk of {one.scope.rstrip('/')}/{one.worker}: {one.objects} objects" for one in done.junk
+    ]
     left = [key for key in site.ours() if not key.startswith("_clean/")]
     return [site.genuine_of(planned), sorted(left)]
 
 
 def _clean(site: Site) -> Any:
+    written = [key for key in site.everything() if _is_junk(key)]
     planned, left = _clean_by(site, *RULES)
-    junk = [key for key in site.everything() if key.startswith("run/w1/") and named(key) is None]
-    return [planned, left, junk]
+    if written:
+        site.blamed.append(["junk of run/w1: "])
+    return [planned, left, [key for key in site.everything() if _is_junk(key)]]
+
+
+def _is_junk(key: str) -> bool:
+    """Tell whether a key below the worker's prefix is no name of ours."""
+    return key.startswith("run/w1/") and named(key) is None
 
 
 def _clean_versions(site: Site) -> Any:
