@@ -32,7 +32,7 @@ from millrace.gradients import (
     OuterKind,
     Participant,
     RunSettings,
-    Worker,
+    Sender,
     begin_run,
     follow,
     weights_of_model,
@@ -154,7 +154,7 @@ def compressed(
         everybody = [
             Participant.join(settings, str(n), store, store, threads=1) for n in range(WORKERS)
         ]
-        workers = [Worker(str(n), store) for n in range(WORKERS)]
+        workers = [Sender(str(n), store) for n in range(WORKERS)]
         merged = follow(store, settings, workers, weights_of_model(training.first), until=windows)
         losses = [training.loss(training.first)]
         for _ in range(windows):

@@ -35,11 +35,11 @@ from benchmarks.corpus import text
 from millrace.gradients import (
     Codec,
     Decoder,
-    Encoder,
     Expected,
+    GradientEncoder,
+    MergeRule,
     MergeSettings,
     Payload,
-    Rule,
     Transform,
     check_payload,
     merge,
@@ -103,7 +103,7 @@ class Bench:
         for transform in Transform:
             dct = torch_codec.basis().to(self.device) if transform is Transform.DCT else None
             codec = Codec(transform=transform)
-            encoder, decoder = Encoder(codec), Decoder(codec)
+            encoder, decoder = GradientEncoder(codec), Decoder(codec)
             ready = torch.empty(side, side, device=self.device)
             body = encoder.encode(tensor)
             sent = torch_codec.encode(tensor, dct)
@@ -141,7 +141,7 @@ class Bench:
             for name, tensor in zip(names, tensors, strict=True)
         }
         sent = [torch_codec.encode(tensor, None) for tensor in tensors]
-        how, out = MergeSettings(rule=Rule.SENDERS), np.empty(side * side, np.float32)
+        how, out = MergeSettings(rule=MergeRule.SENDERS), np.empty(side * side, np.float32)
 
         def ours() -> None:
             for _, runs in merge(payloads, how, threads=2):
@@ -225,7 +225,7 @@ def real(steps: int) -> dict[str, torch.Tensor]:
 def object_of(tensors: dict[str, torch.Tensor], uid: str) -> tuple[bytes, Expected]:
     """What a worker puts into the bucket, and what is expected of it."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    encoder = Encoder(CODEC)
+    encoder = GradientEncoder(CODEC)
     bodies = {name: encoder.encode(tensor) for name, tensor in tensors.items()}
     said = {"run": "run", "uid": uid, "window": 0, "base": 0}
     body = payload_bytes(bodies, shapes, CODEC, **said)  # pyright: ignore[reportArgumentType]
@@ -251,7 +251,7 @@ def off(tensors: dict[str, torch.Tensor]) -> float:
     for tensor in tensors.values():
         shape = tuple(tensor.shape)
         values = forward(tensor.contiguous(), CODEC.transform).numpy()
-        for run in unpacked(Encoder(CODEC).encode(tensor), shape, CODEC):
+        for run in unpacked(GradientEncoder(CODEC).encode(tensor), shape, CODEC):
             chunks = run.chunks
             table = values[chunks.first : chunks.first + chunks.values].reshape(-1, chunks.size)
             true = np.take_along_axis(table, run.places.astype(np.int64), axis=1)
@@ -275,7 +275,7 @@ def merge_of_a_model(file: str) -> dict[str, float]:
     body = Path(file).read_bytes()
     payloads = {f"w{n:02d}": check_payload(body, expected) for n in range(WORKERS)}
     merged = 0
-    for _, runs in merge(payloads, MergeSettings(rule=Rule.SENDERS), threads=2):
+    for _, runs in merge(payloads, MergeSettings(rule=MergeRule.SENDERS), threads=2):
         merged += sum(run.values.size for run in runs)
     return {"values": float(merged)}
 

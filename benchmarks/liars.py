@@ -34,15 +34,15 @@ from benchmarks.corpus import text
 from benchmarks.losses import draw
 from millrace.gradients import (
     Codec,
-    Encoder,
     Feedback,
     GatherSettings,
+    GradientEncoder,
+    MergeRule,
     MergeSettings,
-    Rule,
     RunSettings,
+    Sender,
     Start,
     State,
-    Worker,
     begin,
     follow,
     payload_bytes,
@@ -142,10 +142,10 @@ LIES: dict[str, Callable[[Change, deque[Change]], Change] | None] = {
 def rules(liars: int) -> dict[str, MergeSettings]:
     """The rules that are tried, told how many lie."""
     return {
-        "plain mean": MergeSettings(rule=Rule.MEAN, clip=False),
-        "clipped mean": MergeSettings(rule=Rule.MEAN, faulty=liars),
-        "centered clip": MergeSettings(rule=Rule.CENTERED_CLIP, faulty=liars),
-        "multi-krum": MergeSettings(rule=Rule.MULTI_KRUM, faulty=liars),
+        "plain mean": MergeSettings(rule=MergeRule.MEAN, clip=False),
+        "clipped mean": MergeSettings(rule=MergeRule.MEAN, faulty=liars),
+        "centered clip": MergeSettings(rule=MergeRule.CENTERED_CLIP, faulty=liars),
+        "multi-krum": MergeSettings(rule=MergeRule.MULTI_KRUM, faulty=liars),
     }
 
 
@@ -164,7 +164,7 @@ def learn(merge: MergeSettings, windows: int, liars: int = 0, lie: str = "") -> 
     shapes = {name: tensor.shape for name, tensor in state.weights.items()}
     kept = [Feedback(CODEC, decay=settings.decay) for _ in range(WORKERS)]
     before: list[deque[Change]] = [deque(maxlen=10) for _ in range(WORKERS)]
-    encoder = Encoder(CODEC, 1)
+    encoder = GradientEncoder(CODEC, 1)
 
     def bodies(worker: int) -> dict[str, bytes]:
         change = teachers.change(state, worker)
@@ -179,7 +179,7 @@ def learn(merge: MergeSettings, windows: int, liars: int = 0, lie: str = "") -> 
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         store = open_store(Path(folder).as_uri())
         begin(store, settings.chain, Start(run="run", job="job", step=0, root="", state=""))
-        workers = [Worker(f"w{n:02d}", store) for n in range(WORKERS)]
+        workers = [Sender(f"w{n:02d}", store) for n in range(WORKERS)]
         merged = follow(store, settings, workers, state, until=windows)
         losses = [teachers.loss(state)]
         for window in range(1, windows + 1):

@@ -22,8 +22,8 @@ def shard_on(job: dict[str, Any]) -> None:
     from millrace.progress import Event
     from millrace.shards import (
         CutSettings,
+        ExecutionSettings,
         PipelineSettings,
-        RunSettings,
         SourcePlace,
         run_pipeline,
     )
@@ -34,7 +34,7 @@ def shard_on(job: dict[str, Any]) -> None:
         source=SourcePlace(**job["source"], columns={"txt": "text"}),
         store=StoreSpec(**job["store"]),
         cut=CutSettings(shard_bytes=ByteSize(SHARD), split_bytes=ByteSize(1 << 40)),
-        run=RunSettings(workers=1),
+        run=ExecutionSettings(workers=1),
     )
     called = time.perf_counter()
 

@@ -45,8 +45,8 @@ from benchmarks.endless import Endless
 from millrace import run_pipeline
 from millrace.shards import (
     CutSettings,
+    ExecutionSettings,
     PipelineSettings,
-    RunSettings,
     SourcePlace,
     plan_dataset,
 )
@@ -231,7 +231,7 @@ def _pipeline(
         source=SourcePlace(url=source.as_uri(), columns={"txt": "text"}),
         store=store,
         cut=CutSettings(shard_bytes=ByteSize(SHARD), split_bytes=ByteSize(split)),
-        run=RunSettings(workers=WORKERS, uploads=UPLOADS),
+        run=ExecutionSettings(workers=WORKERS, uploads=UPLOADS),
     )
 
 

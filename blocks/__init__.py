@@ -1,8 +1,8 @@
 """What Prefect keeps for a person: credentials, places, and rules."""
 
-from blocks.bucket import Bucket, Role
+from blocks.bucket import Bucket, BucketRole
 from blocks.hugging_face import HuggingFaceCredentials
 from blocks.rules import CleaningRules
 from blocks.vast import VastCredentials
 
-__all__ = ["Bucket", "CleaningRules", "HuggingFaceCredentials", "Role", "VastCredentials"]
+__all__ = ["Bucket", "BucketRole", "CleaningRules", "HuggingFaceCredentials", "VastCredentials"]

@@ -20,7 +20,7 @@ from millrace.storage import check as check_store
 _HIDDEN = "*" * 8
 
 
-class Role(StrEnum):
+class BucketRole(StrEnum):
     """What a bucket is for."""
 
     GRADIENTS = "gradients"
@@ -61,7 +61,7 @@ bucket = Bucket.load("BLOCK_NAME")
 store = bucket.open("read")
 """
 
-    role: Role = Field(description="What the bucket is for.")
+    role: BucketRole = Field(description="What the bucket is for.")
     url: str = Field(
         description="Where it is: `r2://account/bucket`, `s3://bucket` or `gs://bucket`, with "
         "`/prefix` after it if the role has only a part of the bucket."

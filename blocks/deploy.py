@@ -12,9 +12,9 @@ import click
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 
-from blocks.bucket import Bucket, Role
+from blocks.bucket import Bucket, BucketRole
 from blocks.limits import POOL
-from blocks.setup import Outcome, connect, describe_refusal, make_essentials, register_types
+from blocks.setup import SetupOutcome, connect, describe_refusal, make_essentials, register_types
 from millrace import errors
 
 _FILE = Path("prefect.yaml")
@@ -36,7 +36,7 @@ def deploy() -> None:
         with connect() as client:
             register_types()
             for what, outcome in make_essentials(client):
-                if outcome is not Outcome.SAME:
+                if outcome is not SetupOutcome.SAME:
                     click.echo(f"{what}: {outcome}")
             missing = _missing_blocks(client)
     except errors.MillraceError as error:
@@ -57,7 +57,7 @@ def deploy() -> None:
 def _missing_blocks(client: SyncPrefectClient) -> list[str]:
     """Return the blocks of buckets that prefect.yaml names and the server does not have."""
     slug, missing = Bucket.get_block_type_slug(), list[str]()
-    for role in Role:
+    for role in BucketRole:
         try:
             client.read_block_document_by_name(role.value, slug, include_secrets=False)
         except ObjectNotFound:

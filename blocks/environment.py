@@ -11,7 +11,7 @@ from prefect_aws import AwsCredentials
 from prefect_aws.client_parameters import AwsClientParameters
 from pydantic import SecretStr
 
-from blocks.bucket import Bucket, Role
+from blocks.bucket import Bucket, BucketRole
 from millrace.errors import ConfigurationError
 from millrace.storage import Right
 
@@ -33,7 +33,7 @@ class BucketSettings:
     """
 
     name: str
-    role: Role
+    role: BucketRole
     account_id: str
     bucket: str
     pairs: Mapping[Right, AwsCredentials] = field(repr=False)
@@ -52,7 +52,7 @@ class BucketSettings:
 
 
 def buckets_of(
-    environ: Mapping[str, str], roles: Iterable[Role], rights: Iterable[Right]
+    environ: Mapping[str, str], roles: Iterable[BucketRole], rights: Iterable[Right]
 ) -> list[BucketSettings]:
     """The buckets that the environment describes, mirrors first.
 
@@ -70,7 +70,7 @@ def buckets_of(
     endpoint = environ.get("R2_ENDPOINT") or None
     wanted = list(rights)
     for role in roles:
-        if role is Role.DATASET:
+        if role is BucketRole.DATASET:
             found += _dataset(environ, wanted, endpoint, missing)
         else:
             found += _bucket(environ, role, wanted, endpoint, missing)
@@ -85,7 +85,7 @@ def buckets_of(
 
 def _bucket(
     environ: Mapping[str, str],
-    role: Role,
+    role: BucketRole,
     rights: list[Right],
     endpoint: str | None,
     missing: dict[str, str],
@@ -110,7 +110,7 @@ def _bucket(
     return [BucketSettings(role.value, role, account, name, pairs, mirrors)]
 
 
-def _purposes(role: Role, rights: list[Right]) -> dict[str, str]:
+def _purposes(role: BucketRole, rights: list[Right]) -> dict[str, str]:
     prefix = f"R2_{role.upper()}"
     purposes = {
         f"{prefix}_ACCOUNT_ID": f"the Cloudflare account that the {role} bucket is in",
@@ -136,22 +136,24 @@ def _dataset(
     Where only the list is there, its first entry is the bucket itself, as Templar has it.
     """
     entries = list(enumerate(_entries(environ.get(LIST, "").strip()), start=1))
-    own = any(environ.get(name, "").strip() for name in _purposes(Role.DATASET, list(Right)))
+    own = any(environ.get(name, "").strip() for name in _purposes(BucketRole.DATASET, list(Right)))
     bucket: BucketSettings | None = None
     if entries and not own and isinstance(entries[0][1], dict):
         number, entry = entries.pop(0)
-        bucket = _listed(entry, number, Role.DATASET.value, endpoint)
+        bucket = _listed(entry, number, BucketRole.DATASET.value, endpoint)
     names: list[str] = []
     mirrors: list[BucketSettings] = []
     for number, entry in entries:
         if isinstance(entry, str):
             names.append(entry)
         else:
-            mirrors.append(_listed(entry, number, f"{Role.DATASET}-mirror-{number}", endpoint))
+            mirrors.append(
+                _listed(entry, number, f"{BucketRole.DATASET}-mirror-{number}", endpoint)
+            )
             names.append(mirrors[-1].name)
     if bucket:
         return [*mirrors, replace(bucket, mirrors=tuple(names))]
-    return mirrors + _bucket(environ, Role.DATASET, rights, endpoint, missing, tuple(names))
+    return mirrors + _bucket(environ, BucketRole.DATASET, rights, endpoint, missing, tuple(names))
 
 
 def _entries(value: str) -> list[Any]:
@@ -197,7 +199,7 @@ def _listed(entry: Any, number: int, name: str, endpoint: str | None) -> BucketS
             '{"account_id": ..., "name": ..., "credentials": {"read": {"access_key_id": ..., '
             '"secret_access_key": ...}}}.'
         ) from None
-    return BucketSettings(name, Role.DATASET, account, bucket, pairs)
+    return BucketSettings(name, BucketRole.DATASET, account, bucket, pairs)
 
 
 def _account(value: str, where: str) -> str:

@@ -28,7 +28,7 @@ from prefect.workers.utilities import get_default_base_job_template_for_infrastr
 from prefect_aws import AwsCredentials
 from pydantic import SecretStr
 
-from blocks.bucket import Bucket, Role
+from blocks.bucket import Bucket, BucketRole
 from blocks.environment import BucketSettings, buckets_of
 from blocks.hugging_face import HuggingFaceCredentials
 from blocks.limits import POOL, TAG, UPLOADS
@@ -59,7 +59,7 @@ _HOUSEKEEPING = (
 B = TypeVar("B", bound=Block)
 
 
-class Outcome(StrEnum):
+class SetupOutcome(StrEnum):
     """What became of one thing that should be on the server."""
 
     MADE = "made"
@@ -71,7 +71,7 @@ class Outcome(StrEnum):
 @click.option(
     "--role",
     "roles",
-    type=click.Choice([role.value for role in Role]),
+    type=click.Choice([role.value for role in BucketRole]),
     multiple=True,
     help="Only this bucket. May be given several times; all three otherwise.",
 )
@@ -111,13 +111,13 @@ def setup(
     VAST_API_KEY and HF_TOKEN make blocks if they are set. MILLRACE_NOTIFY_URL is told, by an
     automation, when an audit or a cleaning fails: a webhook of Slack's kind.
     """
-    chosen = [] if without_buckets else [Role(role) for role in roles] or list(Role)
+    chosen = [] if without_buckets else [BucketRole(role) for role in roles] or list(BucketRole)
     allowed = [Right(right) for right in rights] or list(Right)
     try:
         buckets = buckets_of(os.environ, chosen, allowed)
         with connect() as client:
             for what, outcome in _set_up(client, buckets, uploads, dry_run=dry_run):
-                would = "would be " if dry_run and outcome is not Outcome.SAME else ""
+                would = "would be " if dry_run and outcome is not SetupOutcome.SAME else ""
                 click.echo(f"{what}: {would}{outcome}")
         if checking:
             _try_out(buckets, allowed)
@@ -173,7 +173,7 @@ def _set_up(
     uploads: int | None,
     *,
     dry_run: bool,
-) -> Iterator[tuple[str, Outcome]]:
+) -> Iterator[tuple[str, SetupOutcome]]:
     if not dry_run:
         register_types()
     for bucket in buckets:
@@ -195,7 +195,7 @@ def _set_up(
 
 def make_essentials(
     client: SyncPrefectClient, uploads: int | None = None, *, dry_run: bool = False
-) -> Iterator[tuple[str, Outcome]]:
+) -> Iterator[tuple[str, SetupOutcome]]:
     """Make what every run needs on a server and holds no credentials.
 
     Args:
@@ -217,7 +217,7 @@ def register_types() -> None:
         kind.register_type_and_schema()
 
 
-def _bucket(wanted: BucketSettings, *, dry_run: bool) -> Iterator[tuple[str, Outcome]]:
+def _bucket(wanted: BucketSettings, *, dry_run: bool) -> Iterator[tuple[str, SetupOutcome]]:
     credentials: dict[Right, AwsCredentials] = {}
     for right, pair in wanted.pairs.items():
         name = f"{wanted.name}-{right}"
@@ -234,7 +234,7 @@ def _accounts(environ: Mapping[str, str]) -> Iterator[tuple[Block, str]]:
         yield HuggingFaceCredentials(token=SecretStr(token)), "hugging-face"
 
 
-def _save(block: B, name: str, *, dry_run: bool) -> tuple[B, Outcome]:
+def _save(block: B, name: str, *, dry_run: bool) -> tuple[B, SetupOutcome]:
     """Save a block unless it is there already, just so."""
     kind = type(block)
     try:
@@ -242,24 +242,24 @@ def _save(block: B, name: str, *, dry_run: bool) -> tuple[B, Outcome]:
     except ValueError:
         there = None
     if there is not None and _content(there) == _content(block):
-        return there, Outcome.SAME
+        return there, SetupOutcome.SAME
     if not dry_run:
         block.save(name, overwrite=True)
-    return block, Outcome.MADE if there is None else Outcome.CHANGED
+    return block, SetupOutcome.MADE if there is None else SetupOutcome.CHANGED
 
 
 def _content(block: Block) -> Any:
     return _bare(block.model_dump(mode="json", context={"include_secrets": True}))
 
 
-def _limit(client: SyncPrefectClient, uploads: int | None, *, dry_run: bool) -> Outcome:
+def _limit(client: SyncPrefectClient, uploads: int | None, *, dry_run: bool) -> SetupOutcome:
     try:
         there = client.read_global_concurrency_limit_by_name(UPLOADS).limit
     except ObjectNotFound:
         there = None
     wanted = uploads or there or _SLOTS
     if there == wanted:
-        return Outcome.SAME
+        return SetupOutcome.SAME
     if not dry_run:
         if there is None:
             client.create_global_concurrency_limit(
@@ -267,10 +267,10 @@ def _limit(client: SyncPrefectClient, uploads: int | None, *, dry_run: bool) -> 
             )
         else:
             client.upsert_global_concurrency_limit_by_name(UPLOADS, wanted)
-    return Outcome.MADE if there is None else Outcome.CHANGED
+    return SetupOutcome.MADE if there is None else SetupOutcome.CHANGED
 
 
-def _pool(client: SyncPrefectClient, *, dry_run: bool) -> Outcome:
+def _pool(client: SyncPrefectClient, *, dry_run: bool) -> SetupOutcome:
     try:
         client.read_work_pool(POOL)
     except ObjectNotFound:
@@ -279,8 +279,8 @@ def _pool(client: SyncPrefectClient, *, dry_run: bool) -> Outcome:
             client.create_work_pool(
                 WorkPoolCreate(name=POOL, type="process", base_job_template=template or {})
             )
-        return Outcome.MADE
-    return Outcome.SAME
+        return SetupOutcome.MADE
+    return SetupOutcome.SAME
 
 
 def zombies() -> AutomationCore:
@@ -350,19 +350,21 @@ def notices(webhook: UUID) -> AutomationCore:
     )
 
 
-def _automation(client: SyncPrefectClient, wanted: AutomationCore, *, dry_run: bool) -> Outcome:
+def _automation(
+    client: SyncPrefectClient, wanted: AutomationCore, *, dry_run: bool
+) -> SetupOutcome:
     there = client.read_automations_by_name(wanted.name)
     fields: Callable[[AutomationCore], Any] = lambda a: a.model_dump(  # noqa: E731
         mode="json", include={"name", "description", "enabled", "trigger", "actions"}
     )
     if there and _bare(fields(there[0])) == _bare(fields(wanted)):
-        return Outcome.SAME
+        return SetupOutcome.SAME
     if not dry_run:
         if there:
             client.update_automation(there[0].id, wanted)
         else:
             client.create_automation(wanted)
-    return Outcome.CHANGED if there else Outcome.MADE
+    return SetupOutcome.CHANGED if there else SetupOutcome.MADE
 
 
 def _bare(data: Any) -> Any:

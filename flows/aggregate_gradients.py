@@ -17,7 +17,7 @@ from millrace.gradients import (
 )
 from millrace.storage import Right
 from tasks.merging import Aggregated, aggregate_windows, last_window, report_windows
-from tasks.places import BucketLocation, Place, check_right, spec_of
+from tasks.places import BucketLocation, InputLocation, check_right, spec_of
 
 
 class OwnBucket(BaseModel):
@@ -31,7 +31,7 @@ class OwnBucket(BaseModel):
     )
 
 
-class First(Place, WeightsOf):
+class First(InputLocation, WeightsOf):
     """The checkpoint whose weights a run begins with."""
 
     def beginning(self) -> Beginning:

@@ -5,7 +5,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from blocks import Bucket
 from millrace.errors import ConfigurationError, DeniedError
-from millrace.housekeeping import Audit, AuditSettings, Role
+from millrace.housekeeping import AuditedRole, AuditReport, AuditSettings
 from millrace.storage import Right, StoreSpec
 from tasks.auditing import audit_buckets, report_audit
 from tasks.places import BucketLocation, known, named_bucket, skipped
@@ -22,7 +22,7 @@ class Audited(BaseModel):
         description="The prefix in it that its credentials are for. Left out: all of it.",
     )
 
-    def role(self, bucket: Bucket) -> Role:
+    def role(self, bucket: Bucket) -> AuditedRole:
         """Return the credentials of the block, as the engine takes them.
 
         Raises:
@@ -33,7 +33,7 @@ class Audited(BaseModel):
             raise ConfigurationError(f"{bucket.url} has no credentials to audit: add some.")
         keys = {f"{right}": spec.credentials for right, spec in specs.items()}
         store = next(iter(specs.values())).model_copy(update={"credentials": None})
-        return Role(store=store, scope=self.scope, **keys)
+        return AuditedRole(store=store, scope=self.scope, **keys)
 
 
 def _spec(bucket: Bucket, right: Right) -> StoreSpec | None:
@@ -44,7 +44,7 @@ def _spec(bucket: Bucket, right: Right) -> StoreSpec | None:
 
 
 @flow(name="audit-access")
-def audit_access(buckets: list[Audited]) -> Audit | None:
+def audit_access(buckets: list[Audited]) -> AuditReport | None:
     """Prove that each credential can do what its role needs, and nothing else.
 
     Lists, reads, writes, overwrites, deletes: each is done once, on objects of its own that are
@@ -54,7 +54,7 @@ def audit_access(buckets: list[Audited]) -> Audit | None:
         buckets: Whose credentials, of all roles together: it is tried whether those of one reach
             the bucket of another. A block that does not exist yet is left out.
     """
-    roles: dict[str, Role] = {}
+    roles: dict[str, AuditedRole] = {}
     missing: list[str] = []
     for one in buckets:
         bucket = known(one.bucket)

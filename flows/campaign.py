@@ -16,7 +16,7 @@ from flows.aggregate_gradients import First, aggregate_gradients
 from flows.campaign_plan import Campaign, Data, HandOver, LocalWorkers, RentedWorkers, Training
 from flows.clean_bucket import clean_bucket
 from flows.cool_down import cool_down
-from flows.prewarm import Files, RentedMachines, prewarm
+from flows.prewarm import FilesRequest, RentedMachines, prewarm
 from flows.provision import provision
 from flows.release import release
 from flows.save_checkpoint import Saved, save_checkpoint
@@ -325,7 +325,7 @@ def _warm(site: _Site, dataset: str, machines: RentedWorkers) -> None:
     """Bring the dataset to all machines. What is not brought, they fetch."""
     try:
         prewarm(
-            [Files(**_place(site.bucket), dataset=dataset)],
+            [FilesRequest(**_place(site.bucket), dataset=dataset)],
             "/",
             RentedMachines(rental=site.plan.name, bucket=site.bucket, vast=machines.vast),
         )
@@ -366,5 +366,5 @@ def _summary(site: _Site, seconds: float) -> Summary:
 
 
 def _place(place: Bucket | str) -> dict[str, Any]:
-    """A bucket, as `tasks.places.Place` names it."""
+    """A bucket, as `tasks.places.InputLocation` names it."""
     return {"bucket": place} if isinstance(place, Bucket) else {"url": place}

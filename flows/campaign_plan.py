@@ -7,18 +7,18 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from blocks import VastCredentials
-from flows.save_checkpoint import Repository as HubRepository
+from flows.save_checkpoint import HubRepository
 from millrace import shards
 from millrace.checkpoints import CooldownSettings
 from millrace.gradients import FollowRules, RunRules, WeightsOf
 from millrace.housekeeping import Rule
 from millrace.keys import CampaignKeys
-from millrace.remote import Repository
+from millrace.remote import CodeRepository
 from millrace.settings import Duration
 from millrace.shards import CutSettings
 from millrace.training import TrainingPlan
 from millrace.vast import OfferRequest, Patience
-from tasks.places import BucketLocation, Source
+from tasks.places import BucketLocation, SourceInput
 
 
 class _Part(BaseModel):
@@ -29,16 +29,16 @@ class Data(_Part):
     """The dataset that is trained on."""
 
     dataset: str = Field(description="Its name: a prefix below the bucket's URL.")
-    source: Source | None = Field(
+    source: SourceInput | None = Field(
         default=None, description="What it is sharded from. Left out, it is there and complete."
     )
     cut: CutSettings = Field(default=CutSettings(), description="How it is cut.")
-    run: shards.RunSettings = Field(
-        default=shards.RunSettings(), description="How the work is done."
+    run: shards.ExecutionSettings = Field(
+        default=shards.ExecutionSettings(), description="How the work is done."
     )
 
 
-class RentedWorkers(Repository, Patience):
+class RentedWorkers(CodeRepository, Patience):
     """Each worker on a rented machine of its own."""
 
     kind: Literal["rented"] = "rented"

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator
 
 from blocks import CleaningRules
 from millrace.errors import ConfigurationError
-from millrace.housekeeping import Check, Cleaned, CleaningPlan, CleanupBucket, Rule
+from millrace.housekeeping import Cleaned, CleaningPlan, CleanupBucket, Rule, VerifyDepth
 from millrace.settings import validated
 from tasks.cleaning import clean_by
 from tasks.places import BucketLocation
@@ -38,7 +38,7 @@ def clean_bucket(
     beside: list[BucketLocation] = [],  # noqa: B006 - Prefect draws it
     pinned: list[str] = [],  # noqa: B006
     plan: str = "",
-    check: Check = Check.DIGESTS,
+    check: VerifyDepth = VerifyDepth.DIGESTS,
 ) -> Cleaned | CleaningPlan | None:
     """Delete what the rules take, but for what a live run or the newest weights need.
 

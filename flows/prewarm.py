@@ -21,12 +21,12 @@ from millrace.swarm import (
     Request,
     Unpacking,
 )
-from tasks.places import BucketLocation, NodeFolder, Place, check_right
+from tasks.places import BucketLocation, InputLocation, NodeFolder, check_right
 from tasks.renting import nodes_of
 from tasks.warming import report_nodes, warm_nodes
 
 
-class Files(Place):
+class FilesRequest(InputLocation):
     """Files to put on every node: an object, the shards of a dataset, or all below a prefix."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -123,7 +123,7 @@ class Care(BaseModel):
 
 @flow(name="prewarm", flow_run_name="prewarm")
 def prewarm(
-    files: list[Files],
+    files: list[FilesRequest],
     root: NodeFolder,
     cluster: RayNodes | Machines | RentedMachines = RayNodes(),  # noqa: B008 - frozen
     care: Care = Care(),  # noqa: B008 - frozen

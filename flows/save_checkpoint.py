@@ -9,10 +9,10 @@ from millrace.errors import ConfigurationError
 from millrace.models.checkpoint import Checkpoint
 from millrace.storage import Right
 from tasks.checkpointing import check_destination, report_saved, transfer_checkpoint
-from tasks.places import BucketLocation, Place, check_right, spec_of
+from tasks.places import BucketLocation, InputLocation, check_right, spec_of
 
 
-class Saved(Place):
+class Saved(InputLocation):
     """A checkpoint that was saved before."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -21,7 +21,7 @@ class Saved(Place):
     step: int | None = Field(default=None, description="Which; left out, the newest.")
 
 
-class Repository(BaseModel):
+class HubRepository(BaseModel):
     """A repository of the Hugging Face Hub."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -44,7 +44,7 @@ class Repository(BaseModel):
 
 @flow(name="save-checkpoint", flow_run_name="save-{job}")
 def save_checkpoint(
-    source: Saved, job: str, bucket: BucketLocation | None = None, hub: Repository | None = None
+    source: Saved, job: str, bucket: BucketLocation | None = None, hub: HubRepository | None = None
 ) -> Checkpoint:
     """Bring a checkpoint into a bucket, or the Hub: every file verified, and committed once.
 

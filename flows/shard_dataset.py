@@ -6,10 +6,16 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from millrace.keys import DatasetKeys
-from millrace.shards import CutSettings, PipelineSettings, RunSettings, ShardReport, SourcePlace
+from millrace.shards import (
+    CutSettings,
+    ExecutionSettings,
+    PipelineSettings,
+    ShardReport,
+    SourcePlace,
+)
 from millrace.storage import Right
 from tasks.limits import share_of_uploads
-from tasks.places import BucketLocation, Source, check_right, spec_of
+from tasks.places import BucketLocation, SourceInput, check_right, spec_of
 from tasks.sharding import cut_shards, repair_shards, report_shards
 
 
@@ -22,10 +28,10 @@ def run_name() -> str:
 @flow(name="shard-dataset", flow_run_name=run_name)
 def shard_dataset(
     dataset: str,
-    source: Source,
+    source: SourceInput,
     destination: BucketLocation,
     cut: CutSettings = CutSettings(),  # noqa: B008 - frozen
-    run: RunSettings = RunSettings(),  # noqa: B008 - frozen
+    run: ExecutionSettings = ExecutionSettings(),  # noqa: B008 - frozen
     repair: bool = False,  # noqa: FBT001, FBT002 - a parameter of the form
 ) -> ShardReport:
     """Cut a dataset into WebDataset shards in a bucket, each sample exactly once.

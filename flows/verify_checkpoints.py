@@ -2,7 +2,7 @@
 
 from prefect import flow
 
-from millrace.checkpoints import Check
+from millrace.checkpoints import VerifyDepth
 from millrace.errors import CorruptError
 from millrace.storage import Right
 from tasks.checkpointing import SeenCheckpoint, all_jobs, report_checkpoints, verify_job
@@ -13,7 +13,7 @@ from tasks.places import BucketLocation, check_right, known, named_bucket, skipp
 def verify_checkpoints(
     bucket: BucketLocation,
     jobs: list[str] | None = None,
-    check: Check = Check.DIGESTS,
+    check: VerifyDepth = VerifyDepth.DIGESTS,
 ) -> list[SeenCheckpoint] | None:
     """Check that every file of every checkpoint is there, and is what was saved.
 

@@ -344,14 +344,14 @@ def gc(settings_or_url: str, dataset: str | None, *, delete: bool, min_age: time
 @said
 def checkpoints(url: str, job: str, *, verify: bool) -> int:
     """List a job's checkpoints, newest first. Exit code 1 if one is damaged or cannot be read."""
-    from millrace.checkpoints import Check, survey
+    from millrace.checkpoints import VerifyDepth, survey
     from millrace.checkpoints import verify as look
     from millrace.storage import open_store
 
     store = open_store(url, make_folder=False)
     table = plain_table("step", "files", "bytes", "saved", "run", "state")
     faults: list[str] = []
-    check = Check.DIGESTS if verify else Check.SIZES
+    check = VerifyDepth.DIGESTS if verify else VerifyDepth.SIZES
     for step, found in survey(store, job):
         if isinstance(found, errors.CorruptError):
             faults.append(str(found))
@@ -440,7 +440,7 @@ def audit_access(settings: Path, *, file: Path | None) -> int:
     do what it says, 22 credentials are refused wholly, 23 in part, 24 no such bucket, 25 it does
     not answer, 26 it asks to come later, 27 unproven for another reason.
     """
-    from millrace.housekeeping import AuditSettings, Verdict, audit
+    from millrace.housekeeping import AccessVerdict, AuditSettings, audit
     from millrace.settings import load
 
     found = audit(load(settings, AuditSettings))
@@ -457,7 +457,7 @@ def audit_access(settings: Path, *, file: Path | None) -> int:
     for note in found.notes:
         echo(note)
     kinds = Counter(one.verdict for one in found.wrong)
-    wrong = "".join(f", {kinds[verdict]} {verdict}" for verdict in Verdict if kinds[verdict])
+    wrong = "".join(f", {kinds[verdict]} {verdict}" for verdict in AccessVerdict if kinds[verdict])
     right = len(found.findings) - len(found.wrong)
     echo(f"{right} of {len(found.findings)} operations are as they should be{wrong}.")
     if file is not None:

@@ -14,7 +14,7 @@ from millrace.vast import Account, OfferRequest, Program, Reach, RentSettings
 _FILE = "millrace-run.yaml"
 
 
-class Repository(BaseModel):
+class CodeRepository(BaseModel):
     """What rented machines install."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -32,7 +32,7 @@ class Repository(BaseModel):
     )
 
 
-class VastSection(Repository):
+class VastSection(CodeRepository):
     """The part `vast` of a settings file: where `millrace run --use-vast` works."""
 
     account: Account

@@ -3,13 +3,20 @@
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from millrace.housekeeping import Audit, AuditSettings, Finding, Operation, Verdict, audit
+from millrace.housekeeping import (
+    AccessVerdict,
+    AuditReport,
+    AuditSettings,
+    Finding,
+    Operation,
+    audit,
+)
 from tasks.reports import Markdown, bold, bullets, document, publish, table, write
 from tasks.words import count
 
 
 @task(cache_policy=NO_CACHE)
-def audit_buckets(settings: AuditSettings) -> Audit:
+def audit_buckets(settings: AuditSettings) -> AuditReport:
     """Try every operation with every credential."""
     found = audit(settings)
     for one in found.wrong:
@@ -21,12 +28,12 @@ def audit_buckets(settings: AuditSettings) -> Audit:
 
 
 @task(cache_policy=NO_CACHE)
-def report_audit(found: Audit) -> None:
+def report_audit(found: AuditReport) -> None:
     """Leave a report that a person wants to read."""
     publish(describe(found), key="audited-access", description="What each credential can do")
 
 
-def describe(found: Audit) -> Markdown:
+def describe(found: AuditReport) -> Markdown:
     """Return the report."""
     wrong = found.wrong
     good = write("all as they should be")
@@ -53,4 +60,4 @@ def describe(found: Audit) -> Markdown:
 def _cell(one: Finding | None) -> object:
     if one is None:
         return ""
-    return str(one.seen) if one.verdict is Verdict.RIGHT else bold(str(one.seen))
+    return str(one.seen) if one.verdict is AccessVerdict.RIGHT else bold(str(one.seen))

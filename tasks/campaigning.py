@@ -20,7 +20,7 @@ from millrace.lease import Heartbeat, Held, Holder, StoreClock, await_lease
 from millrace.models.checkpoint import Epoch
 from millrace.models.dataset import Manifest
 from millrace.records import Record, changes, commit_once, fetch
-from millrace.remote import Repository
+from millrace.remote import CodeRepository
 from millrace.storage import Store, StoreSpec, delete, exists, open_store
 from millrace.training import TrainingPlan, check_here, check_repository, joined, measured
 from millrace.vast import attempts_of
@@ -237,7 +237,7 @@ def _value(value: Any) -> str:
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def check_command(command: tuple[str, ...], where: Path | Repository) -> None:
+def check_command(command: tuple[str, ...], where: Path | CodeRepository) -> None:
     """Refuse a training command that certainly cannot be run, before anything is made or rented.
 
     Args:

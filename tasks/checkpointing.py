@@ -9,10 +9,10 @@ from prefect.cache_policies import NO_CACHE
 
 from millrace import errors
 from millrace.checkpoints import (
-    Check,
     HubSpec,
     SavedSource,
     StoreDestination,
+    VerifyDepth,
     bring,
     checkpoints,
     find_jobs,
@@ -55,7 +55,7 @@ def all_jobs(place: StoreSpec) -> list[str]:
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def verify_job(place: StoreSpec, job: str, check: Check) -> list[SeenCheckpoint]:
+def verify_job(place: StoreSpec, job: str, check: VerifyDepth) -> list[SeenCheckpoint]:
     """Look at every checkpoint of a job. Changes nothing."""
     store = open_store(place, make_folder=False)
     found: list[SeenCheckpoint] = []
@@ -139,7 +139,7 @@ def describe_saved(saved: SavedCheckpoint) -> Markdown:
 
 
 @task(cache_policy=NO_CACHE)
-def report_checkpoints(place: str, found: list[SeenCheckpoint], check: Check) -> None:
+def report_checkpoints(place: str, found: list[SeenCheckpoint], check: VerifyDepth) -> None:
     """Leave a report that a person wants to read."""
     publish(
         describe(place, found, check),
@@ -148,10 +148,10 @@ def report_checkpoints(place: str, found: list[SeenCheckpoint], check: Check) ->
     )
 
 
-def describe(place: str, found: list[SeenCheckpoint], check: Check) -> Markdown:
+def describe(place: str, found: list[SeenCheckpoint], check: VerifyDepth) -> Markdown:
     """Return the report."""
     damaged = [seen for seen in found if seen.damage]
-    looked = "every byte was read" if check is Check.DIGESTS else "sizes were looked at"
+    looked = "every byte was read" if check is VerifyDepth.DIGESTS else "sizes were looked at"
     good = write("all as they were saved")
     verdict = write("**{} damaged**", len(damaged)) if damaged else good
     ordered = sorted(found, key=lambda seen: (seen.job, -seen.step))

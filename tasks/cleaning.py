@@ -43,7 +43,7 @@ def clean_by(
     pinned: Iterable[str] = (),
     dry_run: bool,
     plan: str = "",
-    check: housekeeping.Check = housekeeping.Check.DIGESTS,
+    check: housekeeping.VerifyDepth = housekeeping.VerifyDepth.DIGESTS,
 ) -> Cleaned | CleaningPlan | None:
     """What every flow does that cleans by rules.
 

@@ -10,7 +10,7 @@ from prefect.cache_policies import NO_CACHE
 from millrace.checkpoints import MemberSettings, Seen, watch
 from millrace.checkpoints.over_ray import members_on_ray
 from millrace.lease import Holder, StoreClock
-from millrace.models.checkpoint import Ended, Outcome
+from millrace.models.checkpoint import CooldownOutcome, CooldownRecord
 from millrace.storage import StoreSpec, open_store
 from tasks.progress import CheckpointProgress
 from tasks.reports import Markdown, bold, bullets, code, document, publish, table, write
@@ -121,5 +121,5 @@ def _row(name: str, seen: Seen, fault: str) -> Sequence[object]:
     )  # fmt: skip
 
 
-def _outcome(one: Ended) -> object:
-    return bold(one.outcome) if one.outcome is Outcome.COMMITTED else str(one.outcome)
+def _outcome(one: CooldownRecord) -> object:
+    return bold(one.outcome) if one.outcome is CooldownOutcome.COMMITTED else str(one.outcome)

@@ -8,13 +8,13 @@ from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 
 from blocks.limits import UPLOADS
-from millrace.shards import RunSettings
+from millrace.shards import ExecutionSettings
 
 _LEASE = 60.0  # seconds that the slots of a dead process stay taken: the least that Prefect knows
 
 
 @contextmanager
-def share_of_uploads(run: RunSettings) -> Iterator[RunSettings]:
+def share_of_uploads(run: ExecutionSettings) -> Iterator[ExecutionSettings]:
     """Wait for a place among all runs that upload, and hold it.
 
     Args:
@@ -37,12 +37,12 @@ def share_of_uploads(run: RunSettings) -> Iterator[RunSettings]:
         yield run
 
 
-def slots_of(run: RunSettings) -> int:
+def slots_of(run: ExecutionSettings) -> int:
     """Uploads at once."""
     return run.uploads * max(1, run.workers)
 
 
-def within(limit: int, run: RunSettings) -> RunSettings:
+def within(limit: int, run: ExecutionSettings) -> ExecutionSettings:
     """Settings that need no more slots than there are."""
     if slots_of(run) <= limit:
         return run

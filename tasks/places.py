@@ -196,7 +196,7 @@ def block_of(kind: type[B], name: str) -> B | None:
         return None
 
 
-class Place(BaseModel):
+class InputLocation(BaseModel):
     """A place to read from: a URL, or a block and a prefix in it."""
 
     url: Url | None = Field(
@@ -214,7 +214,7 @@ class Place(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _one(self) -> "Place":
+    def _one(self) -> "InputLocation":
         if (self.url is None) == (self.bucket is None):
             raise ValueError("name either a url or a bucket")
         if self.prefix and self.bucket is None:
@@ -235,7 +235,7 @@ class Place(BaseModel):
         )
 
 
-class Source(SourceSettings, Place):
+class SourceInput(SourceSettings, InputLocation):
     """Where the samples are, and which of the files there to take."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

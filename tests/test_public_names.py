@@ -72,7 +72,7 @@ def test_the_names_of_shards():
         "PipelineSettings",
         "Repair",
         "Preflight",
-        "RunSettings",
+        "ExecutionSettings",
         "ShardReport",
         "SourcePlace",
         "SplitState",

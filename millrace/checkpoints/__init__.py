@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     )
     from millrace.checkpoints.epochs import EpochSaver
     from millrace.checkpoints.find import (
-        Check,
+        VerifyDepth,
         checkpoint_of,
         checkpoints,
         find_jobs,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from millrace.checkpoints.loading import Loaded, load, load_into
     from millrace.checkpoints.member import MemberSettings, SavedSource, end_epoch
     from millrace.checkpoints.members import Membership
-    from millrace.checkpoints.probing import Probe, Verdict, probe
+    from millrace.checkpoints.probing import Probe, ProbeVerdict, probe
     from millrace.checkpoints.ranks import Ranks
     from millrace.checkpoints.retention import (
         Removal,
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from millrace.checkpoints.saving import Saver, Saving
     from millrace.checkpoints.settings import CooldownSettings, OnTimeout, Retention, SaveSettings
     from millrace.checkpoints.watching import Seen, watch
-    from millrace.models.checkpoint import Outcome
+    from millrace.models.checkpoint import CooldownOutcome
 
 __all__ = [
-    "Check",
     "Choice",
     "Content",
+    "CooldownOutcome",
     "CooldownSettings",
     "Cooled",
     "Destination",
@@ -60,8 +60,8 @@ __all__ = [
     "MemberSettings",
     "Membership",
     "OnTimeout",
-    "Outcome",
     "Probe",
+    "ProbeVerdict",
     "Ranks",
     "Removal",
     "Retained",
@@ -73,7 +73,7 @@ __all__ = [
     "Saving",
     "Seen",
     "StoreDestination",
-    "Verdict",
+    "VerifyDepth",
     "bring",
     "checkpoint_of",
     "checkpoints",
@@ -111,7 +111,7 @@ _ROOMS = {
     "MemberSettings": "member",
     "Membership": "members",
     "OnTimeout": "settings",
-    "Outcome": "cooldown",
+    "CooldownOutcome": "cooldown",
     "Probe": "probing",
     "Ranks": "ranks",
     "Removal": "retention",
@@ -124,7 +124,7 @@ _ROOMS = {
     "Saving": "saving",
     "Seen": "watching",
     "StoreDestination": "destinations",
-    "Verdict": "probing",
+    "ProbeVerdict": "probing",
     "bring": "destinations",
     "cool_down": "cooldown",
     "end_epoch": "member",

@@ -38,7 +38,15 @@ from millrace.checkpoints.race import Race
 from millrace.checkpoints.settings import CooldownSettings, OnTimeout
 from millrace.digest import canonical, sha256
 from millrace.keys import CheckpointKeys, CooldownKeys
-from millrace.models.checkpoint import Checkpoint, Claim, Ended, Epoch, Late, Outcome, Roster
+from millrace.models.checkpoint import (
+    Checkpoint,
+    Claim,
+    CooldownOutcome,
+    CooldownRecord,
+    Epoch,
+    Late,
+    Roster,
+)
 from millrace.progress import Event, Figure, Progress, silent
 from millrace.records import commit_once
 from millrace.storage import Store, exists, list_objects
@@ -54,7 +62,7 @@ class Cooled:
     """What the end of an epoch came to, for one member.
 
     Attributes:
-        outcome: In a word; only `Outcome.COMMITTED` is a success of this member's own.
+        outcome: In a word; only `CooldownOutcome.COMMITTED` is a success of this member's own.
         reason: Why, where there is something to say.
         epoch: What moved the epoch on; None if nothing did: then do not train on.
         sent: Bytes that this member uploaded.
@@ -64,7 +72,7 @@ class Cooled:
         rest: With `OnTimeout.BACKGROUND`, what the upload comes to that goes on.
     """
 
-    outcome: Outcome
+    outcome: CooldownOutcome
     reason: str
     epoch: Epoch | None
     sent: int = 0
@@ -119,7 +127,7 @@ def cool_down(
     """
     if membership is None:
         reason = "There is nowhere to save to: the epoch has no checkpoint of this member."
-        return Cooled(Outcome.NO_DESTINATION, reason, None)
+        return Cooled(CooldownOutcome.NO_DESTINATION, reason, None)
     draft = Checkpoint(
         job=membership.job,
         step=content.parts[0].step,
@@ -135,7 +143,7 @@ def cool_down(
     try:
         roster = roster_of(membership, epoch, seed, cancelled=cancelled)
     except errors.StoppedError as error:
-        return Cooled(Outcome.CANCELLED, str(error), None)
+        return Cooled(CooldownOutcome.CANCELLED, str(error), None)
     one = _Cooldown(
         membership, content, draft, roster, settings or CooldownSettings(), cancel, progress
     )
@@ -237,9 +245,9 @@ class _Cooldown:
                 heard = time.monotonic()
             except errors.UnavailableError as error:
                 gone = time.monotonic() - heard > patience
-                cooled = self._cooled(Outcome.FAILED, str(error)) if gone else None
+                cooled = self._cooled(CooldownOutcome.FAILED, str(error)) if gone else None
             except errors.MillraceError as error:
-                cooled = self._cooled(Outcome.FAILED, str(error))
+                cooled = self._cooled(CooldownOutcome.FAILED, str(error))
             if cooled is not None:
                 return cooled
             self._news.wait(_TICK)
@@ -255,7 +263,7 @@ class _Cooldown:
         self._looks += 1
         fault = self._agreement()
         if fault:
-            return self._cooled(Outcome.FAILED, fault)
+            return self._cooled(CooldownOutcome.FAILED, fault)
         if self._agreed:
             finished = self._advance_race()
             if finished is not None:
@@ -267,9 +275,9 @@ class _Cooldown:
     def _broken(self) -> Cooled | None:
         """What it came to, if this member cannot go on."""
         if self._cancel.is_set():
-            return self._cooled(Outcome.CANCELLED, "It was called off.")
+            return self._cooled(CooldownOutcome.CANCELLED, "It was called off.")
         if self._race.error is not None:
-            return self._cooled(Outcome.FAILED, str(self._race.error))
+            return self._cooled(CooldownOutcome.FAILED, str(self._race.error))
         return None
 
     # -- what the content is
@@ -365,7 +373,7 @@ class _Cooldown:
 
     def _has_failed(self, name: str) -> bool:
         ended = self._heard.ended.get(name)
-        return ended is not None and ended.outcome is Outcome.FAILED
+        return ended is not None and ended.outcome is CooldownOutcome.FAILED
 
     def _commit(self) -> Cooled:
         """Commit what is complete: the checkpoint, if nobody has, and the epoch, if nobody has."""
@@ -409,23 +417,25 @@ class _Cooldown:
         if epoch.root is None:
             if self._settings.on_timeout is OnTimeout.BACKGROUND:
                 return self._continued()
-            return self._cooled(Outcome.FAILED, f"Epoch {epoch.epoch} went on without: {epoch.why}")
+            return self._cooled(
+                CooldownOutcome.FAILED, f"Epoch {epoch.epoch} went on without: {epoch.why}"
+            )
         if (epoch.step, epoch.root, epoch.rest) != self._claim.said:
             return self._cooled(
-                Outcome.FAILED,
+                CooldownOutcome.FAILED,
                 f"Epoch {epoch.epoch} ended with another content than {self._member} has, by "
                 f"{epoch.member}: load its checkpoint.",
             )
         outcome = self._won(epoch.member)
-        first = outcome is Outcome.COMMITTED
+        first = outcome is CooldownOutcome.COMMITTED
         return self._cooled(outcome, "" if first else f"{epoch.member} was first.")
 
-    def _won(self, winner: str) -> Outcome:
+    def _won(self, winner: str) -> CooldownOutcome:
         """What it came to, somebody having committed the checkpoint."""
         if winner == self._member:
-            return Outcome.COMMITTED
+            return CooldownOutcome.COMMITTED
         chosen = self._race.begun or self._member in self._racers()
-        return Outcome.LOST if chosen else Outcome.NOT_CHOSEN
+        return CooldownOutcome.LOST if chosen else CooldownOutcome.NOT_CHOSEN
 
     def _out_of_time(self) -> Cooled | None:
         settings, epoch = self._settings, self._roster.epoch
@@ -443,7 +453,7 @@ class _Cooldown:
         without = epochs_without(self._hurried, self._draft.job, epoch)
         if without >= settings.without:
             return self._cooled(
-                Outcome.FAILED,
+                CooldownOutcome.FAILED,
                 f"There is no checkpoint after {waited}, and the {without} epochs before have none "
                 "either: do not train on. Find out why nobody can upload, and call it again.",
             )
@@ -463,7 +473,7 @@ class _Cooldown:
             if time.monotonic() - self._voted_late < whole + _LATE:
                 return None
             return self._cooled(
-                Outcome.FAILED,
+                CooldownOutcome.FAILED,
                 f"There is no checkpoint after {waited}, and the owner of {self._draft.job} has "
                 f"not ended epoch {epoch}: is it running? Start its campaign again.",
             )
@@ -490,7 +500,7 @@ class _Cooldown:
         self._behind = True
         rest: Future[Cooled] = Future()
         reason = f"Epoch {self._roster.epoch} went on without; the upload goes on."
-        cooled = replace(self._cooled(Outcome.FAILED, reason), rest=rest)
+        cooled = replace(self._cooled(CooldownOutcome.FAILED, reason), rest=rest)
 
         def finish() -> None:
             try:
@@ -505,7 +515,7 @@ class _Cooldown:
         threading.Thread(target=finish, name="cooldown", daemon=True).start()
         return cooled
 
-    def _cooled(self, outcome: Outcome, reason: str) -> Cooled:
+    def _cooled(self, outcome: CooldownOutcome, reason: str) -> Cooled:
         seconds = round(time.monotonic() - self._began, 3)
         return self._counted(Cooled(outcome, reason, self._epoch, seconds=seconds))
 
@@ -516,7 +526,7 @@ class _Cooldown:
 
     def _recorded(self, cooled: Cooled) -> Cooled:
         """Leave a record of what it came to, for whoever asks later."""
-        record = Ended(
+        record = CooldownRecord(
             member=self._member,
             outcome=cooled.outcome,
             reason=cooled.reason,

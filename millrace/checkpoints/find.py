@@ -19,7 +19,7 @@ from millrace.storage import Store, copy, create, delete, difference, list_folde
 _AT_ONCE = 4
 
 
-class Check(StrEnum):
+class VerifyDepth(StrEnum):
     """How thoroughly a checkpoint is verified."""
 
     SIZES = "sizes"
@@ -153,7 +153,9 @@ def newest(store: Store, job: str) -> Checkpoint | None:
     return next(checkpoints(store, job), None)
 
 
-def verify(store: Store, checkpoint: Checkpoint, *, check: Check = Check.DIGESTS) -> dict[str, str]:
+def verify(
+    store: Store, checkpoint: Checkpoint, *, check: VerifyDepth = VerifyDepth.DIGESTS
+) -> dict[str, str]:
     """Look at every file of a checkpoint.
 
     What seems damaged is read a second time: the bytes may have been changed on their way.
@@ -175,7 +177,7 @@ def verify(store: Store, checkpoint: Checkpoint, *, check: Check = Check.DIGESTS
 
 
 def latest(
-    store: Store, job: str, *, check: Check = Check.DIGESTS, progress: Progress = silent
+    store: Store, job: str, *, check: VerifyDepth = VerifyDepth.DIGESTS, progress: Progress = silent
 ) -> Checkpoint | None:
     """The newest checkpoint that is verified; None if there is none.
 
@@ -305,8 +307,8 @@ def root_of(parts: Iterable[Part], tensors: Mapping[str, TensorRecord]) -> str:
     return sha256(canonical(content))
 
 
-def _damage(store: Store, job: str, part: Part, check: Check) -> str:
+def _damage(store: Store, job: str, part: Part, check: VerifyDepth) -> str:
     """What is wrong with a file, as a sentence; empty if nothing is."""
     key = CheckpointKeys(job).part(part.step, part.sha256)
-    found = difference(store, key, part.size, part.sha256 if check is Check.DIGESTS else None)
+    found = difference(store, key, part.size, part.sha256 if check is VerifyDepth.DIGESTS else None)
     return found and f"{store.url_of(key)}: {found}."

@@ -9,7 +9,7 @@ import torch
 
 from millrace import errors
 from millrace.checkpoints.contents import read_part
-from millrace.checkpoints.find import Check, checkpoint_of, latest
+from millrace.checkpoints.find import VerifyDepth, checkpoint_of, latest
 from millrace.checkpoints.parts import dtype_of, read_boxes
 from millrace.checkpoints.pieces import piece_of
 from millrace.checkpoints.tree import (
@@ -160,12 +160,12 @@ def _loaded(
     if step is not None:
         found = checkpoint_of(store, job, step)
         return _read(store, found, wanted(found), rank)
-    found = latest(store, job, check=Check.SIZES, progress=progress)
+    found = latest(store, job, check=VerifyDepth.SIZES, progress=progress)
     try:
         if found is not None:
             return _read(store, found, wanted(found), rank)
     except errors.CorruptError:  # or its bytes were changed on their way, and it is found again
-        found = latest(store, job, check=Check.DIGESTS, progress=progress)
+        found = latest(store, job, check=VerifyDepth.DIGESTS, progress=progress)
         if found is not None:
             return _read(store, found, wanted(found), rank)
     raise errors.NotFoundError(f"{store.url_of(job)} has no checkpoint that can be loaded.")

@@ -18,11 +18,11 @@ from millrace.checkpoints.find import checkpoint_of
 from millrace.digest import sha256
 from millrace.keys import CheckpointKeys, CooldownKeys, member_lease, member_name, member_scope
 from millrace.lease import Census, Heartbeat, Held, Holder, Lease, StoreClock, await_lease
-from millrace.models.checkpoint import Claim, Ended, Epoch, Late, Outcome, Roster
+from millrace.models.checkpoint import Claim, CooldownOutcome, CooldownRecord, Epoch, Late, Roster
 from millrace.records import commit_once, fetch
 from millrace.storage import Store, exists
 
-R = TypeVar("R", Claim, Ended, Late)
+R = TypeVar("R", Claim, CooldownRecord, Late)
 
 _GROUP = "members"
 _TTL = timedelta(seconds=30)
@@ -240,7 +240,7 @@ class Statements:
         self._store, self._keys = store, keys
         self.claims: dict[str, Claim] = {}
         self.late: dict[str, Late] = {}
-        self.ended: dict[str, Ended] = {}
+        self.ended: dict[str, CooldownRecord] = {}
 
     def hear(self, members: Collection[str], *, results: bool = True, late: bool = False) -> None:
         """Read what is new. One GET for each record that was not there before.
@@ -262,10 +262,10 @@ class Statements:
         nothing = Claim(member=member, step=-1, root="", rest=member, size=0)
         return self._read(self._keys.vote(member), nothing)
 
-    def _result(self, member: str) -> Ended | None:
-        failed = Ended(
+    def _result(self, member: str) -> CooldownRecord | None:
+        failed = CooldownRecord(
             member=member,
-            outcome=Outcome.FAILED,
+            outcome=CooldownOutcome.FAILED,
             reason="Its record cannot be read.",
             sent=0,
             checked=0,

@@ -65,7 +65,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PartLayout:
     """A part that is to be made.
 
     Attributes:
@@ -79,7 +79,7 @@ class Layout:
     size: int
 
 
-def laid_out(pieces: Mapping[str, Piece], part_bytes: int) -> list[Layout]:
+def laid_out(pieces: Mapping[str, Piece], part_bytes: int) -> list[PartLayout]:
     """Lay pieces of tensors out in parts, in their order; a large one is cut by rows.
 
     Args:
@@ -89,7 +89,7 @@ def laid_out(pieces: Mapping[str, Piece], part_bytes: int) -> list[Layout]:
     Raises:
         ConfigurationError: A tensor is of a type that safetensors has no name for.
     """
-    parts: list[Layout] = []
+    parts: list[PartLayout] = []
     waiting: list[Box] = []
     room = part_bytes
     for box in _boxes(pieces, part_bytes):
@@ -167,7 +167,7 @@ def _box_name(
     return f"{tensor}[{slices}]" if slices else tensor
 
 
-def _layout(boxes: list[Box]) -> Layout:
+def _layout(boxes: list[Box]) -> PartLayout:
     # The widest types first, as safetensors does: so that each lies at a multiple of its width.
     ordered = sorted(boxes, key=lambda box: -box.dtype.itemsize)
     header: dict[str, Any] = {}
@@ -192,7 +192,7 @@ def _layout(boxes: list[Box]) -> Layout:
     for box in named:
         placed.append(replace(box, offset=offset))
         offset += box.size
-    return Layout(head, tuple(placed), offset)
+    return PartLayout(head, tuple(placed), offset)
 
 
 def _views(body: memoryview) -> Iterator[tuple[str, torch.Tensor]]:

@@ -25,7 +25,7 @@ PATIENCE = timedelta(seconds=20)
 """How long each request of a probe is tried, by default."""
 
 
-class Verdict(StrEnum):
+class ProbeVerdict(StrEnum):
     """Whether a job could save to a place. Only the first is a yes."""
 
     READY = "ready"
@@ -42,7 +42,7 @@ class Verdict(StrEnum):
     @property
     def exit_code(self) -> int:
         """What `millrace probe` ends with: 0 if it is ready, else from 11 on in this order."""
-        return 0 if self is Verdict.READY else 10 + list(Verdict).index(self)
+        return 0 if self is ProbeVerdict.READY else 10 + list(ProbeVerdict).index(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +57,14 @@ class Probe:
             stated.
     """
 
-    verdict: Verdict
+    verdict: ProbeVerdict
     reason: str
     rate: float = 0.0
     expected: float = 0.0
 
     @property
     def ready(self) -> bool:
-        return self.verdict is Verdict.READY
+        return self.verdict is ProbeVerdict.READY
 
 
 def probe(
@@ -118,32 +118,32 @@ def probed(
     free = None if folder is None else shutil.disk_usage(folder).free
     if free is not None and free < size:
         reason = f"{url} has room for {free:,} bytes, and a checkpoint has {size:,}."
-        return Probe(Verdict.NO_SPACE, reason, rate, expected)
+        return Probe(ProbeVerdict.NO_SPACE, reason, rate, expected)
     if within is not None and expected > within.total_seconds():
         reason = (
             f"At {rate / 1e6:.1f} MB/s a checkpoint of {size:,} bytes takes {expected:.0f} s, and "
             f"{within.total_seconds():.0f} s are allowed: let the cooldown last longer, or more "
             "members upload."
         )
-        return Probe(Verdict.TOO_SLOW, reason, rate, expected)
+        return Probe(ProbeVerdict.TOO_SLOW, reason, rate, expected)
     reason = f"{url} takes, gives back, overwrites and deletes objects."
-    return Probe(Verdict.READY, reason, rate, expected)
+    return Probe(ProbeVerdict.READY, reason, rate, expected)
 
 
 class FailedError(Exception):
     """The verdict is out, and is no yes."""
 
-    def __init__(self, verdict: Verdict, reason: str) -> None:
+    def __init__(self, verdict: ProbeVerdict, reason: str) -> None:
         super().__init__(reason)
         self.verdict = verdict
 
 
 def _tried(store: Store, job: str, key: str) -> float:
     """Do what a save does; bytes a second of the upload."""
-    with understood(Verdict.DENIED):
+    with understood(ProbeVerdict.DENIED):
         next(list_objects(store, f"{job}/"), None)
     body, other = os.urandom(SAMPLE), secrets.token_bytes(16)
-    with understood(Verdict.READ_ONLY):
+    with understood(ProbeVerdict.READ_ONLY):
         try:
             began = time.monotonic()
             create(store, key, body)
@@ -158,7 +158,7 @@ def _tried(store: Store, job: str, key: str) -> float:
         failures = delete(store, [key])
     if failures:
         raise FailedError(
-            Verdict.READ_ONLY,
+            ProbeVerdict.READ_ONLY,
             f"{store.url_of(key)} could not be deleted ({failures[0].reason}): allow it, or what "
             "no checkpoint needs any more stays forever. Delete this object by hand.",
         )
@@ -170,7 +170,7 @@ def _tried_at_google(store: Store, job: str, key: str) -> float:
     try:
         rate = _tried(store, job, key)
     except FailedError as failed:
-        if failed.verdict not in (Verdict.DENIED, Verdict.READ_ONLY):
+        if failed.verdict not in (ProbeVerdict.DENIED, ProbeVerdict.READ_ONLY):
             raise
         with suppress(errors.MillraceError):  # it refuses to say that, too
             if lacking := _ungranted(store):
@@ -182,7 +182,7 @@ def _tried_at_google(store: Store, job: str, key: str) -> float:
         return rate  # what was tried came through, and nobody knows better
     if lacking and all("multipart" in name for name in lacking):
         reason = f"{store.url} takes small objects, and no large ones."
-        raise _lacking(Verdict.READ_ONLY, reason, lacking)
+        raise _lacking(ProbeVerdict.READ_ONLY, reason, lacking)
     return rate  # if it lacks what was done a moment ago, the grant is on a prefix
 
 
@@ -197,7 +197,7 @@ def _ungranted(store: Store) -> frozenset[str]:
     return WRITING - granted(store)
 
 
-def _lacking(verdict: Verdict, reason: str, permissions: Iterable[str]) -> FailedError:
+def _lacking(verdict: ProbeVerdict, reason: str, permissions: Iterable[str]) -> FailedError:
     names = ", ".join(sorted(permissions))
     advice = f"On the bucket the credentials lack {names}: grant Storage Object User there."
     return FailedError(verdict, f"{reason} {advice}")
@@ -207,19 +207,19 @@ def check_same(url: str, body: bytes, written: bytes) -> None:
     """Refuse a place that gives back something else than it was given."""
     if body != written:
         raise FailedError(
-            Verdict.WRONG,
+            ProbeVerdict.WRONG,
             f"{url} is not what was written a moment ago: this store is broken, or "
             "something between here and there changes bytes or keeps old ones.",
         )
 
 
 @contextmanager
-def understood(denied: Verdict) -> Generator[None]:
+def understood(denied: ProbeVerdict) -> Generator[None]:
     """Tell apart why a store does not do what it is asked."""
     try:
         yield
     except errors.MillraceError as error:
-        said = Verdict(answer_of(error).value)
-        advice = " Create it, or correct the URL." if said is Verdict.NOT_FOUND else ""
-        verdict = denied if said is Verdict.DENIED else said
+        said = ProbeVerdict(answer_of(error).value)
+        advice = " Create it, or correct the URL." if said is ProbeVerdict.NOT_FOUND else ""
+        verdict = denied if said is ProbeVerdict.DENIED else said
         raise FailedError(verdict, f"{error}{advice}") from error

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from millrace import errors
 from millrace.checkpoints.contents import Content
-from millrace.checkpoints.find import Check
+from millrace.checkpoints.find import VerifyDepth
 from millrace.progress import Event, Progress, silent
 from millrace.storage import Store, create, difference, kept_sha256, put
 
@@ -42,7 +42,7 @@ class Race:
         *,
         reads: Store,
         uploads: int,
-        check: Check,
+        check: VerifyDepth,
         news: Callable[[], None],
         progress: Progress = silent,
     ) -> None:
@@ -194,7 +194,7 @@ class Race:
         number = self._numbers[digest]
         part = self._content.parts[number]
         own, key = self._key_of(part.step, digest), self._there[digest]
-        wanted = digest if self._check is Check.DIGESTS else None
+        wanted = digest if self._check is VerifyDepth.DIGESTS else None
         if wanted is not None and kept_sha256(self._reads, key) == digest:
             wanted = None  # the store has verified it
         damage = difference(self._reads, key, part.size, wanted, stopped=self._over)

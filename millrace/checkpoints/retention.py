@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from millrace import errors
-from millrace.checkpoints.find import Check, checkpoint_of, survey, verify
+from millrace.checkpoints.find import VerifyDepth, checkpoint_of, survey, verify
 from millrace.checkpoints.members import derived_epoch, epoch_of
 from millrace.checkpoints.settings import Retention
 from millrace.keys import CheckpointKeys
@@ -107,7 +107,7 @@ def plan_retention(
     job: str,
     rules: Retention | None = None,
     *,
-    check: Check = Check.DIGESTS,
+    check: VerifyDepth = VerifyDepth.DIGESTS,
     also: Mapping[int, str] | None = None,
     now: datetime | None = None,
 ) -> RetentionPlan:
@@ -162,7 +162,7 @@ def retain(store: Store, plan: RetentionPlan) -> Retained:
         store: Where the job is.
         plan: Of `plan_retention`.
     """
-    now = plan_retention(store, plan.job, plan.rules, check=Check.SIZES)
+    now = plan_retention(store, plan.job, plan.rules, check=VerifyDepth.SIZES)
     still = {removal.key for removal in now.removals}
     going = [removal for removal in plan.removals if removal.key in still]
     skipped = tuple(removal.key for removal in plan.removals if removal.key not in still)
@@ -196,7 +196,7 @@ def _kept(
     keys: CheckpointKeys,
     complete: dict[int, Checkpoint],
     rules: Retention,
-    check: Check,
+    check: VerifyDepth,
 ) -> dict[int, str]:
     """Why each step is kept that is."""
     kept: dict[int, str] = {}

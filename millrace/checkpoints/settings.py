@@ -6,7 +6,7 @@ from enum import StrEnum
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
 from millrace.checkpoints.choosing import Choice
-from millrace.checkpoints.find import Check
+from millrace.checkpoints.find import VerifyDepth
 from millrace.settings import Duration
 
 
@@ -93,8 +93,8 @@ class CooldownSettings(BaseModel):
         description="How many epochs in a row may go on without a checkpoint. After so many "
         "the members are told not to train on.",
     )
-    check: Check = Field(
-        default=Check.DIGESTS,
+    check: VerifyDepth = Field(
+        default=VerifyDepth.DIGESTS,
         description="How files that another member uploaded are verified before the commit: by "
         "their `digests`, asked of the store where it keeps them and read back elsewhere; or by "
         "their `sizes`.",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from millrace.checkpoints.contents import Content, content
-from millrace.checkpoints.parts import Box, Layout, laid_out, name_of, read_boxes
+from millrace.checkpoints.parts import Box, PartLayout, laid_out, name_of, read_boxes
 from millrace.checkpoints.pieces import Piece, is_distributed, piece_of
 from millrace.checkpoints.tree import is_skeleton, own_name, taken_apart
 from millrace.digest import sha256
@@ -30,7 +30,7 @@ class Snapshot:
         buffers: The bytes of each file, and perhaps more behind them.
     """
 
-    layouts: tuple[Layout, ...]
+    layouts: tuple[PartLayout, ...]
     tensors: dict[str, TensorRecord]
     buffers: tuple[mmap, ...] = field(repr=False)
 
@@ -140,7 +140,7 @@ def _copy_box(piece: Piece, box: Box, buffer: mmap) -> None:
     place.view(box.shape).copy_(source)
 
 
-def _check_readable(layout: Layout, file: memoryview) -> None:
+def _check_readable(layout: PartLayout, file: memoryview) -> None:
     """Read the header of a file as `load` will, and compare it with what was laid out.
 
     Raises:
@@ -161,7 +161,9 @@ def _check_readable(layout: Layout, file: memoryview) -> None:
             )
 
 
-def _recorded(layouts: tuple[Layout, ...], held: Mapping[str, Piece]) -> dict[str, TensorRecord]:
+def _recorded(
+    layouts: tuple[PartLayout, ...], held: Mapping[str, Piece]
+) -> dict[str, TensorRecord]:
     chunks: dict[str, list[Chunk]] = {name: [] for name in held}
     for number, layout in enumerate(layouts):
         for box in layout.boxes:

@@ -19,7 +19,7 @@ from millrace.checkpoints.members import (
 )
 from millrace.keys import CheckpointKeys, CooldownKeys
 from millrace.lease import StoreClock
-from millrace.models.checkpoint import Checkpoint, Ended, Epoch, Roster
+from millrace.models.checkpoint import Checkpoint, CooldownRecord, Epoch, Roster
 from millrace.progress import Event, Progress, silent
 from millrace.storage import Store, list_objects
 
@@ -43,7 +43,7 @@ class Seen:
     checkpoint: Checkpoint | None
     members: tuple[str, ...]
     living: frozenset[str]
-    ended: dict[str, Ended] = field(default_factory=dict[str, Ended])
+    ended: dict[str, CooldownRecord] = field(default_factory=dict[str, CooldownRecord])
     seconds: float = 0.0
 
 

@@ -9,7 +9,7 @@ class BadSampleError(Exception):
     """The format cannot hold this sample; the message is the reason for the quarantine."""
 
 
-class Encoder(Protocol):
+class ShardEncoder(Protocol):
     """One shard being encoded into a buffer of its own.
 
     Attributes:

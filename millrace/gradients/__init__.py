@@ -9,8 +9,8 @@ from millrace.gradients.settings import (
     FollowRules,
     FollowSettings,
     GatherSettings,
+    MergeRule,
     MergeSettings,
-    Rule,
     RunRules,
     RunSettings,
     WeightsOf,
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from millrace.gradients.aggregating import Step, aggregate
     from millrace.gradients.aggregator import aggregate_run, begin_chain
     from millrace.gradients.chain import ChainError, begin, catch_up, links, newest
-    from millrace.gradients.compress import Decoder, Encoder, Feedback, decode, encode
-    from millrace.gradients.gathering import Gathered, Out, QuorumError, Window, Worker, gather
+    from millrace.gradients.compress import Decoder, Feedback, GradientEncoder, decode, encode
+    from millrace.gradients.gathering import Gathered, Out, QuorumError, Sender, Window, gather
     from millrace.gradients.merging import Merged, Weights, merge, weights_of
     from millrace.gradients.participant import Participant, Turn, weights_of_model
     from millrace.gradients.payload import (
@@ -53,16 +53,17 @@ __all__ = [
     "CodeError",
     "Codec",
     "Decoder",
-    "Encoder",
     "Expected",
     "Feedback",
     "FollowRules",
     "FollowSettings",
     "GatherSettings",
     "Gathered",
+    "GradientEncoder",
     "GradientHeader",
     "Link",
     "Mask",
+    "MergeRule",
     "MergeSettings",
     "Merged",
     "Out",
@@ -73,9 +74,9 @@ __all__ = [
     "PayloadError",
     "QuorumError",
     "Refusal",
-    "Rule",
     "RunRules",
     "RunSettings",
+    "Sender",
     "Start",
     "State",
     "Step",
@@ -86,7 +87,6 @@ __all__ = [
     "WeightsOf",
     "Window",
     "WindowRules",
-    "Worker",
     "aggregate",
     "aggregate_run",
     "begin",
@@ -115,7 +115,7 @@ _MODULES = {
     "ChainError": "chain",
     "CodeError": "tensors",
     "Decoder": "compress",
-    "Encoder": "compress",
+    "GradientEncoder": "compress",
     "Expected": "payload",
     "Feedback": "compress",
     "Gathered": "gathering",
@@ -131,7 +131,7 @@ _MODULES = {
     "Turn": "participant",
     "Weights": "merging",
     "Window": "gathering",
-    "Worker": "gathering",
+    "Sender": "gathering",
     "aggregate": "aggregating",
     "aggregate_run": "aggregator",
     "begin": "chain",

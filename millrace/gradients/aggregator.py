@@ -6,11 +6,11 @@ from datetime import timedelta
 from types import TracebackType
 
 from millrace import errors
-from millrace.checkpoints.find import Check
+from millrace.checkpoints.find import VerifyDepth
 from millrace.checkpoints.retention import plan_retention, retain
 from millrace.checkpoints.settings import Retention
 from millrace.gradients.chain import newest
-from millrace.gradients.gathering import Worker
+from millrace.gradients.gathering import Sender
 from millrace.gradients.running import follow
 from millrace.gradients.settings import AggregatorSettings
 from millrace.gradients.spread import Placing, Spread, placed_here, placed_on_ray
@@ -47,9 +47,9 @@ def aggregate_run(settings: AggregatorSettings, *, progress: Progress = silent) 
     opened |= {uid: open_store(spec) for uid, spec in settings.buckets.items()}
     store = open_store(settings.store)
 
-    def worker(uid: str) -> Worker:
+    def worker(uid: str) -> Sender:
         run.gradients.worker(uid)  # refuses what cannot be a name
-        return Worker(uid, opened.get(uid, opened[""]))
+        return Sender(uid, opened.get(uid, opened[""]))
 
     workers = [worker(uid) for uid in settings.workers]
     reserves = [worker(uid) for uid in settings.reserves]
@@ -201,5 +201,5 @@ class _Keeper:
     def _clear(self) -> None:
         """Remove what the last checkpoint, once it is there, makes needless."""
         if self._model.saved() is not None:
-            plan = plan_retention(self._store, self._job, self._rules, check=Check.SIZES)
+            plan = plan_retention(self._store, self._job, self._rules, check=VerifyDepth.SIZES)
             retain(self._store, plan)

@@ -32,7 +32,7 @@ class _Scratch:
         return self._memory[:size]
 
 
-class Encoder:
+class GradientEncoder:
     """Compresses tensors. Memory: one copy of the largest, kept from one to the next.
 
     Equal tensors make equal bytes, on a GPU as on the processor. With `Transform.DCT` that holds on
@@ -86,8 +86,8 @@ class Encoder:
 
 
 def encode(tensor: torch.Tensor, codec: Codec) -> bytes:
-    """Compress one tensor: `Encoder` does many."""
-    return Encoder(codec).encode(tensor)
+    """Compress one tensor: `GradientEncoder` does many."""
+    return GradientEncoder(codec).encode(tensor)
 
 
 class Decoder:
@@ -113,7 +113,7 @@ class Decoder:
         """The tensor that compressed bytes stand for.
 
         Args:
-            body: Of an `Encoder`, or of whom one does not trust: all of it is checked.
+            body: Of a `GradientEncoder`, or of whom one does not trust: all of it is checked.
             shape: Of the tensor.
             out: A tensor of the shape, float32, contiguous, on any device, to be filled; by default
                 a new one on the processor.
@@ -155,7 +155,7 @@ class Feedback:
         if not 0 <= decay <= 1:
             raise errors.ConfigurationError(f"The decay {decay} is not between 0 and 1.")
         self.codec, self.decay = codec, decay
-        self._encoder = Encoder(codec, threads)
+        self._encoder = GradientEncoder(codec, threads)
         self._kept: dict[str, torch.Tensor] = {}
         self._sent: dict[str, bytes] = {}
         self._mask: Mask | None = None

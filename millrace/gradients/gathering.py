@@ -42,7 +42,7 @@ _MOST_READS = 3  # of one worker's gradient in a window
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class Sender:
     """Somebody who may send a gradient.
 
     Attributes:
@@ -147,10 +147,10 @@ def _read_here(_uid: str, store: Store, stat: Stat, expected: Expected) -> Paylo
 
 def gather(
     window: Window,
-    workers: Sequence[Worker],
+    workers: Sequence[Sender],
     settings: GatherSettings | None = None,
     *,
-    reserves: Sequence[Worker] = (),
+    reserves: Sequence[Sender] = (),
     reading: Reading = _read_here,
     clock: StoreClock | None = None,
     progress: Progress = silent,
@@ -218,8 +218,8 @@ class _Gathering:
     def __init__(
         self,
         window: Window,
-        workers: Sequence[Worker],
-        reserves: Sequence[Worker],
+        workers: Sequence[Sender],
+        reserves: Sequence[Sender],
         settings: GatherSettings,
         wanted: int,
         reading: Reading,

@@ -21,7 +21,7 @@ from millrace.digest import sha256_of
 from millrace.gradients import kernels
 from millrace.gradients.chunks import Chunks
 from millrace.gradients.payload import Payload, Shapes
-from millrace.gradients.settings import BY_PLACE, MergeSettings, Rule
+from millrace.gradients.settings import BY_PLACE, MergeRule, MergeSettings
 from millrace.gradients.tensors import BLOCK, Sparse, side_by_side, values_of
 from millrace.models.gradient import Codec
 
@@ -59,8 +59,8 @@ class Weights:
     Attributes:
         workers: Their names, sorted.
         scales: What each is scaled by before the rule.
-        weights: What each has in the weighted sum, its scale included; of `Rule.SIGN`, `MEDIAN` and
-            `TRIMMED`, which are no weighted sums, its scale.
+        weights: Weight of each in the weighted sum, its scale included; of `MergeRule.SIGN`,
+            `MEDIAN` and `TRIMMED`, which are no weighted sums, its scale.
         shares: What each counts in the average of a buffer: they add up to 1.
     """
 
@@ -137,24 +137,24 @@ def weights_of(
 
     every = len(workers)
     match settings.rule:
-        case Rule.TOKENS:
+        case MergeRule.TOKENS:
             tokens = np.array([payloads[name].header.tokens for name in workers], np.float64)
             if not tokens.sum():
                 raise errors.ConfigurationError(
                     "No worker says of how many tokens its gradient is: merge by another rule."
                 )
             share = tokens / tokens.sum()
-        case Rule.CENTERED_CLIP:
+        case MergeRule.CENTERED_CLIP:
             share = _centered_clip(gram(), settings)
-        case Rule.MULTI_KRUM:
+        case MergeRule.MULTI_KRUM:
             _check_bound(settings, every)
             share = _multi_krum(gram(), settings.faulty)
-        case Rule.TRIMMED:
+        case MergeRule.TRIMMED:
             _check_bound(settings, every)
             share = np.ones(every)
-        case Rule.SENDERS | Rule.SIGN | Rule.MEDIAN:
+        case MergeRule.SENDERS | MergeRule.SIGN | MergeRule.MEDIAN:
             share = np.ones(every)
-        case Rule.MEAN:
+        case MergeRule.MEAN:
             share = np.full(every, 1.0 / every)
     return Weights(workers, scales, share * scales, share / fsum(share))
 
@@ -300,13 +300,13 @@ def _merged(
             scaled = values * weights[:, None, None]
             made = _by_place(scaled, settings).astype(np.float32)
             return np.full(len(made), chunks.k, np.uint16), places[0].ravel(), made.ravel()
-        voting = settings.rule is Rule.SIGN
+        voting = settings.rule is MergeRule.SIGN
         if voting:
             values = np.sign(values)
         out = np.empty((2, values.size), np.float32)
         counts = np.empty(values.shape[1], np.uint16)
         each = np.ones(len(run)) if voting else weights
-        by_senders = settings.rule is Rule.SENDERS
+        by_senders = settings.rule is MergeRule.SENDERS
         found = kernels.weighted_sums(places, values, each, chunks.size, by_senders, counts, out)
         sums = out[1, :found]
         sums = np.sign(sums) if voting else sums.copy()
@@ -326,8 +326,8 @@ def _merged_buffer(
     position `faulty` if that is less: an honest worker's distance is as large. The buffers of a
     worker do not change how the rule weighs its gradient. A worker's share is that of its
     gradient. Every average is between the least and the largest value that was sent, so a variance
-    stays non-negative. `Rule.MEDIAN` and `TRIMMED` judge each value by itself. Of two workers the
-    median is their mean: what one of them sends cannot be bounded.
+    stays non-negative. `MergeRule.MEDIAN` and `TRIMMED` judge each value by itself. Of two workers
+    the median is their mean: what one of them sends cannot be bounded.
     """
     codec = codec.of(name)
     counted = np.flatnonzero(weights.shares)
@@ -384,7 +384,7 @@ def _part(sparse: Sparse, rows: slice) -> Sparse:
 
 
 def _by_place(values: Vector, settings: MergeSettings) -> Vector:
-    if settings.rule is Rule.MEDIAN:
+    if settings.rule is MergeRule.MEDIAN:
         return np.median(values, axis=0)
     faulty, every = settings.faulty, len(values)
     return np.sort(values, axis=0)[faulty : every - faulty].mean(axis=0)

@@ -17,7 +17,7 @@ from torch import distributed
 from millrace import errors
 from millrace.checkpoints.pieces import is_distributed
 from millrace.gradients.chain import link_after, link_at, newest
-from millrace.gradients.compress import Encoder, Feedback
+from millrace.gradients.compress import Feedback, GradientEncoder
 from millrace.gradients.payload import Shapes, identity_of, payload_bytes
 from millrace.gradients.portion import Portion
 from millrace.gradients.settings import Opening, RunSettings
@@ -266,7 +266,7 @@ class Participant:
             raise errors.ConfigurationError(
                 f"The buffer {name} has values that are not finite: leave this window out."
             )
-        return Encoder(self._settings.codec.of(name), self._threads).encode(values)
+        return GradientEncoder(self._settings.codec.of(name), self._threads).encode(values)
 
     def _change(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         whole = torch.from_numpy(self._model.held.weights[name])  # pyright: ignore[reportUnknownMemberType]

@@ -160,7 +160,7 @@ def payload_bytes(
     """The object that a worker puts into the bucket. Equal arguments make equal bytes.
 
     Args:
-        bodies: Its compressed tensors, by their names, as of `Encoder` or `Feedback`.
+        bodies: Its compressed tensors, by their names, as of `GradientEncoder` or `Feedback`.
         shapes: Theirs.
         codec: How they were compressed.
         run: For which run.

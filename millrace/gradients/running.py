@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from millrace.gradients.aggregating import Step, aggregate
 from millrace.gradients.chain import link_after, link_at, newest
-from millrace.gradients.gathering import QuorumError, Window, Worker, gather
+from millrace.gradients.gathering import QuorumError, Sender, Window, gather
 from millrace.gradients.payload import Shapes
 from millrace.gradients.settings import Opening, RunSettings
 from millrace.gradients.spread import Spread, here
@@ -24,10 +24,10 @@ from millrace.storage import Store, head
 def follow(
     store: Store,
     settings: RunSettings,
-    workers: Sequence[Worker],
+    workers: Sequence[Sender],
     model: State | Spread,
     *,
-    reserves: Sequence[Worker] = (),
+    reserves: Sequence[Sender] = (),
     after: int = 0,
     until: int | None = None,
     threads: int = 1,

@@ -18,7 +18,7 @@ from millrace.settings import Duration
 from millrace.storage import StoreSettings, StoreSpec
 
 
-class Rule(StrEnum):
+class MergeRule(StrEnum):
     """Rules by which gradients are merged."""
 
     MEAN = "mean"  # over all workers: who does not send a value sends zero
@@ -31,7 +31,7 @@ class Rule(StrEnum):
     TRIMMED = "trimmed mean"  # of each coordinate (Yin et al. 2018)
 
 
-BY_PLACE = frozenset({Rule.MEDIAN, Rule.TRIMMED})
+BY_PLACE = frozenset({MergeRule.MEDIAN, MergeRule.TRIMMED})
 """Rules that judge each coordinate by itself: all workers must have sent it."""
 
 
@@ -40,8 +40,8 @@ class MergeSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    rule: Rule = Field(
-        default=Rule.MEAN,
+    rule: MergeRule = Field(
+        default=MergeRule.MEAN,
         description="`mean` over all workers; over the `senders` of each value; by `tokens`; the "
         "`sign` of most; `centered clip` and `multi-krum` bear Byzantine workers; `median` and "
         "`trimmed mean` only where all workers send the same indices (`support: shared`).",
@@ -75,9 +75,9 @@ class MergeSettings(BaseModel):
     def fewest(self) -> int:
         """Return how many workers the rule needs at least."""
         match self.rule:
-            case Rule.MULTI_KRUM:
+            case MergeRule.MULTI_KRUM:
                 return 2 * self.faulty + 3
-            case Rule.TRIMMED:
+            case MergeRule.TRIMMED:
                 return 2 * self.faulty + 1
             case _:
                 return 1

@@ -45,7 +45,7 @@ class _Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _StorageSlice:
     storage: _Storage
     begin: int
     size: int
@@ -107,7 +107,7 @@ def _read(
     root = archive.namelist()[0].partition("/")[0]
     found = _followed(_stored(archive, f"{root}/data.pkl", head))
     texts = {name: value for name, value in found.items() if isinstance(value, str)}
-    pieces = {name: value for name, value in found.items() if isinstance(value, _Piece)}
+    pieces = {name: value for name, value in found.items() if isinstance(value, _StorageSlice)}
     if len(texts) + len(pieces) != len(found) or len(pieces) > most:
         raise _WrongError("it holds something else than texts and tensors of bytes")
     if len({piece.storage.key for piece in pieces.values()}) != len(pieces):
@@ -245,4 +245,4 @@ def _made(what: Any, args: Any) -> Any:
         raise _WrongError("a tensor is not a row of bytes")
     if not 0 <= begin <= begin + length <= storage.size:
         raise _WrongError("a tensor is not within its storage")
-    return _Piece(storage, begin, length)
+    return _StorageSlice(storage, begin, length)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from millrace import errors
-from millrace.checkpoints.find import Check, checkpoint_of, checkpoints, steps, verify
+from millrace.checkpoints.find import VerifyDepth, checkpoint_of, checkpoints, steps, verify
 from millrace.checkpoints.parts import dtype_of
 from millrace.checkpoints.retention import pin
 from millrace.checkpoints.tree import own_rank
@@ -230,7 +230,7 @@ def check_weights(
     for found in _asked(store, job, step):
         if not _shapes(found, tensors):
             raise _unlike(found, tensors)
-        damage = verify(store, found, check=Check.SIZES)
+        damage = verify(store, found, check=VerifyDepth.SIZES)
         if not damage:
             return found
         if step is not None:

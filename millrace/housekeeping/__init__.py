@@ -1,13 +1,13 @@
 """Buckets that stay clean, and credentials that are proven."""
 
-from millrace.checkpoints import Check
+from millrace.checkpoints import VerifyDepth
 from millrace.housekeeping.access import (
-    Audit,
+    AccessVerdict,
+    AuditedRole,
+    AuditReport,
     AuditSettings,
     Finding,
     Operation,
-    Role,
-    Verdict,
     audit,
 )
 from millrace.housekeeping.executing import Cleaned, execute
@@ -34,10 +34,11 @@ from millrace.housekeeping.wiping import Contents, name_to_type, plan_wiping, su
 
 __all__ = [
     "Aborted",
+    "AccessVerdict",
     "Age",
-    "Audit",
+    "AuditReport",
     "AuditSettings",
-    "Check",
+    "AuditedRole",
     "CleanSettings",
     "CleanVersions",
     "Cleaned",
@@ -47,10 +48,9 @@ __all__ = [
     "DeleteGather",
     "Finding",
     "Operation",
-    "Role",
     "Rule",
     "S3Manager",
-    "Verdict",
+    "VerifyDepth",
     "What",
     "WorkerJunk",
     "abort_uploads",

@@ -64,7 +64,7 @@ READING = frozenset({Operation.LIST, Operation.GET, Operation.HEAD})
 _NOBODY = frozenset({Operation.OTHER_BUCKET, Operation.OUTSIDE})
 
 
-class Verdict(StrEnum):
+class AccessVerdict(StrEnum):
     """What is made of what was seen."""
 
     RIGHT = "right"
@@ -73,7 +73,7 @@ class Verdict(StrEnum):
     UNPROVEN = "unproven"  # nobody knows, which is no yes
 
 
-class Role(BaseModel):
+class AuditedRole(BaseModel):
     """A place, and who may do what there."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -92,7 +92,7 @@ class AuditSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    roles: dict[str, Role] = Field(min_length=1, description="By their names.")
+    roles: dict[str, AuditedRole] = Field(min_length=1, description="By their names.")
     patience: Duration = Field(
         default=timedelta(seconds=10),
         gt=timedelta(0),
@@ -130,11 +130,11 @@ class Finding(BaseModel):
     operation: Operation
     expected: Answer
     seen: Answer
-    verdict: Verdict
+    verdict: AccessVerdict
     sentence: str = ""
 
 
-class Audit(BaseModel):
+class AuditReport(BaseModel):
     """What was found out.
 
     Attributes:
@@ -150,7 +150,7 @@ class Audit(BaseModel):
     @property
     def wrong(self) -> tuple[Finding, ...]:
         """What is not as it should be, or is not known."""
-        return tuple(one for one in self.findings if one.verdict is not Verdict.RIGHT)
+        return tuple(one for one in self.findings if one.verdict is not AccessVerdict.RIGHT)
 
     @property
     def proven(self) -> bool:
@@ -170,10 +170,10 @@ class Audit(BaseModel):
         wrong = self.wrong
         seen = {one.seen for one in wrong}
         graver = (
-            any(one.verdict is Verdict.EXCESS for one in wrong),
+            any(one.verdict is AccessVerdict.EXCESS for one in wrong),
             Answer.WRONG in seen,
             any(self._refused(one) for one in wrong),
-            any(one.verdict is Verdict.LACKING for one in wrong),
+            any(one.verdict is AccessVerdict.LACKING for one in wrong),
             Answer.NOT_FOUND in seen,
             Answer.UNREACHABLE in seen,
             Answer.THROTTLED in seen,
@@ -188,7 +188,7 @@ class Audit(BaseModel):
         )
 
 
-def audit(settings: AuditSettings) -> Audit:
+def audit(settings: AuditSettings) -> AuditReport:
     """Try every operation with every credential, and leave nothing behind.
 
     Args:
@@ -204,10 +204,10 @@ def audit(settings: AuditSettings) -> Audit:
                 trial = _Trial(settings, name, right, dead)
                 findings += trial.findings()
                 notes += trial.left
-    return Audit(findings=tuple(findings), notes=tuple(notes))
+    return AuditReport(findings=tuple(findings), notes=tuple(notes))
 
 
-def _notes(name: str, role: Role, ending: timedelta) -> Iterator[str]:
+def _notes(name: str, role: AuditedRole, ending: timedelta) -> Iterator[str]:
     both = [one for one in (role.read, role.write) if one is not None]
     if len(both) == 2 and both[0].access_key_id == both[1].access_key_id:
         yield f"{name}: the credentials to read and to write are one key."
@@ -268,11 +268,11 @@ class _Trial:
                 for key in keys.values():
                     self._remove(key, *((planter,) if planter else ()), store)
 
-    def _store(self, role: Role, right: Right) -> Store:
+    def _store(self, role: AuditedRole, right: Right) -> Store:
         credentials = role.read if right is Right.READ else role.write
         return self._opened(role.store.model_copy(update={"credentials": credentials}))
 
-    def _unreachable(self, store: Store, role: Role) -> str:
+    def _unreachable(self, store: Store, role: AuditedRole) -> str:
         """Return why the store's endpoint does not answer; empty if it does, whatever it says."""
         place = store.location
         endpoint = place.backend, store.endpoint, place.account
@@ -383,13 +383,13 @@ class _Trial:
         expected = Answer.ALLOWED if mine else Answer.DENIED
         match seen:
             case _ if seen is expected:
-                verdict, sentence = Verdict.RIGHT, ""
+                verdict, sentence = AccessVerdict.RIGHT, ""
             case Answer.ALLOWED:
-                verdict = Verdict.EXCESS
+                verdict = AccessVerdict.EXCESS
             case Answer.DENIED:
-                verdict = Verdict.LACKING
+                verdict = AccessVerdict.LACKING
             case _:
-                verdict = Verdict.UNPROVEN
+                verdict = AccessVerdict.UNPROVEN
         return Finding(
             role=self.name,
             right=self.right,

@@ -17,7 +17,7 @@ from typing import Protocol
 import orjson
 
 from millrace import errors
-from millrace.checkpoints import Check
+from millrace.checkpoints import VerifyDepth
 from millrace.housekeeping.planning import Judge
 from millrace.housekeeping.plans import Entry, Tally, WorkerJunk, open_plan
 from millrace.housekeeping.protection import Guard, clock_of
@@ -153,8 +153,8 @@ def execute(settings: CleanSettings, plan: str, *, progress: Progress = silent) 
             )
         clock = clock_of(store)
         pinned = (*header.pinned, *settings.pinned)
-        guard = Guard([store, *beside], pinned, Check.SIZES, clock)
-        judge = Judge(store, header.rules, guard, header.made, Check.SIZES)
+        guard = Guard([store, *beside], pinned, VerifyDepth.SIZES, clock)
+        judge = Judge(store, header.rules, guard, header.made, VerifyDepth.SIZES)
         return delete_entries(store, plan, entries, _Still(judge, beside), progress)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 from millrace import errors
-from millrace.checkpoints import Check, Retention, RetentionPlan, plan_retention
+from millrace.checkpoints import Retention, RetentionPlan, VerifyDepth, plan_retention
 from millrace.checkpoints.retention import Removal
 from millrace.housekeeping.plans import CleaningPlan, Entry, PlanHeader, Tally, write_plan
 from millrace.housekeeping.protection import Guard, Survey, clock_of, steps_of, youngest_of
@@ -90,7 +90,7 @@ class Judge:
     rules: tuple[Rule, ...]
     guard: Guard
     now: datetime
-    check: Check
+    check: VerifyDepth
     survey: Survey = field(default_factory=Survey)
 
     def look_around(self, beside: list[Store]) -> None:
@@ -146,7 +146,7 @@ class Judge:
             if taken:
                 tally.kept[live] += len(taken)
             return []
-        plan = self._retention(job, needed, self.check if taken else Check.SIZES)
+        plan = self._retention(job, needed, self.check if taken else VerifyDepth.SIZES)
         for step in taken.keys() & plan.kept.keys():
             tally.kept[f"{job}: {plan.kept[step]}"] += 1
         if set(plan.removed) - taken.keys():
@@ -178,7 +178,7 @@ class Judge:
         if self.guard.live(job):
             return set()
         steps, youngest = self._steps(job)
-        plan = self._retention(job, dict.fromkeys(steps, "it is there"), Check.SIZES)
+        plan = self._retention(job, dict.fromkeys(steps, "it is there"), VerifyDepth.SIZES)
         found = (one.stat for one in plan.removals if one.orphan and not self.guard.pins(one.key))
         return {stat.key for stat in found if not self.is_new(_as_old_as(stat, youngest))}
 
@@ -215,7 +215,7 @@ class Judge:
         stats = list(list_objects(self.store, CheckpointKeys(job).prefix))
         return steps_of(stats, job), youngest_of(stats)
 
-    def _retention(self, job: str, needed: Mapping[int, str], check: Check) -> RetentionPlan:
+    def _retention(self, job: str, needed: Mapping[int, str], check: VerifyDepth) -> RetentionPlan:
         """What goes if, but for the newest that is verified, only these steps are needed."""
         newest = Retention(last=1, grace=timedelta(0))
         return plan_retention(self.store, job, newest, check=check, also=needed, now=_ANY_AGE)

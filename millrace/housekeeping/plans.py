@@ -17,7 +17,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from millrace import errors
-from millrace.checkpoints import Check
+from millrace.checkpoints import VerifyDepth
 from millrace.housekeeping.rules import Rule
 from millrace.keys import Kind, Named, cleaning_plan
 from millrace.storage import Stat, Store, open_writer, stream
@@ -49,7 +49,7 @@ class PlanHeader(BaseModel):
     beside: tuple[str, ...] = ()
     rules: tuple[Rule, ...]
     pinned: tuple[str, ...]
-    check: Check
+    check: VerifyDepth
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from millrace import errors
-from millrace.checkpoints.find import Check, survey, verify
+from millrace.checkpoints.find import VerifyDepth, survey, verify
 from millrace.keys import (
     CLEANING,
     CampaignKeys,
@@ -91,7 +91,7 @@ class Guard:
     """
 
     def __init__(
-        self, stores: Sequence[Store], pinned: Sequence[str], check: Check, clock: StoreClock
+        self, stores: Sequence[Store], pinned: Sequence[str], check: VerifyDepth, clock: StoreClock
     ) -> None:
         self._store = stores[0]
         beside = ((store, clock_of(store, clock)) for store in stores[1:])
@@ -211,7 +211,7 @@ def _dataset_of(store: Store, key: str) -> str | None:
         return None
 
 
-def _head(store: Store, keys: ChainKeys, check: Check) -> Head | str:
+def _head(store: Store, keys: ChainKeys, check: VerifyDepth) -> Head | str:
     """Where a chain can be gone on from; a sentence if that is not known."""
     for step, found in survey(store, keys.job):
         if not isinstance(found, Checkpoint):

@@ -11,7 +11,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from millrace.checkpoints import Check
+from millrace.checkpoints import VerifyDepth
 from millrace.keys import Kind
 from millrace.settings import Duration
 from millrace.storage import StoreSpec
@@ -295,8 +295,8 @@ class CleanSettings(BaseModel):
     pinned: tuple[Pin, ...] = Field(
         default=(), description="Keys and folders that never go, nor what is below them."
     )
-    check: Check = Field(
-        default=Check.DIGESTS,
+    check: VerifyDepth = Field(
+        default=VerifyDepth.DIGESTS,
         description="How the checkpoint is verified without which none before it goes.",
     )
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 from pathlib import PurePosixPath
 
 from millrace import errors
-from millrace.checkpoints import Check
+from millrace.checkpoints import VerifyDepth
 from millrace.housekeeping.executing import Cleaned, delete_entries
 from millrace.housekeeping.planning import listed, new_name
 from millrace.housekeeping.plans import (
@@ -74,7 +74,7 @@ def survey_wiping(spec: StoreSpec, *, progress: Progress = silent) -> Contents:
     """
     store = open_store(spec, make_folder=False)
     # This machine's clock: to read the store's takes a write.
-    guard = Guard([store], (), Check.SIZES, StoreClock.own())
+    guard = Guard([store], (), VerifyDepth.SIZES, StoreClock.own())
     objects = size = 0
     for entry in _all(store, guard, progress):
         objects += 1
@@ -101,9 +101,9 @@ def plan_wiping(spec: StoreSpec, *, progress: Progress = silent) -> CleaningPlan
     """
     store = open_store(spec, make_folder=False)
     clock = clock_of(store)
-    guard = Guard([store], (), Check.SIZES, clock)
+    guard = Guard([store], (), VerifyDepth.SIZES, clock)
     now = clock.now()
-    header = PlanHeader(store=store.url, made=now, rules=(), pinned=(), check=Check.SIZES)
+    header = PlanHeader(store=store.url, made=now, rules=(), pinned=(), check=VerifyDepth.SIZES)
     tally = Tally()
     return write_plan(store, new_name(now), header, _all(store, guard, progress), tally)
 
@@ -138,7 +138,7 @@ def wipe(
             raise errors.ConfigurationError(
                 f"{plan} is a plan by rules, not one of wiping: execute it as that."
             )
-        guard = Guard([store], (), Check.SIZES, clock_of(store))
+        guard = Guard([store], (), VerifyDepth.SIZES, clock_of(store))
         still = _Unheld(guard)
         for entry in _all(store, guard, silent):
             still.note(entry.stat.key)

@@ -208,7 +208,7 @@ class Late(Record):
     why: str
 
 
-class Outcome(StrEnum):
+class CooldownOutcome(StrEnum):
     """What the end of an epoch came to for one member. Only the first is a success of its own."""
 
     COMMITTED = "committed"  # it was the one that ended the epoch, with a checkpoint
@@ -219,7 +219,7 @@ class Outcome(StrEnum):
     NO_DESTINATION = "no destination"  # nowhere to save to: nothing was done
 
 
-class Ended(Record):
+class CooldownRecord(Record):
     """What the end of an epoch came to for one member, as it was recorded.
 
     Attributes:
@@ -235,7 +235,7 @@ class Ended(Record):
     record_kind: ClassVar[str] = "cooldown-ended"
 
     member: str
-    outcome: Outcome
+    outcome: CooldownOutcome
     reason: str
     sent: int
     checked: int

@@ -11,19 +11,19 @@ from millrace.shards.pipeline import (
     shard_dataset,
 )
 from millrace.shards.repair import Repair, repair_dataset
-from millrace.shards.settings import CutSettings, PipelineSettings, RunSettings, SourcePlace
+from millrace.shards.settings import CutSettings, ExecutionSettings, PipelineSettings, SourcePlace
 from millrace.shards.status import DatasetStatus, SplitState, SplitStatus, find_datasets, status
 from millrace.shards.verify import Fault, Verification, sealed, verify
 
 __all__ = [
     "CutSettings",
     "DatasetStatus",
+    "ExecutionSettings",
     "Fault",
     "Garbage",
     "PipelineSettings",
     "Preflight",
     "Repair",
-    "RunSettings",
     "ShardReport",
     "SourcePlace",
     "SplitState",

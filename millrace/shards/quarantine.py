@@ -12,7 +12,7 @@ from millrace.models.dataset import Plan, ShardCommit
 from millrace.models.ledger import ledger
 from millrace.progress import Event, Progress
 from millrace.shards.seal import plan_digest
-from millrace.shards.settings import RunSettings
+from millrace.shards.settings import ExecutionSettings
 from millrace.shards.split import check_plan
 from millrace.storage import Store, list_objects, read_range
 
@@ -37,7 +37,9 @@ class QuarantineLimit:
         settings: The limits.
     """
 
-    def __init__(self, store: Store, keys: DatasetKeys, plan: Plan, settings: RunSettings) -> None:
+    def __init__(
+        self, store: Store, keys: DatasetKeys, plan: Plan, settings: ExecutionSettings
+    ) -> None:
         self._store, self._keys, self._settings = store, keys, settings
         self._plan = plan_digest(plan)
         self._parts = {split.name: split.piece.size for split in plan.splits}

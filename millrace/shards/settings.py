@@ -50,7 +50,7 @@ class CutSettings(BaseModel):
     )
 
 
-class RunSettings(BaseModel):
+class ExecutionSettings(BaseModel):
     """How the work is done. Never changes what comes out."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -99,7 +99,7 @@ class PipelineSettings(BaseModel):
         description="Where the shards go. Left out: what STORAGE_BACKEND and its companions say.",
     )
     cut: CutSettings = CutSettings()
-    run: RunSettings = RunSettings()
+    run: ExecutionSettings = ExecutionSettings()
     vast: Any = Field(
         default=None,
         exclude=True,

@@ -16,7 +16,7 @@ import orjson
 
 from millrace import errors
 from millrace.digest import sha256, sha256_of
-from millrace.formats.base import BadSampleError, Encoder
+from millrace.formats.base import BadSampleError, ShardEncoder
 from millrace.formats.webdataset import EXTENSION, TarEncoder
 from millrace.keys import DatasetKeys, ShardName
 from millrace.models.dataset import Layout, ShardCommit, Split, SplitEnd
@@ -102,7 +102,7 @@ class _Batch:
     """The rows of one commit: a shard being encoded, and what is put aside meanwhile."""
 
     name: ShardName
-    encoder: Encoder
+    encoder: ShardEncoder
     start: int
     next: int
     bad: list[bytes] = field(default_factory=list[bytes])
@@ -148,7 +148,7 @@ class _Shipping:
         self._plan = plan
         self._store, self._keys, self._split = store, keys, split
         self.number, self.cursor = number, 0
-        self._free: queue.SimpleQueue[Encoder] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[ShardEncoder] = queue.SimpleQueue()
         for _ in range(uploads + 1):
             self._free.put(TarEncoder(layout.shard_bytes))
         self._puts = ThreadPoolExecutor(uploads, thread_name_prefix="put")

@@ -18,7 +18,7 @@ from millrace.sources.base import Source
 from millrace.sources.files import is_local, list_files
 from millrace.sources.folder import LISTING_BYTES, RESERVED, Folder, Groups, encode_listing
 from millrace.sources.jsonl import JsonLines, cut_file, divide
-from millrace.sources.table import Files, path_text, unpack, unreadable
+from millrace.sources.table import FileTable, path_text, unpack, unreadable
 from millrace.storage import Store
 
 __all__ = [
@@ -201,7 +201,7 @@ def _split(partition: str, number: int, piece: Piece) -> Split:
     return Split(name=split_name(partition, number), partition=partition, piece=piece)
 
 
-def _ranges(files: Files, split_bytes: int, *, local: bool) -> list[ByteRange]:
+def _ranges(files: FileTable, split_bytes: int, *, local: bool) -> list[ByteRange]:
     ranges: list[ByteRange] = []
     for number, row in enumerate(files.rows):
         reason = unreadable(path_text(row.partition(b"\0")[0]), local=local)

@@ -11,7 +11,7 @@ from pathlib import Path
 from millrace import errors
 from millrace.digest import local_etag
 from millrace.models.dataset import FileRef
-from millrace.sources.table import Files
+from millrace.sources.table import FileTable
 from millrace.storage import Backend, Store, head, list_objects, read, stream
 from millrace.storage.read import BLOCK
 
@@ -23,7 +23,7 @@ _AHEAD = 64 * 1024 * 1024
 
 def list_files(
     store: Store, *, include: Iterable[str] = ("*",), exclude: Iterable[str] = ()
-) -> Files:
+) -> FileTable:
     """List the files of a source, in the order of their paths.
 
     Empty objects that consoles make to show a folder are left out, and counted.
@@ -44,7 +44,7 @@ def list_files(
         )
 
     found = _walk(store.location.bucket, taken) if is_local(store) else _objects(store, taken)
-    files = Files.collect(found)
+    files = FileTable.collect(found)
     if not files:
         raise errors.NotFoundError(
             f"{store.url} has no files that match {', '.join(include)}. Correct the source's "

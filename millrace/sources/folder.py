@@ -16,7 +16,7 @@ from millrace.digest import sha256
 from millrace.models.dataset import FileGroup, FileRef, Piece
 from millrace.models.sample import BadRow, LargeFile, Row, Sample
 from millrace.sources.files import file_blocks, of_any_version, read_ahead
-from millrace.sources.table import Files, path_bytes, path_text, shown, unreadable
+from millrace.sources.table import FileTable, path_bytes, path_text, shown, unreadable
 from millrace.storage import Store, read
 
 # Bytes of a sample from which its files are read while its shard is encoded. Smaller ones are read
@@ -48,14 +48,14 @@ class Group(NamedTuple):
 class Groups(Sequence[Group]):
     """The samples of a source in the order of their keys, each made when it is asked for.
 
-    Memory: that of `Files`, and 12 bytes a sample. The rows of the files are taken over.
+    Memory: that of `FileTable`, and 12 bytes a sample. The rows of the files are taken over.
 
     Args:
         files: The files; their rows are packed anew, in place.
         local: Whether they are in a folder of this machine.
     """
 
-    def __init__(self, files: Files, *, local: bool) -> None:
+    def __init__(self, files: FileTable, *, local: bool) -> None:
         self._local = local
         self._rows = rows = files.rows
         for place, row in enumerate(rows):

@@ -19,7 +19,7 @@ _NUL_IN_PATH = b"\xc0\x80"  # no UTF-8 text has it: bytes of an overlong NUL
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class FileTable:
     """The files of a source. Memory: about 60 bytes a file beside its path and ETag.
 
     Attributes:
@@ -33,7 +33,7 @@ class Files:
     markers: int
 
     @classmethod
-    def collect(cls, found: Iterable[tuple[str, int, str]]) -> "Files":
+    def collect(cls, found: Iterable[tuple[str, int, str]]) -> "FileTable":
         """Pack and sort files, given as path, size and ETag."""
         rows: list[bytes] = []
         empty: list[bytes] = []

@@ -47,7 +47,7 @@ from millrace.swarm.pieces import Catalogue, digest_of
 from millrace.swarm.wire import (
     AUTH,
     Connections,
-    Place,
+    Endpoint,
     SignatureError,
     Signatures,
     check_signature,
@@ -77,7 +77,7 @@ class _Plan:
     catalogue: Catalogue
     sources: list[str]
     key: bytes
-    peers: dict[str, Place]
+    peers: dict[str, Endpoint]
     check: CacheCheck
     slots: int
     ca: str | None
@@ -91,7 +91,7 @@ class _Plan:
             catalogue=Catalogue.from_json(data["catalogue"]),
             sources=data["sources"],
             key=bytes.fromhex(data["key"]),
-            peers={name: Place(*place) for name, place in json.loads(peers).items()},
+            peers={name: Endpoint(*place) for name, place in json.loads(peers).items()},
             check=CacheCheck(data["check"]),
             slots=data["slots"],
             ca=data["ca"],
@@ -177,7 +177,7 @@ class Run:
         """Take orders, and nodes that have joined."""
         for order in orders:
             if "join" in order:
-                self._plan.peers[order["join"]] = Place(*order["place"])
+                self._plan.peers[order["join"]] = Endpoint(*order["place"])
             elif "void" in order:
                 self.landing.void_digest(order["void"])
             elif order.get("drop"):
@@ -434,7 +434,7 @@ def serve(root: Path, key: bytes, host: str, port: int, told: Callable[[str], No
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     agent.start()
-    told(f"http://{Place('http', host, agent.port).netloc}")
+    told(f"http://{Endpoint('http', host, agent.port).netloc}")
     agent.ended.wait()
     agent.close()
 

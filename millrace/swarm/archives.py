@@ -11,7 +11,7 @@ from pathlib import Path
 from millrace.errors import ConfigurationError
 from millrace.swarm.landing import Arriving, Landing
 from millrace.swarm.pieces import OURS, Catalogue, File
-from millrace.swarm.places import ROOM
+from millrace.swarm.targets import ROOM
 
 _Member = tuple[str, int, int]  # path below the folder, bytes, time in ns; of a folder 0 and 0
 

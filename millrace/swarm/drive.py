@@ -15,17 +15,17 @@ from millrace import cluster, errors
 from millrace.progress import Event, Progress, silent
 from millrace.storage import open_store
 from millrace.swarm.catalogue import Found, find
-from millrace.swarm.events import Check, UnfitError
+from millrace.swarm.events import EventChecker, UnfitError
 from millrace.swarm.fetch import FINAL, FetchError
 from millrace.swarm.nodes import Node, NotStarted, agents
 from millrace.swarm.plan import STORE, Order, Tracker
-from millrace.swarm.referee import Audit, Referee
+from millrace.swarm.referee import FileAudit, Referee
 from millrace.swarm.settings import PrewarmSettings, RayNodes
 from millrace.swarm.tls import TlsError
 from millrace.swarm.wire import (
     AUTH,
     Connections,
-    Place,
+    Endpoint,
     RefusedError,
     identify,
     read_body,
@@ -185,7 +185,7 @@ def preview(settings: PrewarmSettings) -> Preview:
 
 
 @dataclass(slots=True)
-class _Member:
+class _DrivenNode:
     """A node, as the driver knows it."""
 
     node: Node
@@ -233,8 +233,8 @@ class _Drive:
         self._lock = threading.RLock()
         self._news = threading.Condition(self._lock)
         # By `Node.id`: two nodes may have the same name.
-        self._members: dict[str, _Member] = {}
-        self._check = Check(self._sizes, len(self._catalogue.files), self._members)
+        self._members: dict[str, _DrivenNode] = {}
+        self._check = EventChecker(self._sizes, len(self._catalogue.files), self._members)
         self._absent: dict[str, NotStarted] = {}
         self._knocking: set[str] = set()  # of the absent ones, those that may yet come
         self._identities: dict[str, list[Node]] = {}  # identity of an agent → its nodes
@@ -337,7 +337,7 @@ class _Drive:
         waited = time.monotonic() - self._began
         return not coming or waited > min(_LATECOMER, self._settings.arrival.total_seconds())
 
-    def _has_all(self, member: _Member) -> bool:
+    def _has_all(self, member: _DrivenNode) -> bool:
         """Tell whether nothing more comes to a node: it is ready, or an archive is unusable."""
         return len(member.files | member.unusable.keys()) == len(self._catalogue.files)
 
@@ -408,7 +408,7 @@ class _Drive:
                 others = f", the others after {max(done):.0f} s in all" if done else ""
                 self._lose(member, f"it was not ready {quiet:.0f} s after its last byte{others}")
 
-    def _longest(self, member: _Member) -> float:
+    def _longest(self, member: _DrivenNode) -> float:
         """Return the seconds that a node may take for what it lacks, and for all of its files."""
         rates = [
             (one.from_store + one.from_peers) / max(one.seconds, 1e-3)
@@ -427,7 +427,7 @@ class _Drive:
                 self._absent[node.id] = node
                 self._news.notify_all()
             return
-        member = _Member(node)
+        member = _DrivenNode(node)
         thread = threading.Thread(
             target=self._follow, args=(member,), name=f"events-{node.name}", daemon=True
         )
@@ -438,7 +438,7 @@ class _Drive:
             self._threads.append(thread)
         thread.start()
 
-    def _follow(self, member: _Member) -> None:
+    def _follow(self, member: _DrivenNode) -> None:
         """All that has to do with one node: start its run, then hear what happens there."""
         try:
             if not self._begin(member):
@@ -455,7 +455,7 @@ class _Drive:
                 )
                 self._news.notify_all()
 
-    def _begin(self, member: _Member) -> bool:
+    def _begin(self, member: _DrivenNode) -> bool:
         with self._lock:
             peers = {m.node.id: m.node for m in self._members.values() if m.joined}
         known = {each: _place(node) for each, node in peers.items()}
@@ -484,7 +484,7 @@ class _Drive:
             self._join(member, have, set(peers))
         return True
 
-    def _open(self, member: _Member, body: bytes) -> list[tuple[int, str]]:
+    def _open(self, member: _DrivenNode, body: bytes) -> list[tuple[int, str]]:
         """Start the run on a node, and see that the node answers while it looks at what it has.
 
         Returns:
@@ -524,7 +524,7 @@ class _Drive:
             opened.set()
             connections.close()
 
-    def _identify(self, member: _Member) -> bool:
+    def _identify(self, member: _DrivenNode) -> bool:
         """Ask an agent who it is, as all that follows names it. False if it is another node's."""
         try:
             place = identify(member.node.place, member.node.key, _SILENT)
@@ -545,7 +545,7 @@ class _Drive:
                 )
         return not is_another
 
-    def _knock_again(self, member: _Member, why: str) -> bool:
+    def _knock_again(self, member: _DrivenNode, why: str) -> bool:
         """Wait a moment, and tell whether to try a host again that did not answer or was busy."""
         with self._lock:
             if self._ending:
@@ -557,7 +557,7 @@ class _Drive:
             self._news.wait(_KNOCK)
             return not self._ending
 
-    def _join(self, member: _Member, have: list[tuple[int, str]], known: set[str]) -> None:
+    def _join(self, member: _DrivenNode, have: list[tuple[int, str]], known: set[str]) -> None:
         identity = member.node.id
         self._absent.pop(identity, None)
         self._members[identity] = member
@@ -602,11 +602,11 @@ class _Drive:
         files = [spec.ca_file for spec in self._settings.stores.values() if spec.ca_file]
         return "\n".join(file.read_text() for file in files) or None
 
-    def _lost(self, member: _Member, why: str) -> None:
+    def _lost(self, member: _DrivenNode, why: str) -> None:
         with self._lock:
             self._lose(member, why)
 
-    def _lose(self, member: _Member, why: str) -> None:
+    def _lose(self, member: _DrivenNode, why: str) -> None:
         if member.why or self._ending:
             return
         member.why = why or "it gave no reason"
@@ -627,7 +627,7 @@ class _Drive:
 
     def _ask(
         self,
-        member: _Member,
+        member: _DrivenNode,
         method: str,
         tail: str,
         body: bytes = b"",
@@ -653,7 +653,7 @@ class _Drive:
         except (ValueError, RecursionError):
             raise UnfitError("no JSON") from None
 
-    def _send_orders(self, member: _Member) -> None:
+    def _send_orders(self, member: _DrivenNode) -> None:
         while (order := member.orders.get()) is not None:
             batch = [order]
             while not member.orders.empty():
@@ -668,7 +668,7 @@ class _Drive:
                 self._lost(member, f"it took no orders ({_why(error)})")
                 return
 
-    def _hear(self, member: _Member) -> None:
+    def _hear(self, member: _DrivenNode) -> None:
         after = 0
         while not (self._ending or member.why):
             try:
@@ -705,7 +705,7 @@ class _Drive:
 
     # -- what happened
 
-    def _happened(self, member: _Member, event: dict[str, Any]) -> None:
+    def _happened(self, member: _DrivenNode, event: dict[str, Any]) -> None:
         if member.why or self._ending:
             return
         match event["e"]:
@@ -732,7 +732,7 @@ class _Drive:
             case _:
                 self._lose(member, event["why"])
 
-    def _done(self, member: _Member, number: int, source: str, digest: str, size: int) -> None:
+    def _done(self, member: _DrivenNode, number: int, source: str, digest: str, size: int) -> None:
         name, now = member.node.id, time.monotonic()
         self._count(member, source, size)
         if source == STORE:
@@ -742,13 +742,13 @@ class _Drive:
             member.moved = now
         self._deal(self._tracker.done(name, number, source, digest, now))
 
-    def _count(self, member: _Member, source: str, size: int) -> None:
+    def _count(self, member: _DrivenNode, source: str, size: int) -> None:
         if source == STORE:
             member.from_store += size
         else:
             member.from_peers += size
 
-    def _failed(self, member: _Member, event: dict[str, Any]) -> None:
+    def _failed(self, member: _DrivenNode, event: dict[str, Any]) -> None:
         member.failures += 1
         number, source, status = event["p"], event["s"], event["status"]
         now = time.monotonic()
@@ -787,7 +787,7 @@ class _Drive:
                 "store answers: what is on the nodes stays."
             )
 
-    def _files(self, member: _Member, numbers: list[int]) -> None:
+    def _files(self, member: _DrivenNode, numbers: list[int]) -> None:
         if not member.files.issuperset(numbers):
             member.files.update(numbers)
             member.moved = time.monotonic()
@@ -857,7 +857,7 @@ class _Drive:
 
     # -- an object that is not what its digest says
 
-    def _mismatch(self, member: _Member, number: int, parts: str) -> None:
+    def _mismatch(self, member: _DrivenNode, number: int, parts: str) -> None:
         """A node has all of a file, of these segments, and they do not fit its digest.
 
         The driver reads the file. After that, segments that are right and do not fit are a lie, or
@@ -881,7 +881,7 @@ class _Drive:
                 not self._members[name].why for name in self._mismatched.get(number, ())
             )
 
-    def _judge(self, audit: Audit) -> None:
+    def _judge(self, audit: FileAudit) -> None:
         """The driver has read a file: what differs is replaced everywhere."""
         file = self._catalogue.files[audit.file]
         with self._lock:
@@ -932,7 +932,7 @@ class _Drive:
         for thread in [*enders, *self._threads]:
             thread.join(_SILENT)
 
-    def _end_one(self, member: _Member) -> None:
+    def _end_one(self, member: _DrivenNode) -> None:
         member.orders.put(None)
         if member.why:
             return
@@ -984,7 +984,7 @@ class _Drive:
         )
 
 
-def _is_one_agent(one: Place, other: Place) -> bool:
+def _is_one_agent(one: Endpoint, other: Endpoint) -> bool:
     """Tell whether two places that state one identity are of one agent.
 
     Anybody may ask an agent for its identity, and state it. Nobody shows its certificate; over

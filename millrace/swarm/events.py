@@ -29,7 +29,7 @@ class UnfitError(Exception):
         super().__init__(f"it sends what no agent of this version does: {what}")
 
 
-class Check:
+class EventChecker:
     """Checks answers of agents against the run that they are about.
 
     Args:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from millrace.digest import local_etag
 from millrace.swarm.pieces import Catalogue, Segment
-from millrace.swarm.wire import AUTH, Connections, Place, RefusedError, sign
+from millrace.swarm.wire import AUTH, Connections, Endpoint, RefusedError, sign
 
 _AT_ONCE = 16  # small files of one piece that are read from the store at once
 _TRIES = 4
@@ -107,7 +107,7 @@ class StoreReader:
 
     def _get(self, url: str, segment: Segment, into: memoryview) -> None:
         file = self._catalogue.files[segment.file]
-        place, target = Place.of(url)
+        place, target = Endpoint.of(url)
         headers = {
             "If-Match": file.etag,
             "Range": f"bytes={segment.start}-{segment.start + segment.size - 1}",
@@ -140,7 +140,7 @@ class PeerReader:
     """
 
     def __init__(
-        self, run: str, key: bytes, peers: dict[str, Place], connections: Connections
+        self, run: str, key: bytes, peers: dict[str, Endpoint], connections: Connections
     ) -> None:
         self._run, self._key, self._peers = run, key, peers
         self._connections = connections

@@ -31,7 +31,7 @@ from millrace.swarm.made import (
     recognised,
 )
 from millrace.swarm.pieces import OURS, Catalogue, File, Segment, digest_of
-from millrace.swarm.places import Place, Places, sync
+from millrace.swarm.targets import Target, Targets, sync
 
 _BLOCK = 1 << 20
 _FLUSHED = 64 << 20  # bytes after which writing to the disk is begun
@@ -41,7 +41,7 @@ _FLUSHED = 64 << 20  # bytes after which writing to the disk is begun
 class _State:
     """One file on its way."""
 
-    place: Place
+    place: Target
     digests: list[bytes | None]
     missing: int
     hash: Any
@@ -101,7 +101,7 @@ class Landing:
         self._ours = self._root / OURS
         self._digests: list[str] = [""] * len(catalogue.pieces)  # of what is here
         self._being_written: set[int] = set()  # pieces
-        self._places = Places(self._root, catalogue)
+        self._places = Targets(self._root, catalogue)
         self._states = [
             _State(place, [None] * n, n, place.file.hasher())
             for place, n in zip(self._places.of, _segments(catalogue), strict=True)

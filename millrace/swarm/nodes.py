@@ -13,7 +13,7 @@ from millrace.digest import sha256
 from millrace.errors import one_line
 from millrace.swarm.actor import Actor
 from millrace.swarm.settings import Hosts, RayNodes
-from millrace.swarm.wire import Place
+from millrace.swarm.wire import Endpoint
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -35,7 +35,7 @@ class Node:
 
     id: str
     name: str
-    place: Place
+    place: Endpoint
     key: bytes
     zone: str = ""
 
@@ -86,7 +86,7 @@ def _hosts(settings: Hosts) -> Iterator[Node]:
     for host in settings.hosts:
         secret = host.key or settings.key
         assert secret is not None  # the settings see to it
-        place, _ = Place.of(host.url)
+        place, _ = Endpoint.of(host.url)
         yield Node(host.url, host.name, place, secret.get_secret_value().encode(), host.zone)
 
 
@@ -156,7 +156,7 @@ class _Cluster:
                 why = f"its agent did not start: {one_line(error)}"
                 self._came(NotStarted(identity, name, why))
                 return
-            place = Place("http", node["NodeManagerAddress"], port)
+            place = Endpoint("http", node["NodeManagerAddress"], port)
             self._came(Node(identity, name, place, its_key, zone))
 
         threading.Thread(target=tell, name=f"start-{identity[:6]}", daemon=True).start()

@@ -67,7 +67,7 @@ class Order:
 
 
 @dataclass(slots=True)
-class _Node:
+class _NodeState:
     name: str
     zone: str
     have: bytearray
@@ -111,7 +111,7 @@ class _Node:
 
 
 @dataclass(slots=True)
-class _Piece:
+class _PieceState:
     size: int
     needs: int = 1
     """Votes for the same digest that decide."""
@@ -156,11 +156,13 @@ class _Late:
         very: Whether one takes far too long.
     """
 
-    transfers: list[tuple[_Node, int, str]] = field(default_factory=list[tuple[_Node, int, str]])
+    transfers: list[tuple[_NodeState, int, str]] = field(
+        default_factory=list[tuple[_NodeState, int, str]]
+    )
     nodes: set[str] = field(default_factory=set[str])
     very: bool = False
 
-    def note(self, node: _Node, number: int, source: str, took: float, allowed: float) -> None:
+    def note(self, node: _NodeState, number: int, source: str, took: float, allowed: float) -> None:
         """Add a transfer if it takes longer than allowed."""
         if took > allowed:
             self.transfers.append((node, number, source))
@@ -196,24 +198,24 @@ class Tracker:
         needs: Sequence[int] = (),
         seed: int = 0,
     ) -> None:
-        self._pieces = [_Piece(size) for size in sizes]
+        self._pieces = [_PieceState(size) for size in sizes]
         for piece, votes in zip(self._pieces, needs, strict=False):
             piece.needs = votes
         self._limits = limits or LimitSettings()
         self._pace = Pace(self._limits.node_store)
         self._direct = ""
         self._accusers: dict[str, set[str]] = {}  # of a node → who says that it gives wrong bytes
-        self._nodes: dict[str, _Node] = {}
-        self._zones: dict[str, list[_Node]] = {}  # the nodes that live
+        self._nodes: dict[str, _NodeState] = {}
+        self._zones: dict[str, list[_NodeState]] = {}  # the nodes that live
         self._lacking: Counter[str] = Counter()  # zone → living nodes that lack something
-        self._quickest = 0.0  # the least `_Node.read_pace`
+        self._quickest = 0.0  # the least `_NodeState.read_pace`
         self._slow_zones: set[str] = set()  # labelled zones that read slowly from the store
         self._slow_readers: set[str] = set()  # nodes that do, beside the others of their zone
-        self._least_fetch = 0.0  # the least `_Node.fetch_pace`
+        self._least_fetch = 0.0  # the least `_NodeState.fetch_pace`
         self._least_missing = len(sizes)  # pieces
         self._unread = list(range(len(sizes)))  # a heap: in no node, and nobody reads it
         self._offered = set(self._unread)  # what is in it
-        self._wanted: set[int] = set()  # pieces in `_Node.second` that nobody reads yet
+        self._wanted: set[int] = set()  # pieces in `_NodeState.second` that nobody reads yet
         self._delayed: list[int] = []  # failed at the store: read again later
         self._shares = Shares()
         self._hungry: dict[str, None] = {}  # in order, so that the choices are always the same
@@ -288,7 +290,7 @@ class Tracker:
         self, name: str, have: Iterable[tuple[int, str]], now: float, *, zone: str = ""
     ) -> list[Order]:
         """A node has come, with the pieces (and their digests) that it holds already."""
-        node = _Node(name, zone, bytearray(len(self._pieces)), len(self._pieces))
+        node = _NodeState(name, zone, bytearray(len(self._pieces)), len(self._pieces))
         self._nodes[name] = node
         self._zones.setdefault(zone, []).append(node)
         self._lacking[zone] += bool(node.missing)
@@ -429,7 +431,7 @@ class Tracker:
 
     # -- what happens to a piece
 
-    def _has_copy(self, node: _Node, number: int, digest: str, *, vote: bool) -> None:
+    def _has_copy(self, node: _NodeState, number: int, digest: str, *, vote: bool) -> None:
         """Note that a node has a copy of a piece; `vote`: it did not get it from a node."""
         piece = self._pieces[number]
         node.have[number] = 1
@@ -448,7 +450,7 @@ class Tracker:
             self._weigh(number)
         self._offer_if_nobody_has(number)
 
-    def _holds(self, node: _Node, number: int) -> None:
+    def _holds(self, node: _NodeState, number: int) -> None:
         """Let others fetch a piece from a node, whose copy is right."""
         piece = self._pieces[number]
         if not node.trusted or node.name in piece.holders:
@@ -463,7 +465,7 @@ class Tracker:
         elif node.zone:
             self._pass_on(node, number)
 
-    def _voters(self, piece: _Piece) -> list[str]:
+    def _voters(self, piece: _PieceState) -> list[str]:
         """Return the nodes whose votes for a piece count."""
         return [name for name in piece.voters if self._nodes[name].trusted]
 
@@ -488,7 +490,7 @@ class Tracker:
             elif piece.settled and name in piece.said:
                 self._contradict(self._nodes[name], number)
 
-    def _contradict(self, node: _Node, number: int) -> None:
+    def _contradict(self, node: _NodeState, number: int) -> None:
         """Have a node drop a copy: the owner says otherwise, or it is of a digest that is undone.
 
         A node whose vote was wrong twice has none any more. One that goes on so is given up: it
@@ -505,7 +507,7 @@ class Tracker:
             if node.wrong_votes == _HOPELESS:
                 self.hopeless.append(node.name)
 
-    def _pass_on(self, node: _Node, number: int) -> None:
+    def _pass_on(self, node: _NodeState, number: int) -> None:
         """Let the other nodes of a zone fetch a piece next that has just entered it."""
         for mate in self._zones[node.zone]:
             if not mate.have[number] and number not in mate.down:
@@ -519,7 +521,7 @@ class Tracker:
         if any(node.alive and not node.have[number] for node in self._nodes.values()):
             self._offer_to_read(number)
 
-    def _mark_slow(self, node: _Node) -> None:
+    def _mark_slow(self, node: _NodeState) -> None:
         """Compare nobody with a node. What only slow nodes have is read from the store again."""
         if node.slow:
             return
@@ -529,14 +531,14 @@ class Tracker:
             if node.have[number]:
                 self._offer_if_nobody_has(number)
 
-    def _enqueue(self, node: _Node, number: int) -> None:
+    def _enqueue(self, node: _NodeState, number: int) -> None:
         node.queue.append(number)
         self._await(node)
 
-    def _await(self, node: _Node) -> None:
+    def _await(self, node: _NodeState) -> None:
         self._hungry[node.name] = None
 
-    def _forget_copies(self, node: _Node) -> None:
+    def _forget_copies(self, node: _NodeState) -> None:
         """Forget the copies of a node that is gone. What they were stays decided."""
         for number, piece in enumerate(self._pieces):
             if piece.said.pop(node.name, None) is None:
@@ -546,7 +548,7 @@ class Tracker:
                 piece.holders.remove(node.name)
             self._offer_if_nobody_has(number)
 
-    def _distrust(self, node: _Node) -> None:
+    def _distrust(self, node: _NodeState) -> None:
         """Fetch nothing more from a node, count its votes no more, and undo what they decided.
 
         A piece of which too few votes are left is open again. Copies of it that came from other
@@ -564,7 +566,7 @@ class Tracker:
             self._undo(node, number)
             self._offer_if_nobody_has(number)
 
-    def _undo(self, node: _Node, number: int) -> None:
+    def _undo(self, node: _NodeState, number: int) -> None:
         piece = self._pieces[number]
         if piece.settled or not piece.digest:
             return
@@ -578,7 +580,7 @@ class Tracker:
                 self._lost_copy(self._nodes[name], number)
         self._weigh(number)
 
-    def _accuse(self, node: _Node, giver: _Node) -> None:
+    def _accuse(self, node: _NodeState, giver: _NodeState) -> None:
         """A node was given wrong bytes. It may be its own memory: one accuser is not believed."""
         node.shuns.add(giver.name)
         accusers = self._accusers.setdefault(giver.name, set())
@@ -586,7 +588,7 @@ class Tracker:
         if len(accusers) >= _ACCUSERS:
             self._distrust(giver)
 
-    def _note_refusal(self, node: _Node, giver: _Node) -> None:
+    def _note_refusal(self, node: _NodeState, giver: _NodeState) -> None:
         """Note that a giver did not give; of one that goes on so, copies are no source.
 
         What only such a node has is read from the store again. It may say that it has everything,
@@ -597,7 +599,7 @@ class Tracker:
         if node.refusals[giver.name] >= _REFUSALS:
             self._mark_slow(giver)
 
-    def _lost_copy(self, node: _Node, number: int) -> None:
+    def _lost_copy(self, node: _NodeState, number: int) -> None:
         piece = self._pieces[number]
         piece.said.pop(node.name, None)
         piece.voters.discard(node.name)
@@ -651,7 +653,7 @@ class Tracker:
             self._hungry.pop(node.name, None)
             self._feed(node, now)
 
-    def _feed(self, node: _Node, now: float) -> None:
+    def _feed(self, node: _NodeState, now: float) -> None:
         """Fill a node's free slots."""
         if not self._begun:
             return
@@ -686,7 +688,7 @@ class Tracker:
         ):
             self._await(node)
 
-    def _next_alone(self, node: _Node, now: float) -> int | None:
+    def _next_alone(self, node: _NodeState, now: float) -> int | None:
         """A piece that others have, and that this node is to read from the store nevertheless."""
         for waiting in (node.alone, node.queue) if node.outrun.why else (node.alone,):
             for _ in range(min(len(waiting), _LOOKED_AT)):
@@ -701,7 +703,7 @@ class Tracker:
                 waiting.appendleft(number)  # it failed a moment ago
         return None
 
-    def _next_second(self, node: _Node) -> int | None:
+    def _next_second(self, node: _NodeState) -> int | None:
         """Return a piece with too few votes that this node lacks, and that nobody else reads."""
         may = self._may_read(node)
         passed: list[int] = []
@@ -724,7 +726,7 @@ class Tracker:
         return found
 
     def _waits_for_votes(self, number: int) -> bool:
-        """Tell whether a piece has a vote, and too few: it is in `_Node.second`."""
+        """Tell whether a piece has a vote, and too few: it is in `_NodeState.second`."""
         piece = self._pieces[number]
         return not piece.digest and bool(self._voters(piece))
 
@@ -732,7 +734,7 @@ class Tracker:
         """Tell whether no trusted node lacks a piece, so that nobody will vote for it any more."""
         return all(node.have[number] for node in self._living() if node.trusted)
 
-    def _next_unread(self, node: _Node) -> int | None:
+    def _next_unread(self, node: _NodeState) -> int | None:
         """The first piece that nobody has, and that this node does not read already."""
         if not self._may_read(node):
             return None
@@ -752,7 +754,7 @@ class Tracker:
             heapq.heappush(self._unread, number)
         return found
 
-    def _may_read(self, node: _Node) -> bool:
+    def _may_read(self, node: _NodeState) -> bool:
         """Whether a node reads from the store for the others.
 
         A node whose reads are slow, or that has fallen behind (its link is thin, or the one that
@@ -767,7 +769,7 @@ class Tracker:
             self._is_behind(node, _BEHIND) or self._is_tried(node) or self._reads_slowly(node)
         )
 
-    def _is_tried(self, node: _Node) -> bool:
+    def _is_tried(self, node: _NodeState) -> bool:
         """Tell whether a first read is under way that will show how quick a node's reads are.
 
         The first read of a zone is one node's: all of a zone may have one thin link to the store.
@@ -778,18 +780,18 @@ class Tracker:
             return any(mate.reads for mate in self._zones[node.zone])
         return node.reads > 0
 
-    def _is_one_of_zones(self, node: _Node) -> bool:
+    def _is_one_of_zones(self, node: _NodeState) -> bool:
         """Tell whether a node has a labelled zone, and there are nodes outside of it."""
         return bool(node.zone) and any(
             nodes for zone, nodes in self._zones.items() if zone != node.zone
         )
 
     def _zone_pace(self, zone: str) -> float:
-        """Return the least `_Node.read_pace` of a zone; 0 before its first read."""
+        """Return the least `_NodeState.read_pace` of a zone; 0 before its first read."""
         paces = [mate.read_pace for mate in self._zones[zone] if mate.trusted and mate.read_pace]
         return min(paces, default=0.0)
 
-    def _reads_slowly(self, node: _Node) -> bool:
+    def _reads_slowly(self, node: _NodeState) -> bool:
         """Tell whether a node's reads, or its zone's, are slow, and it has fallen behind.
 
         A single slow read says little: where all have the same links, each is the slow one at
@@ -799,7 +801,7 @@ class Tracker:
             return True
         return node.name in self._slow_readers and self._is_behind(node, _SLOW_BEHIND)
 
-    def _is_behind(self, node: _Node, times: float) -> bool:
+    def _is_behind(self, node: _NodeState, times: float) -> bool:
         """Tell whether a node lacks more pieces than the quickest, by what it fetches at once."""
         return node.missing - self._least_missing > times * self._limits.down
 
@@ -809,7 +811,7 @@ class Tracker:
         missing = (n.missing for n in self._living() if not n.slow)
         self._least_missing = min(missing, default=len(self._pieces))
 
-    def _find_slow_readers(self, measured: _Node) -> None:
+    def _find_slow_readers(self, measured: _NodeState) -> None:
         """Compare each zone with the quickest reader, and each node with that of its zone.
 
         One that is slow stays so until its own next read: it may be a while, and what was measured
@@ -826,7 +828,7 @@ class Tracker:
                 if node.read_pace > _SLOW_READER * quickest:
                     self._slow_readers.add(node.name)
 
-    def _living(self) -> Iterator[_Node]:
+    def _living(self) -> Iterator[_NodeState]:
         return (node for node in self._nodes.values() if node.alive)
 
     def _well_held(self, number: int) -> bool:
@@ -834,11 +836,11 @@ class Tracker:
         nodes = self._nodes
         return any(not nodes[name].slow for name in self._pieces[number].holders)
 
-    def _source(self, node: _Node, number: int) -> _Node | None:
+    def _source(self, node: _NodeState, number: int) -> _NodeState | None:
         """The holder to fetch from: near, idle, quick; None if none has a slot, or none should."""
         holders = self._pieces[number].holders
         near = False
-        best: tuple[tuple[bool, bool, float], _Node] | None = None
+        best: tuple[tuple[bool, bool, float], _NodeState] | None = None
         for name in reversed(holders[-_LOOKED_AT:]):
             holder = self._nodes[name]
             if not (holder.alive and holder.trusted) or name in node.shuns:
@@ -859,7 +861,7 @@ class Tracker:
             return None  # one copy a zone: the others take it from there
         return best[1]
 
-    def _has_slot(self, giver: _Node, node: _Node) -> bool:
+    def _has_slot(self, giver: _NodeState, node: _NodeState) -> bool:
         """Whether a giver has a slot for a node.
 
         Transfers over slow links take long: they leave half of the slots to neighbours that lack
@@ -871,16 +873,16 @@ class Tracker:
         most = max(1, self._limits.up // 2)
         return not neighbours or len(giver.yielding) < most or not self._yields(giver, node)
 
-    def _yields(self, giver: _Node, node: _Node) -> bool:
+    def _yields(self, giver: _NodeState, node: _NodeState) -> bool:
         """Whether a transfer leaves slots to others: to another zone, or to a slow node."""
         return giver.zone != node.zone or node.fetch_pace > _SLOW_FETCHER * self._least_fetch > 0.0
 
-    def _arriving_near(self, node: _Node, number: int) -> bool:
+    def _arriving_near(self, node: _NodeState, number: int) -> bool:
         return bool(node.zone) and any(
             number in mate.down for mate in self._zones[node.zone] if mate is not node
         )
 
-    def _order(self, node: _Node, number: int, source: str, now: float) -> None:
+    def _order(self, node: _NodeState, number: int, source: str, now: float) -> None:
         piece = self._pieces[number]
         node.down.setdefault(number, {})[source] = now
         if source == STORE:
@@ -898,7 +900,7 @@ class Tracker:
         node.ordered[number, source] = wanted
         self._orders.append(Order(node.name, number, source, wanted))
 
-    def _over(self, node: _Node, number: int, source: str, now: float) -> "_Took | None":
+    def _over(self, node: _NodeState, number: int, source: str, now: float) -> "_Took | None":
         """End a transfer; returns how long it took, None if it is not one that is known."""
         sources = node.down.get(number, {})
         since = sources.pop(source, None)
@@ -919,7 +921,9 @@ class Tracker:
         self._pieces[number].reading.discard(node.name)
         return _Took(now - since, alone=alone)
 
-    def _measure(self, node: _Node, piece: _Piece, source: str, took: "_Took", now: float) -> None:
+    def _measure(
+        self, node: _NodeState, piece: _PieceState, source: str, took: "_Took", now: float
+    ) -> None:
         """Learn from a transfer how long one takes on its path."""
         if source == STORE:
             self._measure_read(node, piece.size, took, now)
@@ -945,7 +949,7 @@ class Tracker:
         paces = [node.fetch_pace for node in self._living() if node.fetch_pace]
         self._least_fetch = min(paces, default=0.0)
 
-    def _measure_read(self, node: _Node, size: int, took: "_Took", now: float) -> None:
+    def _measure_read(self, node: _NodeState, size: int, took: "_Took", now: float) -> None:
         self._from_store.took(size, took.seconds)
         node.outrun.read(size, now)
         node.one_read = size / max(took.seconds, 1e-6)
@@ -954,11 +958,11 @@ class Tracker:
             readers = sum(not self._reads_slowly(other) for other in self._living())
             self._pace.read(size, readers, now)
 
-    def _note_pace(self, node: _Node, pace: float) -> None:
+    def _note_pace(self, node: _NodeState, pace: float) -> None:
         node.read_pace = 0.7 * node.read_pace + 0.3 * pace if node.read_pace else pace
         self._find_slow_readers(node)
 
-    def _path(self, giver: _Node, node: _Node) -> Durations:
+    def _path(self, giver: _NodeState, node: _NodeState) -> Durations:
         """Durations of what a node gets from a zone: its own link, and the zones', set them."""
         return self._from_peers.setdefault((giver.zone, node.name), Durations())
 
@@ -1030,7 +1034,7 @@ class Tracker:
         quick = self._quickest * size * self._shares.users
         return min(allowed, max(_SLOW_LEAST if self._unread else _SLOW_LAST, _SLOW_READ * quick))
 
-    def _allowed_fetch(self, giver: _Node, node: _Node, size: int) -> float:
+    def _allowed_fetch(self, giver: _NodeState, node: _NodeState, size: int) -> float:
         """Seconds that a fetch may take on its path.
 
         While nothing is known of the path, several that are slow at once have a slow link.
@@ -1038,7 +1042,7 @@ class Tracker:
         path = self._path(giver, node)
         return path.allowed(size) * (_VERY_LATE if not path.known and node.fetches > 1 else 1.0)
 
-    def _hedge_one(self, node: _Node, number: int, source: str, now: float) -> None:
+    def _hedge_one(self, node: _NodeState, number: int, source: str, now: float) -> None:
         piece = self._pieces[number]
         if source == STORE:
             alone = self._shares.at(now) - node.began[number]

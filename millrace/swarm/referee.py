@@ -15,7 +15,7 @@ _STALLED = 10.0  # seconds without a byte after which a read has failed
 
 
 @dataclass(frozen=True, slots=True)
-class Audit:
+class FileAudit:
     """A file that the driver has read.
 
     Attributes:
@@ -58,7 +58,7 @@ class Referee:
         is_open: Callable[[int], bool],
         is_doubted: Callable[[int], bool],
         settled: Callable[[int, str], None],
-        audited: Callable[[Audit], None],
+        audited: Callable[[FileAudit], None],
         failed: Callable[[int, FetchError], None],
         fault: Callable[[BaseException], None],
     ) -> None:
@@ -131,7 +131,7 @@ class Referee:
         if found is not None:
             self._audited(found)
 
-    def _audit_once(self, number: int) -> Audit | None:
+    def _audit_once(self, number: int) -> FileAudit | None:
         whole = self._catalogue.files[number].hasher()
         parts, pieces = list[bytes](), dict[int, str]()
         for piece, segments in enumerate(self._catalogue.pieces):
@@ -150,7 +150,7 @@ class Referee:
                         whole.update(data[at : at + segment.size])
                         parts.append(digest)
                     at += segment.size
-        return Audit(number, whole.hexdigest(), digest_of(parts), pieces)
+        return FileAudit(number, whole.hexdigest(), digest_of(parts), pieces)
 
     def _fill(self, number: int, data: memoryview) -> bool:
         """Read a piece until it is there; False if that was broken off."""

@@ -61,7 +61,7 @@ class _Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class _Member:
+class _TarMember:
     name: bytes
     kind: bytes
     size: int
@@ -99,7 +99,7 @@ def untar(blocks: Iterator[bytes], tree: Tree) -> None:
             )
 
 
-def _next_member(stream: _Stream, shared: dict[bytes, bytes]) -> _Member | None:
+def _next_member(stream: _Stream, shared: dict[bytes, bytes]) -> _TarMember | None:
     """The next member's header, with all that extended headers before it say; None at the end."""
     own: dict[bytes, bytes] = {}
     for _ in range(_EXTENDED_IN_A_ROW):
@@ -158,7 +158,7 @@ def _records(data: bytes) -> dict[bytes, bytes]:
     return records
 
 
-def _member(info: tarfile.TarInfo, records: dict[bytes, bytes]) -> _Member:
+def _member(info: tarfile.TarInfo, records: dict[bytes, bytes]) -> _TarMember:
     name = records.get(b"path", info.name.encode("utf-8", "surrogateescape"))
     size = info.size
     if b"size" in records:
@@ -168,7 +168,7 @@ def _member(info: tarfile.TarInfo, records: dict[bytes, bytes]) -> _Member:
     mtime = float(info.mtime)
     with contextlib.suppress(ValueError):  # no number: the header's then
         mtime = float(records.get(b"mtime", mtime))
-    return _Member(
+    return _TarMember(
         name=name,
         kind=info.type,
         size=size,

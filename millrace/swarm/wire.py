@@ -157,7 +157,7 @@ def _mac(key: bytes, method: str, path: str, to: str, moment: str, digest: str) 
 
 
 @dataclass(slots=True, frozen=True)
-class Place:
+class Endpoint:
     """Where a server listens.
 
     Attributes:
@@ -181,7 +181,7 @@ class Place:
         return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
 
     @classmethod
-    def of(cls, url: str) -> "tuple[Place, str]":
+    def of(cls, url: str) -> "tuple[Endpoint, str]":
         """A URL's place, and the path and query that follow it."""
         parts = urlsplit(url)
         port = parts.port or _PORTS[parts.scheme]
@@ -204,7 +204,7 @@ class Connections:
 
     def __init__(self, timeout: float, *, ca: str | None = None) -> None:
         self._timeout, self._ca = timeout, ca
-        self._idle: dict[Place, list[http.client.HTTPConnection]] = {}
+        self._idle: dict[Endpoint, list[http.client.HTTPConnection]] = {}
         self._busy: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
         self._closed = False
@@ -213,7 +213,7 @@ class Connections:
     @contextmanager
     def request(
         self,
-        place: Place,
+        place: Endpoint,
         method: str,
         path: str,
         headers: Headers | None = None,
@@ -237,7 +237,7 @@ class Connections:
 
     def fill(
         self,
-        place: Place,
+        place: Endpoint,
         path: str,
         headers: Headers,
         into: memoryview,
@@ -300,7 +300,7 @@ class Connections:
 
     @contextmanager
     def _asked(
-        self, place: Place, ask: Callable[[http.client.HTTPConnection], T]
+        self, place: Endpoint, ask: Callable[[http.client.HTTPConnection], T]
     ) -> Generator[tuple["_Use", T]]:
         """Ask over a kept connection or a new one; it is kept if the use of it is over."""
         connection, used = self._take(place)
@@ -345,7 +345,7 @@ class Connections:
         connection.request(method, path, body=body, headers=_made(headers or {}))
         return connection.getresponse()
 
-    def _take(self, place: Place) -> tuple[http.client.HTTPConnection, bool]:
+    def _take(self, place: Endpoint) -> tuple[http.client.HTTPConnection, bool]:
         with self._lock:
             kept = self._idle.get(place)
             if kept:
@@ -354,7 +354,7 @@ class Connections:
                 return connection, True
         return self._connect(place), False
 
-    def _connect(self, place: Place) -> http.client.HTTPConnection:
+    def _connect(self, place: Endpoint) -> http.client.HTTPConnection:
         if place.fingerprint:
             connection = tls.PinnedConnection(
                 place.host, place.port, timeout=self._timeout, fingerprint=place.fingerprint
@@ -372,7 +372,7 @@ class Connections:
             self._busy.add(connection)
         return connection
 
-    def _keep(self, place: Place, connection: http.client.HTTPConnection) -> None:
+    def _keep(self, place: Endpoint, connection: http.client.HTTPConnection) -> None:
         with self._lock:
             self._busy.discard(connection)
             kept = self._idle.setdefault(place, [])
@@ -419,7 +419,7 @@ def _made(headers: Headers) -> dict[str, str]:
     return headers() if callable(headers) else headers
 
 
-def _head(sock: socket.socket, place: Place, path: str, headers: Headers) -> _Head:
+def _head(sock: socket.socket, place: Endpoint, path: str, headers: Headers) -> _Head:
     """Send a GET request, and read the head of the answer."""
     lines = [f"GET {path} HTTP/1.1", f"Host: {place.netloc}", "Accept-Encoding: identity"]
     lines += [f"{name}: {value}" for name, value in _made(headers).items()]
@@ -457,7 +457,7 @@ def _check_rate(received: int, began: float) -> None:
         raise TimeoutError(f"{received} bytes in {seconds:.0f} s")
 
 
-def identify(place: Place, key: bytes, timeout: float) -> Place:
+def identify(place: Endpoint, key: bytes, timeout: float) -> Endpoint:
     """Ask an agent who it is, and have it prove that; outside of loopback, over TLS alone.
 
     Args:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from millrace import errors
-from millrace.remote import Repository
+from millrace.remote import CodeRepository
 
 _PATIENCE = 60  # seconds for one look
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
@@ -92,7 +92,7 @@ def _check_module(
         raise _refusal(command, f"{program} finds no module {module} from {folder.absolute()}{why}")
 
 
-def check_repository(command: Sequence[str], repository: Repository) -> None:
+def check_repository(command: Sequence[str], repository: CodeRepository) -> None:
     """Refuse a command whose file is not in the repository that rented machines clone.
 
     Without git, or where the repository cannot be read from here, nothing is known and the command
@@ -131,7 +131,7 @@ def _may_have(files: set[str], module: str) -> bool:
     return True
 
 
-def _files(repository: Repository) -> set[str] | None:
+def _files(repository: CodeRepository) -> set[str] | None:
     """Return the paths of a repository's files; None if they cannot be known from here."""
     if shutil.which("git") is None:
         return None

@@ -5,7 +5,7 @@ from typing import Any
 import yaml
 
 from millrace.keys import CampaignKeys
-from millrace.remote import Repository, place_of
+from millrace.remote import CodeRepository, place_of
 from millrace.storage import Right, StoreSpec
 from millrace.training.settings import PORT, TrainingPlan
 from millrace.vast import Program, Reach
@@ -52,7 +52,7 @@ def worker_environment(reads: StoreSpec, writes: StoreSpec) -> dict[str, str]:
 
 
 def training_program(
-    plan: TrainingPlan, store: StoreSpec, repository: Repository
+    plan: TrainingPlan, store: StoreSpec, repository: CodeRepository
 ) -> tuple[Program, tuple[Reach, ...]]:
     """What runs on the rented machines of a campaign, and the parts of the store that they reach.
 

@@ -11,7 +11,7 @@ from millrace import errors
 from millrace.keys import MachineKeys, RentalKeys
 from millrace.storage import Backend, Right, Store, StoreSpec, put, scoped, signed_url
 from millrace.vast.settings import Account, RentSettings
-from millrace.vast.wire import FILES_BYTES, ORDER, Files, Order
+from millrace.vast.wire import FILES_BYTES, ORDER, GuestFiles, GuestOrder
 
 _LONGEST_ENVIRONMENT = 32_768  # characters in all, by the API
 _LEAST = timedelta(minutes=15)  # that STS gives credentials for
@@ -43,7 +43,7 @@ def environment(
     rental, program = RentalKeys(settings.name), settings.program
     machine = rental.machine(number)
     lasting = max(lifetime, _LEAST)
-    order = Order(
+    order = GuestOrder(
         store=_part(store, [machine], lasting, Right.WRITE, settings.role_arn),
         prefix=machine,
         command=tuple(_filled(word, slot, settings.count) for word in program.command),
@@ -89,7 +89,7 @@ def send_files(store: Store, settings: RentSettings, number: int, slot: int) -> 
         ConfigurationError: The files are too large to be read there.
     """
     texts = settings.program.files.items()
-    files = Files(texts={name: _filled(text, slot, settings.count) for name, text in texts})
+    files = GuestFiles(texts={name: _filled(text, slot, settings.count) for name, text in texts})
     keys = MachineKeys(RentalKeys(settings.name).machine(number))
     body = files.model_dump_json().encode()
     if len(body) > FILES_BYTES:

@@ -25,13 +25,21 @@ from millrace.keys import MachineKeys
 from millrace.processes import adopt_orphans, descendants, kill_descendants
 from millrace.storage import Store, StoreSpec, create, exists, list_objects, open_store, put, read
 from millrace.vast.traffic import STATE, count_traffic
-from millrace.vast.wire import FILES_BYTES, PIECE, Beat, Ended, Files, Order, environment_of
+from millrace.vast.wire import (
+    FILES_BYTES,
+    PIECE,
+    Beat,
+    GuestFiles,
+    GuestOrder,
+    ProgramEnd,
+    environment_of,
+)
 
 _PATIENCE = timedelta(seconds=20)  # that one word to the bucket is tried for
 _WAIT = 30.0  # seconds that the program has to end, once it is asked to
 
 
-class Machine:
+class GuestProgram:
     """A program that runs, and what is said of it.
 
     Args:
@@ -39,7 +47,7 @@ class Machine:
         folder: Of the clone.
     """
 
-    def __init__(self, order: Order, folder: Path) -> None:
+    def __init__(self, order: GuestOrder, folder: Path) -> None:
         self._order, self._folder = order, folder
         self._store: Store = open_store(order.store.model_copy(update={"patience": _PATIENCE}))
         self._keys = MachineKeys(order.prefix)
@@ -66,11 +74,11 @@ class Machine:
             while self._tell_log(printed):
                 pass
         seconds = time.monotonic() - began
-        put(self._store, self._keys.ended, _encoded(Ended(code=code, seconds=seconds)))
+        put(self._store, self._keys.ended, _encoded(ProgramEnd(code=code, seconds=seconds)))
         return code
 
     def _files(self) -> dict[str, str]:
-        return Files.model_validate_json(
+        return GuestFiles.model_validate_json(
             read(self._store, self._keys.files, largest=FILES_BYTES)
         ).texts
 
@@ -156,10 +164,10 @@ def main(environ: Mapping[str, str], folder: Path) -> None:
     """Run what the environment says, and tell what it came to."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     adopt_orphans()
-    Machine(Order.from_environment(environ), folder).run()
+    GuestProgram(GuestOrder.from_environment(environ), folder).run()
 
 
-__all__ = ["Machine", "StoreSpec", "main"]
+__all__ = ["GuestProgram", "StoreSpec", "main"]
 
 if __name__ == "__main__":
     main(os.environ, Path(sys.argv[1]))

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from millrace import errors
 from millrace.keys import MachineKeys
 from millrace.storage import Stat, Store, list_objects, read_range
-from millrace.vast.wire import PIECE, Beat, Ended, Setup
+from millrace.vast.wire import PIECE, Beat, ProgramEnd, Setup
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -44,7 +44,7 @@ class Report:
     keys: MachineKeys
     setup: Setup | None = None
     beat: Beat | None = None
-    ended: Ended | None = None
+    ended: ProgramEnd | None = None
     news: list[str] = field(default_factory=list[str])
     tail: list[str] = field(default_factory=list[str])
     _seen: dict[str, Stat] = field(default_factory=dict[str, Stat])
@@ -63,7 +63,7 @@ class Report:
         logs = sorted(key for key in changed if key.startswith(self.keys.logs))
         for key in logs[:_AT_ONCE]:
             self._print(there[key])
-        for name, kind in (("setup", Setup), ("beat", Beat), ("ended", Ended)):
+        for name, kind in (("setup", Setup), ("beat", Beat), ("ended", ProgramEnd)):
             key = getattr(self.keys, name)
             if key in changed and (said := self._said(there[key], kind)) is not None:
                 setattr(self, name, said)

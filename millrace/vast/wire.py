@@ -50,7 +50,7 @@ class Beat(_Report):
     sent: int = Field(default=0, ge=0, le=_MOST)
 
 
-class Ended(_Report):
+class ProgramEnd(_Report):
     """What a program came to.
 
     Attributes:
@@ -66,7 +66,7 @@ FILES_BYTES = 16 << 20
 """Largest size of the text files beside a program, in bytes, as they are stored."""
 
 
-class Files(BaseModel):
+class GuestFiles(BaseModel):
     """What is written beside a program, before it is run.
 
     Attributes:
@@ -78,7 +78,7 @@ class Files(BaseModel):
     texts: dict[str, str]
 
 
-class Order(BaseModel):
+class GuestOrder(BaseModel):
     """What a machine is to do. It holds credentials: scoped ones, that end with the rental.
 
     Attributes:
@@ -112,7 +112,7 @@ class Order(BaseModel):
         return base64.b64encode(orjson.dumps(data)).decode()
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> "Order":
+    def from_environment(cls, environ: Mapping[str, str]) -> "GuestOrder":
         """What a machine finds in its environment.
 
         Raises:
@@ -126,7 +126,7 @@ class Order(BaseModel):
             ) from error
 
 
-def environment_of(environ: Mapping[str, str], order: Order) -> dict[str, str]:
+def environment_of(environ: Mapping[str, str], order: GuestOrder) -> dict[str, str]:
     """What the program of a machine finds: the store as AWS's tools know it, and nothing of ours.
 
     ``AWS_*`` are of the credentials that may write, if there are some, else of those that read;

@@ -8,7 +8,7 @@ from prefect_aws import AwsCredentials
 from prefect_aws.client_parameters import AwsClientParameters
 from pydantic import SecretStr, ValidationError
 
-from blocks import Bucket, Role, VastCredentials
+from blocks import Bucket, BucketRole, VastCredentials
 from millrace.errors import ConfigurationError, DeniedError, NotFoundError
 from millrace.storage import Right, list_objects, put, read
 from tests.servers.key import Key
@@ -27,7 +27,7 @@ def pair(key: Key, endpoint: str | None = None) -> AwsCredentials:
 def block(rgw: RGW, bucket: str) -> Bucket:
     """A bucket whose two key pairs can do what each is for."""
     return Bucket(
-        role=Role.DATASET,
+        role=BucketRole.DATASET,
         url=f"s3://{bucket}/part",
         read_credentials=pair(rgw.read_only, rgw.endpoint),
         write_credentials=pair(rgw.full, rgw.endpoint),
@@ -63,27 +63,27 @@ def test_a_key_that_nobody_knows_is_refused(block: Bucket, rgw: RGW) -> None:
 
 def test_a_bucket_that_is_not_there_is_a_sentence(rgw: RGW) -> None:
     block = Bucket(
-        role=Role.DATASET, url="s3://no-such", write_credentials=pair(rgw.full, rgw.endpoint)
+        role=BucketRole.DATASET, url="s3://no-such", write_credentials=pair(rgw.full, rgw.endpoint)
     )
     with pytest.raises(NotFoundError, match="there is no such bucket"):
         block.check("write")
 
 
 def test_without_credentials_for_a_right_it_does_not_take_the_others() -> None:
-    block = Bucket(role=Role.DATASET, url="s3://x", write_credentials=pair(Key("a", "b")))
+    block = Bucket(role=BucketRole.DATASET, url="s3://x", write_credentials=pair(Key("a", "b")))
     with pytest.raises(ConfigurationError, match="read credentials are needed"):
         block.open("read")
 
 
 def test_with_no_credentials_at_all_the_environment_is_asked() -> None:
-    block = Bucket(role=Role.DATASET, url="s3://x")
+    block = Bucket(role=BucketRole.DATASET, url="s3://x")
     assert block.spec("read").credentials is None
 
 
 def test_an_r2_bucket_may_name_its_account_apart() -> None:
     account = "0123456789abcdef0123456789abcdef"
     block = Bucket(
-        role=Role.GRADIENTS, url="r2://runs/one", account_id=account,
+        role=BucketRole.GRADIENTS, url="r2://runs/one", account_id=account,
         read_credentials=pair(Key("a", "b")),
     )  # fmt: skip
     assert block.open("read").url == f"r2://{account}/runs/one"
@@ -107,7 +107,7 @@ def test_an_r2_bucket_may_name_its_account_apart() -> None:
     ],
 )
 def test_credentials_that_cannot_be_handed_on_are_refused(credentials: AwsCredentials) -> None:
-    block = Bucket(role=Role.DATASET, url="s3://x", read_credentials=credentials)
+    block = Bucket(role=BucketRole.DATASET, url="s3://x", read_credentials=credentials)
     with pytest.raises(ConfigurationError, match="read credentials"):
         block.open("read")
 
@@ -116,13 +116,13 @@ def test_a_certificate_authority_is_handed_on(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_text("certificate")
     credentials = pair(Key("a", "b"))
     credentials.aws_client_parameters = AwsClientParameters(verify_cert_path=tmp_path / "ca.pem")
-    block = Bucket(role=Role.DATASET, url="s3://x", read_credentials=credentials)
+    block = Bucket(role=BucketRole.DATASET, url="s3://x", read_credentials=credentials)
     assert block.spec("read").ca_file == tmp_path / "ca.pem"
 
 
 def test_a_place_that_is_no_url_is_refused() -> None:
     with pytest.raises(ValidationError, match="write r2://"):
-        Bucket(role=Role.DATASET, url="my-bucket")
+        Bucket(role=BucketRole.DATASET, url="my-bucket")
 
 
 def test_vast_gives_its_own_client() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from blocks import Role
+from blocks import BucketRole
 from blocks.environment import LIST, BucketSettings, buckets_of
 from millrace.errors import ConfigurationError
 from millrace.storage import Right
@@ -16,7 +16,7 @@ RIGHTS = list(Right)
 PAIR = {"access_key_id": "id", "secret_access_key": "a secret"}
 
 
-def variables(*roles: Role) -> dict[str, str]:
+def variables(*roles: BucketRole) -> dict[str, str]:
     """All that is asked for."""
     found: dict[str, str] = {}
     for role in roles:
@@ -32,16 +32,18 @@ def variables(*roles: Role) -> dict[str, str]:
 
 def test_every_missing_variable_is_named_at_once_with_its_purpose() -> None:
     with pytest.raises(ConfigurationError) as refusal:
-        buckets_of({"R2_DATASET_BUCKET_NAME": "x", "R2_DATASET_ACCOUNT_ID": ""}, list(Role), RIGHTS)
+        buckets_of(
+            {"R2_DATASET_BUCKET_NAME": "x", "R2_DATASET_ACCOUNT_ID": ""}, list(BucketRole), RIGHTS
+        )
     lines = str(refusal.value).splitlines()[1:-1]
     named = {line.split(":")[0].strip() for line in lines}
-    assert named == set(variables(*Role)) - {"R2_DATASET_BUCKET_NAME"}
+    assert named == set(variables(*BucketRole)) - {"R2_DATASET_BUCKET_NAME"}
     assert all(line.split(": ")[1] for line in lines)
 
 
 def test_each_role_becomes_a_bucket_with_two_key_pairs() -> None:
-    found = buckets_of(variables(*Role), list(Role), RIGHTS)
-    assert [bucket.name for bucket in found] == [role.value for role in Role]
+    found = buckets_of(variables(*BucketRole), list(BucketRole), RIGHTS)
+    assert [bucket.name for bucket in found] == [role.value for role in BucketRole]
     block = found[1].block(found[1].pairs)
     assert block.url == f"r2://{ACCOUNT}/dataset"
     reading, writing = block.spec("read").credentials, block.spec("write").credentials
@@ -52,20 +54,20 @@ def test_each_role_becomes_a_bucket_with_two_key_pairs() -> None:
 
 
 def test_one_right_asks_only_for_its_keys() -> None:
-    given = {n: v for n, v in variables(Role.DATASET).items() if "WRITE" not in n}
-    (found,) = buckets_of(given, [Role.DATASET], [Right.READ])
+    given = {n: v for n, v in variables(BucketRole.DATASET).items() if "WRITE" not in n}
+    (found,) = buckets_of(given, [BucketRole.DATASET], [Right.READ])
     assert list(found.pairs) == [Right.READ]
 
 
 def test_another_endpoint_is_used_for_all() -> None:
-    given = {**variables(Role.DATASET), "R2_ENDPOINT": "http://127.0.0.1:9"}
-    (found,) = buckets_of(given, [Role.DATASET], RIGHTS)
+    given = {**variables(BucketRole.DATASET), "R2_ENDPOINT": "http://127.0.0.1:9"}
+    (found,) = buckets_of(given, [BucketRole.DATASET], RIGHTS)
     assert found.block(found.pairs).spec("read").endpoint == "http://127.0.0.1:9"
 
 
 def dataset(value: str, *, own: bool = True) -> list[BucketSettings]:
-    given = {**(variables(Role.DATASET) if own else {}), LIST: value}
-    return buckets_of(given, [Role.DATASET], RIGHTS)
+    given = {**(variables(BucketRole.DATASET) if own else {}), LIST: value}
+    return buckets_of(given, [BucketRole.DATASET], RIGHTS)
 
 
 def test_the_bucket_list_may_be_urls() -> None:
@@ -118,6 +120,6 @@ def test_a_bucket_list_of_another_form_is_refused_without_its_secrets(
 
 
 def test_an_account_is_32_hexadecimal_digits() -> None:
-    given = {**variables(Role.DATASET), "R2_DATASET_ACCOUNT_ID": "my-account"}
+    given = {**variables(BucketRole.DATASET), "R2_DATASET_ACCOUNT_ID": "my-account"}
     with pytest.raises(ConfigurationError, match="R2_DATASET_ACCOUNT_ID is no R2 account"):
-        buckets_of(given, [Role.DATASET], RIGHTS)
+        buckets_of(given, [BucketRole.DATASET], RIGHTS)

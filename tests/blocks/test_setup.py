@@ -2,7 +2,7 @@
 
 import json
 
-from blocks import Bucket, Role
+from blocks import Bucket, BucketRole
 from millrace.storage import put, read
 from tests.blocks.test_environment import ACCOUNT, PAIR, variables
 from tests.prefect_server import PrefectServer
@@ -17,7 +17,7 @@ def outcomes(output: str) -> dict[str, str]:
 def test_setup_twice_changes_nothing(prefect_api: PrefectServer) -> None:
     mirror = {"account_id": ACCOUNT, "name": "mirror", "credentials": {"read": PAIR}}
     environment = {
-        **variables(*Role),
+        **variables(*BucketRole),
         "R2_DATASET_BUCKET_LIST": json.dumps(["s3://plain", mirror]),
         "VAST_API_KEY": "a key",
         "HF_TOKEN": "a token",
@@ -57,7 +57,7 @@ def test_what_setup_makes_opens_the_bucket(
     prefect_api: PrefectServer, rgw: RGW, bucket: str
 ) -> None:
     environment = {
-        **variables(Role.AGGREGATOR),
+        **variables(BucketRole.AGGREGATOR),
         "R2_AGGREGATOR_BUCKET_NAME": bucket,
         "R2_AGGREGATOR_READ_ACCESS_KEY_ID": rgw.read_only.access_key_id,
         "R2_AGGREGATOR_READ_SECRET_ACCESS_KEY": rgw.read_only.secret_access_key,
@@ -86,7 +86,7 @@ def test_what_setup_makes_opens_the_bucket(
 def test_every_missing_variable_is_named(prefect_server: PrefectServer) -> None:
     refused = prefect_server.run("millrace", "setup")
     assert refused.returncode == 1
-    assert all(name in refused.stderr for name in variables(*Role))
+    assert all(name in refused.stderr for name in variables(*BucketRole))
 
 
 def test_a_server_that_does_not_answer_is_a_sentence(prefect_server: PrefectServer) -> None:

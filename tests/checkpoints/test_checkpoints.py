@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from millrace import errors
 from millrace.checkpoints import (
-    Check,
     Saver,
     SaveSettings,
+    VerifyDepth,
     checkpoint_of,
     find_jobs,
     latest,
@@ -287,7 +287,7 @@ def test_damage_is_seen_by_size_where_no_bytes_are_read(folder, tmp_path):
     saved = save(folder, 1, state_of(1))
     path = tmp_path / KEYS.part(1, saved.parts[0].sha256)
     path.write_bytes(path.read_bytes()[:-1])
-    assert " bytes, not " in verify(folder, saved, check=Check.SIZES)[saved.parts[0].sha256]
+    assert " bytes, not " in verify(folder, saved, check=VerifyDepth.SIZES)[saved.parts[0].sha256]
 
 
 def test_a_checkpoint_that_was_copied_to_another_step_is_refused(store):

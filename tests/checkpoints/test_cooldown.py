@@ -10,12 +10,12 @@ import torch
 
 from millrace import errors
 from millrace.checkpoints import (
+    CooldownOutcome,
     CooldownSettings,
     Cooled,
     EpochSaver,
     Membership,
     OnTimeout,
-    Outcome,
     Retention,
     SaveSettings,
     checkpoint_of,
@@ -31,7 +31,7 @@ from millrace.checkpoints.snapshot import Memory
 from millrace.digest import canonical, sha256
 from millrace.keys import CheckpointKeys, CooldownKeys, member_lease
 from millrace.lease import Holder, StoreClock, acquire
-from millrace.models.checkpoint import Checkpoint, Claim, Ended, Epoch, Late, Roster
+from millrace.models.checkpoint import Checkpoint, Claim, CooldownRecord, Epoch, Late, Roster
 from millrace.records import commit_once, encoded, fetch
 from millrace.storage import Store, delete, exists, list_objects, open_store, put, read
 from millrace.storage.clients import boto3_client, full_key
@@ -93,7 +93,7 @@ def members(request: pytest.FixtureRequest) -> Iterator[Callable[[Store, list[st
         yield make
 
 
-def outcomes(cooled: dict[str, Cooled]) -> dict[str, Outcome]:
+def outcomes(cooled: dict[str, Cooled]) -> dict[str, CooldownOutcome]:
     return {name: one.outcome for name, one in cooled.items()}
 
 
@@ -103,9 +103,9 @@ def test_an_epoch_has_one_winner_and_a_checkpoint(store, members) -> None:
     chosen = set(order_of(names, SEED)[:2])
     found = outcomes(cooled)
     # Whoever sees the metadata first ends the epoch: mostly one of those who uploaded.
-    (winner,) = (name for name in names if found[name] is Outcome.COMMITTED)
-    assert {found[name] for name in chosen - {winner}} == {Outcome.LOST}
-    assert {found[name] for name in set(names) - chosen - {winner}} <= {Outcome.NOT_CHOSEN}
+    (winner,) = (name for name in names if found[name] is CooldownOutcome.COMMITTED)
+    assert {found[name] for name in chosen - {winner}} == {CooldownOutcome.LOST}
+    assert {found[name] for name in set(names) - chosen - {winner}} <= {CooldownOutcome.NOT_CHOSEN}
     assert all(one.durable for one in cooled.values())
     epoch = fetch(store, KEYS.epoch(0), Epoch)
     assert epoch.member == winner
@@ -118,7 +118,8 @@ def test_an_epoch_has_one_winner_and_a_checkpoint(store, members) -> None:
     assert sum(one.sent for one in cooled.values()) == there.size  # each file by one of them
     assert {name for name in names if cooled[name].sent} <= chosen
     records = {
-        name: fetch(store, CooldownKeys(JOB, 0).result(name), Ended).outcome for name in names
+        name: fetch(store, CooldownKeys(JOB, 0).result(name), CooldownRecord).outcome
+        for name in names
     }
     assert records == found
 
@@ -133,16 +134,16 @@ def test_the_second_epoch_uploads_nothing_that_is_there(folder, members) -> None
 
 def test_a_member_that_went_astray_is_told_and_does_not_commit(folder, members) -> None:
     cooled = members(folder, ["a", "b", "c"]).end(state=lambda name: state_of(int(name == "b")))
-    assert cooled["b"].outcome is Outcome.FAILED
+    assert cooled["b"].outcome is CooldownOutcome.FAILED
     assert "another content than b" in cooled["b"].reason
-    assert Outcome.COMMITTED in {cooled["a"].outcome, cooled["c"].outcome}
+    assert CooldownOutcome.COMMITTED in {cooled["a"].outcome, cooled["c"].outcome}
     assert not verify(folder, checkpoint_of(folder, JOB, 5))
     assert cooled["b"].sent == 0
 
 
 def test_where_no_two_agree_nothing_is_saved(folder, members) -> None:
     cooled = members(folder, ["a", "b"]).end(state=lambda name: state_of(ord(name)))
-    assert set(outcomes(cooled).values()) == {Outcome.FAILED}
+    assert set(outcomes(cooled).values()) == {CooldownOutcome.FAILED}
     assert all("more than half" in one.reason for one in cooled.values())
     assert not any(one.epoch for one in cooled.values())
     assert not list(list_objects(folder, KEYS.prefix))
@@ -159,7 +160,7 @@ def test_another_position_is_another_content(folder, members) -> None:
 
     with ThreadPoolExecutor(3) as pool:
         cooled = dict(zip(names, pool.map(one, names), strict=True))
-    assert cooled["c"].outcome is Outcome.FAILED
+    assert cooled["c"].outcome is CooldownOutcome.FAILED
     assert checkpoint_of(folder, JOB, 5).position == {"sample": 2}
 
 
@@ -179,8 +180,8 @@ def test_who_is_dead_is_replaced_by_the_next(folder, members) -> None:
     dead(folder, second)
     cooled = members(folder, rest).end()
     # Whoever comes when all is over has not seen that the dead are dead.
-    others = {Outcome.LOST, Outcome.NOT_CHOSEN}
-    (winner,) = (one for one in cooled.values() if one.outcome is Outcome.COMMITTED)
+    others = {CooldownOutcome.LOST, CooldownOutcome.NOT_CHOSEN}
+    (winner,) = (one for one in cooled.values() if one.outcome is CooldownOutcome.COMMITTED)
     assert {one.outcome for one in cooled.values() if one is not winner} <= others
 
 
@@ -206,7 +207,7 @@ def test_psyches_chosen_ones_are_not_replaced_but_more_are_elected_in_time(folde
         }
     )
     cooled = members(folder, rest).end(settings=settings)
-    assert Outcome.COMMITTED in outcomes(cooled).values()
+    assert CooldownOutcome.COMMITTED in outcomes(cooled).values()
 
 
 def late(policy: OnTimeout, **more: object) -> CooldownSettings:
@@ -231,7 +232,7 @@ def test_epochs_go_on_without_a_checkpoint_only_so_often(folder, members, policy
     settings = late(policy, without=2, extensions=1)
     for epoch in (0, 1):
         cooled = some.end(epoch, settings=settings, step=epoch)
-        assert set(outcomes(cooled).values()) == {Outcome.FAILED}
+        assert set(outcomes(cooled).values()) == {CooldownOutcome.FAILED}
         assert all(one.epoch and one.epoch.root is None for one in cooled.values())
         assert "no checkpoint after" in fetch(folder, KEYS.epoch(epoch), Epoch).why
     assert epochs_without(folder, JOB, 2) == 2
@@ -255,7 +256,7 @@ def test_an_upload_goes_on_in_the_background(folder, members) -> None:
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(one, names))
     ends = {rest.outcome for _, rest in both if rest is not None}
-    assert Outcome.COMMITTED in ends
+    assert CooldownOutcome.COMMITTED in ends
     assert not verify(folder, checkpoint_of(folder, JOB, 5))
     assert epochs_without(folder, JOB, 1) == 0
 
@@ -263,7 +264,7 @@ def test_an_upload_goes_on_in_the_background(folder, members) -> None:
 def test_nowhere_to_save_to_is_no_success(folder) -> None:
     with EpochSaver(None) as saver:
         cooled = saver.end(state_of(0), epoch=0, step=5)
-    assert (cooled.outcome, cooled.durable) == (Outcome.NO_DESTINATION, False)
+    assert (cooled.outcome, cooled.durable) == (CooldownOutcome.NO_DESTINATION, False)
 
 
 def test_called_off_is_no_success(folder, members) -> None:
@@ -271,7 +272,7 @@ def test_called_off_is_no_success(folder, members) -> None:
     with EpochSaver(made.memberships["a"], QUICK) as saver:
         saver.cancel()
         cooled = saver.end(state_of(0), epoch=0, step=5)
-    assert (cooled.outcome, cooled.durable) == (Outcome.CANCELLED, False)
+    assert (cooled.outcome, cooled.durable) == (CooldownOutcome.CANCELLED, False)
 
 
 def test_refused_credentials_are_a_failure_with_a_reason(request, rgw, bucket) -> None:
@@ -295,7 +296,7 @@ def test_a_member_that_comes_back_with_another_content_is_told(folder, members) 
     commit_once(folder, CooldownKeys(JOB, 0).vote("a"), claim)
     with EpochSaver(made.memberships["a"], QUICK) as saver:
         cooled = saver.end(state_of(0), epoch=0, step=5)
-    assert cooled.outcome is Outcome.FAILED
+    assert cooled.outcome is CooldownOutcome.FAILED
     assert "has stated another content" in cooled.reason
 
 
@@ -305,8 +306,8 @@ def test_an_unreadable_claim_stops_nobody(folder, members) -> None:
     put(folder, CooldownKeys(JOB, 0).vote("b"), b"{")
     put(folder, CooldownKeys(JOB, 0).result("c"), b"{")
     cooled = made.end()
-    assert cooled["b"].outcome is Outcome.FAILED
-    assert Outcome.COMMITTED in {cooled["a"].outcome, cooled["c"].outcome}
+    assert cooled["b"].outcome is CooldownOutcome.FAILED
+    assert CooldownOutcome.COMMITTED in {cooled["a"].outcome, cooled["c"].outcome}
 
 
 def test_votes_of_names_that_are_not_in_the_roster_do_not_count(folder, members) -> None:
@@ -318,7 +319,7 @@ def test_votes_of_names_that_are_not_in_the_roster_do_not_count(folder, members)
     for name in (f"ghost-{number}" for number in range(6)):
         commit_once(folder, keys.vote(name), wrong.model_copy(update={"member": name}))
     cooled = made.end()
-    assert sorted(outcomes(cooled).values()).count(Outcome.COMMITTED) == 1
+    assert sorted(outcomes(cooled).values()).count(CooldownOutcome.COMMITTED) == 1
     assert checkpoint_of(folder, JOB, 5).root != wrong.root
 
 
@@ -329,14 +330,20 @@ def test_a_claim_in_the_name_of_another_is_a_vote_for_nothing(folder, members) -
     forged = Claim(member="a", step=5, root="f" * 64, rest="x", size=1)
     commit_once(folder, keys.vote("c"), forged)
     cooled = made.end()
-    assert cooled["c"].outcome is Outcome.FAILED
-    assert Outcome.COMMITTED in {cooled["a"].outcome, cooled["b"].outcome}
+    assert cooled["c"].outcome is CooldownOutcome.FAILED
+    assert CooldownOutcome.COMMITTED in {cooled["a"].outcome, cooled["b"].outcome}
 
 
 def junk_of(kind: str, key: str) -> bytes:
     """What somebody leaves where a record of ours stands."""
-    other = Ended(
-        member="x", outcome=Outcome.FAILED, reason="", sent=0, checked=0, replaced=0, seconds=0.0
+    other = CooldownRecord(
+        member="x",
+        outcome=CooldownOutcome.FAILED,
+        reason="",
+        sent=0,
+        checked=0,
+        replaced=0,
+        seconds=0.0,
     )
     pin = encoded(Epoch(job="another", epoch=9, step=9, root=None), "0" * 32)
     return {
@@ -488,8 +495,12 @@ def test_confined_members_write_below_their_own_prefixes_and_the_owner_commits(
     assert written_by_others(folder) == []
     cooled, seen = made.end(folder)
     found = outcomes(cooled)
-    assert list(found.values()).count(Outcome.COMMITTED) == 1
-    assert set(found.values()) <= {Outcome.COMMITTED, Outcome.LOST, Outcome.NOT_CHOSEN}
+    assert list(found.values()).count(CooldownOutcome.COMMITTED) == 1
+    assert set(found.values()) <= {
+        CooldownOutcome.COMMITTED,
+        CooldownOutcome.LOST,
+        CooldownOutcome.NOT_CHOSEN,
+    }
     assert all(one.durable for one in cooled.values())
     assert seen.members == ("a", "b", "c")
     checkpoint = seen.checkpoint
@@ -619,7 +630,7 @@ def test_wrong_bytes_under_a_right_name_are_replaced(folder, members) -> None:
     put(folder, bad[1], b"")
     put(folder, bad[2], bytes(content.body(2)))
     cooled = members(folder, ["a"]).end()["a"]
-    assert (cooled.outcome, cooled.replaced) == (Outcome.COMMITTED, 2)
+    assert (cooled.outcome, cooled.replaced) == (CooldownOutcome.COMMITTED, 2)
     assert read(folder, bad[0]) == bytes(content.body(0))
     assert not verify(folder, checkpoint_of(folder, JOB, 5))
 

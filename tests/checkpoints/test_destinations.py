@@ -14,12 +14,12 @@ from pydantic import SecretStr
 
 from millrace import errors
 from millrace.checkpoints import (
-    Check,
     Destination,
+    ProbeVerdict,
     Saver,
     SaveSettings,
     StoreDestination,
-    Verdict,
+    VerifyDepth,
     bring,
     load,
     open_destination,
@@ -181,10 +181,10 @@ def test_damage_of_the_source_is_not_brought_along(place: Place, source: Source)
 
 def test_a_place_that_is_ready_is_left_as_it_was(place: Place) -> None:
     found = place.there.probe(JOB, size=1 << 20, within=timedelta(hours=1))
-    assert (found.verdict, found.reason[-1]) == (Verdict.READY, ".")
+    assert (found.verdict, found.reason[-1]) == (ProbeVerdict.READY, ".")
     assert found.rate > 0
     slow = place.there.probe(JOB, size=1 << 20, within=timedelta(0))
-    assert slow.verdict is Verdict.TOO_SLOW
+    assert slow.verdict is ProbeVerdict.TOO_SLOW
     assert not list(place.there.checkpoints(JOB))
 
 
@@ -248,26 +248,26 @@ def test_faults_that_pass_are_got_over(
     found = bring(source.here, source.save(1), open_destination(hub_spec(hub, repo)), JOB)
     assert hub.commits(repo) == before + 1
     assert hub.unfired() == 0
-    assert open_destination(hub_spec(hub, repo)).verify(found, check=Check.SIZES) == {}
+    assert open_destination(hub_spec(hub, repo)).verify(found, check=VerifyDepth.SIZES) == {}
 
 
 @pytest.mark.parametrize(
     ("verdict", "changes"),
     [
-        (Verdict.READ_ONLY, {"token": SecretStr(READER)}),
-        (Verdict.DENIED, {"token": SecretStr("hf_unknown")}),
-        (Verdict.NOT_FOUND, {"repo": "person/nothing"}),
-        (Verdict.UNREACHABLE, {"endpoint": "http://127.0.0.1:{port}"}),
-        (Verdict.THROTTLED, {}),
+        (ProbeVerdict.READ_ONLY, {"token": SecretStr(READER)}),
+        (ProbeVerdict.DENIED, {"token": SecretStr("hf_unknown")}),
+        (ProbeVerdict.NOT_FOUND, {"repo": "person/nothing"}),
+        (ProbeVerdict.UNREACHABLE, {"endpoint": "http://127.0.0.1:{port}"}),
+        (ProbeVerdict.THROTTLED, {}),
     ],
 )
 def test_a_probe_of_the_hub_tells_refusals_apart(
-    hub: HubServer, repo: str, verdict: Verdict, changes: dict[str, object]
+    hub: HubServer, repo: str, verdict: ProbeVerdict, changes: dict[str, object]
 ) -> None:
     if "endpoint" in changes:
         (port,) = free_ports(1)
         changes = {"endpoint": f"http://127.0.0.1:{port}"}
-    if verdict is Verdict.THROTTLED:
+    if verdict is ProbeVerdict.THROTTLED:
         hub.fail_next(1000, 429, f"/api/models/{repo}/commit/.*")
     spec = hub_spec(hub, repo).model_copy(update=changes)
     found = HubDestination(spec).probe(JOB, patience=SHORT)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from millrace.checkpoints import Verdict, probe
+from millrace.checkpoints import ProbeVerdict, probe
 from millrace.cli import main
 from millrace.errors import ConfigurationError
 from millrace.storage import Store, StoreSpec, list_objects, open_store
@@ -23,7 +23,7 @@ SHORT = timedelta(seconds=0.5)
 def test_a_place_that_is_ready_is_left_as_it_was(kind, request) -> None:
     store = open_store(spec_of(kind, request))
     found = probe(store, "runs/one", size=1 << 20, within=timedelta(hours=1))
-    assert (found.verdict, found.verdict.exit_code) == (Verdict.READY, 0)
+    assert (found.verdict, found.verdict.exit_code) == (ProbeVerdict.READY, 0)
     assert found.rate > 0
     assert not list(list_objects(store, ""))
 
@@ -40,12 +40,12 @@ def test_each_refusal_is_told_apart(rgw, r2, request) -> None:
     (port,) = free_ports(1)
     wrong = Key(rgw.full.access_key_id, "wrong")
     places = {
-        Verdict.READY: other(spec),
-        Verdict.READ_ONLY: open_store(spec_of("rgw", request, "read_only")),
-        Verdict.DENIED: other(spec, credentials=credentials(wrong)),
-        Verdict.NOT_FOUND: other(spec, url="s3://no-such-bucket-anywhere"),
-        Verdict.THROTTLED: failing,
-        Verdict.UNREACHABLE: other(spec, endpoint=f"http://127.0.0.1:{port}"),
+        ProbeVerdict.READY: other(spec),
+        ProbeVerdict.READ_ONLY: open_store(spec_of("rgw", request, "read_only")),
+        ProbeVerdict.DENIED: other(spec, credentials=credentials(wrong)),
+        ProbeVerdict.NOT_FOUND: other(spec, url="s3://no-such-bucket-anywhere"),
+        ProbeVerdict.THROTTLED: failing,
+        ProbeVerdict.UNREACHABLE: other(spec, endpoint=f"http://127.0.0.1:{port}"),
     }
     found = {verdict: probe(store, "job", patience=SHORT) for verdict, store in places.items()}
     r2.reset()
@@ -63,11 +63,11 @@ def denying(gcs):
 @pytest.mark.parametrize(
     ("permission", "verdict"),
     [
-        ("storage.objects.list", Verdict.DENIED),
-        ("storage.objects.create", Verdict.READ_ONLY),
-        ("storage.objects.delete", Verdict.READ_ONLY),
-        ("storage.multipartUploads.create", Verdict.READ_ONLY),
-        ("storage.multipartUploads.abort", Verdict.READ_ONLY),
+        ("storage.objects.list", ProbeVerdict.DENIED),
+        ("storage.objects.create", ProbeVerdict.READ_ONLY),
+        ("storage.objects.delete", ProbeVerdict.READ_ONLY),
+        ("storage.multipartUploads.create", ProbeVerdict.READ_ONLY),
+        ("storage.multipartUploads.abort", ProbeVerdict.READ_ONLY),
     ],
 )
 def test_google_says_which_permission_is_missing(permission, verdict, denying, request) -> None:
@@ -93,9 +93,9 @@ def test_google_credentials_that_are_missing_are_no_yes(gcs, tmp_path, monkeypat
 
 def test_room_and_time_are_looked_at(tmp_path: Path) -> None:
     store = open_store(tmp_path.as_uri())
-    assert probe(store, "job", size=1 << 60).verdict is Verdict.NO_SPACE
+    assert probe(store, "job", size=1 << 60).verdict is ProbeVerdict.NO_SPACE
     slow = probe(store, "job", size=1 << 20, within=timedelta(0))
-    assert slow.verdict is Verdict.TOO_SLOW
+    assert slow.verdict is ProbeVerdict.TOO_SLOW
     assert slow.expected > 0
 
 
@@ -104,7 +104,7 @@ def test_the_command_says_it_by_its_exit_code(tmp_path: Path) -> None:
     assert run.exit_code == 0, run.output
     assert run.output.startswith("ready: ")
     run = CliRunner().invoke(main, ["probe", tmp_path.as_uri(), "job", "--size", "1EB"])
-    assert run.exit_code == Verdict.NO_SPACE.exit_code == 17
+    assert run.exit_code == ProbeVerdict.NO_SPACE.exit_code == 17
     run = CliRunner().invoke(main, ["probe", tmp_path.as_uri(), "job", "--size", "much"])
     assert run.exit_code == 2
     assert "write 80GB" in run.output

@@ -15,7 +15,7 @@ from prefect.automations import Automation
 from prefect.events import AutomationCore
 from prefect.settings.models.worker import WorkerWebserverSettings
 
-from blocks.bucket import Role
+from blocks.bucket import BucketRole
 from blocks.environment import LIST, buckets_of
 from blocks.limits import POOL, TAG
 from millrace.errors import ConfigurationError
@@ -72,7 +72,7 @@ def set_in_example() -> set[str]:
 def read_for_buckets() -> set[str]:
     """What `millrace setup` says is missing, where all is."""
     with pytest.raises(ConfigurationError) as refused:
-        buckets_of({}, Role, Right)
+        buckets_of({}, BucketRole, Right)
     return set(found(r"^  (\w+):", str(refused.value)))
 
 
@@ -233,14 +233,16 @@ def test_an_automation_is_one_that_prefect_takes(name: str) -> None:
 def test_terraform_renders_all_that_setup_reads_for_buckets() -> None:
     outputs = read("deployments/infra/terraform/outputs.tf")
     templates = found(r'"(R2_\$\{upper\(role\)\}_\w+)"', outputs)
-    rendered = {name.replace("${upper(role)}", role.upper()) for name in templates for role in Role}
+    rendered = {
+        name.replace("${upper(role)}", role.upper()) for name in templates for role in BucketRole
+    }
     assert rendered == read_for_buckets()
 
 
 def test_terraform_knows_the_roles_rights_and_jurisdictions() -> None:
     variables = read("deployments/infra/terraform/variables.tf")
     main = read("deployments/infra/terraform/main.tf")
-    assert set(found(r"(\w+) += optional\(string", variables)) == set(Role)
+    assert set(found(r"(\w+) += optional\(string", variables)) == set(BucketRole)
     groups = found(r'^    (\w+) += "Workers R2 Storage Bucket Item (\w+)"', main)
     assert groups == [(right.value, right.value.capitalize()) for right in Right]
     (known,) = found(r"contains\((\[.+?\]), var.jurisdiction", variables)
@@ -248,7 +250,7 @@ def test_terraform_knows_the_roles_rights_and_jurisdictions() -> None:
         account = "0" * 32 + ("" if jurisdiction == "default" else f".{jurisdiction}")
         given = dict.fromkeys(read_for_buckets(), "x")
         given |= {name: account for name in given if name.endswith("_ACCOUNT_ID")}
-        assert {bucket.account_id for bucket in buckets_of(given, Role, Right)} == {account}
+        assert {bucket.account_id for bucket in buckets_of(given, BucketRole, Right)} == {account}
 
 
 def test_terraform_shows_no_secret_and_pins_its_provider() -> None:

@@ -15,7 +15,7 @@ from playwright.sync_api import Page, expect, sync_playwright
 from prefect_aws import AwsCredentials
 from prefect_aws.client_parameters import AwsClientParameters
 
-from blocks import Bucket, Role
+from blocks import Bucket, BucketRole
 from millrace.keys import LeaseKeys
 from millrace.lease import Holder, Lease, StoreClock, acquire
 from millrace.storage import open_store
@@ -64,7 +64,7 @@ def block(prefect_api: PrefectServer, rgw: RGW) -> MakeBlock:
                 pair = aws_credentials(key, rgw.endpoint)
                 pair.save(f"{name}-{right}")
                 pairs[f"{right}_credentials"] = pair
-        Bucket(role=Role.DATASET, url=f"s3://{bucket}", **pairs).save(name)  # pyright: ignore[reportArgumentType]
+        Bucket(role=BucketRole.DATASET, url=f"s3://{bucket}", **pairs).save(name)  # pyright: ignore[reportArgumentType]
         return {"$ref": {"block_document_slug": f"millrace-bucket/{name}"}}
 
     return make

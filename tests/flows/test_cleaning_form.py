@@ -10,7 +10,7 @@ from uuid import UUID
 import pytest
 from playwright.sync_api import Page, Response, expect
 
-from blocks import Bucket, Role
+from blocks import Bucket, BucketRole
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 from tests.flows.browser import field, open_run_form, press, told
 from tests.flows.conftest import MakeBlock, aws_credentials
@@ -37,7 +37,7 @@ def given(rgw: RGW, bucket: str, block: MakeBlock) -> Iterator[str]:
     name = rgw.create_bucket(f"bucket-{secrets.token_hex(6)}")
     pair = aws_credentials(rgw.full, rgw.endpoint)
     pair.save("aggregator-read", overwrite=True)
-    Bucket(role=Role.AGGREGATOR, url=f"s3://{name}", read_credentials=pair).save(
+    Bucket(role=BucketRole.AGGREGATOR, url=f"s3://{name}", read_credentials=pair).save(
         "aggregator", overwrite=True
     )
     yield block(bucket, write=rgw.full)["$ref"]["block_document_slug"].partition("/")[2]

@@ -17,7 +17,7 @@ from prefect import Flow, flow
 from prefect.exceptions import ParameterTypeError
 from pydantic import BaseModel
 
-from blocks import Bucket, Role
+from blocks import Bucket, BucketRole
 from flows.abort_uploads import abort_uploads
 from flows.clean_bucket import clean_bucket
 from flows.prewarm import prewarm
@@ -42,7 +42,7 @@ def named(prefect_api: PrefectServer, tmp_path: Path) -> Iterator[tuple[str, Pat
     """The name of a block of a folder, and the folder."""
     name, folder = f"folder-{uuid4().hex[:8]}", tmp_path / "bucket"
     folder.mkdir()
-    Bucket(role=Role.DATASET, url=folder.as_uri()).save(name)
+    Bucket(role=BucketRole.DATASET, url=folder.as_uri()).save(name)
     yield name, folder
     Bucket.delete(name)
 

@@ -13,7 +13,7 @@ from boto3.s3.transfer import TransferConfig
 from prefect.blocks.system import Secret
 
 from benchmarks.rig.store import Fault, FaultKind, Store
-from blocks import Bucket, Role
+from blocks import Bucket, BucketRole
 from tests.flows.conftest import MakeBlock, aws_credentials
 from tests.prefect_server import PrefectServer, Worker, until
 from tests.ray_cluster import DISK, RayCluster
@@ -121,7 +121,7 @@ def counted(
         name = f"bucket-{uuid.uuid4().hex[:8]}"
         pair = aws_credentials(store.key, store.endpoint)
         pair.save(f"{name}-read")
-        block = Bucket(role=Role.DATASET, url=f"s3://{store.bucket}", read_credentials=pair)
+        block = Bucket(role=BucketRole.DATASET, url=f"s3://{store.bucket}", read_credentials=pair)
         block.save(name)
         yield store, {"bucket": {"$ref": {"block_document_slug": f"millrace-bucket/{name}"}}}
 

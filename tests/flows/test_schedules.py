@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prefect import Flow, State
 
-from blocks import Bucket, Role
+from blocks import Bucket, BucketRole
 from flows.list_rentals import list_rentals
 from flows.reap_instances import reap_instances
 from millrace.errors import ConfigurationError
@@ -73,7 +73,7 @@ def test_the_reaper_is_quiet_where_there_is_no_account(
     """And who asks by hand what is rented hears that it is not known, not that it is nothing."""
     (tmp_path / "store").mkdir()
     name = f"dataset-{uuid4().hex[:8]}"
-    Bucket(role=Role.DATASET, url=(tmp_path / "store").as_uri()).save(name)
+    Bucket(role=BucketRole.DATASET, url=(tmp_path / "store").as_uri()).save(name)
     nobody = f"vast-{uuid4().hex[:8]}"
     state: State[Any] = reap_instances(name, nobody, dry_run=False, return_state=True)
     assert state.is_completed()

@@ -16,7 +16,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.logging.handlers import APILogHandler
 from pydantic import BaseModel, SecretStr
 
-from blocks import Bucket, HuggingFaceCredentials, Role, VastCredentials
+from blocks import Bucket, BucketRole, HuggingFaceCredentials, VastCredentials
 from millrace.errors import ConfigurationError, DeniedError
 from tests.flows.conftest import CUT, RUN, SHARD, MakeBlock, aws_credentials, jsonl, texts
 from tests.oracle import S3Bucket
@@ -164,7 +164,7 @@ def test_blocks_and_what_they_raise_show_no_secret(
 ) -> None:  # fmt: skip
     caplog.set_level(logging.DEBUG)
     one = Bucket(
-        role=Role.DATASET,
+        role=BucketRole.DATASET,
         url=f"s3://{bucket}",
         read_credentials=aws_credentials(planted.source, rgw.endpoint),
         write_credentials=aws_credentials(planted.wrong, rgw.endpoint),
@@ -191,7 +191,7 @@ def test_a_session_token_is_refused_and_not_shown(rgw: RGW, bucket: str) -> None
     key = rgw.assume_role(rgw.create_role("temporary"))
     assert key.session_token is not None
     one = Bucket(
-        role=Role.DATASET,
+        role=BucketRole.DATASET,
         url=f"s3://{bucket}",
         read_credentials=aws_credentials(key, rgw.endpoint),
     )

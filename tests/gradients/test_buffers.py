@@ -14,10 +14,11 @@ from millrace.gradients import (
     AggregatorSettings,
     Beginning,
     Codec,
-    Encoder,
     Expected,
     GatherSettings,
+    GradientEncoder,
     Mask,
+    MergeRule,
     MergeSettings,
     Outer,
     OuterKind,
@@ -25,7 +26,6 @@ from millrace.gradients import (
     Payload,
     PayloadError,
     Refusal,
-    Rule,
     RunSettings,
     aggregate_run,
     begin_chain,
@@ -224,7 +224,9 @@ def bodies(seed: int, values: Mapping[str, torch.Tensor] | None = None) -> dict[
         COUNT: torch.tensor(float(seed)),
         **(values or {}),
     }
-    return {name: Encoder(CODEC.of(name), 1).encode(one, MASK) for name, one in sent.items()}
+    return {
+        name: GradientEncoder(CODEC.of(name), 1).encode(one, MASK) for name, one in sent.items()
+    }
 
 
 def made(uid: str, content: Mapping[str, bytes]) -> bytes:
@@ -295,12 +297,18 @@ def test_a_window_with_a_wrong_buffer_is_merged_without_its_sender(store):
 Arrays = dict[str, np.ndarray]
 
 
-def merged_of(payloads: Mapping[str, Payload], rule: Rule, faulty: int = 0) -> Arrays:
+def merged_of(payloads: Mapping[str, Payload], rule: MergeRule, faulty: int = 0) -> Arrays:
     settings = MergeSettings(rule=rule, faulty=faulty, clip=False)
     return {name: dense_of(runs, SHAPES[name]) for name, runs in merge(payloads, settings)}
 
 
-RULES = [Rule.MEAN, Rule.SENDERS, Rule.SIGN, Rule.CENTERED_CLIP, Rule.MULTI_KRUM]
+RULES = [
+    MergeRule.MEAN,
+    MergeRule.SENDERS,
+    MergeRule.SIGN,
+    MergeRule.CENTERED_CLIP,
+    MergeRule.MULTI_KRUM,
+]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -316,7 +324,7 @@ def test_a_worker_moves_the_buffers_no_further_than_others_differ(rule):
     assert (found[VAR] >= 0).all()
 
 
-@pytest.mark.parametrize("rule", [Rule.MEDIAN, Rule.TRIMMED])
+@pytest.mark.parametrize("rule", [MergeRule.MEDIAN, MergeRule.TRIMMED])
 def test_rules_that_judge_each_value_judge_those_of_buffers(rule):
     values = [1.0, 2.0, 4.0, 6.0, 3e38]
     sent = {

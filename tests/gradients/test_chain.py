@@ -13,20 +13,20 @@ from millrace import errors
 from millrace.gradients import (
     ChainError,
     Codec,
-    Encoder,
     GatherSettings,
+    GradientEncoder,
     Link,
+    MergeRule,
     MergeSettings,
     Outer,
     OuterKind,
     Refusal,
-    Rule,
+    Sender,
     Start,
     State,
     Step,
     Transform,
     Window,
-    Worker,
     aggregate,
     begin,
     catch_up,
@@ -78,11 +78,11 @@ class Run:
     def __init__(self, store: Store, codec: Codec, outer: Outer, state: State) -> None:
         self.store, self.codec, self.outer, self.state = store, codec, outer, state
         self.before: Start | Link = begin(store, KEYS, START)
-        self.rule = MergeSettings(rule=Rule.MEAN)
+        self.rule = MergeSettings(rule=MergeRule.MEAN)
 
     def window(self, number: int, workers: int = 3) -> Link:
         keys = GradientKeys(KEYS.run, KEYS.version)
-        encoder = Encoder(self.codec, 1)
+        encoder = GradientEncoder(self.codec, 1)
         for uid in range(workers):
             bodies = {
                 name: encoder.encode(drawn(shape, 10 * number + uid))
@@ -100,7 +100,7 @@ class Run:
             opens=NOW - timedelta(hours=1),
             closes=datetime.now(UTC) + timedelta(hours=1 if workers else 0),
         )
-        everybody = [Worker(str(uid), self.store) for uid in range(3)]
+        everybody = [Sender(str(uid), self.store) for uid in range(3)]
         found = gather(window, everybody, QUICK)
         step = Step(self.before, number, self.outer, self.rule)
         self.before = aggregate(self.store, window, found, step, self.state)
@@ -211,7 +211,7 @@ def test_weights_that_are_not_those_of_the_link_before_are_not_merged_into(store
 
 def test_too_few_for_the_rule_is_a_window_that_changes_nothing(store):
     run = run_of(store)
-    run.rule = MergeSettings(rule=Rule.MULTI_KRUM, faulty=1)
+    run.rule = MergeSettings(rule=MergeRule.MULTI_KRUM, faulty=1)
     link = run.window(1)
     assert (link.updates, link.taken, link.state) == ((), {}, weights().digest())
     assert {out.reason for out in link.out.values()} == {Refusal.QUORUM}
@@ -222,7 +222,7 @@ def test_too_few_for_the_rule_is_a_window_that_changes_nothing(store):
 
 def test_who_sends_other_places_is_out_where_the_rule_needs_the_same_of_all(store):
     run = Run(store, Codec(k=4096, bits=8), Outer(), weights())
-    run.rule = MergeSettings(rule=Rule.MEDIAN)
+    run.rule = MergeSettings(rule=MergeRule.MEDIAN)
     assert set(run.window(1).taken) == {"0", "1", "2"}  # all send all places
     other = Run(open_store(f"{store.url}/other"), Codec(k=64), Outer(), weights())
     other.rule = run.rule
@@ -286,7 +286,7 @@ def test_a_link_that_is_no_record_is_an_error(broken):
 
 def test_a_link_is_applied_wholly_or_not_at_all(store):
     run = run_of(store)
-    run.rule = MergeSettings(rule=Rule.MEAN, values=2000)
+    run.rule = MergeSettings(rule=MergeRule.MEAN, values=2000)
     link = run.window(1)
     assert len(link.updates) > 1
     key = link.updates[-1].key

@@ -13,8 +13,8 @@ from millrace.gradients import (
     Codec,
     CodeError,
     Decoder,
-    Encoder,
     Feedback,
+    GradientEncoder,
     Transform,
     decode,
     encode,
@@ -152,7 +152,7 @@ def test_the_bytes_do_not_depend_on_how_many_threads_made_them(transform, thread
     tensor = drawn((1500, 1100))
     values = forward(tensor, transform).numpy()
     body = packed(chosen(values, (1500, 1100), codec, threads), codec)
-    assert body == Encoder(codec, 7).encode(tensor)
+    assert body == GradientEncoder(codec, 7).encode(tensor)
     decoded = Decoder(codec, threads).decode(body, (1500, 1100), out=torch.empty(1500, 1100))
     assert torch.equal(decoded, decode(body, (1500, 1100), codec))
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.errors import ConfigurationError
-from millrace.gradients import Codec, Decoder, Encoder, Mask, Support, Transform
+from millrace.gradients import Codec, Decoder, GradientEncoder, Mask, Support, Transform
 from millrace.gradients import device as there
 from millrace.gradients.device import chosen_there, dense_there
 from millrace.gradients.tensors import chosen, dense, packed
@@ -60,13 +60,13 @@ def test_what_is_not_finite_is_refused_there_too(value):
 def test_a_tensor_is_encoded_and_decoded_where_it_is(device, transform):
     codec, shape = Codec(k=256, bits=4, transform=transform), (130, 70)
     tensor = drawn(shape)
-    body = Encoder(codec).encode(tensor)
+    body = GradientEncoder(codec).encode(tensor)
     expected = Decoder(codec).decode(body, shape)
     out = Decoder(codec).decode(body, shape, out=torch.empty(shape, device=device))
     assert out.device.type == device
     # What two kinds of device may differ by, where there is a transform.
     assert torch.allclose(out.cpu(), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
-    made = Encoder(codec).encode(tensor.to(device))
+    made = GradientEncoder(codec).encode(tensor.to(device))
     if transform is Transform.NONE or device == "cpu":
         assert made == body
     again = Decoder(codec).decode(made, shape)

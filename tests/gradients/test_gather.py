@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from millrace.errors import ConfigurationError, UnavailableError
-from millrace.gradients import GatherSettings, QuorumError, Refusal, Window, Worker, gather
+from millrace.gradients import GatherSettings, QuorumError, Refusal, Sender, Window, gather
 from millrace.gradients.payload import Expected, Payload, read_payload
 from millrace.keys import GradientKeys
 from millrace.lease import StoreClock
@@ -54,8 +54,8 @@ def store(tmp_path: Path) -> Store:
     return open_store((tmp_path / "bucket").as_uri())
 
 
-def workers(store: Store, *uids: int) -> list[Worker]:
-    return [Worker(str(uid), store) for uid in uids]
+def workers(store: Store, *uids: int) -> list[Sender]:
+    return [Sender(str(uid), store) for uid in uids]
 
 
 def age(store: Store, uid: str, at: datetime) -> None:
@@ -83,7 +83,7 @@ def test_workers_have_buckets_of_their_own(tmp_path):
     for uid in range(3):
         store = open_store((tmp_path / str(uid)).as_uri())
         send(store, str(uid))
-        everybody.append(Worker(str(uid), store))
+        everybody.append(Sender(str(uid), store))
     assert set(gather(OPEN, everybody, QUICK).taken) == {"0", "1", "2"}
 
 
@@ -122,7 +122,7 @@ def test_one_that_is_bad_is_out_with_a_reason_and_touches_nobody_else(store, rea
 @pytest.mark.parametrize("shared", [True, False])
 def test_who_stores_more_than_its_quota_is_named_and_its_gradient_is_taken(tmp_path, limit, shared):
     stores = [open_store((tmp_path / ("all" if shared else uid)).as_uri()) for uid in "012"]
-    everybody = [Worker(uid, store) for uid, store in zip("012", stores, strict=True)]
+    everybody = [Sender(uid, store) for uid, store in zip("012", stores, strict=True)]
     for worker in everybody:
         send(worker.store, worker.uid)
     for number in range(3):
@@ -198,7 +198,7 @@ def test_a_bucket_that_refuses_costs_its_own_workers_only(store, request):
     send(store, "0")
     spec = spec_of("rgw", request)
     refusing = open_store(spec.model_copy(update={"url": "s3://no-such-bucket-at-all"}))
-    both = [Worker("0", store), Worker("1", refusing)]
+    both = [Sender("0", store), Sender("1", refusing)]
     found = gather(replace(OPEN, closes=datetime.now(UTC)), both, QUICK)
     assert set(found.taken) == {"0"}
     assert found.out["1"].reason is Refusal.UNAVAILABLE
@@ -215,7 +215,7 @@ def test_a_bucket_that_hangs_costs_its_own_workers_only(what, store, request):
     proxy = request.getfixturevalue("r2")
     proxy.fail_next(Fault.STALL, 100, "GET", what, stall_seconds=600)
     try:
-        some = [Worker("0", store), Worker("1", hanging), Worker("2", store)]
+        some = [Sender("0", store), Sender("1", hanging), Sender("2", store)]
         brief = GatherSettings(look=QUICK.look, grace=timedelta(seconds=1))
         found = gather(replace(OPEN, closes=datetime.now(UTC)), some, brief)
     finally:

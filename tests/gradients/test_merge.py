@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from millrace.errors import ConfigurationError
 from millrace.gradients import (
     Codec,
-    Encoder,
     Expected,
+    GradientEncoder,
+    MergeRule,
     MergeSettings,
     Payload,
-    Rule,
     Transform,
     check_payload,
     decode,
@@ -34,7 +34,7 @@ def made(
     gradients: Gradients, codec: Codec, tokens: dict[str, int] | None = None
 ) -> dict[str, Payload]:
     """Payloads of workers, as they are after every check."""
-    encoder = Encoder(codec, 1)
+    encoder = GradientEncoder(codec, 1)
     found: dict[str, Payload] = {}
     for uid, tensors in gradients.items():
         bodies = {name: encoder.encode(tensor) for name, tensor in tensors.items()}
@@ -60,7 +60,7 @@ def drawn(workers: int, seed: int = 0) -> Gradients:
 
 def sent(payloads: dict[str, Payload], codec: Codec, gradients: Gradients) -> np.ndarray:
     """What each worker sent, densely: (workers, values), by the decoder."""
-    encoder = Encoder(codec, 1)
+    encoder = GradientEncoder(codec, 1)
     rows = []
     for uid in sorted(payloads):
         parts = [
@@ -107,8 +107,8 @@ def multi_krum(rows: np.ndarray, faulty: int) -> np.ndarray:
     return rows[np.argsort(scores)[: len(rows) - faulty]].mean(axis=0)
 
 
-LINEAR = [Rule.MEAN, Rule.TOKENS, Rule.CENTERED_CLIP, Rule.MULTI_KRUM]
-CASES = [(rule, Transform.NONE) for rule in (*LINEAR, Rule.SENDERS, Rule.SIGN)]
+LINEAR = [MergeRule.MEAN, MergeRule.TOKENS, MergeRule.CENTERED_CLIP, MergeRule.MULTI_KRUM]
+CASES = [(rule, Transform.NONE) for rule in (*LINEAR, MergeRule.SENDERS, MergeRule.SIGN)]
 CASES += [(rule, Transform.DCT) for rule in LINEAR]  # the others judge coefficients, not values
 
 
@@ -122,12 +122,12 @@ def test_a_rule_merges_as_its_formula_says(rule, transform):
     scaled = clipped(rows, faulty=2)
     share = np.array([tokens[uid] for uid in sorted(tokens)]) / sum(tokens.values())
     wanted = {
-        Rule.MEAN: lambda: scaled.mean(axis=0),
-        Rule.SENDERS: lambda: scaled.sum(axis=0) / np.maximum((rows != 0).sum(axis=0), 1),
-        Rule.TOKENS: lambda: share @ scaled,
-        Rule.SIGN: lambda: np.sign(np.sign(rows).sum(axis=0)),
-        Rule.CENTERED_CLIP: lambda: centered_clip(scaled, 20),
-        Rule.MULTI_KRUM: lambda: multi_krum(scaled, 2),
+        MergeRule.MEAN: lambda: scaled.mean(axis=0),
+        MergeRule.SENDERS: lambda: scaled.sum(axis=0) / np.maximum((rows != 0).sum(axis=0), 1),
+        MergeRule.TOKENS: lambda: share @ scaled,
+        MergeRule.SIGN: lambda: np.sign(np.sign(rows).sum(axis=0)),
+        MergeRule.CENTERED_CLIP: lambda: centered_clip(scaled, 20),
+        MergeRule.MULTI_KRUM: lambda: multi_krum(scaled, 2),
     }[rule]()
     got = whole(payloads, MergeSettings(rule=rule, faulty=2), codec)
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
@@ -135,7 +135,15 @@ def test_a_rule_merges_as_its_formula_says(rule, transform):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    rule=st.sampled_from([Rule.MEAN, Rule.SENDERS, Rule.SIGN, Rule.CENTERED_CLIP, Rule.MULTI_KRUM]),
+    rule=st.sampled_from(
+        [
+            MergeRule.MEAN,
+            MergeRule.SENDERS,
+            MergeRule.SIGN,
+            MergeRule.CENTERED_CLIP,
+            MergeRule.MULTI_KRUM,
+        ]
+    ),
     seed=st.integers(0, 10),
     threads=st.integers(1, 4),
 )
@@ -150,14 +158,14 @@ def test_neither_order_nor_threads_change_a_byte(rule, seed, threads):
     assert one.tobytes() == other.tobytes()
 
 
-@pytest.mark.parametrize("rule", [Rule.MEDIAN, Rule.TRIMMED])
+@pytest.mark.parametrize("rule", [MergeRule.MEDIAN, MergeRule.TRIMMED])
 def test_coordinates_are_judged_only_where_all_have_sent_them(rule):
     codec = Codec(k=4096, bits=8)  # all of them
     gradients = drawn(5)
     payloads = made(gradients, codec)
     rows = clipped(sent(payloads, codec, gradients), faulty=1)
     wanted = np.median(rows, axis=0)
-    if rule is Rule.TRIMMED:
+    if rule is MergeRule.TRIMMED:
         wanted = np.sort(rows, axis=0)[1:-1].mean(axis=0)
     got = whole(payloads, MergeSettings(rule=rule, faulty=1), codec)
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
@@ -165,7 +173,7 @@ def test_coordinates_are_judged_only_where_all_have_sent_them(rule):
         whole(made(gradients, Codec(k=64)), MergeSettings(rule=rule), Codec(k=64))
 
 
-@pytest.mark.parametrize("rule", [Rule.CENTERED_CLIP, Rule.MULTI_KRUM])
+@pytest.mark.parametrize("rule", [MergeRule.CENTERED_CLIP, MergeRule.MULTI_KRUM])
 def test_three_liars_of_ten_hardly_move_it_and_the_mean_they_do(rule):
     codec = Codec(k=4096, bits=8)
     dice = np.random.default_rng(1)
@@ -187,7 +195,7 @@ def test_three_liars_of_ten_hardly_move_it_and_the_mean_they_do(rule):
         return float(np.linalg.norm(whole(payloads, how, codec) - wanted) / np.linalg.norm(wanted))
 
     assert off(MergeSettings(rule=rule, faulty=3)) < 0.1
-    assert off(MergeSettings(rule=Rule.MEAN, clip=False)) > 100
+    assert off(MergeSettings(rule=MergeRule.MEAN, clip=False)) > 100
 
 
 def of_norms(norms: list[float]) -> dict[str, Payload]:
@@ -207,7 +215,7 @@ def scaled_norms(norms: list[float], how: MergeSettings) -> np.ndarray:
     return found.scales * [payloads[uid].norm for uid in found.workers]
 
 
-@pytest.mark.parametrize("rule", [Rule.MEAN, Rule.SENDERS, Rule.CENTERED_CLIP])
+@pytest.mark.parametrize("rule", [MergeRule.MEAN, MergeRule.SENDERS, MergeRule.CENTERED_CLIP])
 @pytest.mark.parametrize("norms", [[1.0, 1e9], [1e9, 1.0]])
 def test_of_two_workers_one_with_a_huge_norm_counts_as_the_other(rule, norms):
     assert scaled_norms(norms, MergeSettings(rule=rule)) == pytest.approx([1.0, 1.0], rel=0.02)
@@ -252,8 +260,8 @@ def test_whoever_is_larger_than_the_median_is_scaled_down_to_it():
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        (MergeSettings(rule=Rule.MULTI_KRUM, faulty=2), "at least 7, and there are 6"),
-        (MergeSettings(rule=Rule.TOKENS), "of how many tokens"),
+        (MergeSettings(rule=MergeRule.MULTI_KRUM, faulty=2), "at least 7, and there are 6"),
+        (MergeSettings(rule=MergeRule.TOKENS), "of how many tokens"),
     ],
 )
 def test_a_rule_that_cannot_bear_it_says_so(how, sentence):

@@ -22,8 +22,8 @@ from safetensors import safe_open
 
 from millrace.gradients import (
     Codec,
-    Encoder,
     Expected,
+    GradientEncoder,
     GradientHeader,
     Payload,
     PayloadError,
@@ -47,7 +47,7 @@ EXPECTED = Expected(run="runs/one", uid="7", window=3, base=120, codec=CODEC, sh
 
 
 def bodies(codec: Codec = CODEC, seed: int = 0) -> dict[str, bytes]:
-    encoder = Encoder(codec, 1)
+    encoder = GradientEncoder(codec, 1)
     return {name: encoder.encode(drawn(shape, seed)) for name, shape in SHAPES.items()}
 
 
@@ -117,7 +117,9 @@ def test_a_norm_that_is_too_large_is_refused():
     norm = check_payload(made(), EXPECTED).norm
     check_payload(made(), replace(EXPECTED, norm=norm * 1.001))
     assert reason_of(made(), replace(EXPECTED, norm=norm * 0.999)) is Refusal.NORM
-    huge = Encoder(CODEC, 1).encode(torch.full((17,), 3e38))  # whose sums would not be finite
+    huge = GradientEncoder(CODEC, 1).encode(
+        torch.full((17,), 3e38)
+    )  # whose sums would not be finite
     assert reason_of(made(bodies={**bodies(), "layer.bias": huge})) is Refusal.NORM
 
 
@@ -216,7 +218,7 @@ def test_nothing_is_larger_than_the_most_it_can_be(bits, k):
         ends = torch.zeros(shape).flatten()
         ends[-k:] = 1.0  # the longest distances
         for tensor in (drawn(shape), ends.view(shape)):
-            assert len(Encoder(codec, 1).encode(tensor)) <= largest(shape, codec)
+            assert len(GradientEncoder(codec, 1).encode(tensor)) <= largest(shape, codec)
 
 
 def test_the_fingerprint_tells_models_apart():

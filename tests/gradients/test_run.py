@@ -19,8 +19,8 @@ from millrace.gradients import (
     Participant,
     Refusal,
     RunSettings,
+    Sender,
     Start,
-    Worker,
     begin,
     begin_run,
     check_weights,
@@ -90,8 +90,8 @@ def take_part(store: Store, uid: int, windows: int) -> torch.nn.Module:
     raise AssertionError
 
 
-def everybody(store: Store) -> list[Worker]:
-    return [Worker(str(uid), store) for uid in range(3)]
+def everybody(store: Store) -> list[Sender]:
+    return [Sender(str(uid), store) for uid in range(3)]
 
 
 def test_all_who_take_part_have_the_same_weights_and_they_learn(store):
@@ -145,7 +145,7 @@ def test_what_is_not_trained_or_has_two_names_is_carried_along(tmp_path):
         mine[0].weight.add_(0.1)
     moved = mine[1].running_mean.clone()
     participant.submit(mine)
-    list(follow(store, settings, [Worker("0", store)], first, until=1))
+    list(follow(store, settings, [Sender("0", store)], first, until=1))
     participant.apply(mine, patience=timedelta(0))
     assert torch.equal(mine[2].weight, mine[0].weight)
     assert torch.equal(mine[1].running_mean, moved)
@@ -186,7 +186,7 @@ def test_a_worker_that_is_started_again_does_not_train_for_what_it_has_sent(stor
     again.load_state_dict(participant.state_dict())
     with ThreadPoolExecutor(1) as pool:
         turn = pool.submit(lambda: next(again.windows()))
-        (link,) = follow(store, settings, [Worker("0", store)], state, until=1)
+        (link,) = follow(store, settings, [Sender("0", store)], state, until=1)
         assert set(link.taken) == {"0"}
         assert turn.result().number == 2
 

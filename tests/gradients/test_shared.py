@@ -10,13 +10,13 @@ from millrace.errors import ConfigurationError
 from millrace.gradients import (
     Codec,
     CodeError,
-    Encoder,
     Expected,
     Feedback,
+    GradientEncoder,
     Mask,
+    MergeRule,
     MergeSettings,
     Payload,
-    Rule,
     Support,
     Transform,
     check_payload,
@@ -64,7 +64,7 @@ def test_every_place_has_its_turn(size, data):
 @given(shape=shapes, codec=codecs, seed=st.integers(0, 9), window=st.integers(0, 99))
 def test_what_is_decoded_is_what_stood_at_the_places(shape, codec, seed, window):
     tensor, mask = drawn(shape, seed), Mask("run", window)
-    body = Encoder(codec, 1).encode(tensor, mask)
+    body = GradientEncoder(codec, 1).encode(tensor, mask)
     assert len(body) <= largest(shape, codec)
     runs = unpacked(body, shape, codec, mask=mask)
     assert packed(runs, codec) == body
@@ -80,7 +80,7 @@ def test_what_is_decoded_is_what_stood_at_the_places(shape, codec, seed, window)
 def test_no_place_is_sent():
     tensor = drawn((64, 64))
     codec = Codec(support=Support.SHARED, k=64)
-    assert len(Encoder(codec).encode(tensor, Mask("run", 0))) == 64 * 2 // 8 + 3
+    assert len(GradientEncoder(codec).encode(tensor, Mask("run", 0))) == 64 * 2 // 8 + 3
     assert tensor.numel() * 4 / 19 > 800
 
 
@@ -105,14 +105,14 @@ def test_what_nobody_took_is_kept_also_by_whoever_starts_again():
 
 def test_without_its_window_it_is_refused():
     with pytest.raises(ConfigurationError, match="say of which"):
-        Encoder(SHARED).encode(drawn((64, 64)))
+        GradientEncoder(SHARED).encode(drawn((64, 64)))
     with pytest.raises(ConfigurationError, match="say of which"):
         decode(b"", (64, 64), SHARED)
     tensor = drawn((64, 64))
     hidden = next(n for n in range(CHUNK) if n not in set(Mask("run", 0).places(CHUNK, 256)))
     tensor.view(-1)[hidden] = float("nan")  # where nothing is sent
     with pytest.raises(ConfigurationError, match="not finite"):
-        Encoder(SHARED).encode(tensor, Mask("run", 0))
+        GradientEncoder(SHARED).encode(tensor, Mask("run", 0))
 
 
 SHAPES = {"bias": (30,), "weight": (100, 90)}
@@ -121,7 +121,7 @@ SHAPES = {"bias": (30,), "weight": (100, 90)}
 def payloads(gradients: list[dict[str, torch.Tensor]]) -> dict[str, Payload]:
     found: dict[str, Payload] = {}
     for number, gradient in enumerate(gradients):
-        encoder, mask = Encoder(SHARED, 1), Mask("runs/one", 7)
+        encoder, mask = GradientEncoder(SHARED, 1), Mask("runs/one", 7)
         bodies = {name: encoder.encode(tensor, mask) for name, tensor in gradient.items()}
         said = {"run": "runs/one", "uid": f"w{number}", "window": 7, "base": 1}
         body = payload_bytes(bodies, SHAPES, SHARED, **said)  # pyright: ignore[reportArgumentType]
@@ -130,7 +130,7 @@ def payloads(gradients: list[dict[str, torch.Tensor]]) -> dict[str, Payload]:
     return found
 
 
-@pytest.mark.parametrize("rule", [Rule.MEDIAN, Rule.TRIMMED])
+@pytest.mark.parametrize("rule", [MergeRule.MEDIAN, MergeRule.TRIMMED])
 def test_three_liars_of_nine_do_not_move_what_is_judged_by_place(rule):
     truth = {name: drawn(shape, 1) for name, shape in SHAPES.items()}
     honest = [

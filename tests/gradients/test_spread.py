@@ -16,21 +16,21 @@ from millrace.checkpoints import checkpoints
 from millrace.gradients import (
     AggregatorSettings,
     Codec,
-    Encoder,
     GatherSettings,
+    GradientEncoder,
     Link,
+    MergeRule,
     MergeSettings,
     Outer,
     OuterKind,
     PayloadError,
     Refusal,
-    Rule,
     RunSettings,
+    Sender,
     State,
     Support,
     Transform,
     Window,
-    Worker,
     begin_run,
     catch_up,
     follow,
@@ -61,7 +61,7 @@ VALUES = 2000  # of an object: the tensors make three
 WINDOWS = 2
 
 
-def settings_of(rule: Rule, outer: OuterKind, codec: Codec) -> RunSettings:
+def settings_of(rule: MergeRule, outer: OuterKind, codec: Codec) -> RunSettings:
     return RunSettings(
         run="runs/one",
         codec=codec,
@@ -82,7 +82,9 @@ def gradient(
 ) -> bytes:
     mask = Mask(run.run, window)
     bodies = {
-        name: Encoder(run.codec.of(name), 1).encode(drawn(shape, 100 * window + ord(uid)), mask)
+        name: GradientEncoder(run.codec.of(name), 1).encode(
+            drawn(shape, 100 * window + ord(uid)), mask
+        )
         for name, shape in shapes.items()
     }
     if cut:
@@ -115,7 +117,7 @@ def run_windows(store: Store, run: RunSettings, names: list[list[str]]) -> list[
     model = in_portions(weights(), names)
     made: list[Link] = []
     send(store, run, 1)
-    workers = [Worker(uid, store) for uid in ("bad", *UIDS)]
+    workers = [Sender(uid, store) for uid in ("bad", *UIDS)]
     for link in follow(store, run, workers, model, until=WINDOWS):
         made.append(link)
         send(store, run, link.window + 1)
@@ -132,11 +134,11 @@ def updates(store: Store, run: RunSettings) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("rule", "outer", "codec"),
     [
-        (Rule.MEAN, OuterKind.NESTEROV, Codec(k=256, transform=Transform.DCT)),
-        (Rule.SENDERS, OuterKind.SIGN, Codec(k=256)),
-        (Rule.CENTERED_CLIP, OuterKind.SGD, Codec(k=256)),
-        (Rule.MULTI_KRUM, OuterKind.SGD, Codec(k=256, bits=16)),
-        (Rule.TRIMMED, OuterKind.SGD, Codec(k=256, support=Support.SHARED)),
+        (MergeRule.MEAN, OuterKind.NESTEROV, Codec(k=256, transform=Transform.DCT)),
+        (MergeRule.SENDERS, OuterKind.SIGN, Codec(k=256)),
+        (MergeRule.CENTERED_CLIP, OuterKind.SGD, Codec(k=256)),
+        (MergeRule.MULTI_KRUM, OuterKind.SGD, Codec(k=256, bits=16)),
+        (MergeRule.TRIMMED, OuterKind.SGD, Codec(k=256, support=Support.SHARED)),
     ],
 )
 def test_the_number_of_portions_does_not_change_a_byte(tmp_path, rule, outer, codec):
@@ -161,7 +163,7 @@ def test_the_number_of_portions_does_not_change_a_byte(tmp_path, rule, outer, co
 
 
 def test_a_gradient_is_refused_for_the_same_reason_wherever_its_tensors_are_read(tmp_path):
-    run = settings_of(Rule.MEAN, OuterKind.SGD, Codec(k=256))
+    run = settings_of(MergeRule.MEAN, OuterKind.SGD, Codec(k=256))
     store, key = open_store(tmp_path.as_uri()), run.gradients.gradient("a", 1)
     now, codec = datetime.now(UTC), run.codec
     expected = Window(run.gradients, 1, 0, codec, SHAPES, opens=now, closes=now).expected("a")
@@ -239,7 +241,7 @@ def aggregator(cluster: RayCluster, settings: AggregatorSettings) -> subprocess.
 def test_on_a_cluster_a_run_comes_to_the_same_and_goes_on_when_a_node_has_died(
     ray_cluster: RayCluster, tmp_path: Path
 ):
-    run = settings_of(Rule.CENTERED_CLIP, OuterKind.NESTEROV, Codec(k=256))
+    run = settings_of(MergeRule.CENTERED_CLIP, OuterKind.NESTEROV, Codec(k=256))
     alone = run_windows(open_store((tmp_path / "alone").as_uri()), run, [sorted(SHAPES)])
 
     store = open_store((tmp_path / "cluster").as_uri())

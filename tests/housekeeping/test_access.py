@@ -11,7 +11,14 @@ from click.testing import CliRunner
 from pydantic import SecretStr, ValidationError
 
 from millrace.cli import main
-from millrace.housekeeping import Audit, AuditSettings, Operation, Role, Verdict, audit
+from millrace.housekeeping import (
+    AccessVerdict,
+    AuditedRole,
+    AuditReport,
+    AuditSettings,
+    Operation,
+    audit,
+)
 from millrace.storage import (
     Answer,
     Credentials,
@@ -32,17 +39,17 @@ QUICK = timedelta(seconds=0.5)
 WRITING = set(Operation) - {Operation.OTHER_BUCKET, Operation.OUTSIDE}
 
 
-def seen(found: Audit, role: str, right: Right) -> dict[Operation, Answer]:
+def seen(found: AuditReport, role: str, right: Right) -> dict[Operation, Answer]:
     return {
         one.operation: one.seen for one in found.findings if (one.role, one.right) == (role, right)
     }
 
 
-def verdicts(found: Audit) -> set[Verdict]:
+def verdicts(found: AuditReport) -> set[AccessVerdict]:
     return {one.verdict for one in found.findings}
 
 
-def run(roles: dict[str, Role]) -> Audit:
+def run(roles: dict[str, AuditedRole]) -> AuditReport:
     return audit(AuditSettings(roles=roles, patience=QUICK))
 
 
@@ -66,9 +73,9 @@ def clean(place, rgw) -> Callable[[], None]:
 def test_keys_that_do_what_they_must_are_proven_and_nothing_stays(kind, rgw, request, clean):
     spec = spec_of(kind, request)
     below = spec.model_copy(update={"url": spec.url.removesuffix("/below/here")})
-    role = Role(store=below, read=credentials(rgw.read_only), write=credentials(rgw.full))
+    role = AuditedRole(store=below, read=credentials(rgw.read_only), write=credentials(rgw.full))
     found = audit(AuditSettings(roles={"gradients": role}))
-    assert found.proven, [one for one in found.findings if one.verdict is not Verdict.RIGHT]
+    assert found.proven, [one for one in found.findings if one.verdict is not AccessVerdict.RIGHT]
     assert found.exit_code == 0
     assert set(seen(found, "gradients", Right.WRITE)) == WRITING
     reads = seen(found, "gradients", Right.READ)
@@ -87,15 +94,15 @@ def test_each_key_is_told_apart(place, rgw, r2, request, clean):
     (port,) = free_ports(1)
     failing = spec_of("r2", request)
     places = {
-        "read only": Role(store=below, write=credentials(rgw.read_only)),
-        "wrong": Role(store=below, write=credentials(Key(rgw.full.access_key_id, "wrong"))),
-        "another's": Role(store=below, write=credentials(rgw.other)),
-        "too much": Role(store=below, read=credentials(rgw.full)),
-        "nowhere": Role(
+        "read only": AuditedRole(store=below, write=credentials(rgw.read_only)),
+        "wrong": AuditedRole(store=below, write=credentials(Key(rgw.full.access_key_id, "wrong"))),
+        "another's": AuditedRole(store=below, write=credentials(rgw.other)),
+        "too much": AuditedRole(store=below, read=credentials(rgw.full)),
+        "nowhere": AuditedRole(
             store=below.model_copy(update={"url": f"s3://none-{secrets.token_hex(4)}"}),
             write=credentials(rgw.full),
         ),
-        "dead": Role(
+        "dead": AuditedRole(
             store=below.model_copy(update={"endpoint": f"http://127.0.0.1:{port}"}),
             write=credentials(rgw.full),
         ),
@@ -103,7 +110,7 @@ def test_each_key_is_told_apart(place, rgw, r2, request, clean):
     found = {name: run({name: role}) for name, role in places.items()}
     r2.fail_next(Fault.ERROR503, 1000)
     url = failing.url.removesuffix("/below/here")
-    slow = Role(store=failing.model_copy(update={"url": url}), write=failing.credentials)
+    slow = AuditedRole(store=failing.model_copy(update={"url": url}), write=failing.credentials)
     found["throttled"] = run({"throttled": slow})
     r2.reset()
     assert {name: one.exit_code for name, one in found.items()} == {
@@ -128,9 +135,9 @@ def test_each_key_is_told_apart(place, rgw, r2, request, clean):
         for operation, answer in seen(found["read only"], "read only", Right.WRITE).items()
         if answer is Answer.ALLOWED
     } == {Operation.LIST}  # there was nothing of its own that it could have read
-    assert verdicts(found["dead"]) == {Verdict.UNPROVEN}
+    assert verdicts(found["dead"]) == {AccessVerdict.UNPROVEN}
     wrong = [one for each in found.values() for one in each.findings]
-    assert all(bool(one.sentence) is (one.verdict is not Verdict.RIGHT) for one in wrong)
+    assert all(bool(one.sentence) is (one.verdict is not AccessVerdict.RIGHT) for one in wrong)
     clean()
 
 
@@ -140,7 +147,7 @@ def test_a_key_for_a_prefix_is_proven_to_reach_no_other(place, rgw, clean):
     whole = open_store(below.model_copy(update={"credentials": credentials(rgw.full)}))
     role = rgw.create_role(f"audit-{secrets.token_hex(4)}")
     key = scoped(whole, "mine/", timedelta(minutes=15), right=Right.WRITE, role_arn=role)
-    its = Role(store=below, scope="mine", write=key.spec.credentials)
+    its = AuditedRole(store=below, scope="mine", write=key.spec.credentials)
     found = run({"worker": its})
     answers = seen(found, "worker", Right.WRITE)
     assert answers.pop(Operation.OUTSIDE) is Answer.DENIED
@@ -150,9 +157,9 @@ def test_a_key_for_a_prefix_is_proven_to_reach_no_other(place, rgw, clean):
 
     sibling = run({"worker": its.model_copy(update={"scope": "minerva"})})
     assert sibling.exit_code == 22
-    wider = run({"worker": Role(store=below, scope="mine", write=credentials(rgw.full))})
+    wider = run({"worker": AuditedRole(store=below, scope="mine", write=credentials(rgw.full))})
     assert wider.exit_code == 20
-    (excess,) = (one for one in wider.findings if one.verdict is Verdict.EXCESS)
+    (excess,) = (one for one in wider.findings if one.verdict is AccessVerdict.EXCESS)
     assert excess.operation is Operation.OUTSIDE
     assert excess.sentence == f"It reaches {whole.url}."
     clean()
@@ -163,7 +170,9 @@ def test_a_key_that_reaches_the_bucket_of_another_role_is_said(place, rgw, clean
         url=f"s3://{rgw.create_bucket(f'bucket-{secrets.token_hex(6)}')}", endpoint=rgw.endpoint
     )
     both = {"write": credentials(rgw.full), "read": credentials(rgw.full)}
-    found = run({"gradients": Role(store=place, **both), "dataset": Role(store=other)})
+    found = run(
+        {"gradients": AuditedRole(store=place, **both), "dataset": AuditedRole(store=other)}
+    )
     assert found.exit_code == 20
     reached = [one for one in found.findings if one.operation is Operation.OTHER_BUCKET]
     assert [one.sentence for one in reached] == [f"It reaches {other.url}."] * 2
@@ -181,9 +190,9 @@ def test_a_store_that_does_not_keep_its_word_is_told(place, rgw, monkeypatch, cl
 
     monkeypatch.setattr("millrace.housekeeping.access.create", put_instead)
     below = place.model_copy(update={"url": place.url.removesuffix("/below/here")})
-    found = run({"gradients": Role(store=below, write=credentials(rgw.full))})
+    found = run({"gradients": AuditedRole(store=below, write=credentials(rgw.full))})
     assert found.exit_code == 21
-    (wrong,) = (one for one in found.findings if one.verdict is not Verdict.RIGHT)
+    (wrong,) = (one for one in found.findings if one.verdict is not AccessVerdict.RIGHT)
     assert (wrong.operation, wrong.seen) == (Operation.CREATE, Answer.WRONG)
     clean()
 
@@ -194,15 +203,15 @@ def test_credentials_that_have_ended_or_are_about_to_are_said():
     past = Credentials(access_key_id="b", secret_access_key="s", expires=now - timedelta(hours=1))
     (port,) = free_ports(1)
     store = StoreSpec(url="s3://bucket", endpoint=f"http://127.0.0.1:{port}")
-    found = run({"dataset": Role(store=store, read=near, write=past)})
+    found = run({"dataset": AuditedRole(store=store, read=near, write=past)})
     assert "to read end at" in found.notes[0]
     assert "to write ended at" in found.notes[1]
 
 
 def test_an_audit_of_nothing_is_no_proof(place):
     with pytest.raises(ValidationError, match="no role has credentials"):
-        run({"gradients": Role(store=place)})
-    assert not Audit(findings=(), notes=()).proven
+        run({"gradients": AuditedRole(store=place)})
+    assert not AuditReport(findings=(), notes=()).proven
 
 
 def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, place, rgw):
@@ -236,7 +245,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, place, rgw):
     assert done.output.splitlines()[-1].endswith(
         "of 9 operations are as they should be, 4 unproven."
     )
-    found = Audit.model_validate_json(file.read_bytes())
+    found = AuditReport.model_validate_json(file.read_bytes())
     assert found.exit_code == 27
     assert key.secret_access_key not in done.output + file.read_text()
 
@@ -272,7 +281,7 @@ def test_one_endpoint_is_asked_once_whether_it_answers(monkeypatch: pytest.Monke
     pair = Credentials(access_key_id="a", secret_access_key=SecretStr("s"))
     found = run(
         {
-            name: Role(
+            name: AuditedRole(
                 store=StoreSpec(url=f"s3://{name}", endpoint=f"http://127.0.0.1:{port}"),
                 read=pair,
                 write=pair,
@@ -281,5 +290,5 @@ def test_one_endpoint_is_asked_once_whether_it_answers(monkeypatch: pytest.Monke
         }
     )
     assert asked == [QUICK.total_seconds()]
-    assert verdicts(found) == {Verdict.UNPROVEN}
+    assert verdicts(found) == {AccessVerdict.UNPROVEN}
     assert len({one.sentence for one in found.findings}) == 1

@@ -24,9 +24,9 @@ from pydantic import ByteSize
 
 from millrace import errors
 from millrace.checkpoints import (
+    CooldownOutcome,
     CooldownSettings,
     Membership,
-    Outcome,
     Retention,
     Saver,
     SaveSettings,
@@ -285,7 +285,9 @@ class _Race:
             self.wrong.append(f"no checkpoint: {said}")
             return
         epoch = fetch(store, keys.epoch(0), Epoch)
-        winners = [name for name, one in said.items() if one["outcome"] == Outcome.COMMITTED]
+        winners = [
+            name for name, one in said.items() if one["outcome"] == CooldownOutcome.COMMITTED
+        ]
         if winners and winners != [epoch.member]:
             self.wrong.append(f"{winners} say that they have won, and {epoch.member} has")
         astray = {name: one for name, one in said.items() if one["epoch"] != epoch.member}

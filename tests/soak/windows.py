@@ -35,7 +35,7 @@ from millrace.gradients import (
     OuterKind,
     Participant,
     RunSettings,
-    Worker,
+    Sender,
     aggregate_run,
     catch_up,
     follow,
@@ -310,5 +310,5 @@ def _without_lease(settings: AggregatorSettings) -> Iterator[Link]:
     """As if the lease had let two through."""
     store, run = open_store(settings.store), settings.run
     state, after = beginning(settings, store)
-    workers = [Worker(uid, store) for uid in settings.workers]
+    workers = [Sender(uid, store) for uid in settings.workers]
     return follow(store, run, workers, state, after=after, until=settings.until)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from flows.prewarm import Files
+from flows.prewarm import FilesRequest
 from millrace import errors
 from millrace.keys import DatasetKeys
 from millrace.models.dataset import Manifest
@@ -28,7 +28,7 @@ def store(tmp_path: Path) -> Store:
     return store
 
 
-def settings_of(store: Store, files: Files) -> PrewarmSettings:
+def settings_of(store: Store, files: FilesRequest) -> PrewarmSettings:
     """What the flow asks the engine for."""
     return PrewarmSettings(
         requests=(files.request("0"),), stores={"0": files.store()}, root=Path("/"), nodes=HOSTS
@@ -36,7 +36,7 @@ def settings_of(store: Store, files: Files) -> PrewarmSettings:
 
 
 def test_of_a_dataset_the_shards_of_its_manifest_are_found_and_nothing_else(store: Store) -> None:
-    files = Files(url=store.url, dataset="text")
+    files = FilesRequest(url=store.url, dataset="text")
     found = preview(settings_of(store, files))
     manifest = fetch(store, DatasetKeys("text").manifest, Manifest)
     wanted = {shard.key: shard.size for shard in manifest.shards}
@@ -50,7 +50,7 @@ def test_of_a_dataset_the_shards_of_its_manifest_are_found_and_nothing_else(stor
 
 
 def test_a_dataset_that_is_not_whole_is_refused(store: Store) -> None:
-    settings = settings_of(store, Files(url=store.url, dataset="text"))
+    settings = settings_of(store, FilesRequest(url=store.url, dataset="text"))
     put(store, "text/shards/train-00000-000001.tar", b"cut")
     with pytest.raises(errors.CorruptError, match=r"000001\.tar has 3 bytes, and \d+ by the man"):
         preview(settings)

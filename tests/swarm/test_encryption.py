@@ -26,7 +26,7 @@ from millrace import errors
 from millrace.storage import StoreSpec
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, drive, prewarm, tls
 from millrace.swarm import agent as agents
-from millrace.swarm.wire import AUTH, Connections, Place, RefusedError, identify, sign
+from millrace.swarm.wire import AUTH, Connections, Endpoint, RefusedError, identify, sign
 from tests.swarm.swarms import KEY, Agent, files_below, running, start_agent, stop
 
 MIB = 1 << 20
@@ -297,7 +297,7 @@ def test_who_answers_in_between_is_refused_and_hears_only_a_nonce(far, nodes, tm
 def test_a_node_that_states_the_identity_of_another_takes_nobodys_place(
     far, nodes, tmp_path, monkeypatch
 ):
-    identities = [identify_over_tls(Place.of(node.url)[0]).identity for node in nodes]
+    identities = [identify_over_tls(Endpoint.of(node.url)[0]).identity for node in nodes]
     stop(nodes[0])
     code = f"""
 import millrace.swarm.agent as agent
@@ -328,7 +328,7 @@ agent.Agent.__init__ = pose
 
 
 def test_a_node_sends_nothing_to_who_answers_in_place_of_another_node(nodes):
-    place, _ = Place.of(nodes[0].url)
+    place, _ = Endpoint.of(nodes[0].url)
     with between(place.port) as thief:
         known = identify_over_tls(place)
         connections = Connections(10.0)
@@ -342,7 +342,7 @@ def test_a_node_sends_nothing_to_who_answers_in_place_of_another_node(nodes):
         assert thief.heard == b""
 
 
-def identify_over_tls(place: Place, key: bytes = KEY.encode()) -> Place:
+def identify_over_tls(place: Endpoint, key: bytes = KEY.encode()) -> Endpoint:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tls, "is_loopback", lambda host: False)
         return identify(place, key, 10.0)
@@ -384,7 +384,7 @@ def test_the_wrong_node_key_is_named_also_over_tls(far, nodes, tmp_path):
     [("PUT", "/runs/x"), ("POST", "/runs/x/orders"), ("GET", "/runs/x/events?after=0")],
 )
 def test_a_request_that_is_sent_again_is_refused(nodes, method, path, encrypted):
-    place, _ = Place.of(nodes[0].url)
+    place, _ = Endpoint.of(nodes[0].url)
     place = identify_over_tls(place) if encrypted else identify(place, KEY.encode(), 10.0)
     assert bool(place.fingerprint) is encrypted
     body = b"no JSON" if method != "GET" else b""
@@ -532,7 +532,7 @@ def test_a_kept_connection_that_was_closed_meanwhile_is_made_anew(tmp_path):
     agent.start()
     connections = Connections(10.0)
     try:
-        place = identify_over_tls(Place("http", "127.0.0.1", agent.port))
+        place = identify_over_tls(Endpoint("http", "127.0.0.1", agent.port))
         accepted: list[socket.socket] = []
         set_idle = agent._server.set_idle
 

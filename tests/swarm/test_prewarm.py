@@ -47,8 +47,8 @@ from millrace.swarm import (
 )
 from millrace.swarm import agent as agents
 from millrace.swarm.pieces import File, catalogue_of
-from millrace.swarm.places import Places
-from millrace.swarm.wire import AUTH, SKEW, Connections, Place, RefusedError, sign
+from millrace.swarm.targets import Targets
+from millrace.swarm.wire import AUTH, SKEW, Connections, Endpoint, RefusedError, sign
 from tests.swarm.swarms import (
     KEY,
     LIE,
@@ -540,7 +540,7 @@ def test_a_nodes_own_records_are_no_destination(store, key):
 
 
 def test_a_file_that_is_not_whole_yet_is_no_destination():
-    names = Places(Path("/root"), catalogue_of([File("a", 1, "e", "s3://b/a")])).of
+    names = Targets(Path("/root"), catalogue_of([File("a", 1, "e", "s3://b/a")])).of
     with pytest.raises(errors.ConfigurationError, match="cannot be a destination"):
         Request(key="x", destination=names[0].partial.name)
 
@@ -804,7 +804,7 @@ def test_a_signature_is_for_one_request_and_for_a_while(nodes):
 
 
 def test_nothing_is_read_of_a_body_that_nobody_has_signed(nodes):
-    place, _ = Place.of(nodes[0].url)
+    place, _ = Endpoint.of(nodes[0].url)
     other = sign(secrets.token_bytes(16), "PUT", "/runs/x", b"", to="")
     for header in ("", f"{AUTH}: {other}\r\n", f"{AUTH}: {time.time()}:é:é\r\n"):
         head = f"PUT /runs/x HTTP/1.1\r\n{header}Content-Length: {200 * MIB}\r\n\r\n"
@@ -816,7 +816,7 @@ def test_nothing_is_read_of_a_body_that_nobody_has_signed(nodes):
 
 
 def test_who_is_refused_while_sending_much_hears_why(nodes):
-    place, _ = Place.of(nodes[0].url)
+    place, _ = Endpoint.of(nodes[0].url)
     assert refusal(place, secrets.token_bytes(16), "PUT", "/runs/x", body=bytes(20 * MIB)) == 403
 
 
@@ -1014,7 +1014,7 @@ def test_an_agent_that_cannot_listen_says_where(tmp_path):
 
 def test_idle_connections_do_not_keep_the_agent_from_a_run(store, nodes):
     contents = fill(store, "idle")
-    place, _ = Place.of(nodes[0].url)
+    place, _ = Endpoint.of(nodes[0].url)
     stop(nodes[0])
     few = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, few[1]))  # the agent inherits it
@@ -1032,15 +1032,15 @@ def test_idle_connections_do_not_keep_the_agent_from_a_run(store, nodes):
             each.close()
 
 
-def agent_at(url: str) -> Place:
+def agent_at(url: str) -> Endpoint:
     """The place of an agent, with its identity, as a driver asks for it."""
-    place, _ = Place.of(url)
+    place, _ = Endpoint.of(url)
     with urlopen(f"{url}/agent", timeout=30) as answer:
         return replace(place, identity=json.load(answer)["identity"])
 
 
 def refusal(
-    place: Place,
+    place: Endpoint,
     key: bytes | None,
     method: str,
     path: str,
@@ -1053,7 +1053,7 @@ def refusal(
 
 
 def answer_of(
-    place: Place, method: str, path: str, headers: dict[str, str], body: bytes = b""
+    place: Endpoint, method: str, path: str, headers: dict[str, str], body: bytes = b""
 ) -> RefusedError:
     connections = Connections(10.0)
     try:
@@ -1245,7 +1245,7 @@ def test_an_answer_that_is_none_is_an_error_of_the_transfer(answer):
         thread = threading.Thread(target=serve)
         thread.start()
         connections = Connections(5.0)
-        place = Place("http", "127.0.0.1", server.getsockname()[1])
+        place = Endpoint("http", "127.0.0.1", server.getsockname()[1])
         with pytest.raises((OSError, http.client.HTTPException)):
             connections.fill(place, "/a", {}, memoryview(bytearray(4)))
         thread.join()
@@ -1254,7 +1254,7 @@ def test_an_answer_that_is_none_is_an_error_of_the_transfer(answer):
 
 def test_a_header_of_two_lines_is_not_sent():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        place = Place("http", "127.0.0.1", server.getsockname()[1])
+        place = Endpoint("http", "127.0.0.1", server.getsockname()[1])
         with pytest.raises(ValueError, match="one line"):
             Connections(5.0).fill(place, "/a", {"A": "b\r\nC: d"}, memoryview(bytearray(1)))
 

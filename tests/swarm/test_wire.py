@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 import pytest
 
 from millrace.swarm import wire
-from millrace.swarm.wire import Connections, Place, read_body
+from millrace.swarm.wire import Connections, Endpoint, read_body
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def answered():
         servers.append(server)
         answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % announced + body
         threading.Thread(target=serve, args=(server, answer), daemon=True).start()
-        place = Place("http", "127.0.0.1", server.getsockname()[1])
+        place = Endpoint("http", "127.0.0.1", server.getsockname()[1])
         with (
             closing(Connections(10.0)) as connections,
             connections.request(place, "GET", "/") as found,
@@ -61,7 +61,7 @@ def dripping():
     """A server that answers a request with these bytes at once, and then with one at a time."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def start(answer: bytes) -> Place:
+        def start(answer: bytes) -> Endpoint:
             def serve() -> None:
                 connection, _ = server.accept()
                 with connection, suppress(OSError):
@@ -72,7 +72,7 @@ def dripping():
                         select.select([], [], [], 0.01)
 
             threading.Thread(target=serve, daemon=True).start()
-            return Place("http", "127.0.0.1", server.getsockname()[1])
+            return Endpoint("http", "127.0.0.1", server.getsockname()[1])
 
         yield start
 

@@ -6,13 +6,13 @@ import pytest
 from prefect import flow
 
 from blocks.limits import UPLOADS
-from millrace.shards import RunSettings
+from millrace.shards import ExecutionSettings
 from tasks.limits import share_of_uploads, slots_of, within
 from tests.prefect_server import PrefectServer
 
 
-def settings(workers: int, uploads: int) -> RunSettings:
-    return RunSettings(workers=workers, uploads=uploads, lease=timedelta(seconds=30))
+def settings(workers: int, uploads: int) -> ExecutionSettings:
+    return ExecutionSettings(workers=workers, uploads=uploads, lease=timedelta(seconds=30))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import ConfigurationError
-from millrace.remote import Repository
+from millrace.remote import CodeRepository
 from millrace.training import check_here, check_repository
 
 
@@ -23,12 +23,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def repository(folder: Path) -> Repository:
+def repository(folder: Path) -> CodeRepository:
     """The same, committed."""
     git = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@example.org"]
     for command in ("init -q -b main", "add -A", "commit -q -m x"):
         subprocess.run([*git, *command.split()], check=True)
-    return Repository(repo_url=folder.as_uri())
+    return CodeRepository(repo_url=folder.as_uri())
 
 
 RIGHT = [
@@ -76,24 +76,24 @@ def test_a_folder_that_does_not_exist_is_refused(folder: Path) -> None:
     "command", [*RIGHT, "python -m deep.run", "python -m torch.distributed.run", "torchrun x.py"]
 )
 def test_a_command_that_a_machine_may_be_able_to_run_passes(
-    command: str, repository: Repository
+    command: str, repository: CodeRepository
 ) -> None:
     check_repository(command.split(), repository)
 
 
 @pytest.mark.parametrize(("command", "said"), [*WRONG, ("python -m deep.rnu", "deep.rnu")])
 def test_a_command_whose_file_is_not_in_the_repository_is_refused(
-    command: str, said: str, repository: Repository
+    command: str, said: str, repository: CodeRepository
 ) -> None:
     with pytest.raises(ConfigurationError, match=r"training\.command.*" + said):
         check_repository(command.split(), repository)
 
 
-def test_a_branch_that_does_not_exist_is_refused(repository: Repository) -> None:
+def test_a_branch_that_does_not_exist_is_refused(repository: CodeRepository) -> None:
     with pytest.raises(ConfigurationError, match="has no mian: name a branch"):
         check_repository(["true"], repository.model_copy(update={"repo_ref": "mian"}))
 
 
 def test_of_a_repository_that_cannot_be_read_from_here_nothing_is_known(tmp_path: Path) -> None:
-    elsewhere = Repository(repo_url=(tmp_path / "none").as_uri())
+    elsewhere = CodeRepository(repo_url=(tmp_path / "none").as_uri())
     check_repository(["python", "train.py"], elsewhere)

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from millrace.gradients import RunSettings
 from millrace.keys import CampaignKeys, CheckpointKeys, CooldownKeys
-from millrace.remote import Repository
+from millrace.remote import CodeRepository
 from millrace.settings import load
 from millrace.storage import StoreSpec, open_store
 from millrace.training import TrainingPlan, WorkerSettings, training_program, worker_file
@@ -25,7 +25,7 @@ PLAN = TrainingPlan(
     campaign="c", workers=3, run=RunSettings(run="c/run"), command=("true",), dataset="text",
     warm=timedelta(minutes=5),
 )  # fmt: skip
-REPOSITORY = Repository(repo_url="https://example.org/x")
+REPOSITORY = CodeRepository(repo_url="https://example.org/x")
 
 
 def rent(store: StoreSpec, key: str = "account", **more: str) -> RentSettings:

@@ -5,7 +5,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from millrace.checkpoints.contents import Content
-from millrace.checkpoints.find import Check
+from millrace.checkpoints.find import VerifyDepth
 from millrace.checkpoints.probing import PATIENCE, Probe
 from millrace.models.checkpoint import Checkpoint
 from millrace.progress import Progress, silent
@@ -47,7 +47,9 @@ class Destination(Protocol):
         """What a checkpoint is made of; its files are verified when they are read."""
         ...
 
-    def verify(self, checkpoint: Checkpoint, *, check: Check = Check.DIGESTS) -> dict[str, str]:
+    def verify(
+        self, checkpoint: Checkpoint, *, check: VerifyDepth = VerifyDepth.DIGESTS
+    ) -> dict[str, str]:
         """The damage of a checkpoint: a sentence by the digest of each file at fault."""
         ...
 

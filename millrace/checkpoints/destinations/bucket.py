@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from millrace.checkpoints import find
 from millrace.checkpoints.contents import Content, saved_content
-from millrace.checkpoints.find import Check
+from millrace.checkpoints.find import VerifyDepth
 from millrace.checkpoints.probing import PATIENCE, Probe, probe
 from millrace.checkpoints.race import Race
 from millrace.keys import CheckpointKeys
@@ -49,7 +49,9 @@ class StoreDestination:
     def content(self, checkpoint: Checkpoint) -> Content:
         return saved_content(self.store, checkpoint)
 
-    def verify(self, checkpoint: Checkpoint, *, check: Check = Check.DIGESTS) -> dict[str, str]:
+    def verify(
+        self, checkpoint: Checkpoint, *, check: VerifyDepth = VerifyDepth.DIGESTS
+    ) -> dict[str, str]:
         return find.verify(self.store, checkpoint, check=check)
 
     def publish(
@@ -69,7 +71,7 @@ class StoreDestination:
             keys.part,
             reads=store,
             uploads=uploads,
-            check=Check.DIGESTS,
+            check=VerifyDepth.DIGESTS,
             news=news.set,
             progress=progress,
         )

@@ -30,12 +30,12 @@ from huggingface_hub.hf_api import RepoFile, RepoFolder
 from millrace import errors
 from millrace.checkpoints.contents import Content, content
 from millrace.checkpoints.destinations.spec import HubSpec
-from millrace.checkpoints.find import Check, check_content, checked
+from millrace.checkpoints.find import VerifyDepth, check_content, checked
 from millrace.checkpoints.probing import (
     PATIENCE,
     SAMPLE,
     Probe,
-    Verdict,
+    ProbeVerdict,
     check_same,
     probed,
     understood,
@@ -105,7 +105,9 @@ class HubDestination:
 
         return content(checkpoint.step, checkpoint.parts, checkpoint.tensors, body)
 
-    def verify(self, checkpoint: Checkpoint, *, check: Check = Check.DIGESTS) -> dict[str, str]:
+    def verify(
+        self, checkpoint: Checkpoint, *, check: VerifyDepth = VerifyDepth.DIGESTS
+    ) -> dict[str, str]:
         head, keys = self._head(), CheckpointKeys(checkpoint.job)
         there = self._files(keys.parts(checkpoint.step), head)
         whole = self.content(checkpoint)
@@ -117,7 +119,7 @@ class HubDestination:
                 damage[part.sha256] = f"{self._url_of(key)} is missing."
             elif (entry.size, entry.lfs and entry.lfs.sha256) != (part.size, part.sha256):
                 damage[part.sha256] = f"{self._url_of(key)} is another file than was committed."
-            elif check is Check.DIGESTS:
+            elif check is VerifyDepth.DIGESTS:
                 try:
                     whole.body(number)
                 except errors.CorruptError as error:
@@ -188,7 +190,7 @@ class HubDestination:
 
     def rate(self, key: str) -> float:
         """Do what a save does, on a branch of its own; bytes a second of the upload."""
-        with understood(Verdict.DENIED):
+        with understood(ProbeVerdict.DENIED):
             head = self._head()
         repo, branch = self._spec.repo, f"probe-{secrets.token_hex(8)}"
 
@@ -205,7 +207,7 @@ class HubDestination:
             self._api.create_branch(repo, branch=branch, revision=head, exist_ok=True)
 
         body, other = os.urandom(SAMPLE), os.urandom(16)
-        with understood(Verdict.READ_ONLY):
+        with understood(ProbeVerdict.READ_ONLY):
             self._asked(key, make_branch)
             try:
                 began = time.monotonic()

@@ -53,11 +53,11 @@ from millrace.gradients import (
     state_of,
 )
 from millrace.housekeeping import (
+    AuditedRole,
     AuditSettings,
     CleanSettings,
     CleanVersions,
     DeleteGather,
-    Role,
     Rule,
     What,
     abort_uploads,
@@ -83,7 +83,7 @@ from millrace.shards import (
     shard_dataset,
     status,
 )
-from millrace.shards import RunSettings as ShardSettings
+from millrace.shards import ExecutionSettings as ShardSettings
 from millrace.shards import verify as verify_shards
 from millrace.swarm import Request, prewarm
 from tests.housekeeping.material import Place
@@ -311,7 +311,7 @@ def _abort(site: Site) -> Any:
 
 def _audit(site: Site) -> Any:
     spec = site.spec()
-    role = Role(store=spec.model_copy(update={"credentials": None}), write=spec.credentials)
+    role = AuditedRole(store=spec.model_copy(update={"credentials": None}), write=spec.credentials)
     found = audit(AuditSettings(roles={"all": role}))
     return [(one.operation, one.verdict) for one in found.findings]
 

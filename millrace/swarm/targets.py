@@ -21,8 +21,8 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where one file is.
+class Target:
+    """Paths of one file.
 
     Attributes:
         file: What it is.
@@ -39,30 +39,30 @@ class Place:
     object: str
 
 
-class Places:
-    """The places of a catalogue's files.
+class Targets:
+    """Paths of a catalogue's files.
 
     Args:
         root: The folder that no file is written outside of; resolved.
         catalogue: The files.
 
     Attributes:
-        of: The place of each, by its number.
+        of: Those of each file, by its number.
     """
 
     def __init__(self, root: Path, catalogue: Catalogue) -> None:
         self._root = root
         self._made: set[Path] = set()  # folders that are there, and below the root
-        self.of = [self._place(file) for file in catalogue.files]
+        self.of = [self._target(file) for file in catalogue.files]
 
-    def _place(self, file: File) -> Place:
+    def _target(self, file: File) -> Target:
         final = self._root / file.path
         folder = final.parent
         name = hashlib.sha256(file.path.encode()).hexdigest()[:16]
         content = object_of(file)
-        return Place(file, final, folder / f".{name}.{content}.part", folder, content)
+        return Target(file, final, folder / f".{name}.{content}.part", folder, content)
 
-    def check_space(self, places: Iterable[Place]) -> None:
+    def check_space(self, places: Iterable[Target]) -> None:
         """See that there is room for files of which nothing is there yet.
 
         Raises:
@@ -75,16 +75,16 @@ class Places:
                 "come: free some, or choose another root."
             )
 
-    def room_beside(self, places: Iterable[Place]) -> int:
+    def room_beside(self, places: Iterable[Target]) -> int:
         """Return the free bytes of the disk that files which are to come do not need."""
         free, needed = self._free_and_needed(places)
         return free - needed - ROOM
 
-    def _free_and_needed(self, places: Iterable[Place]) -> tuple[int, int]:
+    def _free_and_needed(self, places: Iterable[Target]) -> tuple[int, int]:
         needed = sum(place.file.size for place in places if not place.partial.exists())
         return shutil.disk_usage(self._root).free, needed
 
-    def preallocate(self, place: Place) -> None:
+    def preallocate(self, place: Target) -> None:
         """Make a partial file of its full size.
 
         Raises:
@@ -100,7 +100,7 @@ class Places:
         finally:
             os.close(descriptor)
 
-    def create(self, place: Place) -> int:
+    def create(self, place: Target) -> int:
         """A descriptor that writes a partial file, of the owner and mode asked for.
 
         Until it is whole we may write it, whatever its mode will be.
@@ -116,7 +116,7 @@ class Places:
             raise
         return descriptor
 
-    def adopt(self, place: Place, path: Path) -> None:
+    def adopt(self, place: Target, path: Path) -> None:
         """Go on with a partial file that an earlier run has left, there or elsewhere."""
         if path != place.partial:
             self.make_folder(place.folder)
@@ -138,7 +138,7 @@ class Places:
             )
         self._made.add(folder)
 
-    def settle(self, places: list[Place]) -> None:
+    def settle(self, places: list[Target]) -> None:
         """Bring partial files onto the disk: one by one, or many with all that is there."""
         for place in places:
             if place.file.mode & _OURS != _OURS:
@@ -149,12 +149,12 @@ class Places:
         for place in places:
             sync(place.partial)
 
-    def take_back(self, place: Place) -> None:
+    def take_back(self, place: Target) -> None:
         """Make a file partial again: what is good of it is kept."""
         place.final.rename(place.partial)
         place.partial.chmod(place.file.mode | _OURS)
 
-    def link(self, place: Place) -> None:
+    def link(self, place: Target) -> None:
         """Make a file's further destinations: the same file where the file system can, or a copy.
 
         Raises:
