@@ -27,18 +27,30 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PATIENCE = 120.0  # seconds until what is waited for is taken to have failed
+PATIENCE = 120.0  # seconds without progress until what is waited for is taken to have failed
 
 
-def until(look: Callable[[], T | None], what: str) -> T:
-    """Wait for something to be seen in another process; the first that is not None or False."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
+def until(
+    look: Callable[[], T | None], what: str, *, progress: Callable[[], object] = lambda: None
+) -> T:
+    """Wait for something to be seen in another process; the first that is not None or False.
+
+    Args:
+        look: What is waited for.
+        what: Of it, for the error.
+        progress: How far it is: as long as that changes, it is waited for further.
+    """
+    deadline, before = time.monotonic() + PATIENCE, progress()
+    while True:
         seen = look()
         if seen is not None and seen is not False:
             return seen
+        if time.monotonic() > deadline:
+            now = progress()
+            if now == before:
+                raise AssertionError(f"{what}: not seen within {PATIENCE:g} s, and stuck at {now}")
+            deadline, before = time.monotonic() + PATIENCE, now
         time.sleep(0.05)
-    raise AssertionError(f"{what}: not seen within {PATIENCE:g} s")
 
 
 class PrefectServer:
@@ -117,7 +129,9 @@ class PrefectServer:
             run = client.create_flow_run_from_deployment(of, parameters=parameters).id
         if not watch:
             return Started(run, 0, "")
-        state = until(lambda: self._ended(run), f"the end of {deployment}, {run}")
+        state = until(
+            lambda: self._ended(run), f"the end of {deployment}, {run}", progress=self._doing(run)
+        )
         return Started(run, int(not state.is_completed()), f"{state.name}: {state.message}")
 
     def flow_run(self, run: UUID) -> "FlowRun":
@@ -136,7 +150,17 @@ class PrefectServer:
             now = self.flow_run(run)
             return now if now.state is not None and now.state.name in states else None
 
-        return until(look, f"flow run {run} in {' or '.join(states)}")
+        what = f"flow run {run} in {' or '.join(states)}"
+        return until(look, what, progress=self._doing(run))
+
+    def _doing(self, run: UUID) -> Callable[[], tuple[str, str]]:
+        """Tell how far a flow run is: its state, and the last that it has logged."""
+
+        def read() -> tuple[str, str]:
+            state = self.flow_run(run).state
+            return state.name if state and state.name else "", self.logs(run)[-500:]
+
+        return read
 
     def artifacts(self, run: UUID) -> dict[str, Any]:
         """The artifacts of a flow run: key to data."""
