@@ -44,7 +44,7 @@ _MBIT = 200  # of a member's link
 
 
 def state_of(size: int, seed: int) -> dict[str, Any]:
-    """A model of tensors of 16 MiB, half of them bfloat16."""
+    """Make a model of tensors of 16 MiB, half of them bfloat16."""
     import torch
 
     dice = torch.Generator().manual_seed(seed)
@@ -82,7 +82,7 @@ def down(system: str, place: dict[str, Any], size: int, step: int) -> dict[str, 
 
 
 def held(size: int) -> dict[str, float]:
-    """How long a save holds its caller, and how long a plain copy takes; in turn."""
+    """Time how long a save holds its caller, and how long a plain copy takes; in turn."""
     import torch
 
     from millrace.checkpoints import Saver
@@ -108,7 +108,7 @@ def held(size: int) -> dict[str, float]:
 
 
 def figures(seconds: float, cpu: Cpu, size: int) -> dict[str, float]:
-    """What one run is told by."""
+    """Return the figures of one run."""
     return {"s": seconds, "MB/s": size / seconds / 1e6, "cpu_s": cpu.spent()}
 
 
@@ -253,7 +253,7 @@ def _boto3_get(place: dict[str, Any], step: int) -> Callable[[], dict[str, Any]]
 
 
 def _read_in(tensors: dict[str, Any]) -> dict[str, Any]:
-    """What `load_file` gives is a view of the file, of which nothing has been read yet."""
+    """Read all of a view that `load_file` gave, of which nothing has been read yet."""
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 

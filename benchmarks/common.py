@@ -1,4 +1,4 @@
-"""What every benchmark shares: measuring a process tree, interleaving, the table, the JSON rows."""
+"""Common parts of the benchmarks: measuring a process tree, interleaving, the table, the rows."""
 
 import argparse
 import json
@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one run of one system cost.
+    """Cost of one run of one system.
 
     Attributes:
         figures: What the system's own process reported: metric → value.
@@ -126,7 +126,7 @@ class _Memory:
 
 
 def tree(pid: int) -> Iterator[int]:
-    """A process and its descendants."""
+    """Yield a process and its descendants."""
     yield pid
     for task in _listed(Path(f"/proc/{pid}/task")):
         try:
@@ -152,7 +152,7 @@ def _resident(pid: int) -> int:
 
 
 def rotated(systems: Sequence[str], repeat: int) -> tuple[str, ...]:
-    """The order in which the systems run: another one first in each repeat."""
+    """Return the order in which the systems run: another one first in each repeat."""
     first = repeat % len(systems)
     return (*systems[first:], *systems[:first])
 
@@ -172,11 +172,11 @@ class Results:
         self.values.setdefault((work, system, metric), []).append(value)
 
     def rows(self) -> list[Row]:
-        """The medians."""
+        """Return the medians."""
         return [Row(*key, value=median(v), n=len(v)) for key, v in self.values.items()]
 
     def ratio(self, work: str, system: str, other: str, metric: str) -> float:
-        """The median, over the repeats, of one system's value divided by another's."""
+        """Return the median, over the repeats, of one system's value divided by another's."""
         pairs = zip(
             self.values[work, system, metric], self.values[work, other, metric], strict=True
         )
@@ -190,7 +190,7 @@ class Results:
 
 
 def machine() -> str:
-    """The machine, in words."""
+    """Describe the machine."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
@@ -214,7 +214,7 @@ def show(header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What every benchmark is asked with.
+    """Options that every benchmark has.
 
     Attributes:
         quick: Less data, one run of each.

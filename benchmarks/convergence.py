@@ -1,4 +1,4 @@
-"""Whether a model learns as well from compressed gradients as from whole ones.
+"""Compare how a model learns from compressed gradients and from whole ones.
 
 Run it with ``python -m benchmarks.convergence [--quick] [--json FILE] [--plot FILE.svg]``. Eight
 workers train a small transformer on text (Python's own library), each on its own part, some steps a
@@ -123,7 +123,7 @@ def loss_of(model: Model, rows: torch.Tensor) -> torch.Tensor:
 
 
 def dense(seed: int, windows: int) -> list[float]:
-    """The loss after each window, the changes averaged whole."""
+    """Return the loss after each window, with the changes averaged whole."""
     training = Training(seed, SETTINGS.steps, windows)
     model = deepcopy(training.first)
     losses = [training.loss(model)]
@@ -145,7 +145,7 @@ def dense(seed: int, windows: int) -> list[float]:
 def compressed(
     seed: int, windows: int, settings: RunSettings = SETTINGS
 ) -> tuple[list[float], float]:
-    """The loss after each window, by way of a store; how many times smaller what was sent is."""
+    """Return the loss after each window, by way of a store, and the ratio of compression."""
     training = Training(seed, settings.steps, windows)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         store = open_store(Path(folder).as_uri())

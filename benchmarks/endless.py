@@ -29,7 +29,7 @@ class Endless(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """What a plan of cleaning asks of S3: ListObjectsV2, HEAD, PUT, multipart uploads, deletes."""
+    """Stand-in for the S3 requests of a plan of cleaning: lists, HEAD, PUT, uploads, deletes."""
 
     protocol_version = "HTTP/1.1"
 

@@ -85,7 +85,7 @@ class Bench:
         return 1 if self.quick else 5
 
     def sizes(self) -> None:
-        """How small, and how near."""
+        """Measure how small, and how near."""
         side = 512 if self.quick else 2048
         for name, tensors in (*drawn(side), ("real", real(steps=2 if self.quick else 60))):
             whole = sum(tensor.numel() for tensor in tensors.values()) * 4
@@ -97,7 +97,7 @@ class Bench:
                 self.results.add(name, "torch", "rel_l2", torch_off(tensors["w"], sent))
 
     def speeds(self) -> None:
-        """How quick."""
+        """Measure how quick."""
         side = 1024 if self.quick else 4096
         tensor = next(drawn(side))[1]["w"].to(self.device)
         for transform in Transform:
@@ -181,7 +181,7 @@ class Bench:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """Time a call."""
     began = time.perf_counter()
     call()
     if torch.cuda.is_available():  # whose work goes on behind the call
@@ -190,7 +190,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def drawn(side: int) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """A matrix of each distribution."""
+    """Draw a matrix of each distribution."""
     dice = np.random.default_rng(0)
     shape = (side, side)
     for name, values in (
@@ -202,7 +202,7 @@ def drawn(side: int) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
 
 
 def real(steps: int) -> dict[str, torch.Tensor]:
-    """The gradient of a small transformer on text, after some steps."""
+    """Return the gradient of a small transformer on text, after some steps."""
     torch.manual_seed(0)
     words = torch.tensor(list(text()[:400_000].encode("ascii", "replace")))
     layer = torch.nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
@@ -223,7 +223,7 @@ def real(steps: int) -> dict[str, torch.Tensor]:
 
 
 def object_of(tensors: dict[str, torch.Tensor], uid: str) -> tuple[bytes, Expected]:
-    """What a worker puts into the bucket, and what is expected of it."""
+    """Return the object that a worker puts into the bucket, and what is expected of it."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     encoder = GradientEncoder(CODEC)
     bodies = {name: encoder.encode(tensor) for name, tensor in tensors.items()}
@@ -233,7 +233,7 @@ def object_of(tensors: dict[str, torch.Tensor], uid: str) -> tuple[bytes, Expect
 
 
 def payload_of(tensors: dict[str, torch.Tensor], uid: str) -> Payload:
-    """A worker's gradient, as it is after every check."""
+    """Return a worker's gradient, as it is after every check."""
     return check_payload(*object_of(tensors, uid))
 
 
@@ -246,7 +246,7 @@ def stored(tensors: dict[str, torch.Tensor]) -> int:
 
 
 def off(tensors: dict[str, torch.Tensor]) -> float:
-    """The error of what is sent, over its norm."""
+    """Return the error of the sent values, over their norm."""
     wrong = right = 0.0
     for tensor in tensors.values():
         shape = tuple(tensor.shape)
@@ -261,7 +261,7 @@ def off(tensors: dict[str, torch.Tensor]) -> float:
 
 
 def torch_off(tensor: torch.Tensor, sent: torch_codec.Sent) -> float:
-    """The same of torch's way."""
+    """Return the same error of torch's codec."""
     found = torch_codec.decode(sent, None)
     places = torch.zeros_like(tensor, dtype=torch.bool).view(-1, torch_codec.CHUNK)
     places.scatter_(1, torch_codec.places_of(sent), True)  # noqa: FBT003 - torch's own

@@ -152,7 +152,7 @@ def floor(told: dict[str, Any]) -> dict[str, float]:
 
 
 def memory(results: Results, objects: int) -> None:
-    """The peak memory of a process that plans so many keys."""
+    """Return the peak memory of a process that plans so many keys."""
     with endless(objects) as endpoint:
         seen = measured(plan_many, endpoint, objects)
     results.add("plan of a million", "millrace", "peak_rss_MB", seen.peak_rss / 1e6)
@@ -176,7 +176,7 @@ def plan_many(endpoint: str, objects: int) -> dict[str, float]:
 
 @contextmanager
 def endless(objects: int) -> Iterator[str]:
-    """A stand-in of a bucket of so many gradients, and its endpoint."""
+    """Run a stand-in for a bucket of so many gradients, and yield its endpoint."""
     server = Endless(objects)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

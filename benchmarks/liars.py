@@ -1,4 +1,4 @@
-"""What becomes of a model when some of those who train it lie.
+"""Train a model while some of its workers lie.
 
 Run it with ``python -m benchmarks.liars [--quick] [--json FILE] [--plot FILE.svg]``. Sixteen
 workers teach a small model to guess the next character of text (Python's own library), by way of a
@@ -84,7 +84,7 @@ class Teachers:
         self._dice = [torch.Generator().manual_seed(n) for n in range(WORKERS)]
 
     def change(self, state: State, worker: int) -> dict[str, torch.Tensor]:
-        """What a worker learns in a window: the weights before less those after."""
+        """Return the change of a worker in a window: the weights before less those after."""
         model = self.model(state)
         before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -96,7 +96,7 @@ class Teachers:
         return {name: weight - after[name].detach() for name, weight in before.items()}
 
     def model(self, state: State) -> Model:
-        """A model with these weights."""
+        """Return a model with these weights."""
         model = deepcopy(self.first)
         with torch.no_grad():
             for name, weight in model.named_parameters():
@@ -117,7 +117,7 @@ def _loss(model: Model, words: torch.Tensor, rows: int, dice: torch.Generator) -
 
 
 def flipped(change: Change, _: deque[Change]) -> Change:
-    """The contrary, a thousand times over."""
+    """Return the contrary, a thousand times over."""
     return {name: -1000.0 * each for name, each in change.items()}
 
 
@@ -127,7 +127,7 @@ def constant(change: Change, _: deque[Change]) -> Change:
 
 
 def delayed(_: Change, before: deque[Change]) -> Change:
-    """What it had learnt ten windows before."""
+    """Return the change of ten windows before."""
     return before[0]
 
 
@@ -140,7 +140,7 @@ LIES: dict[str, Callable[[Change, deque[Change]], Change] | None] = {
 
 
 def rules(liars: int) -> dict[str, MergeSettings]:
-    """The rules that are tried, told how many lie."""
+    """Return the rules to try, told how many workers lie."""
     return {
         "plain mean": MergeSettings(rule=MergeRule.MEAN, clip=False),
         "clipped mean": MergeSettings(rule=MergeRule.MEAN, faulty=liars),
@@ -150,7 +150,7 @@ def rules(liars: int) -> dict[str, MergeSettings]:
 
 
 def learn(merge: MergeSettings, windows: int, liars: int = 0, lie: str = "") -> list[float]:
-    """The loss after each window; it ends early when the weights are no numbers any more."""
+    """Return the loss after each window; it ends early when the weights are not finite."""
     teachers = Teachers()
     settings = RunSettings(
         run="run",
@@ -197,7 +197,7 @@ def learn(merge: MergeSettings, windows: int, liars: int = 0, lie: str = "") -> 
 
 
 def _no_numbers(change: torch.Tensor) -> bytes:
-    """A tensor's bytes, its magnitudes replaced by NaN."""
+    """Return a tensor's bytes, its magnitudes replaced by NaN."""
     shape = tuple(change.shape)
     runs = chosen(change.numpy().reshape(-1), shape, CODEC)
     assert len(runs) == len(list(chunks_of(shape, CODEC)))

@@ -1,4 +1,4 @@
-"""How long until a killed run goes on: Millrace, and the usual way of reading again and skipping.
+"""Time until a killed run goes on: Millrace, and the usual way of reading again and skipping.
 
 Run it with ``python -m benchmarks.resume [--quick] [--json FILE]``. One file of JSON lines is one
 split, so that going on is a seek inside it. A run is killed with SIGKILL, worker and all, when it
@@ -41,7 +41,7 @@ PLACES = ("folder", "RGW")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a work's source and shards are: two store specs as plain JSON values."""
+    """Source and shards of a work: two store specs as plain JSON values."""
 
     name: str
     source: dict[str, Any]
@@ -72,7 +72,10 @@ class Run:
         self._process.communicate()
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """What it reports. It waits while an event is looked at, and goes on with the next."""
+        """Yield what it reports.
+
+        It waits while an event is looked at, and goes on with the next.
+        """
         assert self._process.stdout is not None
         for line in self._process.stdout:
             said = json.loads(line)
@@ -134,12 +137,12 @@ def first_sample(system: str, place: Place, rows: int) -> tuple[float, float]:
 
 
 def folder_place(source: Path, store: Path) -> Place:
-    """The work in a folder."""
+    """Return the work in a folder."""
     return Place("folder", {"url": source.as_uri()}, {"url": store.as_uri()})
 
 
 def rgw_place(rgw: RGW, file: Path) -> Place:
-    """The work on an S3 server: puts the source there."""
+    """Return the work on an S3 server: puts the source there."""
     rgw.create_bucket("source")
     rgw.create_bucket("shards")
     credentials = {

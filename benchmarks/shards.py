@@ -68,7 +68,7 @@ STATED = SHARD * (UPLOADS + 1) * WORKERS
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is sharded.
+    """Dataset that is sharded.
 
     Attributes:
         name: Of the work.
@@ -92,7 +92,7 @@ WORKS = (
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a run's shards go."""
+    """Destination of a run's shards."""
 
     endpoint: str
     key: Key
@@ -100,17 +100,17 @@ class Target:
     prefix: str
 
     def client(self) -> Any:
-        """A boto3 client of it."""
+        """Return a boto3 client of the destination."""
         return connect(self.endpoint, self.key)
 
     def listed(self) -> list[str]:
-        """What lies there."""
+        """List the destination."""
         pages = self.client().get_paginator("list_objects_v2")
         found = pages.paginate(Bucket=self.bucket, Prefix=f"{self.prefix}/")
         return [item["Key"] for page in found for item in page.get("Contents", [])]
 
     def shards(self) -> list[str]:
-        """The shards that lie there."""
+        """List the shards of the destination."""
         return [key for key in self.listed() if key.endswith(".tar")]
 
 
@@ -244,7 +244,7 @@ def _read_through(folder: Path) -> None:
 
 
 def contents(target: Target) -> tuple[int, str]:
-    """How many samples a run has made, and a digest of their payloads in any order."""
+    """Return how many samples a run has made, and a digest of their payloads in any order."""
     client = target.client()
     total = count = 0
     for key in target.shards():
@@ -256,7 +256,7 @@ def contents(target: Target) -> tuple[int, str]:
 
 
 def _payloads(tar: bytes) -> Iterator[memoryview]:
-    """What the members of a plain ustar file hold (POSIX.1-1988), by its headers alone."""
+    """Yield the bodies of a plain ustar file's members (POSIX.1-1988), by its headers alone."""
     at, view = 0, memoryview(tar)
     while tar[at] != 0:
         assert tar[at + 156 : at + 157] == b"0", "not a plain file"

@@ -54,7 +54,7 @@ Values = dict[tuple[str, str, str], Row]  # by work, system and metric
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is put on which nodes.
+    """Files that are put on nodes.
 
     Attributes:
         name: Of the work.

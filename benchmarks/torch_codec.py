@@ -31,7 +31,7 @@ class Sent:
 
 
 def basis() -> torch.Tensor:
-    """The DCT-II of 64 values, orthonormal."""
+    """Return the DCT-II of 64 values, orthonormal."""
     n = torch.arange(TILE, dtype=torch.float64)
     rows = torch.cos(torch.pi / TILE * (n[None] + 0.5) * n[:, None]) * (2 / TILE) ** 0.5
     rows[0] /= 2**0.5
@@ -53,7 +53,7 @@ def encode(tensor: torch.Tensor, dct: torch.Tensor | None) -> Sent:
 
 
 def decode(sent: Sent, dct: torch.Tensor | None) -> torch.Tensor:
-    """The matrix that was sent."""
+    """Return the matrix that was sent."""
     rows, columns = sent.shape
     places = places_of(sent)
     values = sent.table[sent.codes.long()]
@@ -66,7 +66,7 @@ def decode(sent: Sent, dct: torch.Tensor | None) -> torch.Tensor:
 
 
 def merge(senders: Sequence[Sent]) -> torch.Tensor:
-    """The mean over those that sent each value, norms clipped to their median; dense."""
+    """Return the mean over those that sent each value, norms clipped to their median; dense."""
     values = [sent.table[sent.codes.long()] for sent in senders]
     norms = torch.stack([value.norm() for value in values])
     scales = (norms.median() / norms).clamp(max=1.0)

@@ -1,4 +1,4 @@
-"""What Prefect keeps for a person: credentials, places, and rules."""
+"""Prefect blocks: credentials, locations, and cleaning rules."""
 
 from blocks.bucket import Bucket, BucketRole
 from blocks.hugging_face import HuggingFaceCredentials

@@ -21,7 +21,7 @@ _HIDDEN = "*" * 8
 
 
 class BucketRole(StrEnum):
-    """What a bucket is for."""
+    """Purpose of a bucket."""
 
     GRADIENTS = "gradients"
     DATASET = "dataset"
@@ -108,7 +108,7 @@ store = bucket.open("read")
         return data
 
     def spec(self, right: Right | Literal["read", "write"]) -> StoreSpec:
-        """Where the bucket is, with the credentials for one right.
+        """Return where the bucket is, with the credentials for one right.
 
         Raises:
             ConfigurationError: The block has no such credentials, or they are of a kind that
@@ -117,7 +117,7 @@ store = bucket.open("read")
         return self._spec(self.url, Right(right))
 
     def open(self, right: Right | Literal["read", "write"]) -> Store:
-        """The bucket's store, with just this right. Nothing is sent yet.
+        """Return the bucket's store, with just this right. Nothing is sent yet.
 
         Raises:
             ConfigurationError: As for `spec`.
@@ -144,7 +144,7 @@ store = bucket.open("read")
             ) from error
 
     def mirror_specs(self) -> list[StoreSpec]:
-        """The mirrors, with their read credentials.
+        """Return the mirrors, with their read credentials.
 
         Raises:
             ConfigurationError: As for `spec`.
@@ -178,7 +178,7 @@ store = bucket.open("read")
         return spec.model_copy(update=self._known(chosen, right))
 
     def _known(self, aws: AwsCredentials, right: Right) -> dict[str, Any]:
-        """What a prefect-aws block says, as fields of a `StoreSpec`."""
+        """Return the fields of a `StoreSpec` that a prefect-aws block holds."""
         if aws.assume_role_arn or aws.profile_name or not aws.aws_access_key_id:
             raise errors.ConfigurationError(
                 f"The {right} credentials of {self._called} need an access key id and its secret: "

@@ -40,7 +40,7 @@ class BucketSettings:
     mirrors: tuple[str, ...] = ()
 
     def block(self, credentials: Mapping[Right, AwsCredentials]) -> Bucket:
-        """The block, with these credentials, which may have been saved."""
+        """Return the block, with these credentials, which may have been saved."""
         return Bucket(
             role=self.role,
             url=f"r2://{self.account_id}/{self.bucket}",
@@ -54,7 +54,7 @@ class BucketSettings:
 def buckets_of(
     environ: Mapping[str, str], roles: Iterable[BucketRole], rights: Iterable[Right]
 ) -> list[BucketSettings]:
-    """The buckets that the environment describes, mirrors first.
+    """Return the buckets that the environment describes, mirrors first.
 
     Args:
         environ: The environment.
@@ -131,7 +131,7 @@ def _dataset(
     endpoint: str | None,
     missing: dict[str, str],
 ) -> list[BucketSettings]:
-    """The dataset bucket and its mirrors.
+    """Return the dataset bucket and its mirrors.
 
     Where only the list is there, its first entry is the bucket itself, as Templar has it.
     """

@@ -1,4 +1,4 @@
-"""Who we are to Hugging Face."""
+"""Block with the token of a Hugging Face account."""
 
 from typing import Any, ClassVar
 

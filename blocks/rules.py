@@ -1,4 +1,4 @@
-"""What may be deleted, kept on the server under a name."""
+"""Block with cleaning rules, kept on the server under a name."""
 
 from typing import Any, ClassVar
 
@@ -9,7 +9,7 @@ from millrace.housekeeping import Rule
 
 
 class CleaningRules(Block):
-    """What may be deleted from a bucket, and what never goes.
+    """Rules for what is deleted from a bucket, and what is never deleted.
 
     Example:
         Clean by them:

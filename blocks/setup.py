@@ -60,7 +60,7 @@ B = TypeVar("B", bound=Block)
 
 
 class SetupOutcome(StrEnum):
-    """What became of one thing that should be on the server."""
+    """Result of creating one object on the server."""
 
     MADE = "made"
     CHANGED = "changed"
@@ -284,7 +284,7 @@ def _pool(client: SyncPrefectClient, *, dry_run: bool) -> SetupOutcome:
 
 
 def zombies() -> AutomationCore:
-    """An automation that ends runs of ours whose process is gone without a word.
+    """Return an automation that ends flow runs of ours whose process has died silently.
 
     Only runs with our tag: their deployments have them send a heartbeat every 30 seconds, and
     other people's may be slower.
@@ -317,7 +317,7 @@ def zombies() -> AutomationCore:
 
 
 def notices(webhook: UUID) -> AutomationCore:
-    """An automation that says where people read it that housekeeping has failed.
+    """Return an automation that notifies people when a housekeeping flow has failed.
 
     An audit fails if a credential can do what it must not, or cannot what it must; a cleaning if
     an object could not be deleted.

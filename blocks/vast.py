@@ -1,4 +1,4 @@
-"""Who we are to Vast.ai."""
+"""Block with the API key of a Vast.ai account."""
 
 from typing import TYPE_CHECKING, Any, ClassVar
 

@@ -1,0 +1,1 @@
+"""Scripts that a person can start from."""

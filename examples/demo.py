@@ -37,7 +37,7 @@ WORKERS, EPOCHS, WINDOWS, STEPS = 4, 2, 8, 25
 
 @contextmanager
 def prefect_server(port: int) -> Iterator[str]:
-    """A Prefect server of our own, with its database in the demo's folder."""
+    """Run a Prefect server with its database in the demo's folder."""
     address = f"http://127.0.0.1:{port}"
     os.environ |= {
         "PREFECT_HOME": str(HOME / "prefect"),
@@ -80,7 +80,7 @@ def wait_for(url: str, server: "subprocess.Popen[bytes]") -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -88,7 +88,7 @@ def free_port() -> int:
 
 @contextmanager
 def cloud() -> Iterator["VastServer"]:
-    """A provider of machines, with an account that is saved as the block ``demo``."""
+    """Run a provider of machines, with an account that is saved as the block ``demo``."""
     from blocks import VastCredentials
     from tests.servers.vast import VastServer
 
@@ -102,7 +102,7 @@ def cloud() -> Iterator["VastServer"]:
 
 
 def plan_of(name: str) -> dict[str, Any]:
-    """What is to be done: as `millrace campaign` reads it from a file, too."""
+    """Return the plan: as `millrace campaign` reads it from a file, too."""
     from tests.servers.repository import snapshot
 
     return {
@@ -172,7 +172,7 @@ def run() -> None:
 
 
 def tell(found: "Summary", seconds: float) -> None:
-    """What came of it, and where."""
+    """Tell the result, and where it is."""
     losses = [found.losses[window] for window in sorted(found.losses)]
     print(f"\n{found.name}, in {timedelta(seconds=round(seconds))}:")
     print(f"  {DATASET}: {found.samples} samples in {found.shards} shards")
@@ -192,7 +192,7 @@ def tell(found: "Summary", seconds: float) -> None:
 
 
 def picture_of(name: str) -> bytes:
-    """The plot in the campaign's report, as the Prefect server has it."""
+    """Return the plot in the campaign's report, as the Prefect server has it."""
     from prefect import get_client
 
     from tasks.words import artifact_key

@@ -1,1 +1,1 @@
-"""What runs, in which order, with which parameters. One flow a file."""
+"""Flows: which steps run, in which order, with which parameters. One flow a file."""

@@ -78,7 +78,7 @@ class _Site:
         return tuple(self.keys.uid(number) for number in range(training.workers))
 
     def work(self, training: Training) -> TrainingPlan:
-        """What the workers do."""
+        """Return the work of the workers."""
         machines = training.machines
         local = isinstance(machines, LocalWorkers)
         return TrainingPlan(
@@ -95,7 +95,7 @@ class _Site:
         )
 
     def standing(self, training: Training) -> Standing:
-        """How far the training is."""
+        """Return the progress of the training."""
         return standing_of(self.writes, self.run(training), self.keys.job, training.epochs)
 
 
@@ -108,7 +108,7 @@ def run_name() -> str:
 
 
 def rented(parameters: dict[str, Any]) -> RentedBy | None:
-    """What such a run has rented."""
+    """Return the rental that such a run uses."""
     plan: Campaign = parameters["plan"]
     machines = plan.training.machines if plan.training else None
     if not isinstance(machines, RentedWorkers):
@@ -273,14 +273,14 @@ def _aggregate(site: _Site, training: Training, end: int) -> Aggregated:
 
 
 def _cooling(training: Training) -> timedelta:
-    """How long the end of an epoch may take, at the most."""
+    """Return the longest time that the end of an epoch may take."""
     cooldown = training.cooldown
     return cooldown.time * (cooldown.extensions + 2) + timedelta(minutes=1)
 
 
 @contextmanager
 def _crew(site: _Site, training: Training) -> Generator[Attended | Workers]:
-    """The workers, while the block lasts."""
+    """Yield the workers; they are stopped when the block ends."""
     machines = training.machines
     if isinstance(machines, LocalWorkers):
         with Workers(site.work(training), site.reads, site.writes, Path(machines.folder)) as crew:
@@ -366,5 +366,5 @@ def _summary(site: _Site, seconds: float) -> Summary:
 
 
 def _place(place: Bucket | str) -> dict[str, Any]:
-    """A bucket, as `tasks.places.InputLocation` names it."""
+    """Return a bucket, as `tasks.places.InputLocation` names it."""
     return {"bucket": place} if isinstance(place, Bucket) else {"url": place}

@@ -1,4 +1,4 @@
-"""What a person says to have a campaign run: one model, from a form, a file or Python."""
+"""Plan of a campaign: one model, from a form, a file or Python."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -119,7 +119,7 @@ class Training(_Part):
 
 
 class HandOver(_Part):
-    """Where the weights are brought to in the end."""
+    """Destination of the final weights."""
 
     job: str = Field(description="Whose checkpoint it is there.")
     bucket: BucketLocation | None = Field(

@@ -145,7 +145,7 @@ def is_news(record: logging.LogRecord) -> bool:
 
 
 def read(path: Path) -> Any:
-    """A campaign's plan from a YAML or TOML file; ``$ref`` names a block, as for a deployment.
+    """Read a campaign's plan from a YAML or TOML file; ``$ref`` names a block, as for a deployment.
 
     Raises:
         ConfigurationError: There is no such file, block or value.

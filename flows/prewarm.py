@@ -58,7 +58,7 @@ class FilesRequest(InputLocation):
     )
 
     def request(self, store: str) -> Request:
-        """The same, as the engine is asked."""
+        """Return the engine's request."""
         return Request(
             store=store,
             key=self.key,
@@ -84,7 +84,7 @@ class Machines(BaseModel):
     )
 
     def nodes(self) -> Hosts:
-        """The same, as the engine is told."""
+        """Return the engine's settings of the nodes."""
         return Hosts(hosts=tuple(self.hosts), key=SecretStr(cast("str", self.key.get())))
 
 
@@ -102,12 +102,12 @@ class RentedMachines(BaseModel):
     )
 
     def nodes(self) -> Hosts:
-        """The same, as the engine is told."""
+        """Return the engine's settings of the nodes."""
         return nodes_of(self.rental, self.bucket, self.vast)
 
 
 class Care(BaseModel):
-    """How carefully, and how much at once."""
+    """Limits and checks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

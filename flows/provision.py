@@ -32,7 +32,7 @@ from tasks.words import count
 
 
 def rented(parameters: dict[str, Any]) -> RentedBy | None:
-    """What such a run has rented."""
+    """Return the rental that such a run uses."""
     if parameters["dry_run"]:
         return None
     return parameters["name"], parameters["bucket"], parameters["vast"]

@@ -33,7 +33,7 @@ class HubRepository(BaseModel):
     revision: str = Field(default="main", description="The branch.")
 
     def spec(self) -> HubSpec:
-        """Which repository, and who we are to it."""
+        """Return the repository, with the account's token."""
         return HubSpec(
             repo=self.repo,
             revision=self.revision,

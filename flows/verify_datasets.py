@@ -12,7 +12,7 @@ from tasks.verifying import report_verifications, sealed_datasets, verify_shards
 
 
 class Depth(StrEnum):
-    """How closely shards are looked at."""
+    """Depth of a verification of shards."""
 
     SIZES = "sizes"
     BYTES = "bytes"

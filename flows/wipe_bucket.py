@@ -25,7 +25,7 @@ _PATIENCE = timedelta(hours=1)
 
 
 class Typed(RunInput):
-    """What a person types before a bucket is wiped."""
+    """Texts that a person types before a bucket is wiped."""
 
     name: str = Field(title="Name", description="The bucket's name, as it is written above.")
 

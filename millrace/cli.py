@@ -808,7 +808,7 @@ def _place(settings_or_url: str, dataset: str | None) -> "tuple[Store, str]":
 
 
 def _store_of(place: str) -> "StoreSpec":
-    """The store of a URL, a folder, or a settings file."""
+    """Return the store of a URL, a folder, or a settings file."""
     from millrace.housekeeping.rules import PlaceSettings
     from millrace.settings import load
     from millrace.storage import StoreSpec

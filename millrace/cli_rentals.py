@@ -165,7 +165,7 @@ def table_of(found: "Sequence[Offer]") -> str:
 
 
 def sentence_of(one: "Rented") -> str:
-    """A machine that is rented, in a sentence."""
+    """Describe a rented machine in a sentence."""
     instance = one.instance
     what = f"{one.rental or instance.label}: instance {instance.id} is {instance.status}"
     who = one.why or (f"held by {one.owner}" if one.owner else "left until its time is over")

@@ -121,12 +121,12 @@ def _check_address(address: str) -> None:
 
 
 def living(ray: Any) -> list[dict[str, Any]]:
-    """The nodes that are alive, as Ray describes them."""
+    """Return the nodes that are alive, as Ray describes them."""
     return [node for node in ray.nodes() if node["Alive"]]
 
 
 def answering(ray: Any) -> list[dict[str, Any]]:
-    """The living nodes that do what they are asked: one that has died may still be listed."""
+    """Return the living nodes that answer: one that has died may still be listed."""
     ask = ray.remote(_nothing)
     asked = [(node, ask.options(max_retries=0, **only_on(node)).remote()) for node in living(ray)]
     found: list[dict[str, Any]] = []
@@ -138,16 +138,16 @@ def answering(ray: Any) -> list[dict[str, Any]]:
 
 
 def _nothing() -> None:
-    """What a node is asked that is only to answer."""
+    """Do nothing: a node that runs this has answered."""
 
 
 def name_of(node: dict[str, Any]) -> str:
-    """What a report calls a node: its address, and the beginning of its identity."""
+    """Return a node's name for reports: its address, and the beginning of its identity."""
     return f"{node['NodeManagerAddress']}-{node['NodeID'][:6]}"
 
 
 def only_on(node: dict[str, Any]) -> dict[str, Any]:
-    """The options of a task or an actor that runs on this node and takes none of its CPUs."""
+    """Return the options of a task or an actor that runs on this node and takes no CPU."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: PLC0415
 
     strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)

@@ -25,7 +25,7 @@ def sha256_of(blocks: Iterable[Bytes]) -> tuple[str, int]:
 
 
 def local_etag(stat: os.stat_result) -> str:
-    """What stands for the ETag of a file in a folder: its size and time of change.
+    """Return a substitute for an ETag of a file in a folder: its size and time of change.
 
     Not the inode: a copy that keeps times (rsync -a, cp -p) is the same file elsewhere.
     """

@@ -1,4 +1,4 @@
-"""What can go wrong, in words that say what a person can do about it.
+"""Errors, each with a sentence that says what a person can do about it.
 
 Transient faults are retried where they happen. What is raised is one of these, and
 every message is a sentence for whoever started the run.
@@ -90,7 +90,7 @@ class WorkerError(MillraceError):
 
 
 def one_line(error: BaseException) -> str:
-    """The first paragraph of an error's message, on one line.
+    """Return the first paragraph of an error's message, on one line.
 
     obstore appends a dump of its own structures below it, which helps nobody at a terminal.
     """

@@ -35,7 +35,7 @@ INSTALLATION = f"{RENTALS}/installation.json"
 
 
 def common_prefix(keys: Iterable[str]) -> str:
-    """What all of these begin with, be it a whole folder's name or not."""
+    """Return the longest beginning that all of these share, be it a whole folder's name or not."""
     some = list(keys)
     first, last = min(some, default=""), max(some, default="")
     size = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), None)
@@ -43,7 +43,7 @@ def common_prefix(keys: Iterable[str]) -> str:
 
 
 def checked_name(name: str, *, what: str) -> str:
-    """A name that is safe as part of a key, on every store we know.
+    """Return a name that is safe as part of a key, on every store we know.
 
     Raises:
         ConfigurationError: It is empty, too long, or has a character that some store changes.
@@ -83,7 +83,7 @@ class ShardName:
 
     @classmethod
     def parse(cls, stem: str) -> "ShardName | None":
-        """The shard that a name such as ``train-00007-000012`` means, or None if it means none."""
+        """Parse a shard's name such as ``train-00007-000012``; None if it is none."""
         match = _SHARD.fullmatch(stem)
         return cls(match["split"], int(match["n"])) if match else None
 
@@ -110,6 +110,7 @@ class DatasetKeys:
 
     @property
     def plan(self) -> str:
+        """Key of the plan of the cut."""
         return f"{self.dataset}/plan.json"
 
     @property
@@ -119,57 +120,67 @@ class DatasetKeys:
 
     @property
     def manifest(self) -> str:
+        """Key of the manifest, which ends the dataset."""
         return f"{self.dataset}/manifest.json"
 
     @property
     def index(self) -> str:
+        """Key of the shard index of webdataset."""
         return f"{self.dataset}/index.json"
 
     @property
     def listings(self) -> str:
+        """Prefix of the files of each split."""
         return f"{self.dataset}/splits/"
 
     @property
     def shards(self) -> str:
+        """Prefix of the shards."""
         return f"{self.dataset}/shards/"
 
     @property
     def commits(self) -> str:
+        """Prefix of the commits."""
         return f"{self.dataset}/commits/"
 
     @property
     def quarantined(self) -> str:
+        """Prefix of the rows that made no sample."""
         return f"{self.dataset}/quarantine/"
 
     def listing(self, split: str, digest: str) -> str:
-        """The files of a split, for sources that are made of many."""
+        """Return the files of a split, for sources that are made of many."""
         return f"{self.listings}{split}-{digest[:16]}.jsonl"
 
     def shard(self, name: ShardName, extension: str) -> str:
+        """Return the key of a shard."""
         return f"{self.shards}{name}.{extension}"
 
     def commit(self, name: ShardName) -> str:
+        """Return the key of a shard's commit."""
         return f"{self.commits}{name}.json"
 
     def commits_of(self, split: str) -> str:
-        """The prefix that the commits of a split share; its end has it too."""
+        """Return the prefix that the commits of a split share; its end has it too."""
         return f"{self.commits}{split}-"
 
     def end(self, split: str) -> str:
+        """Return the key of a split's end."""
         return f"{self.commits}{split}-end.json"
 
     def quarantine(self, name: ShardName) -> str:
+        """Return the key of the bad rows beside a shard."""
         return f"{self.quarantined}{name}.jsonl"
 
     def parse_commit(self, key: str) -> "ShardName | None":
-        """The shard whose commit this key is, or None if it is not a shard's commit."""
+        """Return the shard whose commit this key is, or None if it is not a shard's commit."""
         stem = key.removeprefix(self.commits)
         if stem == key or not stem.endswith(".json"):
             return None
         return ShardName.parse(stem.removesuffix(".json"))
 
     def is_shard(self, key: str) -> bool:
-        """Whether a key is that of a shard, or of the bad rows beside one."""
+        """Tell whether a key is that of a shard, or of the bad rows beside one."""
         for prefix in (self.shards, self.quarantined):
             stem = key.removeprefix(prefix).rpartition(".")[0]
             if key.startswith(prefix) and ShardName.parse(stem) is not None:
@@ -177,7 +188,7 @@ class DatasetKeys:
         return False
 
     def parse_end(self, key: str) -> str | None:
-        """The split whose end this key is, or None if it is not a split's end."""
+        """Return the split whose end this key is, or None if it is not a split's end."""
         stem = key.removeprefix(self.commits)
         if stem == key or not stem.endswith("-end.json"):
             return None
@@ -199,14 +210,15 @@ class LeaseKeys:
 
     @property
     def prefix(self) -> str:
+        """Prefix of the lease's objects."""
         return f"{self.scope}/lease/{self.name}/"
 
     def epoch(self, number: int) -> str:
-        """Who took it: created once."""
+        """Return the key of the record that says who took the lease: created once."""
         return f"{self.prefix}{number:06d}.json"
 
     def beat(self, number: int) -> str:
-        """The holder's heartbeat: overwritten while it is held."""
+        """Return the key of the holder's heartbeat: overwritten while the lease is held."""
         return f"{self.prefix}{number:06d}.beat"
 
     def end(self, number: int) -> str:
@@ -214,7 +226,7 @@ class LeaseKeys:
         return f"{self.prefix}{number:06d}.end"
 
     def parse(self, key: str) -> tuple[int, str] | None:
-        """The epoch's number and which of the three this key is (``json``, ``beat``, ``end``)."""
+        """Parse the epoch's number and the kind of a lease's key (``json``, ``beat``, ``end``)."""
         match = re.fullmatch(re.escape(self.prefix) + r"([0-9]{6,})\.(json|beat|end)", key)
         return (int(match[1]), match[2]) if match else None
 
@@ -239,38 +251,44 @@ class CheckpointKeys:
 
     @property
     def prefix(self) -> str:
+        """Prefix of the checkpoints."""
         return f"{self.job}/{CHECKPOINTS}/"
 
     def folder(self, step: int) -> str:
-        """The prefix of all that belongs to one step."""
+        """Return the prefix of all that belongs to one step."""
         return f"{self.prefix}step_{step:09d}/"
 
     def parts(self, step: int) -> str:
+        """Return the prefix of a step's files."""
         return f"{self.folder(step)}parts/"
 
     def part(self, step: int, sha256: str) -> str:
+        """Return the key of a file, by its digest."""
         return f"{self.parts(step)}{sha256}.safetensors"
 
     def metadata(self, step: int) -> str:
+        """Return the key of a step's metadata, which completes the checkpoint."""
         return f"{self.folder(step)}metadata.json"
 
     def shares(self, step: int, attempt: str) -> str:
-        """The prefix of what the ranks of one attempt have each saved of a step."""
+        """Return the prefix of what the ranks of one attempt have each saved of a step."""
         return f"{self.folder(step)}shares/{attempt}/"
 
     def share(self, step: int, attempt: str, rank: int) -> str:
+        """Return the key of what one rank has saved of a step."""
         return f"{self.shares(step, attempt)}{rank:06d}.json"
 
     def pin(self, step: int) -> str:
-        """That a step is to be kept, whatever the rules say."""
+        """Return the key of the pin that keeps a step, whatever the rules say."""
         return f"{self.folder(step)}pin.json"
 
     @property
     def epochs(self) -> str:
+        """Prefix of the ends of epochs."""
         return f"{self.job}/epochs/"
 
     def epoch(self, number: int) -> str:
-        """What moves an epoch on: created once."""
+        """Return the key of the record that ends an epoch: created once."""
         return f"{self.epochs}{number:06d}.json"
 
     def parse_epoch(self, key: str) -> int | None:
@@ -280,30 +298,30 @@ class CheckpointKeys:
         return number if number >= 0 and self.epoch(number) == key else None
 
     def quarantined(self, step: int) -> str:
-        """The prefix of what was damaged, and was moved out of the way."""
+        """Return the prefix of what was damaged, and was moved out of the way."""
         return f"{self.folder(step)}quarantine/"
 
     def quarantine(self, step: int, root: str) -> str:
-        """What the damaged checkpoint was, and its damage."""
+        """Return the key of the record of a damaged checkpoint."""
         return f"{self.quarantined(step)}{root}.json"
 
     def damaged(self, step: int, sha256: str) -> str:
-        """The bytes that stood under a part's name and are not what it says."""
+        """Return the key for the bytes that stood under a part's name and do not fit it."""
         return f"{self.quarantined(step)}{sha256}.damaged"
 
     def parse_folder(self, name: str) -> int | None:
-        """The step that a folder's name (``step_000001000``) means, or None."""
+        """Return the step that a folder's name (``step_000001000``) means, or None."""
         match = re.fullmatch(r"step_([0-9]{9,})", name)
         return int(match[1]) if match else None
 
     def parse_part(self, key: str) -> tuple[int, str] | None:
-        """The step and the digest of a part's key, or None if it is no part's."""
+        """Return the step and the digest of a part's key, or None if it is no part's."""
         pattern = re.escape(self.prefix) + r"step_([0-9]{9,})/parts/([0-9a-f]{64})\.safetensors"
         match = re.fullmatch(pattern, key)
         return (int(match[1]), match[2]) if match else None
 
     def is_share(self, key: str) -> bool:
-        """Whether a key is that of what one of several ranks has saved."""
+        """Tell whether a key is that of what one of several ranks has saved."""
         pattern = re.escape(self.prefix) + r"step_[0-9]{9,}/shares/[^/]+/[0-9]{6,}\.json"
         return re.fullmatch(pattern, key) is not None
 
@@ -326,7 +344,7 @@ class GradientKeys:
                 raise ConfigurationError(f"{what} {name!r} begins or ends with '/'.")
 
     def worker(self, uid: str) -> str:
-        """The prefix of all that a worker writes: its credentials reach no other."""
+        """Return the prefix of all that a worker writes: its credentials reach no other."""
         if "/" in checked_name(uid, what="The worker's name") or uid in _NO_WORKERS:
             raise ConfigurationError(
                 f"The worker's name {uid!r} has a '/' in it, or is one of "
@@ -335,7 +353,7 @@ class GradientKeys:
         return f"{self.run}/{uid}/"
 
     def gradient(self, uid: str, window: int) -> str:
-        """A worker's gradient of a window; one of torch's own files ends in ``.pt``."""
+        """Return a worker's gradient of a window; one of torch's own files ends in ``.pt``."""
         return f"{self.worker(uid)}gradient-{window:09d}-{uid}-v{self.version}.safetensors"
 
     def start_window(self, uid: str, window: int) -> str:
@@ -343,7 +361,7 @@ class GradientKeys:
         return f"{self.worker(uid)}start_window-{window:09d}-{uid}-v{self.version}.json"
 
     def parse(self, key: str) -> tuple[str, int] | None:
-        """The worker and the window of a gradient's key, or None if it is no gradient's."""
+        """Return the worker and the window of a gradient's key, or None if it is no gradient's."""
         return self._parsed(key, "gradient", r"(safetensors|pt)")
 
     def parse_start(self, key: str) -> tuple[str, int] | None:
@@ -363,7 +381,7 @@ class GradientKeys:
 
 @dataclass(frozen=True, slots=True)
 class ChainKeys:
-    """What the aggregator of one run commits.
+    """Keys of the objects that the aggregator of one run commits.
 
     Attributes:
         run: Its name.
@@ -380,14 +398,16 @@ class ChainKeys:
 
     @property
     def prefix(self) -> str:
+        """Prefix of the job."""
         return f"{self.job}/"
 
     @property
     def links(self) -> str:
+        """Prefix of the links."""
         return f"{self.prefix}chain/"
 
     def link(self, window: int) -> str:
-        """What a window came to: created once. That of window 0 names a checkpoint."""
+        """Return the key of a window's link: created once. That of window 0 names a checkpoint."""
         return f"{self.links}{window:09d}.json"
 
     def parse_link(self, key: str) -> int | None:
@@ -400,7 +420,7 @@ class ChainKeys:
         return f"{self.prefix}windows/{window:09d}.json"
 
     def update(self, step: int, sha256: str) -> str:
-        """A merged gradient, by the step that it leads to and the digest of its bytes."""
+        """Return the key of a merged gradient, by its step and the digest of its bytes."""
         return f"{self.prefix}{step:09d}-{sha256}.npz"
 
 
@@ -418,6 +438,7 @@ class CooldownKeys:
 
     @property
     def prefix(self) -> str:
+        """Prefix of an epoch's end."""
         return f"{self.job}/{_COOLDOWNS}/{self.epoch:06d}/"
 
     @property
@@ -450,6 +471,7 @@ class CooldownKeys:
         return f"{self.own(member)}parts/"
 
     def part(self, member: str, sha256: str) -> str:
+        """Return the key of a member's file, by its digest."""
         return f"{self.parts(member)}{sha256}.safetensors"
 
     def parse_part(self, member: str, key: str) -> str | None:
@@ -480,7 +502,7 @@ class RentalKeys:
 
     @property
     def scope(self) -> str:
-        """What its leases stand under."""
+        """Prefix of the rental's leases."""
         return f"{RENTALS}/{self.name}"
 
     @property
@@ -495,42 +517,43 @@ class RentalKeys:
 
     @property
     def attempts(self) -> str:
+        """Prefix of the attempts."""
         return f"{self.scope}/attempts/"
 
     def attempt(self, number: int) -> str:
-        """The prefix of all that is written down of one attempt."""
+        """Return the prefix of all records of one attempt."""
         return f"{self.attempts}{number:06d}-"
 
     def intent(self, number: int) -> str:
-        """That a machine is about to be rented: created before it is."""
+        """Return the key of the intent to rent a machine: created before it is rented."""
         return f"{self.attempt(number)}intent.json"
 
     def contract(self, number: int) -> str:
-        """What came of it."""
+        """Return the key of the contract that an attempt came to."""
         return f"{self.attempt(number)}contract.json"
 
     def left(self, number: int) -> str:
-        """That it stays though it has no owner: there while that is so."""
+        """Return the key of the record that a machine stays though it has no owner."""
         return f"{self.attempt(number)}left.json"
 
     def returned(self, number: int) -> str:
-        """That it is given back, or never came: created once nothing of it is left."""
+        """Return the key of the record that a machine is given back, or never came."""
         return f"{self.attempt(number)}returned.json"
 
     def parse(self, key: str) -> tuple[int, str] | None:
-        """An attempt's number, and ``intent``, ``contract``, ``left`` or ``returned``."""
+        """Return an attempt's number, and ``intent``, ``contract``, ``left`` or ``returned``."""
         pattern = re.escape(self.attempts) + r"([0-9]{6,})-(intent|contract|left|returned)\.json"
         match = re.fullmatch(pattern, key)
         return (int(match[1]), match[2]) if match else None
 
     def machine(self, number: int) -> str:
-        """The prefix of all that one machine may write by itself."""
+        """Return the prefix of all that one machine may write by itself."""
         return f"{MACHINES}/{self.name}/{number:06d}/"
 
 
 @dataclass(frozen=True, slots=True)
 class CampaignKeys:
-    """What a campaign calls all that it makes.
+    """Names of all that a campaign makes.
 
     Attributes:
         name: The campaign's: a prefix below the store's URL.
@@ -543,12 +566,12 @@ class CampaignKeys:
 
     @property
     def run(self) -> str:
-        """Of the gradients, and of the chain of what they come to."""
+        """Name of the run of gradients, and of its chain."""
         return f"{self.name}/run"
 
     @property
     def job(self) -> str:
-        """Of the checkpoints that its epochs end with."""
+        """Name of the job of the checkpoints that its epochs end with."""
         return f"{self.name}/model"
 
     @property
@@ -563,16 +586,16 @@ class CampaignKeys:
 
     @property
     def warming(self) -> str:
-        """That machines are to wait for their files: there while they are brought."""
+        """Key of the mark that machines wait for their files: there while files are brought."""
         return f"{self.notes}warming.json"
 
     @property
     def plan(self) -> str:
-        """What cannot change under the same name: created once."""
+        """Key of the pinned plan: created once."""
         return f"{self.name}{_PLAN_OF_CAMPAIGN}"
 
     def reads(self) -> list[str]:
-        """The prefixes that a worker reads, besides its dataset's: what is merged, and told."""
+        """Return the prefixes that a worker reads, besides its dataset's."""
         return [f"{self.run}/{_GATHERS}/", self.notes, f"{self.job}/"]
 
     def writes(self, number: int | str) -> list[str]:
@@ -589,13 +612,13 @@ class CampaignKeys:
         ]
 
     def uid(self, number: int | str) -> str:
-        """A worker's name, by its number."""
+        """Return a worker's name, by its number."""
         return f"worker-{number}"
 
 
 @dataclass(frozen=True, slots=True)
 class MachineKeys:
-    """What one rented machine says of itself.
+    """Keys of the reports of one rented machine.
 
     Attributes:
         prefix: Of `RentalKeys.machine`.
@@ -605,30 +628,31 @@ class MachineKeys:
 
     @property
     def files(self) -> str:
-        """What is to be written beside its program: the only thing here that it has not written."""
+        """Key of the files to write beside the program: the only object that the owner writes."""
         return f"{self.prefix}files.json"
 
     @property
     def setup(self) -> str:
-        """How far it is with installing, overwritten; with the end of what was printed."""
+        """Key of the report on the installation, overwritten; with the last lines printed."""
         return f"{self.prefix}setup.json"
 
     @property
     def beat(self) -> str:
-        """What it is doing, overwritten while it lives."""
+        """Key of the heartbeat, overwritten while the machine lives."""
         return f"{self.prefix}beat.json"
 
     @property
     def logs(self) -> str:
+        """Prefix of what the program prints."""
         return f"{self.prefix}log/"
 
     def log(self, number: int) -> str:
-        """A piece of what its program prints: created once."""
+        """Return the key of a piece of what the program prints: created once."""
         return f"{self.logs}{number:06d}.txt"
 
     @property
     def ended(self) -> str:
-        """What its program came to."""
+        """Key of the report on how the program ended."""
         return f"{self.prefix}ended.json"
 
 
@@ -677,22 +701,22 @@ def member_prefix(job: str, member: str) -> str:
 
 
 def clock_probe(scope: str, holder: str) -> str:
-    """An object that is written only to read the store's clock off it."""
+    """Return the key of an object that is written only to read the store's clock."""
     return f"{scope}/lease/clock/{holder}"
 
 
 def audit_probe(scope: str, nonce: str, name: str) -> str:
-    """An object that an audit writes and removes."""
+    """Return the key of an object that an audit writes and removes."""
     return f"{scope}/_audit-{nonce}-{name}" if scope else f"_audit-{nonce}-{name}"
 
 
 def write_probe(scope: str, nonce: str) -> str:
-    """An object that is written and removed only to find out whether that is allowed."""
+    """Return the key of an object that is written and removed to try whether that is allowed."""
     return f"{scope}/_probe-{nonce}" if scope else f"_probe-{nonce}"
 
 
 def leases(scope: str) -> str:
-    """The prefix of every lease under a scope."""
+    """Return the prefix of every lease under a scope."""
     return f"{scope}/lease/"
 
 
@@ -705,17 +729,17 @@ def parse_lease(scope: str, key: str) -> LeaseKeys | None:
 
 
 def cleaning_plan(name: str) -> str:
-    """What is to be deleted, an object a line."""
+    """Return the key of the list of objects to delete, one a line."""
     return f"{CLEANING}/{name}/plan.jsonl"
 
 
 def cleaning_outcome(name: str) -> str:
-    """What became of a plan."""
+    """Return the key of a plan's result."""
     return f"{CLEANING}/{name}/outcome.json"
 
 
 class Kind(StrEnum):
-    """What an object of ours is."""
+    """Kind of an object of ours."""
 
     GRADIENT = "gradient"
     START_WINDOW = "start window"
@@ -731,7 +755,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What a key says that its object is.
+    """Object that a key names.
 
     Attributes:
         kind: What.

@@ -35,7 +35,7 @@ _RESOLUTION = timedelta(seconds=2)  # of Last-Modified, and of the clock read of
 
 
 class Holder(BaseModel):
-    """Who holds a lease: enough for a person to find it, and for its neighbours to see it die.
+    """Holder of a lease: enough for a person to find it, and for its neighbours to see it die.
 
     Attributes:
         id: Unique to this holder.
@@ -55,7 +55,7 @@ class Holder(BaseModel):
 
     @classmethod
     def this_process(cls) -> "Holder":
-        """A new holder in this process."""
+        """Return a new holder in this process."""
         pid = os.getpid()
         return cls(
             id=secrets.token_hex(8),
@@ -67,7 +67,7 @@ class Holder(BaseModel):
 
     @property
     def seen_dead(self) -> bool:
-        """Whether it is known to be gone, because it ran here and its process does not."""
+        """True if it is known to be gone, because it ran here and its process does not."""
         return (
             self.machine != ""
             and self.machine == _machine()
@@ -105,11 +105,11 @@ class StoreClock:
 
     @classmethod
     def own(cls) -> "StoreClock":
-        """This machine's clock, for whoever may not write."""
+        """Return this machine's clock, for callers that may not write."""
         return cls(datetime.now(UTC), _elapsed())
 
     def now(self) -> datetime:
-        """The time by the store's clock, to about a second."""
+        """Return the time by the store's clock, to about a second."""
         return self.base + timedelta(seconds=_elapsed() - self.read_at)
 
 
@@ -141,7 +141,7 @@ class Lease:
         put(self.store, self.keys.beat(self.epoch), self.holder.id.encode())
 
     def followed(self) -> bool:
-        """Whether another has taken it since. One listing.
+        """Tell whether another has taken the lease since. One listing.
 
         Raises:
             UnavailableError: The store does not answer.
@@ -149,7 +149,7 @@ class Lease:
         return _newest(self.keys, list_objects(self.store, self.keys.prefix))[0] > self.epoch
 
     def hurried(self, patience: timedelta) -> "Lease":
-        """The same lease, that does not try for long: for what comes again, or is about to end."""
+        """Return the same lease with short retries, for requests that come again soon."""
         return replace(self, store=self.store.hurried(patience))
 
     def release(self) -> None:
@@ -210,12 +210,12 @@ def await_lease(
 
 
 def held_by(store: Store, keys: LeaseKeys, clock: StoreClock) -> Held | None:
-    """Who has a lease now; None if it is free."""
+    """Return the holder of a lease now; None if it is free."""
     return _current(store, keys, clock)[1]
 
 
 def _current(store: Store, keys: LeaseKeys, clock: StoreClock) -> tuple[int, Held | None]:
-    """The newest epoch's number (-1 before the first) and who has it, if somebody has."""
+    """Return the newest epoch's number (-1 before the first), and its holder if there is one."""
     number, newest = _newest(keys, list_objects(store, keys.prefix))
     if not _taken(newest):
         return number, None
@@ -223,7 +223,7 @@ def _current(store: Store, keys: LeaseKeys, clock: StoreClock) -> tuple[int, Hel
 
 
 def _newest(keys: LeaseKeys, stats: Iterable[Stat]) -> tuple[int, dict[str, Stat]]:
-    """The newest epoch's number (-1 before the first), and what there is of it."""
+    """Return the newest epoch's number (-1 before the first), and the kinds of its objects."""
     epochs: dict[int, dict[str, Stat]] = {-1: {}}
     for stat in stats:
         parsed = keys.parse(stat.key)
@@ -234,12 +234,12 @@ def _newest(keys: LeaseKeys, stats: Iterable[Stat]) -> tuple[int, dict[str, Stat
 
 
 def _taken(newest: Mapping[str, Stat]) -> bool:
-    """Whether an epoch was taken and not given back."""
+    """Tell whether an epoch was taken and not given back."""
     return "json" in newest and "end" not in newest
 
 
 def _held(record: LeaseEpoch, newest: Mapping[str, Stat], clock: StoreClock) -> Held | None:
-    """Who has a lease by its newest epoch, unless nothing was heard of it for too long."""
+    """Return the holder by the newest epoch, unless nothing was heard of it for too long."""
     heard = max(stat.last_modified for stat in newest.values())
     until = heard.astimezone(UTC) + min(record.ttl, LONGEST) + _RESOLUTION
     if record.holder.seen_dead or until < clock.now():
@@ -248,7 +248,7 @@ def _held(record: LeaseEpoch, newest: Mapping[str, Stat], clock: StoreClock) -> 
 
 
 class Census:
-    """Who holds the leases under a prefix: looked at often, so what cannot change is kept.
+    """Holders of the leases under a prefix, looked at often: what cannot change is kept.
 
     Args:
         store: Where they stand.
@@ -266,7 +266,9 @@ class Census:
         self._records: dict[str, LeaseEpoch] = {}
 
     def held(self) -> dict[str, Held]:
-        """Who has which lease, by the last part of its name. A listing, and a GET for each new one.
+        """Return the holder of each lease, by the last part of its name.
+
+        A listing, and a GET for each new one.
 
         Raises:
             UnavailableError: The store does not answer.

@@ -14,7 +14,7 @@ _PATIENCE = 10.0  # seconds that the kernel may take to end them, as while a dev
 
 
 def started_at(pid: int) -> str | None:
-    """When a process started, in ticks; None if there is none, or only its remains."""
+    """Return when a process started, in ticks; None if there is none, or only its remains."""
     fields = _stat(pid)
     return None if fields is None or fields[0] in {"Z", "X"} else fields[19]
 

@@ -1,4 +1,4 @@
-"""How the engine says what it is doing: by calling a small protocol, never by printing."""
+"""Progress of the engine: reported through a small protocol, never by printing."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,7 +29,9 @@ class Progress(Protocol):
     returns: what is slow belongs in a thread of its own.
     """
 
-    def __call__(self, event: Event) -> None: ...
+    def __call__(self, event: Event) -> None:
+        """Take an event."""
+        ...
 
 
 def silent(event: Event) -> None:

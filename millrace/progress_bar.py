@@ -90,6 +90,7 @@ class ProgressBar(_Bar):
         self._shards = self._samples = 0
 
     def __call__(self, event: Event) -> None:
+        """Show an event."""
         match event.name:
             case "plan.committed":
                 self._bar.update(self._task, total=float(event.figures["splits"]))
@@ -131,6 +132,7 @@ class BytesBar(_Bar):
         self._task = self._bar.add_task("bytes", total=None, ready=0, nodes=0)
 
     def __call__(self, event: Event) -> None:
+        """Show an event."""
         figures = event.figures
         match event.name:
             case "swarm.progress":
@@ -176,6 +178,7 @@ class ObjectsBar(_Bar):
         self._bar.update(self._task, description="deleted", completed=0, total=float(objects))
 
     def __call__(self, event: Event) -> None:
+        """Show an event."""
         if event.name in {"cleaning.seen", "cleaning.deleted"}:
             self._bar.update(self._task, completed=float(event.figures["objects"]))
             self._changed()

@@ -48,7 +48,7 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(frozen=True, slots=True)
 class Commit(Generic[R]):
-    """What stands under a key after `commit_once`.
+    """Record that stands under a key after `commit_once`.
 
     Attributes:
         record: What is there: ours, or what another committed before us.
@@ -110,7 +110,7 @@ def commit_same(store: Store, key: str, record: R) -> Commit[R]:
 
 
 def differences(one: BaseModel, other: BaseModel) -> list[str]:
-    """The names of the fields in which two records of one kind differ."""
+    """Return the names of the fields in which two records of one kind differ."""
     return [
         name for name in type(one).model_fields if getattr(one, name) != getattr(other, name, None)
     ]
@@ -135,7 +135,7 @@ def changes(old: BaseModel, new: BaseModel, path: str = "") -> dict[str, tuple[A
 
 
 def fetch(store: Store, key: str, kind: type[R]) -> R:
-    """The record under a key.
+    """Return the record under a key.
 
     Raises:
         NotFoundError: None was committed.
@@ -219,7 +219,7 @@ def encoded(record: Record, nonce: str) -> bytes:
 
 
 def decoded(where: str, kind: type[R], body: bytes) -> tuple[R, str]:
-    """A record, and the nonce that it was written with.
+    """Return a record, and the nonce that it was written with.
 
     Args:
         where: It was read from this URL.

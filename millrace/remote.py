@@ -15,7 +15,7 @@ _FILE = "millrace-run.yaml"
 
 
 class CodeRepository(BaseModel):
-    """What rented machines install."""
+    """Repository that rented machines install."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,7 +52,9 @@ class WithVast(BaseModel):
 
 
 def sharding(config: PipelineSettings, section: VastSection) -> RentSettings:
-    """The machines that shard a dataset. They share it, and go on where others stopped.
+    """Return the rental of machines that shard a dataset.
+
+    They share it, and resume where others stopped.
 
     Args:
         config: The dataset. Its source has to lie below the same store as its shards: what a
@@ -89,7 +91,7 @@ def sharding(config: PipelineSettings, section: VastSection) -> RentSettings:
 
 
 def place_of(store: StoreSpec, right: Right, below: str = "") -> dict[str, Any]:
-    """A part of a store, as the settings name it that a machine is sent.
+    """Return a part of a store, as the settings that a machine is sent name it.
 
     Args:
         store: Which.
@@ -111,7 +113,7 @@ def place_of(store: StoreSpec, right: Right, below: str = "") -> dict[str, Any]:
 
 
 def _below(store: StoreSpec, source: StoreSpec) -> str:
-    """The source's place below the store."""
+    """Return the source's path below the store."""
     here, there = open_store(store, make_folder=False), open_store(source, make_folder=False)
     if there.url.startswith(f"{here.url}/") and here.endpoint == there.endpoint:
         return str(PurePosixPath(there.url.removeprefix(f"{here.url}/")))

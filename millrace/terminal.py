@@ -1,4 +1,4 @@
-"""What commands print: texts from outside cannot move the cursor, colour or link in a terminal."""
+"""Output of commands: texts from outside cannot move the cursor, colour or link in a terminal."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -49,7 +49,7 @@ class Crew(Protocol):
 
     @property
     def over(self) -> bool:
-        """Whether all of them have ended."""
+        """True if all of them have ended."""
         ...
 
     def refuse(self) -> None:
@@ -82,7 +82,7 @@ class Warming(Record):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How far a campaign's training is, by what is committed.
+    """Progress of a campaign's training, by what is committed.
 
     Attributes:
         window: The newest that is merged; -1 before the run has begun.
@@ -95,7 +95,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a campaign has come to so far, by what is committed.
+    """Summary of a campaign so far, by what is committed.
 
     Attributes:
         name: The campaign's.
@@ -163,7 +163,7 @@ def refuse_unsealed(place: StoreSpec, dataset: str) -> None:
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
 def standing_of(place: StoreSpec, run: RunSettings, job: str, epochs: int) -> Standing:
-    """How far the training is."""
+    """Return the progress of the training."""
     store = open_store(place)
     ended = {epoch for epoch in range(epochs) if _end_of(store, job, epoch) is not None}
     return Standing(gradients.newest(store, run.chain), frozenset(ended))
@@ -323,7 +323,7 @@ def begin_warming(place: StoreSpec, name: str) -> None:
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
 def is_warming(place: StoreSpec, name: str) -> bool:
-    """Whether machines wait for their files."""
+    """Tell whether machines wait for their files."""
     return exists(open_store(place), CampaignKeys(name).warming)
 
 
@@ -343,7 +343,7 @@ def summarize(
     workers: int,
     epochs: int,
 ) -> Summary:
-    """What a campaign has come to so far.
+    """Summarize a campaign so far.
 
     Args:
         place: The campaign's store, to be read.

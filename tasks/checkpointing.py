@@ -31,7 +31,7 @@ from tasks.words import artifact_key, count, duration, rate, size
 
 @dataclass(frozen=True, slots=True)
 class SeenCheckpoint:
-    """What verification found of one checkpoint.
+    """Result of the verification of one checkpoint.
 
     Attributes:
         job: Whose.
@@ -50,7 +50,7 @@ class SeenCheckpoint:
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
 def all_jobs(place: StoreSpec) -> list[str]:
-    """The jobs that may have checkpoints."""
+    """List the jobs that may have checkpoints."""
     return list(find_jobs(open_store(place, make_folder=False)))
 
 

@@ -45,7 +45,7 @@ def clean_by(
     plan: str = "",
     check: housekeeping.VerifyDepth = housekeeping.VerifyDepth.DIGESTS,
 ) -> Cleaned | CleaningPlan | None:
-    """What every flow does that cleans by rules.
+    """Clean by rules, as every cleaning flow does.
 
     Args:
         bucket: What is cleaned: a block, its name, or the URL of a folder.
@@ -111,7 +111,7 @@ def plan_cleaning(settings: CleanSettings) -> CleaningPlan:
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
 def find_plan(place: StoreSpec, name: str) -> CleaningPlan:
-    """A plan that was made before."""
+    """Return a plan that was made before."""
     return read_plan(open_store(place, make_folder=False), name)
 
 

@@ -38,12 +38,12 @@ def share_of_uploads(run: ExecutionSettings) -> Iterator[ExecutionSettings]:
 
 
 def slots_of(run: ExecutionSettings) -> int:
-    """Uploads at once."""
+    """Return uploads at once."""
     return run.uploads * max(1, run.workers)
 
 
 def within(limit: int, run: ExecutionSettings) -> ExecutionSettings:
-    """Settings that need no more slots than there are."""
+    """Return settings that need no more slots than there are."""
     if slots_of(run) <= limit:
         return run
     workers = min(run.workers, limit)

@@ -25,7 +25,7 @@ _ROWS = 50
 
 @dataclass(frozen=True, slots=True)
 class Aggregated:
-    """What a run of the aggregator came to.
+    """Result of a run of the aggregator.
 
     Attributes:
         windows: How many it has merged.
@@ -44,7 +44,7 @@ class Aggregated:
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
 def last_window(settings: AggregatorSettings) -> int:
-    """The number of the newest window that is merged; 0 before the first."""
+    """Return the number of the newest window that is merged; 0 before the first."""
     return max(0, gradients.newest(open_store(settings.store), settings.run.chain))
 
 
@@ -174,7 +174,7 @@ def _picture(windows: Sequence[Link]) -> str:
 
 
 def _planned(settings: AggregatorSettings, before: int) -> int | None:
-    """How many windows at most, if that is known."""
+    """Return the largest number of windows, if that is known."""
     to_last = None if settings.last is None else max(0, settings.last - before)
     known = [number for number in (settings.windows, to_last) if number is not None]
     return min(known, default=None)

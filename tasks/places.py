@@ -187,7 +187,7 @@ def bucket_names() -> list[str]:
 
 
 def block_of(kind: type[B], name: str) -> B | None:
-    """A block by its name; None if there is none."""
+    """Return a block by its name; None if there is none."""
     try:
         return kind.load(name)  # pyright: ignore[reportReturnType] - sync here
     except ValidationError:
@@ -227,7 +227,7 @@ class InputLocation(BaseModel):
         return self.bucket or self.url or ""
 
     def store(self) -> StoreSpec:
-        """Where the files are, with the credentials to read them."""
+        """Return the store of the files, with the credentials to read them."""
         spec = spec_of(self.place, Right.READ)
         prefix = self.prefix.strip("/")
         return (
@@ -236,12 +236,12 @@ class InputLocation(BaseModel):
 
 
 class SourceInput(SourceSettings, InputLocation):
-    """Where the samples are, and which of the files there to take."""
+    """Location of the samples, and the files of it to take."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def samples(self) -> dict[str, Any]:
-        """Which samples: what the engine calls the source's settings."""
+        """Return the engine's settings of the source."""
         return {name: getattr(self, name) for name in SourceSettings.model_fields}
 
 

@@ -82,7 +82,7 @@ def windows_plot(taken: Mapping[int, int], norms: Mapping[int, Sequence[float]],
 
 
 def line_plot(values: Mapping[int, float], title: str, below: str) -> str:
-    """A line, as a data URI.
+    """Draw a line, as a data URI.
 
     Args:
         values: By what is counted below.
@@ -106,7 +106,7 @@ def line_plot(values: Mapping[int, float], title: str, below: str) -> str:
 
 
 def _frame(title: str, below: str) -> list[str]:
-    """The title, the lines, and what the axis counts."""
+    """Draw the title, the lines, and the unit of the axis."""
     lines = [_FLOOR - part * _TALL for part in _PARTS]
     return [
         _text(_LEFT, 20, title, _INK, "start"),
@@ -116,7 +116,7 @@ def _frame(title: str, below: str) -> list[str]:
 
 
 def _scale(top: float, colour: str) -> list[str]:
-    """The numbers to the left of the lines."""
+    """Draw the numbers to the left of the lines."""
     return [
         _text(_LEFT - 8, _FLOOR - part * _TALL + 4, f"{top * part:g}", colour, "end")
         for part in _PARTS
@@ -148,7 +148,7 @@ def _data_uri(inside: str) -> str:
 
 
 def _round_up(value: float) -> float:
-    """The next 1, 2 or 5 times a power of ten."""
+    """Return the next 1, 2 or 5 times a power of ten."""
     if value <= 0:
         return 1.0
     unit = 10.0 ** math.floor(math.log10(value))

@@ -1,4 +1,4 @@
-"""What the engine reports, as one live progress artifact."""
+"""Progress of the engine, as one live progress artifact."""
 
 import abc
 import contextvars
@@ -82,13 +82,13 @@ class LiveProgress(abc.ABC):
 
     @property
     def percent(self) -> float:
-        """How far it is."""
+        """Percentage of the progress."""
         with self._lock:
             return min(100.0, 100 * self._share())
 
     @property
     def sentence(self) -> str:
-        """How far it is, in words."""
+        """Progress in words."""
         with self._lock:
             return self._words(time.monotonic() - self._began) + self._end
 
@@ -125,7 +125,7 @@ class LiveProgress(abc.ABC):
 
 
 class ShardProgress(LiveProgress):
-    """How far a dataset is: splits that ended, and the parts of those that are open."""
+    """Progress of a dataset: splits that ended, and the parts of those that are open."""
 
     _splits = _ended = _shards = _size = 0
 
@@ -186,7 +186,7 @@ class ShardProgress(LiveProgress):
 
 
 class SwarmProgress(LiveProgress):
-    """How far the nodes of a cluster are: bytes that they have, of all that they are to have."""
+    """Progress of the nodes of a cluster: bytes that they have, of all that they are to have."""
 
     _had = _moved = _of = _nodes = _ready = 0
 
@@ -227,7 +227,7 @@ class SwarmProgress(LiveProgress):
 
 
 class CheckpointProgress(LiveProgress):
-    """How much of a checkpoint is in its bucket."""
+    """Progress of a checkpoint: bytes that are in its bucket."""
 
     _there = _members = 0
 
@@ -266,7 +266,7 @@ class CheckpointProgress(LiveProgress):
 
 
 class WindowProgress(LiveProgress):
-    """How far a run of gradients is: windows merged, and who has come to the one that is open."""
+    """Progress of a run of gradients: windows merged, and workers that have sent."""
 
     _merged = _number = _came = _refused = 0
 
@@ -330,7 +330,7 @@ class WindowProgress(LiveProgress):
 
 
 class CleaningProgress(LiveProgress):
-    """How many objects were seen, or of a plan deleted."""
+    """Progress of a cleaning: objects that were seen, or of a plan deleted."""
 
     _seen = _deleted = _size = 0
 
@@ -368,7 +368,7 @@ class CleaningProgress(LiveProgress):
 
 
 class RentalProgress(LiveProgress):
-    """How many machines of a rental run, and what they cost."""
+    """Progress of a rental: machines that run, and their cost."""
 
     _dollars = 0.0
 

@@ -65,12 +65,12 @@ _ATTENDED: contextvars.ContextVar["Attended | None"] = contextvars.ContextVar(
 
 
 def account_of(credentials: VastCredentials) -> Account:
-    """The account of a block."""
+    """Return the account of a block."""
     return Account(api_key=credentials.api_key, server_url=credentials.server_url)
 
 
 def payer_of(vast: VastCredentials | str) -> VastCredentials:
-    """The block that pays.
+    """Return the block that pays.
 
     Raises:
         ConfigurationError: There is none of this name.
@@ -118,7 +118,7 @@ def needed_stand(bucket: Bucket | str, vast: VastCredentials | str) -> StandSett
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
 def look_for_offers(settings: RentSettings) -> list[Offer]:
-    """What would be rented. Rents nothing."""
+    """Return the offers that would be rented. Rents nothing."""
     found = find_offers(account(settings.account), settings.wanted)
     report_offers(settings.name, settings.count, found)
     if len(found) < settings.count:
@@ -155,7 +155,7 @@ def rent_machines(settings: RentSettings) -> float:
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
 def is_out(place: StoreSpec, rental: str) -> bool:
-    """Whether a machine of a rental has not come back, as far as is written down."""
+    """Tell whether a machine of a rental has not come back, as far as is written down."""
     return any(one.returned is None for one in attempts_of(open_store(place), rental))
 
 
@@ -233,7 +233,7 @@ class Attended:
 
     @property
     def over(self) -> bool:
-        """Whether all programs have ended, or the rental has."""
+        """True if all programs have ended, or the rental has."""
         return not self._thread.is_alive()
 
     def last_words(self) -> str:
@@ -303,7 +303,7 @@ class Attended:
 
 
 def nodes_of(rental: str, bucket: Bucket | str, vast: VastCredentials | str) -> Hosts:
-    """The machines of a rental that others can bring files to.
+    """Return the machines of a rental that others can bring files to.
 
     Raises:
         ConfigurationError: A block is missing.
@@ -330,7 +330,7 @@ def nodes_of(rental: str, bucket: Bucket | str, vast: VastCredentials | str) -> 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
 def list_machines(stand: StandSettings) -> list[Rented]:
-    """What is rented by this installation."""
+    """List what is rented by this installation."""
     return list_rentals(stand)
 
 
@@ -341,7 +341,7 @@ def release_machines(stand: StandSettings, rental: str) -> int:
 
 
 def giving_back(rented: Callable[[dict[str, Any]], RentedBy | None]) -> FlowStateHook[..., Any]:
-    """A hook for `on_crashed` and `on_cancellation`: what a flow has rented is given back.
+    """Return a hook for `on_crashed` and `on_cancellation`: it gives back what a flow has rented.
 
     A flow does that by itself in every way out of it. This is for a deployment's whose process was
     killed: its worker does it. What was left to work stays; what somebody has gone on with is his.

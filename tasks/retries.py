@@ -1,4 +1,4 @@
-"""What is worth another try: a store that did not answer, a worker that was lost."""
+"""Retries of tasks: a store that did not answer, a worker that was lost."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ PAUSES: Callable[[int], list[float]] = exponential_backoff(backoff_factor=10)
 
 
 def passing(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
-    """Whether a failed task is tried again; a refusal or a conflict is as final as a bug."""
+    """Tell whether a failed task is tried again; a refusal or a conflict is as final as a bug."""
     try:
         state.result()
     except (UnavailableError, WorkerError):

@@ -17,7 +17,7 @@ from tasks.words import artifact_key, count, duration, rate, size
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """What a run came to.
+    """Result of a run.
 
     Attributes:
         report: The engine's own.

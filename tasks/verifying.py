@@ -16,7 +16,7 @@ _SHOWN = 100  # shards at fault in a report
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
 def sealed_datasets(place: StoreSpec) -> list[str]:
-    """The datasets right below a store's URL that are complete."""
+    """Return the datasets right below a store's URL that are complete."""
     store = open_store(place, make_folder=False)
     names = shards.find_datasets(store)
     return [name for name in names if exists(store, DatasetKeys(name).manifest)]

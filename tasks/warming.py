@@ -18,7 +18,7 @@ from tasks.words import artifact_key, count, duration, rate, size
 
 @dataclass(frozen=True, slots=True)
 class Warmed:
-    """What a run came to.
+    """Result of a run.
 
     Attributes:
         report: The engine's own.

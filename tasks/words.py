@@ -31,5 +31,5 @@ def duration(seconds: float) -> str:
 
 
 def artifact_key(*parts: str) -> str:
-    """A key that Prefect takes: lower case letters, digits and dashes."""
+    """Return a key that Prefect takes: lower case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower()).strip("-")

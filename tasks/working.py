@@ -76,7 +76,7 @@ class Workers:
 
     @property
     def over(self) -> bool:
-        """Whether all workers have ended."""
+        """True if all workers have ended."""
         return all(process.poll() is not None for process in self._running.values())
 
     def refuse(self) -> None:

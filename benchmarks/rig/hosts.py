@@ -62,7 +62,7 @@ class RigError(RuntimeError):
 
 
 def missing() -> str:
-    """What stands in a rig's way on this machine, as a sentence; empty if nothing does."""
+    """Return what stands in a rig's way on this machine, as a sentence; empty if nothing does."""
     if sys.platform != "linux":
         return "The rig is made of Linux namespaces."
     if os.geteuid():
@@ -396,7 +396,7 @@ class Rig:
 
 
 def _kept() -> list[Path]:
-    """What hosts must see of the folders that they have their own of: our code, our Python."""
+    """Return the folders that hosts must see though they have their own: our code, our Python."""
     ours = (REPOSITORY, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve())
     hidden = {
         place
@@ -419,7 +419,7 @@ def _namespace(pid: int) -> str:
 
 
 def _ended(pid: int) -> bool:
-    """Whether all that is left of a process is its exit code, or nothing."""
+    """Tell whether all that is left of a process is its exit code, or nothing."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         state, threads = fields[0], int(fields[17])

@@ -44,7 +44,7 @@ PATIENCE = 30.0  # seconds that it may take to answer us
 
 @dataclass(frozen=True, slots=True)
 class ObjectCounts:
-    """What was asked of one object: GetObject requests, and bytes of body."""
+    """Requests for one object: GetObject requests, and bytes of body."""
 
     gets: int
     bytes: int
@@ -52,7 +52,7 @@ class ObjectCounts:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What an object is: bytes, and the ETag (the MD5, in quotes)."""
+    """Description of an object: bytes, and the ETag (the MD5, in quotes)."""
 
     size: int
     etag: str
@@ -60,7 +60,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a store did since it was reset.
+    """Counts of a store since it was reset.
 
     Attributes:
         requests: By operation, ``GetObject``; those that were refused too.
@@ -140,7 +140,7 @@ class Store:
                 pipe.close()
 
     def config(self) -> dict[str, Any]:
-        """What `obstore.store.S3Store` needs to reach it from where it can be reached."""
+        """Return the arguments of `obstore.store.S3Store` for a client that can reach the store."""
         return {
             "bucket": self.bucket,
             "endpoint": self.endpoint,
@@ -152,7 +152,7 @@ class Store:
         }
 
     def client(self, **options: Any) -> S3Store:
-        """A client, for where the store can be reached: not from outside of a rig."""
+        """Return a client, for where the store can be reached: not from outside of a rig."""
         return S3Store(**self.config(), **options)
 
     def generate(self, key: str, size: int, seed: int = 0) -> Head:
@@ -165,7 +165,7 @@ class Store:
         return Head(**self._ask("PUT", f"/_object?{urlencode({'key': key})}", body))
 
     def head(self, key: str) -> Head:
-        """What an object is; not counted."""
+        """Describe an object; not counted."""
         return Head(**self._ask("GET", f"/_object?{urlencode({'key': key})}"))
 
     def order(self, fault: Fault) -> None:
@@ -173,7 +173,7 @@ class Store:
         self._ask("POST", "/_faults", json.dumps(asdict(fault)).encode())
 
     def counts(self) -> Counts:
-        """What it did since the last `reset`."""
+        """Return the counts since the last `reset`."""
         found = self._ask("GET", "/_counts")
         objects = {key: ObjectCounts(**value) for key, value in found["objects"].items()}
         return Counts(**{**found, "objects": objects})

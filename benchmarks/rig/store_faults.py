@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class FaultKind(StrEnum):
-    """What may go wrong with one request."""
+    """Fault of one request."""
 
     FLIP = "flip"
     """One bit of the body is another: of the byte at ``offset``, else of the one in its middle."""
@@ -55,7 +55,7 @@ class Fault:
             raise ValueError(f"{self.kind} befalls the body of a GetObject.")
 
     def place(self, start: int, end: int) -> int:
-        """Where in the object it happens, when the bytes from ``start`` to ``end`` are sent."""
+        """Return the offset of the fault, when the bytes from ``start`` to ``end`` are sent."""
         return (start + end) // 2 if self.offset is None else self.offset
 
 
@@ -81,7 +81,9 @@ class Faults:
             self._orders.append(_Order(fault, left, random.Random(fault.seed)))
 
     def choose(self, operation: str, key: str, start: int = 0, end: int = 0) -> Fault | None:
-        """The fault for a request; of a GetObject, one for the bytes from ``start`` to ``end``.
+        """Choose the fault for a request.
+
+        Of a GetObject, one for the bytes from ``start`` to ``end``.
 
         It counts as done from now on, so that no client sees one before it is counted. Whoever
         could not do it calls `give_back`.
@@ -107,7 +109,7 @@ class Faults:
                     self.fired[fault.kind] -= 1
 
     def pending(self) -> int:
-        """How many with an end wait for their request."""
+        """Count the limited faults that wait for their request."""
         with self._lock:
             return int(sum(o.left for o in self._orders if o.fault.times is not None))
 

@@ -49,7 +49,7 @@ class Page:
 
 
 class Objects:
-    """What the store holds; used by many threads.
+    """Objects of the store; used by many threads.
 
     Args:
         folder: The files that are in it are objects, their paths the keys. Further ones go there.
@@ -67,7 +67,7 @@ class Objects:
                 self._add(path.relative_to(folder).as_posix(), path, etag)
 
     def get(self, key: str) -> Stored | None:
-        """An object; None if there is none."""
+        """Return an object; None if there is none."""
         return self._stored.get(key)
 
     def generate(self, key: str, size: int, seed: int) -> Stored:
@@ -123,7 +123,7 @@ class Objects:
         return stored
 
     def page(self, prefix: str, delimiter: str, after: str, most: int) -> Page:
-        """A page of the objects under a prefix, those behind ``after``, ``most`` at most."""
+        """Return a page of the objects under a prefix, those behind ``after``, ``most`` at most."""
         objects: list[tuple[str, Stored]] = []
         prefixes: list[str] = []
         last = ""
@@ -140,7 +140,7 @@ class Objects:
     def _names(
         self, prefix: str, delimiter: str, after: str
     ) -> Iterator[tuple[str, Stored | None]]:
-        """The keys, and in the place of those that share one, each common prefix once."""
+        """Yield the keys, and in the place of those that share one, each common prefix once."""
         with self._lock:
             stored = dict(self._stored)
         keys, said = sorted(stored), ""
@@ -158,7 +158,7 @@ class Objects:
 
 
 def opened(stored: Stored) -> int:
-    """A descriptor of an object's bytes.
+    """Return a descriptor of an object's bytes.
 
     Raises:
         FileNotFoundError: It was replaced just now.

@@ -38,18 +38,18 @@ RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 @lru_cache(maxsize=64)
 def moment(stamp: str) -> datetime:
-    """When a request was signed."""
+    """Return the time at which a request was signed."""
     return datetime.strptime(stamp, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
 
 
 @lru_cache(maxsize=64)
 def http_date(seconds: int) -> str:
-    """A time as HTTP writes it."""
+    """Return a time as HTTP writes it."""
     return formatdate(seconds, usegmt=True)
 
 
 class RefusedError(Exception):
-    """What is answered instead of what was asked."""
+    """Answer that refuses a request."""
 
     def __init__(self, status: int, code: str, message: str = "") -> None:
         super().__init__(message or code)
@@ -58,7 +58,7 @@ class RefusedError(Exception):
 
 @dataclass(slots=True)
 class Counts:
-    """What was asked and what was sent; used by many threads."""
+    """Counts of requests and of sent bytes; used by many threads."""
 
     requests: Counter[str] = field(default_factory=Counter)
     gets: Counter[str] = field(default_factory=Counter)
@@ -149,7 +149,7 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815
 
     def date_time_string(self, timestamp: float | None = None) -> str:
-        """The same text for all requests of one second."""
+        """Return the same text for all requests of one second."""
         return http_date(int(time.time() if timestamp is None else timestamp))
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
@@ -282,7 +282,7 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusedError(412, "PreconditionFailed")
 
     def _range(self, stored: Stored) -> tuple[int, int, bool]:
-        """What is asked for: the first byte, the one after the last, whether it is a range."""
+        """Return the first byte that is asked for, the one after the last, and if it is a range."""
         match = RANGE.fullmatch(self.headers.get("Range", ""))
         if match is None or not any(match.groups()):  # none, or several: as S3, the whole
             return 0, stored.size, False

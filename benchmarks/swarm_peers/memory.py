@@ -13,7 +13,7 @@ KIB = 1024
 
 
 def of_ray(command: str) -> bool:
-    """Whether a command line is that of an actor or a task of Ray's."""
+    """Tell whether a command line is that of an actor or a task of Ray."""
     return command.startswith("ray::")
 
 

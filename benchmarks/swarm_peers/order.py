@@ -1,4 +1,4 @@
-"""What a peer's script is told on its standard input, and what it answers.
+"""Order to a peer's script on its standard input, and its answer.
 
 Of the standard library only: a peer's own Python reads this too.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a peer is to bring where.
+    """Order to a peer: objects, and their destination.
 
     Attributes:
         store: The arguments of an ``S3Store``.
@@ -35,13 +35,13 @@ class Order:
         return json.dumps(asdict(self)) + "\n"
 
     def path(self, key: str) -> Path:
-        """Where an object is to be."""
+        """Return the path of an object."""
         return Path(self.destination) / key
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What a peer measured of itself, in seconds.
+    """Times that a peer measured itself, in seconds.
 
     Attributes:
         startup: Until the first byte was asked for: its processes started and connected.
@@ -63,7 +63,7 @@ def answer(times: Times) -> None:
 
 
 def heard(line: str) -> Times:
-    """What a peer's last line says."""
+    """Read a peer's last line."""
     return Times(**json.loads(line))
 
 

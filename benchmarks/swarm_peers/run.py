@@ -31,7 +31,7 @@ DESTINATION = DISK / "warm"
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What it took to put the objects on every node.
+    """Cost of putting the objects on every node.
 
     Attributes:
         seconds: From the first request to the last whole file.

@@ -19,7 +19,7 @@ NEVER = timedelta(days=1).total_seconds()
 
 
 def config(order: Order) -> ObjectStoreConfig:
-    """The store, in its words."""
+    """Return the store's settings in Xenna's words."""
     store = order.store
     made = ObjectStoreConfig.make_for_s3(
         bucket=store["bucket"],

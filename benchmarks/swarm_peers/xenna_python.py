@@ -22,7 +22,7 @@ class NoXennaError(RuntimeError):
 
 
 def xenna_python() -> Path:
-    """The interpreter; the first call makes it, in about half a minute.
+    """Return the interpreter; the first call makes it, in about half a minute.
 
     Raises:
         NoXennaError: There is no Python that is new enough, or the packages cannot be had.
@@ -76,7 +76,7 @@ def _pythons() -> Iterator[Path]:
 
 
 def _works(python: Path) -> bool:
-    """Whether it runs at all: pyenv's stand-ins on the path need not."""
+    """Tell whether an interpreter runs at all: pyenv's stand-ins on the path need not."""
     try:
         _run(python, "-c", "import venv, ensurepip")
     except (OSError, subprocess.SubprocessError):

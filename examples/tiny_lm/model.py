@@ -27,7 +27,7 @@ class TinyLM(nn.Module):
         nn.init.normal_(self.places.weight, std=0.02)
 
     def forward(self, seen: torch.Tensor) -> torch.Tensor:
-        """What comes next, after each.
+        """Predict the next byte, after each.
 
         Args:
             seen: (rows, length), int64: bytes.
@@ -41,7 +41,7 @@ class TinyLM(nn.Module):
         return self.norm(x) @ self.bytes.weight.T
 
     def loss(self, rows: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy of rows, in nats a byte.
+        """Return the mean cross-entropy of rows, in nats a byte.
 
         Args:
             rows: (rows, length + 1), int64.

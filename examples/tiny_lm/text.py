@@ -21,7 +21,7 @@ def text_of(shards: Sequence[Path]) -> torch.Tensor:
 def rows_of(
     text: torch.Tensor, rows: int, length: int, dice: torch.Generator | None = None
 ) -> torch.Tensor:
-    """Some of it: (rows, length), int64.
+    """Draw rows of the text: (rows, length), int64.
 
     Args:
         text: As of `text_of`.

@@ -1,4 +1,4 @@
-"""What every worker of a campaign runs: ``python -m examples.tiny_lm.train``.
+"""Training script of every worker of a campaign: ``python -m examples.tiny_lm.train``.
 
 To train something else, change what is between `load` and `submit`. The rest is how a worker takes
 part: it begins each window with the weights of all, hands in how its own have changed, and waits

@@ -1,4 +1,4 @@
-"""Who saves at the end of an epoch, and who stands in: the same order on every member.
+"""Choose who saves at the end of an epoch, and who stands in: the same order on every member.
 
 Two ways. ``spread`` is ours: at least two where there are two, and everybody has a place in the
 order, so that whoever is gone is followed by the next. ``psyche`` is Psyche's, exactly
@@ -18,14 +18,14 @@ _SEEDS = 1 << 64
 
 
 class Choice(StrEnum):
-    """How checkpointers are chosen."""
+    """Rule by which checkpointers are chosen."""
 
     SPREAD = "spread"
     PSYCHE = "psyche"
 
 
 def order_of(members: Sequence[str], seed: int, choice: Choice = Choice.SPREAD) -> list[str]:
-    """The members, in the order in which they are checkpointers.
+    """Return the members, in the order in which they become checkpointers.
 
     Args:
         members: All of an epoch, each once, in the order that all members know them in.
@@ -46,7 +46,7 @@ def order_of(members: Sequence[str], seed: int, choice: Choice = Choice.SPREAD) 
 
 
 def number_of(members: int, choice: Choice = Choice.SPREAD) -> int:
-    """How many of so many members are checkpointers at once."""
+    """Return how many of so many members are checkpointers at once."""
     third = min(members // _SHARE, _MOST)
     return max(third, 1) if choice is Choice.PSYCHE else min(max(third, _LEAST), members)
 
@@ -58,7 +58,7 @@ def _psyche_key(seed: int) -> bytes:
 
 
 def _swap_or_not(index: int, count: int, key: bytes) -> int:
-    """The place of an index in a permutation of ``count``.
+    """Return the index that an index of ``count`` has after a permutation.
 
     Source: Hoang, Morris, Rogaway, "An enciphering scheme based on a card shuffle" (2012), as
     Ethereum's consensus specification computes it.

@@ -1,4 +1,4 @@
-"""What is to be saved, wherever it is now: files by their digests, and the tensors in them."""
+"""Content of a checkpoint before it is saved: files by their digests, and the tensors in them."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ class Content:
     body: Callable[[int], memoryview] = field(repr=False)
 
     def record(self, checkpoint: Checkpoint, job: str) -> Checkpoint:
-        """What is committed for it elsewhere, as another job's."""
+        """Return the metadata that commits this content as another job's checkpoint."""
         there = {"job": job, "parts": self.parts, "root": self.root}
         return with_digest(checkpoint.model_copy(update=there))
 
@@ -45,7 +45,7 @@ class Content:
 
 
 def saved_content(store: Store, checkpoint: Checkpoint) -> Content:
-    """The content of a checkpoint that was saved before, elsewhere: its files are read one by one.
+    """Return the content of a checkpoint that was saved elsewhere: its files are read one by one.
 
     Args:
         store: Where it is.
@@ -65,7 +65,7 @@ def content(
     tensors: Mapping[str, TensorRecord],
     body: Callable[[int], memoryview],
 ) -> Content:
-    """What will be saved at a step."""
+    """Return the content to be saved at a step."""
     there = tuple(Part(step=step, sha256=part.sha256, size=part.size) for part in parts)
     return Content(there, tensors, root_of(there, tensors), body)
 
@@ -100,7 +100,7 @@ def _plain_number(value: object) -> Any:
 
 
 def read_part(store: Store, job: str, part: Part, into: memoryview) -> memoryview:
-    """The bytes of a file, which are those that were saved.
+    """Return the bytes of a file, which are those that were saved.
 
     Args:
         store: Where it is.

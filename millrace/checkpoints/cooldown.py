@@ -59,7 +59,7 @@ _PATIENCE = timedelta(seconds=5)  # of one look, the next of which finds out wha
 
 @dataclass(frozen=True, slots=True)
 class Cooled:
-    """What the end of an epoch came to, for one member.
+    """Result of the end of an epoch, for one member.
 
     Attributes:
         outcome: In a word; only `CooldownOutcome.COMMITTED` is a success of this member's own.
@@ -83,7 +83,7 @@ class Cooled:
 
     @property
     def durable(self) -> bool:
-        """Whether the epoch ended with a checkpoint, whoever saved it."""
+        """True if the epoch ended with a checkpoint, whoever saved it."""
         return self.epoch is not None and self.epoch.root is not None
 
 
@@ -151,7 +151,7 @@ def cool_down(
 
 
 def epochs_without(store: Store, job: str, epoch: int) -> int:
-    """How many epochs in a row before this one ended without a checkpoint.
+    """Count the epochs in a row before this one that ended without a checkpoint.
 
     Raises:
         UnavailableError: The store does not answer.
@@ -273,7 +273,7 @@ class _Cooldown:
         return None
 
     def _broken(self) -> Cooled | None:
-        """What it came to, if this member cannot go on."""
+        """Return the result, if this member cannot go on."""
         if self._cancel.is_set():
             return self._cooled(CooldownOutcome.CANCELLED, "It was called off.")
         if self._race.error is not None:
@@ -340,7 +340,7 @@ class _Cooldown:
         return None
 
     def _is_there(self) -> bool:
-        """Whether the checkpoint is complete, or committed already."""
+        """Tell whether the checkpoint is complete, or committed already."""
         metadata = self._keys.metadata(self._draft.step)
         if self._confined:
             for name in {*self._racers(), self._member}:
@@ -360,7 +360,7 @@ class _Cooldown:
                 yield digest, stat.key
 
     def _racers(self) -> list[str]:
-        """Who uploads, as far as this member knows."""
+        """Return the members that upload, as far as this member knows."""
         if self._settings.choice is Choice.PSYCHE:
             return self._order[: self._number]
         apart = {
@@ -393,7 +393,7 @@ class _Cooldown:
         return self._over(commit_epoch(self._store, record))
 
     def _commit_metadata(self) -> bool:
-        """Whether the checkpoint is this member's commit.
+        """Tell whether the checkpoint is this member's commit.
 
         Raises:
             ConflictError: Another stands there.
@@ -412,7 +412,7 @@ class _Cooldown:
     # -- the end
 
     def _over(self, epoch: Epoch) -> Cooled:
-        """What it came to, the epoch having moved on."""
+        """Return the result, as the epoch has moved on."""
         self._epoch = epoch
         if epoch.root is None:
             if self._settings.on_timeout is OnTimeout.BACKGROUND:
@@ -431,7 +431,7 @@ class _Cooldown:
         return self._cooled(outcome, "" if first else f"{epoch.member} was first.")
 
     def _won(self, winner: str) -> CooldownOutcome:
-        """What it came to, somebody having committed the checkpoint."""
+        """Return the result, as another member has committed the checkpoint."""
         if winner == self._member:
             return CooldownOutcome.COMMITTED
         chosen = self._race.begun or self._member in self._racers()
@@ -520,7 +520,7 @@ class _Cooldown:
         return self._counted(Cooled(outcome, reason, self._epoch, seconds=seconds))
 
     def _counted(self, cooled: Cooled) -> Cooled:
-        """The same, with what was moved until now."""
+        """Return the result with the counts of what was moved until now."""
         race = self._race
         return replace(cooled, sent=race.sent, checked=race.checked, replaced=race.replaced)
 

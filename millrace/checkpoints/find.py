@@ -20,14 +20,14 @@ _AT_ONCE = 4
 
 
 class VerifyDepth(StrEnum):
-    """How thoroughly a checkpoint is verified."""
+    """Depth of the verification of a checkpoint."""
 
     SIZES = "sizes"
     DIGESTS = "digests"
 
 
 def find_jobs(store: Store, prefix: str = "", *, deepest: int = 8) -> Iterator[str]:
-    """The jobs below a store's URL that may have checkpoints. One listing a folder.
+    """Yield the jobs below a store's URL that may have checkpoints. One listing a folder.
 
     Args:
         store: Where to look.
@@ -46,14 +46,17 @@ def find_jobs(store: Store, prefix: str = "", *, deepest: int = 8) -> Iterator[s
 
 
 def steps(store: Store, job: str) -> list[int]:
-    """The steps of which there is anything, oldest first; not all are complete. One listing."""
+    """Return the steps of which there is anything, oldest first; not all are complete.
+
+    One listing.
+    """
     keys = CheckpointKeys(job)
     found = (keys.parse_folder(name) for name in list_folders(store, keys.prefix))
     return sorted(step for step in found if step is not None)
 
 
 def checkpoint_of(store: Store, job: str, step: int) -> Checkpoint:
-    """The checkpoint of a step, as it was committed. Its files are not looked at.
+    """Return the checkpoint of a step, as it was committed. Its files are not looked at.
 
     Raises:
         NotFoundError: There is none, or none that is complete.
@@ -64,7 +67,7 @@ def checkpoint_of(store: Store, job: str, step: int) -> Checkpoint:
 
 
 def checked(where: str, found: Checkpoint, job: str, step: int) -> Checkpoint:
-    """A checkpoint's metadata that was found where that of a job and step stands.
+    """Return a checkpoint's metadata, once it is known to be of this job and step.
 
     Raises:
         CorruptError: It is another's, or was changed.
@@ -116,7 +119,7 @@ def commit_checkpoint(store: Store, made: Checkpoint) -> Commit[Checkpoint]:
 
 
 def check_content(where: str, there: Checkpoint, root: str) -> Checkpoint:
-    """The checkpoint that stands where another of the same step was to be committed.
+    """Return the checkpoint that stands where another of the same step was to be committed.
 
     Raises:
         ConflictError: It has another content.
@@ -130,7 +133,7 @@ def check_content(where: str, there: Checkpoint, root: str) -> Checkpoint:
 
 
 def survey(store: Store, job: str) -> Iterator[tuple[int, Checkpoint | errors.CorruptError]]:
-    """The complete checkpoints of a job, newest first, or why one cannot be read, by their steps.
+    """Yield the complete checkpoints of a job, newest first, by step, or why one cannot be read.
 
     Their files are not looked at.
     """
@@ -144,12 +147,12 @@ def survey(store: Store, job: str) -> Iterator[tuple[int, Checkpoint | errors.Co
 
 
 def checkpoints(store: Store, job: str) -> Iterator[Checkpoint]:
-    """The complete checkpoints of a job, newest first. Their files are not looked at."""
+    """Return the complete checkpoints of a job, newest first. Their files are not looked at."""
     return (found for _, found in survey(store, job) if isinstance(found, Checkpoint))
 
 
 def newest(store: Store, job: str) -> Checkpoint | None:
-    """The newest complete checkpoint, if there is one. Its files are not looked at."""
+    """Return the newest complete checkpoint, if there is one. Its files are not looked at."""
     return next(checkpoints(store, job), None)
 
 
@@ -179,7 +182,7 @@ def verify(
 def latest(
     store: Store, job: str, *, check: VerifyDepth = VerifyDepth.DIGESTS, progress: Progress = silent
 ) -> Checkpoint | None:
-    """The newest checkpoint that is verified; None if there is none.
+    """Return the newest checkpoint that is verified; None if there is none.
 
     One with a damaged file is moved out of the way (`quarantine`), and the one before it is looked
     at. One whose metadata is damaged is passed over and stays, until its step is saved anew: a
@@ -299,7 +302,7 @@ def quarantine(store: Store, checkpoint: Checkpoint, damage: dict[str, str]) -> 
 
 
 def root_of(parts: Iterable[Part], tensors: Mapping[str, TensorRecord]) -> str:
-    """The digest of a checkpoint's content, which step and time are not part of."""
+    """Return the digest of a checkpoint's content, which step and time are not part of."""
     content = {
         "parts": [[part.sha256, part.size] for part in parts],
         "tensors": {name: record.model_dump(mode="json") for name, record in tensors.items()},
@@ -308,7 +311,7 @@ def root_of(parts: Iterable[Part], tensors: Mapping[str, TensorRecord]) -> str:
 
 
 def _damage(store: Store, job: str, part: Part, check: VerifyDepth) -> str:
-    """What is wrong with a file, as a sentence; empty if nothing is."""
+    """Return the damage of a file, as a sentence; empty if there is none."""
     key = CheckpointKeys(job).part(part.step, part.sha256)
     found = difference(store, key, part.size, part.sha256 if check is VerifyDepth.DIGESTS else None)
     return found and f"{store.url_of(key)}: {found}."

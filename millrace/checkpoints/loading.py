@@ -230,7 +230,7 @@ class _Wanted:
     content: torch.Tensor
 
     def chunks(self) -> Iterator[Chunk]:
-        """The boxes in the checkpoint that some of it lies in."""
+        """Yield the boxes in the checkpoint that some of it lies in."""
         for chunk in self.record.chunks:
             if all(low < high for low, high in self._overlap(chunk, chunk.start)):
                 yield chunk
@@ -247,7 +247,7 @@ class _Wanted:
         self.box[_slices(here)].copy_(found[_slices(there)])
 
     def _overlap(self, chunk: Chunk, origin: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Where the two boxes are one, in each dimension, counted from a place."""
+        """Return where the two boxes are one, in each dimension, counted from a place."""
         axes = zip(chunk.start, chunk.shape, self.start, self.box.shape, origin, strict=True)
         return [(max(a, b) - at, min(a + n, b + m) - at) for a, n, b, m, at in axes]
 
@@ -262,7 +262,7 @@ def _is_own(name: str, rank: int | None) -> bool:
 
 
 def _arrays(store: Store, checkpoint: Checkpoint) -> set[str]:
-    """The names of the tensors that are numpy arrays in the state."""
+    """Return the names of the tensors that are numpy arrays in the state."""
     record = checkpoint.tensors.get(SKELETON)
     if record is None:
         return set()

@@ -41,7 +41,7 @@ class SavedSource(StoreSettings):
 
 
 class MemberSettings(BaseModel):
-    """What a member needs to know in order to end an epoch."""
+    """Settings of a member that ends an epoch."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

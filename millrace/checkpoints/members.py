@@ -120,7 +120,7 @@ class Membership:
 
 
 def census_of(store: Store, job: str, clock: StoreClock) -> Census:
-    """Who of a job's members lives."""
+    """Return the census of a job's living members."""
     return Census(store, job, _GROUP, clock, strict=False)  # one cannot stop the others
 
 
@@ -283,7 +283,7 @@ class Statements:
         return set(members) & (set(living) | self.claims.keys())
 
     def favourite(self) -> tuple[Claim | None, int]:
-        """A claim of what most say, and how many say it."""
+        """Return a vote that most members share, and the number of those members."""
         votes = Counter(claim.said for claim in self.claims.values() if claim.root)
         if not votes:
             return None, 0

@@ -69,7 +69,7 @@ def members_on_ray(settings: MemberSettings, address: str | None = None) -> Gene
 
 
 def _got(ray: Any, asked: Any) -> str:
-    """What a task returned, or why it did not."""
+    """Return the result of a task, or the reason why it failed."""
     try:
         return str(ray.get(asked))
     except Exception as error:  # noqa: BLE001 - a node that fails is a member less
@@ -84,7 +84,7 @@ def _here(settings: MemberSettings) -> MemberSettings:
 
 
 def _missing(settings: MemberSettings) -> str:
-    """Why there is no checkpoint on this node; empty if there is."""
+    """Return the reason why there is no checkpoint on this node; empty if there is one."""
     try:
         _here(settings).source.open()
     except errors.MillraceError as error:

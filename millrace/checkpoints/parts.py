@@ -1,4 +1,4 @@
-"""How tensors lie in files: which go into which part, and a part's bytes.
+"""Layout of tensors in files: which go into which part, and a part's bytes.
 
 A part is a safetensors file (https://github.com/huggingface/safetensors, "Format"): eight bytes of
 length, a header in JSON, the tensors one after another. Its bytes depend on the tensors alone, so
@@ -104,7 +104,7 @@ def laid_out(pieces: Mapping[str, Piece], part_bytes: int) -> list[PartLayout]:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The type that safetensors calls so.
+    """Return the type that safetensors has under a name.
 
     Raises:
         CorruptError: None is.
@@ -116,7 +116,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """What safetensors calls a type.
+    """Return safetensors' name of a type.
 
     Raises:
         ConfigurationError: It has no name for it.
@@ -128,7 +128,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def read_boxes(body: memoryview) -> dict[str, torch.Tensor]:
-    """The tensors of a part's file, as views of its bytes.
+    """Return the tensors of a part's file, as views of its bytes.
 
     Raises:
         CorruptError: It is no safetensors file, or its header does not describe it.
@@ -160,7 +160,7 @@ def _boxes(pieces: Mapping[str, Piece], part_bytes: int) -> Iterator[Box]:
 def _box_name(
     tensor: str, start: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]
 ) -> str:
-    """What a box is called: ``w``, or as Python cuts it, ``w[0:8,16:32]``."""
+    """Return the name of a box: ``w``, or as Python cuts it, ``w[0:8,16:32]``."""
     cut = max((axis for axis, size in enumerate(shape) if size != whole[axis]), default=-1)
     edges = list(zip(start, shape, strict=True))[: cut + 1]
     slices = ",".join(f"{at}:{at + size}" for at, size in edges)

@@ -1,4 +1,4 @@
-"""What one process holds of a tensor: all of it, or its shard of a distributed one."""
+"""Part of a tensor that one process holds: all of it, or its shard of a distributed one."""
 
 import sys
 from dataclasses import dataclass, field
@@ -30,7 +30,9 @@ class Piece:
 
 
 def piece_of(name: str, tensor: torch.Tensor) -> Piece:
-    """What this process holds of a tensor. Of a DTensor: its shard; nothing is sent.
+    """Return the part of a tensor that this process holds.
+
+    Of a DTensor: its shard; nothing is sent.
 
     Of the processes that hold a replica, the first in each dimension of the mesh saves it.
 
@@ -59,13 +61,13 @@ def piece_of(name: str, tensor: torch.Tensor) -> Piece:
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor, as FSDP2 and tensor parallelism make them."""
+    """Tell whether a tensor is a DTensor, as FSDP2 and tensor parallelism make them."""
     module = sys.modules.get("torch.distributed.tensor")  # who has one has imported it
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def covered_once(shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> bool:
-    """Whether boxes cover a tensor of a shape, each element once."""
+    """Tell whether boxes cover a tensor of a shape, each element once."""
     chunks = tuple(chunk for chunk in chunks if 0 not in chunk.shape)
     if 0 in shape:
         return not chunks

@@ -26,7 +26,7 @@ PATIENCE = timedelta(seconds=20)
 
 
 class ProbeVerdict(StrEnum):
-    """Whether a job could save to a place. Only the first is a yes."""
+    """Verdict on whether a job could save to a destination. Only the first is a yes."""
 
     READY = "ready"
     READ_ONLY = "read only"  # the credentials may list, and not write, overwrite or delete
@@ -41,13 +41,13 @@ class ProbeVerdict(StrEnum):
 
     @property
     def exit_code(self) -> int:
-        """What `millrace probe` ends with: 0 if it is ready, else from 11 on in this order."""
+        """Exit code of `millrace probe`: 0 if it is ready, else from 11 on in this order."""
         return 0 if self is ProbeVerdict.READY else 10 + list(ProbeVerdict).index(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What was found out.
+    """Result of a probe.
 
     Attributes:
         verdict: In a word.
@@ -64,6 +64,7 @@ class Probe:
 
     @property
     def ready(self) -> bool:
+        """True if the verdict is a yes."""
         return self.verdict is ProbeVerdict.READY
 
 
@@ -101,7 +102,7 @@ def probed(
     within: timedelta | None,
     folder: str | None = None,
 ) -> Probe:
-    """The verdict on a place, from what came of trying it.
+    """Return the verdict on a destination, from the results of trying it.
 
     Args:
         url: Where it is.
@@ -166,7 +167,7 @@ def _tried(store: Store, job: str, key: str) -> float:
 
 
 def _tried_at_google(store: Store, job: str, key: str) -> float:
-    """The same, and what Google says about what was refused, or what a large part needs too."""
+    """Return the verdict, with permissions that Google lacks, also those for a large part."""
     try:
         rate = _tried(store, job, key)
     except FailedError as failed:

@@ -68,12 +68,12 @@ class Race:
 
     @property
     def begun(self) -> bool:
-        """Whether this member uploads."""
+        """True if this member uploads."""
         return bool(self._threads)
 
     @property
     def complete(self) -> bool:
-        """Whether every file is there, and is right."""
+        """True if every file is there, and is right."""
         with self._changed:
             return len(self._good) == len(self._numbers)
 
@@ -161,7 +161,7 @@ class Race:
             )
 
     def _next_upload(self) -> str | None:
-        """A file of this member's share; one of another's, once all of that was sent."""
+        """Return a file of this member's share; one of another's, once all of that was sent."""
         with self._changed:
             while not self._stopped:
                 if not self._mine and self._sending and not self._helping:

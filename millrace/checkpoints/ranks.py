@@ -32,7 +32,7 @@ _LOOK = 1.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Which of several ranks this process is.
+    """Rank of this process among several.
 
     Attributes:
         rank: From 0.
@@ -53,7 +53,7 @@ class Ranks:
 
     @classmethod
     def of_group(cls, group: torch.distributed.ProcessGroup | None = None) -> Self:
-        """The ranks of torch's process group, with an attempt drawn by the first.
+        """Return the ranks of torch's process group, with an attempt drawn by the first.
 
         A collective: all of them call it.
 
@@ -108,7 +108,7 @@ def save_together(store: Store, ranks: Ranks, share: Share, within: timedelta) -
 
 
 def _there(store: Store, share: Share) -> Checkpoint | None:
-    """The checkpoint of the step, if another rank has committed it."""
+    """Return the checkpoint of the step, if another rank has committed it."""
     try:
         return checkpoint_of(store, share.job, share.step)
     except errors.NotFoundError:
@@ -120,7 +120,7 @@ def _there(store: Store, share: Share) -> Checkpoint | None:
 
 
 def has(checkpoint: Checkpoint, share: Share) -> bool:
-    """Whether a checkpoint is made of this share, among others."""
+    """Tell whether a checkpoint is made of this share, among others."""
     digests = {part.sha256 for part in checkpoint.parts}
     return digests.issuperset(part.sha256 for part in share.parts)
 
@@ -137,7 +137,7 @@ def _joined(store: Store, ranks: Ranks, share: Share) -> Checkpoint | None:
 
 
 def assembled(shares: Sequence[Share]) -> Checkpoint:
-    """The checkpoint that the shares of all ranks make up.
+    """Return the checkpoint that the shares of all ranks make up.
 
     Args:
         shares: In the order of their ranks.

@@ -37,7 +37,7 @@ class Removal:
 
     @property
     def key(self) -> str:
-        """Which."""
+        """Key of the object."""
         return self.stat.key
 
     @property
@@ -48,7 +48,7 @@ class Removal:
 
 @dataclass(frozen=True, slots=True)
 class RetentionPlan:
-    """What is kept of a job, and what goes.
+    """Checkpoints of a job that are kept, and those that are removed.
 
     Attributes:
         job: Whose.
@@ -72,7 +72,7 @@ class RetentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """What became of a plan.
+    """Result of a retention plan.
 
     Attributes:
         removed: How many objects are gone.
@@ -180,7 +180,7 @@ _UNKNOWN = "another checkpoint cannot be read, and may refer to its files"
 
 
 def _records(store: Store, job: str) -> tuple[dict[int, Checkpoint], list[int]]:
-    """The complete checkpoints by their steps, and the steps whose metadata cannot be read."""
+    """Return the complete checkpoints by their steps, and the steps with unreadable metadata."""
     complete: dict[int, Checkpoint] = {}
     unreadable: list[int] = []
     for step, found in survey(store, job):
@@ -198,7 +198,7 @@ def _kept(
     rules: Retention,
     check: VerifyDepth,
 ) -> dict[int, str]:
-    """Why each step is kept that is."""
+    """Return the reason for each step that is kept."""
     kept: dict[int, str] = {}
     newest_first = sorted(complete, reverse=True)
     for step in newest_first:
@@ -255,7 +255,7 @@ def _pinned(
 
 
 def _files(keys: CheckpointKeys, checkpoints: Iterable[Checkpoint]) -> set[str]:
-    """The keys of all files that checkpoints name."""
+    """Return the keys of all files that checkpoints name."""
     return {
         keys.part(part.step, part.sha256) for checkpoint in checkpoints for part in checkpoint.parts
     }

@@ -41,7 +41,7 @@ class Saving:
         self._asked = False
 
     def done(self) -> bool:
-        """Whether it is over, one way or the other."""
+        """Tell whether the save has ended, with or without success."""
         return self._future.done()
 
     def result(self, timeout: timedelta | None = None) -> Checkpoint:
@@ -217,7 +217,7 @@ class Saver:
         return checkpoint
 
     def _committed(self, share: Share) -> Checkpoint:
-        """The checkpoint, once its metadata is there.
+        """Return the checkpoint, once its metadata is there.
 
         Raises:
             ConflictError: It is another one.
@@ -233,7 +233,7 @@ class Saver:
         return check_content(self._store.url_of(key), there, root)
 
     def _there(self, step: int) -> Iterator[tuple[str, int]]:
-        """The digests and sizes of files that an earlier save of this step has left there."""
+        """Yield the digests and sizes of files that an earlier save of this step has left there."""
         for stat in list_objects(self._store, self._keys.parts(step)):
             found = self._keys.parse_part(stat.key)
             if found is not None:
@@ -281,7 +281,7 @@ class Saver:
         return len(body)
 
     def _is_right(self, part: Part) -> bool:
-        """Whether a file is there with these bytes: proved once a saver.
+        """Tell whether a file is there with these bytes: proved once a saver.
 
         The store is asked for its digest; where it keeps none, the file is read.
         """

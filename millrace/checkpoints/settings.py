@@ -1,4 +1,4 @@
-"""What a person says of how checkpoints are saved, which are kept, and how an epoch ends."""
+"""Settings for how checkpoints are saved, which are kept, and how an epoch ends."""
 
 from datetime import timedelta
 from enum import StrEnum
@@ -11,7 +11,7 @@ from millrace.settings import Duration
 
 
 class SaveSettings(BaseModel):
-    """How a checkpoint is saved."""
+    """Settings of a save."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,7 +37,7 @@ class SaveSettings(BaseModel):
 
 
 class Retention(BaseModel):
-    """Which checkpoints are kept: what any of the rules keeps. All others are removed."""
+    """Rules for which checkpoints are kept: those that any rule keeps. All others are removed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -53,7 +53,7 @@ class Retention(BaseModel):
 
 
 class OnTimeout(StrEnum):
-    """What to do when an epoch's checkpoint is not there in time."""
+    """Action when an epoch's checkpoint is not there in time."""
 
     EXTEND = "extend"  # wait once more
     ELECT = "elect"  # wait once more, with as many checkpointers more
@@ -62,7 +62,7 @@ class OnTimeout(StrEnum):
 
 
 class CooldownSettings(BaseModel):
-    """How an epoch ends: who saves, and for how long the others wait."""
+    """Settings of the end of an epoch: who saves, and for how long the others wait."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

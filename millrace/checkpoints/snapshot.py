@@ -41,7 +41,7 @@ class Snapshot:
             yield memoryview(buffer)[: layout.size]
 
     def content(self, step: int) -> Content:
-        """What will be saved of it at a step. Every file is hashed, four at a time."""
+        """Return the content to be saved at a step. Every file is hashed, four at a time."""
         files = tuple(self.files)
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="digest") as pool:
             digests = list(pool.map(sha256, files))
@@ -53,7 +53,7 @@ class Snapshot:
 
 
 class Memory:
-    """Where snapshots are taken to: kept from one to the next, as new memory costs most."""
+    """Memory that snapshots are copied into, kept from one to the next: new memory is slow."""
 
     def __init__(self) -> None:
         self._buffers: list[mmap] = []
@@ -114,7 +114,7 @@ class Memory:
 def _held(
     name: str, tensor: torch.Tensor, rank: int | None, mine: Callable[[str], bool] | None
 ) -> Piece:
-    """What this process holds of a tensor, and whether it saves it."""
+    """Return the part of a tensor that this process holds, and whether this process saves it."""
     piece = piece_of(name, tensor)
     if not is_distributed(tensor):
         its = not rank if mine is None or is_skeleton(name) else mine(name)

@@ -32,7 +32,7 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
 def taken_apart(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a state by their paths (``model.layers.0.weight``), and its skeleton.
+    """Return the tensors of a state by their paths (``model.layers.0.weight``), and its skeleton.
 
     A tensor that stands in two places is there once, unless it is distributed. Tensors are not
     copied. The skeleton is put together again and compared with the state before it is returned.
@@ -57,7 +57,7 @@ def taken_apart(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def put_together(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The state that `taken_apart` took apart; what is missing in it is left out.
+    """Return the state that `taken_apart` took apart; what is missing in it is left out.
 
     Raises:
         CorruptError: The skeleton is none.
@@ -72,7 +72,7 @@ def put_together(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def array_names(skeleton: torch.Tensor) -> set[str]:
-    """The names of the tensors that numpy arrays are stored as.
+    """Return the names of the tensors that numpy arrays are stored as.
 
     Raises:
         CorruptError: The skeleton is none.
@@ -96,12 +96,12 @@ def array_names(skeleton: torch.Tensor) -> set[str]:
 
 
 def own_name(rank: int, name: str) -> str:
-    """What a tensor of what a rank alone has is called in the checkpoint of all."""
+    """Return the name that a tensor of one rank alone has in the checkpoint of all."""
     return f"{_OWN}{rank:06d}.{name}"
 
 
 def own_rank(name: str) -> tuple[int, str] | None:
-    """The rank and the name that `own_name` made this name of; None if it did not."""
+    """Return the rank and the name that `own_name` made this name of; None if it did not."""
     if not name.startswith(_OWN):
         return None
     rank, _, inner = name.removeprefix(_OWN).partition(".")
@@ -109,7 +109,7 @@ def own_rank(name: str) -> tuple[int, str] | None:
 
 
 def is_skeleton(name: str) -> bool:
-    """Whether a tensor is a skeleton: of the state, or of what a rank alone has."""
+    """Tell whether a tensor is a skeleton: of the state, or of the part that one rank alone has."""
     own = own_rank(name)
     return (own[1] if own else name) == SKELETON
 
@@ -196,13 +196,13 @@ def _below(path: str, name: object) -> str:
 
 
 def _shown(path: str) -> str:
-    """A path as an error message names it."""
+    """Return a path as an error message names it."""
     whole = path.encode("utf-8", "backslashreplace").decode() or "The state"
     return whole if len(whole) <= _LONGEST_PATH else f"{whole[:_LONGEST_PATH]}..."
 
 
 def _plain(value: Any) -> Any:
-    """A number or text of any class as Python's own; anything else as it is."""
+    """Return a number or text of any class as Python's own; anything else as it is."""
     if isinstance(value, np.bool_ | np.integer | np.floating):
         value = cast("Any", value).item()
     # The methods of the base classes: a subclass may print as something else.
@@ -220,7 +220,7 @@ def _plain(value: Any) -> Any:
 
 
 def _leaf(value: Any, path: str) -> Any:
-    """The node of a value that contains no other."""
+    """Return the node of a value that contains no other."""
     value = _plain(value)
     match value:
         case None | bool():
@@ -244,7 +244,7 @@ def _leaf(value: Any, path: str) -> Any:
 
 
 def _key(key: Any, path: str) -> Any:
-    """The node of a dict's key: what can be one again when the checkpoint is loaded."""
+    """Return the node of a dict's key, which is a key again when the checkpoint is loaded."""
     if type(key) in {tuple, torch.Size}:
         return ["u", *(_key(item, path) for item in key)]
     if isinstance(key, torch.Tensor | np.ndarray):
@@ -282,7 +282,7 @@ def _from_numpy(value: "np.ndarray[Any, Any]", path: str) -> torch.Tensor:
 
 
 def _difference(given: Any, back: Any, path: str) -> str:
-    """The path of the first value that differs from the one given; empty if none does."""
+    """Return the path of the first value that differs from the one given; empty if none does."""
     kind = cast("type[Any]", type(back))
     if isinstance(given, Mapping):
         items = list(cast("Mapping[Any, Any]", given).items())
@@ -309,7 +309,7 @@ def _difference(given: Any, back: Any, path: str) -> str:
 
 
 def _is_same(given: Any, back: Any) -> bool:
-    """Whether a value that contains no other came back: of arrays their form is compared."""
+    """Tell whether a value without children came back: of arrays their form is compared."""
     if isinstance(given, torch.Tensor | np.ndarray):
         one, other = cast("Any", given), back
         kind = torch.Tensor if isinstance(given, torch.Tensor) else np.ndarray

@@ -20,7 +20,9 @@ class ShardEncoder(Protocol):
     samples: int
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Bytes of the shard so far."""
+        ...
 
     def add(self, sample: Sample, limit: int) -> bool:
         """Append a sample, unless the shard would then be larger than the limit.
@@ -36,7 +38,7 @@ class ShardEncoder(Protocol):
         ...
 
     def close(self) -> memoryview:
-        """The finished shard: a view of the buffer, valid until the next `reset`."""
+        """Finish the shard: return a view of the buffer, valid until the next `reset`."""
         ...
 
     def reset(self) -> None:

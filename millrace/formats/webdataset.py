@@ -75,7 +75,7 @@ class TarEncoder:
         return True
 
     def close(self) -> memoryview:
-        """The finished tar file."""
+        """Finish the tar file, and return it."""
         size = self.size
         self._reserve(size)
         self._buffer[self._end : size] = _ZEROS[: size - self._end]
@@ -110,7 +110,7 @@ def _padded(size: int, unit: int) -> int:
 
 
 def _header(name: str, size: int) -> bytes:
-    """A member's header: 512 bytes, more for a name that ustar cannot hold."""
+    """Return a member's header: 512 bytes, more for a name that ustar cannot hold."""
     if len(name) > _NAME or not name.isascii() or size > _LARGEST:
         return _pax_header(name, size)
     raw = name.encode()
@@ -120,7 +120,7 @@ def _header(name: str, size: int) -> bytes:
 
 @lru_cache(1 << 12)
 def _middle(size: int) -> tuple[bytes, int]:
-    """A header between its name and its checksum, and the checksum of all but the name."""
+    """Return a header between its name and its checksum, and the checksum of all but the name."""
     middle = b"%b%011o\x00%b" % (_MODE_OWNER, size, _MTIME)
     return middle, _CONSTANT + sum(middle)
 

@@ -22,7 +22,7 @@ from millrace.storage import Store
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What leads from one link to the next.
+    """Changes that lead from one link to the next.
 
     Attributes:
         before: The link before.
@@ -123,7 +123,7 @@ def aggregate(
 
 
 def _taken(payloads: Mapping[str, Payload], weights: Weights | None) -> dict[str, Taken]:
-    """Who is in, and what each counts."""
+    """Return the workers that are in, with the weight of each."""
     if weights is None:
         return {}
     return {

@@ -108,7 +108,7 @@ def _placing(settings: AggregatorSettings, progress: Progress) -> AbstractContex
 
 
 def _leased(store: Store, keys: ChainKeys, ttl: timedelta) -> Lease:
-    """The run's lease: waited for until it is free, or whoever has it is heard of."""
+    """Acquire the run's lease: wait until it is free, or its holder is heard of."""
     holder = Holder.this_process()
     clock = StoreClock.read(store, keys.job, holder)
     held = await_lease(store, LeaseKeys(keys.job, "aggregator"), holder, ttl, clock)
@@ -127,7 +127,9 @@ def beginning(
     *,
     progress: Progress = silent,
 ) -> tuple[Spread, int]:
-    """The newest weights of a run that a checkpoint has, and their window; it may begin now.
+    """Return the newest weights of a run that a checkpoint has, and their window.
+
+    Begin it if it is new.
 
     Args:
         settings: Which run.

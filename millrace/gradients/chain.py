@@ -64,7 +64,7 @@ def begin(store: Store, keys: ChainKeys, start: Start) -> Start:
 
 
 def update_bytes(merged: MergedTensors) -> bytes:
-    """Merged gradients as an ``.npz`` file. Equal ones make equal bytes.
+    """Encode merged gradients as an ``.npz`` file. Equal ones make equal bytes.
 
     Its arrays are named by the tensor's place and what they are: ``0.counts``, ``0.places``,
     ``0.values``, each of all runs of chunks one behind the other.
@@ -98,7 +98,7 @@ def store_update(store: Store, keys: ChainKeys, step: int, body: bytes, tensors:
 
 
 def digest_of(link: Start | Link) -> str:
-    """What the next link names it by."""
+    """Return the digest by which the next link names this one."""
     return sha256(canonical(link.model_dump(mode="json")))
 
 
@@ -109,7 +109,7 @@ def newest(store: Store, keys: ChainKeys) -> int:
 
 
 def links(store: Store, keys: ChainKeys, *, after: int = 0) -> Iterator[Link]:
-    """The links of a run, in order, each held against the one before.
+    """Yield the links of a run, in order, each checked against the one before.
 
     Args:
         store: The aggregator's bucket.
@@ -128,7 +128,7 @@ def links(store: Store, keys: ChainKeys, *, after: int = 0) -> Iterator[Link]:
 
 
 def link_at(store: Store, keys: ChainKeys, window: int) -> Start | Link:
-    """The link of a window, by itself; of window 0 the first.
+    """Return the link of a window, by itself; of window 0 the first.
 
     Raises:
         NotFoundError: The run has not begun.
@@ -145,7 +145,7 @@ def link_at(store: Store, keys: ChainKeys, window: int) -> Start | Link:
 
 
 def link_after(store: Store, keys: ChainKeys, window: int, before: Start | Link) -> Link:
-    """The link of a window, held against the one before.
+    """Return the link of a window, checked against the one before.
 
     Raises:
         ChainError: It is missing, or does not name the one before.
@@ -204,7 +204,7 @@ def check_state(link: Start | Link, digest: str) -> None:
 def merged_of(
     store: Store, link: Link, names: Container[str] | None = None
 ) -> Iterator[dict[str, tuple[Merged, ...]]]:
-    """The merged gradients of a link, one object at a time, all of it checked.
+    """Yield the merged gradients of a link, one object at a time, all of it checked.
 
     Args:
         store: The aggregator's bucket.
@@ -362,6 +362,6 @@ def _check(run: Merged, chunks: Chunks) -> None:
 def names_and_shapes(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
-    """What a link says of the tensors, in the order of their names."""
+    """Return the names and shapes of the tensors in a link, in the order of their names."""
     names: Sequence[str] = sorted(shapes)
     return tuple(names), tuple(tuple(shapes[name]) for name in names)

@@ -1,4 +1,4 @@
-"""How a tensor is cut into chunks: from its shape and the codec alone, so that all cut alike."""
+"""Cut a tensor into chunks, from its shape and the codec alone, so that all cut alike."""
 
 from dataclasses import dataclass
 from math import prod
@@ -58,7 +58,9 @@ class Tiles:
 
 
 def chunks_of(shape: tuple[int, ...], codec: Codec) -> tuple[Chunks, ...]:
-    """The chunks of a tensor. Every value is in one; no size is padded, so that nothing is wasted.
+    """Cut a tensor into chunks.
+
+    Every value is in one; no size is padded, so that nothing is wasted.
 
     Chunks are runs of at most 4096 values, as equal as they can be; with a transform, of whole
     tiles.
@@ -83,7 +85,7 @@ def chunks_of(shape: tuple[int, ...], codec: Codec) -> tuple[Chunks, ...]:
 
 
 def tiles_of(shape: tuple[int, ...]) -> tuple[Tiles, ...]:
-    """The tiles of a tensor, seen as a matrix: its first dimension by all others.
+    """Cut a tensor into tiles, as a matrix: its first dimension by all others.
 
     Rows and columns are cut as evenly as can be, into at most two lengths each: a prime or odd
     dimension makes tiles of two sizes, and none of 1 by 1.
@@ -101,14 +103,14 @@ def tiles_of(shape: tuple[int, ...]) -> tuple[Tiles, ...]:
 
 
 def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
-    """The rows and columns of a tensor that is seen as a matrix; of a vector, one row."""
+    """Return the rows and columns of a tensor as a matrix; of a vector, one row."""
     if len(shape) < 2:
         return 1, prod(shape)
     return shape[0], prod(shape[1:])
 
 
 def _even(length: int, most: int) -> list[tuple[int, int]]:
-    """A length cut into as few pieces as can be, none longer than ``most``: counts and lengths."""
+    """Cut a length into as few pieces as can be, none longer than ``most``: counts and lengths."""
     if not length:
         return []
     pieces = -(-length // most)

@@ -64,7 +64,7 @@ class GradientEncoder:
     def chosen(
         self, tensor: torch.Tensor, mask: Mask | None = None
     ) -> tuple[torch.Tensor, tuple[Sparse, ...]]:
-        """A tensor's values in the order of its chunks, and those of them that are sent.
+        """Return a tensor's values in the order of its chunks, and those of them that are sent.
 
         Args:
             tensor: float32, contiguous; on any device, where the values are too.
@@ -110,7 +110,7 @@ class Decoder:
         out: torch.Tensor | None = None,
         mask: Mask | None = None,
     ) -> torch.Tensor:
-        """The tensor that compressed bytes stand for.
+        """Decode compressed bytes into a tensor.
 
         Args:
             body: Of a `GradientEncoder`, or of whom one does not trust: all of it is checked.
@@ -199,7 +199,7 @@ class Feedback:
 
     @contextmanager
     def all_or_nothing(self) -> Generator[None]:
-        """If the block raises, what is kept is as it was before."""
+        """Restore the kept values if the block raises."""
         kept, sent = dict(self._kept), dict(self._sent)  # tensors in them are never changed
         mask = self._mask
         try:
@@ -209,7 +209,7 @@ class Feedback:
             raise
 
     def kept(self, name: str) -> torch.Tensor:
-        """What was not sent of a tensor yet.
+        """Return the values of a tensor that were not sent yet.
 
         Raises:
             NotFoundError: Nothing was ever sent of it.
@@ -220,7 +220,7 @@ class Feedback:
             raise errors.NotFoundError(f"Nothing was sent of {name} yet.") from None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """Return the state for a checkpoint."""
         mask = None if self._mask is None else {"run": self._mask.run, "window": self._mask.window}
         return {"kept": dict(self._kept), "sent": dict(self._sent), "mask": mask}
 

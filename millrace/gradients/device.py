@@ -73,7 +73,9 @@ def dense_there(runs: Sequence[Sparse], codec: Codec, out: torch.Tensor) -> None
 
 
 def _largest(chunks: torch.Tensor, k: int) -> torch.Tensor:
-    """The places of the ``k`` largest magnitudes of each chunk, ascending; of equals the first.
+    """Return the places of the ``k`` largest magnitudes of each chunk, ascending.
+
+    Of equals the first.
 
     Each value's key is its magnitude, and below it how far from the end it stands: no two are
     equal, so that there is one answer on every device.

@@ -56,7 +56,7 @@ class Sender:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What is gathered.
+    """Window whose gradients are gathered.
 
     Attributes:
         keys: Of the run.
@@ -79,7 +79,7 @@ class Window:
     norm: float | None = None
 
     def expected(self, uid: str) -> Expected:
-        """What a worker's gradient must be."""
+        """Return the conditions that a worker's gradient must meet."""
         return Expected(
             run=self.keys.run,
             uid=uid,
@@ -359,13 +359,13 @@ class _Gathering:
         self._progress(Event("gradient.refused", uid, {"reason": Refusal.OVERWRITTEN}))
 
     def _hurried(self, uid: str) -> Store:
-        """A worker's store, whose requests are not tried again when the window is over."""
+        """Return a worker's store, whose requests are not tried again when the window is over."""
         left = max(1.0, self._until - time.monotonic())
         store = self._stores[uid]
         return store.hurried(min(store.spec.patience, timedelta(seconds=left)))
 
     def _places(self, asked: Sequence[str]) -> list[list[str]]:
-        """The workers of each bucket: of one that many share, it is listed once."""
+        """Group the workers by bucket: a bucket that many share is listed once."""
         places: dict[int, list[str]] = {}
         for uid in asked:
             places.setdefault(id(self._stores[uid]), []).append(uid)
@@ -440,7 +440,10 @@ class _Gathering:
                 self._progress(Event("gradient.refused", uid, {"reason": read.out.reason}))
 
     def _right(self) -> list[str]:
-        """Whose gradients are right, in the order in which they count; no content twice."""
+        """Return the workers whose gradients are right, in the order in which they count.
+
+        No content twice.
+        """
         right = [uid for uid in self._order if uid in self._read and self._read[uid].payload]
         by_content: dict[str, str] = {}
         for uid in sorted(right, key=lambda uid: (str(self._read[uid].written), uid)):

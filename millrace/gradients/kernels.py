@@ -33,7 +33,9 @@ def _count_above(bits: Any, size: int, threshold: Any) -> Any:
 
 @compiled
 def select(chunks: Any, k: int, out: Any) -> None:  # noqa: C901, PLR0912 - one loop, compiled
-    """The places of the ``k`` largest magnitudes of each chunk, ascending; of equals the first.
+    """Return the places of the ``k`` largest magnitudes of each chunk, ascending.
+
+    Of equals the first.
 
     Args:
         chunks: (chunks, size), int32: the bits of float32.
@@ -94,7 +96,7 @@ def select(chunks: Any, k: int, out: Any) -> None:  # noqa: C901, PLR0912 - one 
 
 @compiled
 def gather(chunks: Any, places: Any, out: Any) -> None:
-    """The values at places of each chunk: (chunks, k)."""
+    """Return the values at places of each chunk: (chunks, k)."""
     for row in range(places.shape[0]):
         for j in range(places.shape[1]):
             out[row, j] = chunks[row, places[row, j]]
@@ -119,13 +121,13 @@ def spread(places: Any, values: Any, out: Any) -> None:
 
 @njit(nogil=True, inline="always")
 def _bfloat16(bits: Any) -> Any:
-    """The bfloat16 nearest to a float32, by their bits; of two equally near the even one."""
+    """Return the bfloat16 nearest to a float32, by their bits; of two equally near the even one."""
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> 16)
 
 
 @njit(nogil=True, inline="always")
 def _level(high: Any, ratio: Any, code: Any, most: Any) -> Any:
-    """The magnitude that a code means: from ``high * ratio / 255`` to ``high`` in equal steps."""
+    """Return the magnitude of a code: ``high * ratio / 255`` to ``high`` in equal steps."""
     low = high * (ratio / 255.0)
     return low + (high - low) * (code / most)
 
@@ -213,7 +215,7 @@ def quantise(values: Any, levels: int, high: Any, ratio: Any, codes: Any) -> Non
 
 @compiled
 def dequantise(high: Any, ratio: Any, codes: Any, levels: int, values: Any) -> None:
-    """The float32 that codes mean: (chunks, k)."""
+    """Return the float32 that codes mean: (chunks, k)."""
     rows, k = codes.shape
     word = np.empty(1, np.uint32)
     table = np.empty(2 * levels, np.float32)
@@ -231,7 +233,7 @@ def dequantise(high: Any, ratio: Any, codes: Any, levels: int, values: Any) -> N
 
 @compiled
 def count_gaps(places: Any, counts: Any) -> None:
-    """How often each distance between two places of a chunk occurs: added to ``counts``."""
+    """Return how often each distance between two places of a chunk occurs: added to ``counts``."""
     for row in range(places.shape[0]):
         before = -1
         for j in range(places.shape[1]):
@@ -342,7 +344,7 @@ def read_gaps(body: Any, rice: int, size: int, places: Any) -> int:  # noqa: C90
 
 @compiled
 def sum_of_squares(values: Any) -> float:
-    """Of values in one dimension, one after the other: the same on every machine."""
+    """Sum the squares of values in one order, so that all machines have the same sum."""
     total = 0.0
     for value in values:
         total += np.float64(value) * np.float64(value)
@@ -422,7 +424,7 @@ def weighted_sums(
 
 @compiled
 def inverse_tiles(stack: Any, down: Any, across: Any, columns: int, out: Any) -> None:
-    """The inverse of the DCT of tiles, in one order of additions.
+    """Return the inverse of the DCT of tiles, in one order of additions.
 
     Args:
         stack: (tiles, height, width), float32: coefficients.

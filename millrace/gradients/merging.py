@@ -54,7 +54,7 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What each worker counts.
+    """Weights of the workers in a merge.
 
     Attributes:
         workers: Their names, sorted.
@@ -71,7 +71,7 @@ class Weights:
 
 
 def objects_of(shapes: Shapes, values: int) -> list[tuple[str, ...]]:
-    """The tensors whose merged gradients are one object: neighbours by name, so many values.
+    """Group tensors whose merged gradients are one object: neighbours by name, so many values.
 
     Args:
         shapes: Of the tensors, by their names.
@@ -104,7 +104,7 @@ def weights_of(
     products: Products | None = None,
     threads: int = 1,
 ) -> Weights:
-    """What each worker counts by a rule.
+    """Return the weight of each worker by a rule.
 
     Args:
         payloads: By the workers' names; each was checked.
@@ -219,7 +219,7 @@ def merge_tensor(
 def products_of(
     name: str, gradients: Gradients, workers: Sequence[str], codec: Codec, *, threads: int = 1
 ) -> Vector:
-    """The inner products of one tensor's gradients: (workers, workers), float64, lower triangle.
+    """Return the inner products of a tensor's gradients: (workers, workers), lower triangle.
 
     Args:
         name: Of the tensor.
@@ -245,12 +245,14 @@ def products_of(
 
 
 def places_of(name: str, gradients: Gradients, worker: str) -> str:
-    """The digest of the places that a worker has sent of a tensor."""
+    """Return the digest of the places that a worker has sent of a tensor."""
     return sha256_of(run.places.tobytes() for run in gradients[worker][name])[0]
 
 
 def apart(places: Mapping[str, Sequence[str]]) -> list[str]:
-    """The workers that have not sent the places that most have; of equally many the first's.
+    """Return the workers that have not sent the indices that most have.
+
+    Of equally many the first's.
 
     Args:
         places: Of each worker, what `places_of` says of each tensor.
@@ -367,7 +369,7 @@ def _merged_buffer(
 def _stacked(
     run: Sequence[Sparse], rows: slice, codec: Codec
 ) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
-    """The places and the values of some chunks of all workers: (workers, chunks, k)."""
+    """Return the places and the values of some chunks of all workers: (workers, chunks, k)."""
     parts = [_part(one, rows) for one in run]
     places = np.stack([part.places for part in parts])
     return places, np.stack([values_of(part, codec) for part in parts])
@@ -424,7 +426,7 @@ def _norm_limit(norms: Vector, faulty: int) -> float:
 
 
 def _centered_clip(gram: Vector, settings: MergeSettings) -> Vector:
-    """The weights that centred clipping ends with.
+    """Return the weights that centred clipping ends with.
 
     ``v <- v + mean((x_i - v) * min(1, radius / |x_i - v|))``. As v stays a weighted sum of the
     gradients, from the one that is nearest to all others on, distances follow from the inner
@@ -447,7 +449,7 @@ def _centered_clip(gram: Vector, settings: MergeSettings) -> Vector:
 
 
 def _multi_krum(gram: Vector, faulty: int) -> Vector:
-    """The same weight for those whose nearest are nearest: all but ``faulty``."""
+    """Return the same weight for those whose nearest are nearest: all but ``faulty``."""
     every = len(gram)
     squares = np.diag(gram)
     apart = squares[:, None] + squares[None, :] - 2 * gram

@@ -85,7 +85,7 @@ class Ranked(Spread):
 
     @property
     def held(self) -> State:
-        """What this rank has."""
+        """Weights that this rank has."""
         return self._portion.state()
 
 
@@ -180,7 +180,7 @@ class Participant:
         )
 
     def windows(self) -> Iterator[Turn]:
-        """The windows, from the one that is open on, until the run is over.
+        """Yield the windows, from the one that is open on, until the run is over.
 
         Raises:
             ChainError: The chain is broken.
@@ -236,7 +236,7 @@ class Participant:
         return size
 
     def _compressed(self, model: torch.nn.Module, number: int) -> bytes:
-        """This rank's tensors of the gradient, packed."""
+        """Return this rank's tensors of the gradient, packed."""
         mask = Mask(self._settings.run, number)
         bodies: dict[str, Any] = {}
         failed: list[Exception] = []
@@ -350,7 +350,7 @@ class Participant:
                 self._ranks.spread(whole, weight, self._model.owners[name])
 
     def _weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The tensors of a model that the run's weights are, in the order of their names."""
+        """Return the tensors of a model that the run's weights are, in the order of their names."""
         # What is not trained may be among them, and what is tied has two names.
         tensors = dict[str, torch.Tensor](model.named_buffers(remove_duplicate=False))
         tensors.update(model.named_parameters(remove_duplicate=False))
@@ -378,7 +378,7 @@ class Participant:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint of this rank of the worker holds: what it has not sent yet."""
+        """Return the state for a checkpoint of this rank: the values that it has not sent yet."""
         submitted = {"window": self._submitted, "sha256": self._sha256}
         return {**self._feedback.state_dict(), "submitted": submitted}
 

@@ -52,7 +52,7 @@ class PayloadError(errors.CorruptError):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a gradient must be.
+    """Conditions that a gradient must meet.
 
     Attributes:
         run: For which run.
@@ -141,7 +141,7 @@ class Tensors:
 
 
 def fingerprint(shapes: Shapes) -> str:
-    """What tells one model from another: the digest of its tensors' names and shapes."""
+    """Return a fingerprint of a model: the digest of its tensors' names and shapes."""
     return sha256(canonical({name: list(shape) for name, shape in shapes.items()}))
 
 
@@ -157,7 +157,7 @@ def payload_bytes(
     tokens: int = 0,
     samples: str = "",
 ) -> bytes:
-    """The object that a worker puts into the bucket. Equal arguments make equal bytes.
+    """Encode the object that a worker puts into the bucket. Equal arguments make equal bytes.
 
     Args:
         bodies: Its compressed tensors, by their names, as of `GradientEncoder` or `Feedback`.
@@ -188,7 +188,7 @@ def payload_bytes(
 
 
 def _safetensors(said: str, bodies: Mapping[str, bytes]) -> bytes:
-    """A file of tensors of bytes, in the order of their names."""
+    """Return a file of tensors of bytes, in the order of their names."""
     described: dict[str, object] = {"__metadata__": {_KEY: said}}
     names, at = sorted(bodies), 0
     for name in names:
@@ -259,12 +259,12 @@ def read_tensors(
 
 
 def is_torch_file(key: str) -> bool:
-    """Whether an object is one that ``torch.save`` wrote."""
+    """Tell whether an object is one that ``torch.save`` wrote."""
     return key.endswith(".pt")
 
 
 def _from_torch(store: Store, stat: Stat, expected: Expected) -> bytes:
-    """What ``torch.save`` wrote, as the safetensors file that it could have been."""
+    """Convert a file of ``torch.save`` into the safetensors file that it could have been."""
     body = _read(store, stat, 0, stat.size)
     try:
         texts, tensors = texts_and_tensors(
@@ -288,7 +288,7 @@ def _read(store: Store, stat: Stat, begin: int, end: int) -> bytes:
 
 
 def unanswered(error: errors.MillraceError) -> str:
-    """Why a worker's bucket was of no use, in words of ours: its own would be kept for ever."""
+    """Return the reason why a worker's bucket was of no use, in words of ours."""
     match error:
         case errors.DeniedError():
             return "Its bucket refuses to be read."
@@ -384,7 +384,7 @@ def _check_range(name: str, runs: Sequence[Sparse], codec: Codec) -> None:
 
 
 def put_together(opened: Opened, parts: Sequence[Tensors], expected: Expected) -> Payload:
-    """A gradient, all of whose tensors were checked.
+    """Return a gradient, all of whose tensors were checked.
 
     Args:
         opened: Its header.
@@ -408,18 +408,18 @@ def put_together(opened: Opened, parts: Sequence[Tensors], expected: Expected) -
 
 
 def identity_of(body: bytes) -> str:
-    """The digest that a gradient is known by: of its header, which names that of all else."""
+    """Return the digest of a gradient: of its header, which has the digests of all else."""
     (length,) = _LENGTH.unpack_from(body)
     return sha256(memoryview(body)[: _LENGTH.size + length])
 
 
 def _of_all(digests: Iterable[str]) -> str:
-    """The digest of tensors' digests, in the order of their names."""
+    """Return the digest of tensors' digests, in the order of their names."""
     return sha256("".join(digests).encode())
 
 
 def _digest_of(header: GradientHeader) -> str:
-    """The digest of all fields of a header but itself."""
+    """Return the digest of all fields of a header but itself."""
     return sha256(canonical(header.model_dump(mode="json", exclude={"digest"})))
 
 
@@ -443,7 +443,7 @@ def _compare(header: GradientHeader, expected: Expected) -> None:
 def _header_of(
     head: memoryview, size: int, most: int
 ) -> tuple[GradientHeader, dict[str, tuple[int, int]], int]:
-    """What the header says, where the tensors stand in the object, and where they begin."""
+    """Return the header, the offsets of the tensors in the object, and where they begin."""
     try:
         said, spans, begins = _parsed(head, size, most)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:

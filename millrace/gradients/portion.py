@@ -112,7 +112,7 @@ class Portion:
         self._state = state_of(found)
 
     def state(self) -> State:
-        """The tensors themselves."""
+        """Return the tensors themselves."""
         return self._state
 
     def digests(self) -> dict[str, str]:
@@ -164,14 +164,14 @@ class Portion:
             self._received.pop(uid, None)
 
     def places(self, workers: Sequence[str]) -> dict[str, list[str]]:
-        """Of each worker, the digests of the places that it has sent of each tensor."""
+        """Return the digests of the indices that each worker has sent of each tensor."""
         return {
             worker: [places_of(name, self._received, worker) for name in self._names]
             for worker in workers
         }
 
     def products(self, workers: Sequence[str], codec: Codec) -> list[Any]:
-        """The inner products of workers' gradients, of each tensor: see `products_of`."""
+        """Return the inner products of workers' gradients, of each tensor: see `products_of`."""
         return [
             products_of(name, self._received, workers, codec, threads=self._threads)
             for name in self._names
@@ -250,7 +250,10 @@ class Portion:
         )
 
     def saved(self) -> Checkpoint | None:
-        """What was begun to be saved, once it is there; None if nothing was since the last time."""
+        """Return the checkpoint whose save was begun, once it is there.
+
+        None if none was since the last time.
+        """
         saving, self._saving = self._saving, None
         return saving and saving.result()
 
@@ -261,7 +264,7 @@ class Portion:
 
 
 def _arrays(content: Mapping[str, Any], kind: str) -> dict[str, Array]:
-    """The arrays of a checkpoint of `Portion.save`."""
+    """Return the arrays of a checkpoint of `Portion.save`."""
     arrays: dict[str, Array] = {}
     found = content.get(kind)
     for name, tensor in (

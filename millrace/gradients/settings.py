@@ -237,10 +237,12 @@ class RunSettings(RunRules):
 
     @property
     def gradients(self) -> GradientKeys:
+        """Keys of the run's gradients."""
         return GradientKeys(self.run, self.version)
 
     @property
     def chain(self) -> ChainKeys:
+        """Keys of the run's chain."""
         return ChainKeys(self.run, self.version)
 
 

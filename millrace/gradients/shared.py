@@ -28,7 +28,10 @@ class Mask:
     window: int
 
     def places(self, size: int, k: int) -> Places:
-        """The ``k`` places of every chunk of a size, ascending; the same on every machine."""
+        """Return the ``k`` places of every chunk of a size, ascending.
+
+        The same on every machine.
+        """
         windows = -(-size // k)
         cycle, turn = divmod(self.window, windows)
         first = min(turn * k, size - k)

@@ -69,7 +69,7 @@ class Spread:
     def _all(
         self, method: Callable[Concatenate[Portion, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> list[T]:
-        """What all answer, when all have: none is still at work when an error is raised.
+        """Return all answers, when all have come: none is still at work when an error is raised.
 
         A portion that is gone is not waited for, nor are those that may wait for it.
         """
@@ -138,12 +138,12 @@ class Spread:
             raise
 
     def places(self, workers: Sequence[str]) -> dict[str, list[str]]:
-        """Of each worker, the digests of the places that it has sent of each tensor."""
+        """Return the digests of the indices that each worker has sent of each tensor."""
         answers = self._all(Portion.places, workers)
         return {worker: [one for part in answers for one in part[worker]] for worker in workers}
 
     def products(self, workers: Sequence[str], codec: Codec) -> list[Vector]:
-        """The inner products of workers' gradients, of each tensor: see `products_of`."""
+        """Return the inner products of workers' gradients, of each tensor: see `products_of`."""
         return [one for part in self._all(Portion.products, workers, codec) for one in part]
 
     def merge(
@@ -174,7 +174,10 @@ class Spread:
         self._all(Portion.save, store, job, self._attempt, step, window, self.shapes)
 
     def saved(self) -> Checkpoint | None:
-        """What was begun to be saved, once it is there; None if nothing was since the last time."""
+        """Return the checkpoint whose save was begun, once it is there.
+
+        None if none was since the last time.
+        """
         return next((found for found in self._all(Portion.saved) if found), None)
 
     def close(self) -> None:
@@ -265,7 +268,7 @@ def placed_on_ray(address: str, *, values: int, threads: int | None = None) -> G
 
 
 def shares_of(shapes: Shapes, objects: Sequence[tuple[str, ...]], count: int) -> list[list[str]]:
-    """The tensors of each of so many nodes at most: neighbours, about as many values each.
+    """Return the tensors of each of so many nodes at most: neighbours, about as many values each.
 
     Args:
         shapes: Of the tensors, by their names.
@@ -283,7 +286,7 @@ def shares_of(shapes: Shapes, objects: Sequence[tuple[str, ...]], count: int) ->
 
 
 def at_hand(portion: Portion) -> Ask:
-    """A portion on this machine: whoever asks does the work."""
+    """Hold a shard of the weights on this machine: the caller does the work."""
 
     def ask(
         method: Callable[Concatenate[Portion, P], T], *args: P.args, **kwargs: P.kwargs
@@ -299,7 +302,7 @@ def at_hand(portion: Portion) -> Ask:
 
 
 def _in_actor(ray: Any, actor: Any) -> Ask:
-    """A portion in an actor of Ray's."""
+    """Hold a shard of the weights in an actor of Ray."""
 
     def ask(
         method: Callable[Concatenate[Portion, P], T], *args: P.args, **kwargs: P.kwargs

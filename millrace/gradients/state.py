@@ -75,7 +75,7 @@ class State:
         return digest_of_all(self.digests())
 
     def digests(self) -> dict[str, str]:
-        """Of each tensor's shape and bytes, by its name below ``weights.`` or ``moments.``."""
+        """Return the digest of each tensor's shape and bytes, by its name in the state."""
         tensors = [
             (kind, name, held[name])
             for kind, held in (("weights", self.weights), ("moments", self.moments))
@@ -88,7 +88,7 @@ class State:
 
 
 def digest_of_all(digests: Mapping[str, str]) -> str:
-    """That of weights, from those of their tensors, as `State.digests` has them."""
+    """Return the digest of weights, from those of their tensors, as `State.digests` has them."""
     return sha256(canonical(dict(digests)))
 
 
@@ -98,7 +98,7 @@ def _digest(tensor: Array) -> str:
 
 
 def state_of(tensors: Mapping[str, Any], names: Sequence[str] | None = None) -> State:
-    """The state of a model's tensors, copied: torch's or numpy's, of any floating type.
+    """Copy the state of a model's tensors: torch's or numpy's, of any floating type.
 
     Args:
         tensors: By their names.
@@ -114,7 +114,7 @@ def state_of(tensors: Mapping[str, Any], names: Sequence[str] | None = None) -> 
 
 
 def dense_change(runs: Sequence[Merged], shape: tuple[int, ...], codec: Codec) -> Array:
-    """A merged tensor, dense: the same bytes on every machine."""
+    """Return a merged tensor, dense: the same bytes on every machine."""
     values = dense_of(runs, shape)
     if codec.transform is Transform.NONE:
         return values.reshape(shape)

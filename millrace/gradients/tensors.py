@@ -74,7 +74,7 @@ def chosen(
     threads: int = 1,
     mask: Mask | None = None,
 ) -> tuple[Sparse, ...]:
-    """The values of each chunk that are sent, quantised.
+    """Return the values of each chunk that are sent, quantised.
 
     Args:
         values: Of the tensor, in the order of its chunks, as `transform.forward` returns them.
@@ -93,7 +93,7 @@ def chosen(
 
 
 def values_of(sparse: Sparse, codec: Codec) -> npt.NDArray[np.float32]:
-    """The values that codes mean: (count, k), float32."""
+    """Return the values that codes mean: (count, k), float32."""
     if codec.bits == 32:
         return sparse.codes.view(np.float32)
     values = np.empty(sparse.codes.shape, np.float32)
@@ -121,7 +121,7 @@ def dense(
 
 
 def packed(runs: tuple[Sparse, ...], codec: Codec) -> bytes:
-    """The bytes of a tensor."""
+    """Pack a tensor into bytes."""
     return b"".join(piece for run in runs for piece in _packed(run, codec))
 
 
@@ -132,7 +132,7 @@ def unpacked(
     threads: int = 1,
     mask: Mask | None = None,
 ) -> tuple[Sparse, ...]:
-    """What `packed` made these bytes of. Everything in them is checked; nothing is assumed.
+    """Unpack the bytes of `packed`. Everything in them is checked; nothing is assumed.
 
     Args:
         body: The bytes.
@@ -215,7 +215,7 @@ def _chosen(
 
 
 def not_finite() -> errors.ConfigurationError:
-    """What is said of a gradient that cannot be compressed."""
+    """Return the error for a gradient that cannot be compressed."""
     return errors.ConfigurationError(
         "A gradient has values that are not finite: leave this step out."
     )
@@ -268,7 +268,7 @@ def _halved(
 
 
 def _shortest(places: npt.NDArray[np.uint16], chunks: Chunks) -> tuple[int, int]:
-    """The parameter of the Rice codes that makes them shortest, and how many bits they are."""
+    """Return the parameter of the Rice codes that makes them shortest, and their number of bits."""
     counts = np.zeros(chunks.size, np.int64)
     kernels.count_gaps(places, counts)
     gaps = np.arange(chunks.size)

@@ -1,4 +1,4 @@
-"""What the ranks of one worker do together: a model that FSDP has sharded is one worker's.
+"""Collective operations of the ranks of one worker: a model that FSDP has sharded is one worker's.
 
 Whatever a rank does that may fail is done so that all hear of it, as a rank that goes on alone
 waits in the next collective for ever. Ranks tell each other bytes and JSON, in tensors.
@@ -54,7 +54,7 @@ class Together:
         return self.all(call if self.rank == 0 else none)[0]
 
     def brought(self, mine: bytes) -> list[bytes]:
-        """The bytes of all ranks, on the first; on the others nothing."""
+        """Bring the bytes of all ranks to the first; return nothing on the others."""
         if self._group is None:
             return [mine]
         sizes = self._sizes(mine)
@@ -84,7 +84,7 @@ class Together:
     # -- what is told
 
     def _said(self, call: Callable[[], T], of: Callable[[T], Any]) -> tuple[T, list[bytes]]:
-        """What it came to here, and what all say of it: JSON, or what went wrong."""
+        """Exchange the results of all ranks: JSON, or the error."""
         if self._group is None:
             return call(), []
         made: list[T] = []
@@ -106,7 +106,7 @@ class Together:
         return made[0], found
 
     def _told(self, mine: bytes) -> list[bytes]:
-        """The bytes of all ranks."""
+        """Bring the bytes of all ranks to all."""
         sizes = self._sizes(mine)
         sent = self._padded(mine, max(sizes))
         room = [torch.empty_like(sent) for _ in sizes]
@@ -131,7 +131,7 @@ def _bytes(tensor: torch.Tensor, size: int) -> bytes:
 
 
 def _described(rank: int, error: BaseException) -> dict[str, str]:
-    """What the other ranks are told of an error: its nearest class that all know, and why."""
+    """Describe an error to the other ranks: its nearest class that all know, and the reason."""
     if not isinstance(error, errors.MillraceError):
         sentence = f"Rank {rank} of this worker: {errors.one_line(error)}"
         return {"error": errors.WorkerError.__name__, "sentence": sentence}

@@ -1,4 +1,4 @@
-"""What ``torch.save`` wrote: text and tensors of bytes in a dict, read as data.
+"""Reader for files of ``torch.save``: text and tensors of bytes in a dict, read as data.
 
 Nothing of the file is executed, and torch's own loader is not asked: also the one for weights only
 believes a file how long its storages are. The pickle is followed opcode by opcode, and only those
@@ -54,7 +54,7 @@ class _StorageSlice:
 def texts_and_tensors(
     body: bytes, *, most: int, head: int
 ) -> tuple[dict[str, str], dict[str, bytes]]:
-    """The texts and the tensors of a dict that ``torch.save`` wrote.
+    """Return the texts and the tensors of a dict that ``torch.save`` wrote.
 
     Args:
         body: The file.
@@ -134,7 +134,7 @@ def _stored(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
 
 
 def _followed(pickle: bytes) -> dict[str, Any]:
-    """The dict that a pickle makes."""
+    """Return the dict that a pickle makes."""
     machine = _Machine()
     for opcode, arg, _ in pickletools.genops(pickle):
         if opcode.name == "STOP":
@@ -171,7 +171,7 @@ class _Machine:
         self.stack.append(self._memo[place])
 
     def tuple_of(self, count: int | None) -> None:
-        """Of the last ones, or of those since the mark."""
+        """Make a tuple of the last values, or of those since the mark."""
         at = self._marks.pop() if count is None else len(self.stack) - count
         self.stack[at:] = [tuple(self.stack[at:])]
 
@@ -183,7 +183,7 @@ class _Machine:
         self.stack.append(_made(self.stack.pop(), args))
 
     def set_items(self, count: int | None) -> None:
-        """The last two, or those since the mark, in the dict before them."""
+        """Put the last two values, or those since the mark, into the dict before them."""
         at = self._marks.pop() if count is None else len(self.stack) - count
         into, pairs = self.stack[at - 1], self.stack[at:]
         for name, value in zip(pairs[::2], pairs[1::2], strict=True):

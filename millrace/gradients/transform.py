@@ -21,7 +21,7 @@ _AT_ONCE = 1 << 17  # values
 def forward(
     tensor: torch.Tensor, transform: Transform, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A tensor's values in the order of its chunks, transformed.
+    """Return a tensor's values in the order of its chunks, transformed.
 
     Args:
         tensor: Of any shape, float32, contiguous.
@@ -56,7 +56,7 @@ def backward(
     transform: Transform,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The tensor that `forward` made these values of.
+    """Return the tensor from whose values `forward` made these.
 
     Args:
         values: In one dimension, float32.
@@ -83,7 +83,7 @@ def backward(
 def _bands(
     values: torch.Tensor, matrix: torch.Tensor, shape: tuple[int, ...]
 ) -> Iterator[tuple[Tiles, torch.Tensor, torch.Tensor]]:
-    """Some rows of tiles at a time, as views of both.
+    """Yield some rows of tiles at a time, as views of both.
 
     Of the values ``(rows, columns, height, width)``, one tile behind the other; of the matrix
     ``(rows, height, columns * width)``.
@@ -114,7 +114,7 @@ def _bands(
 
 @lru_cache(maxsize=TILE)
 def basis_of(size: int) -> npt.NDArray[np.float32]:
-    """The orthonormal basis of the DCT-II, (coefficients, values), rounded once from float64."""
+    """Return the orthonormal basis of the DCT-II, (coefficients, values), rounded from float64."""
     n = np.arange(size, dtype=np.float64)
     basis = np.cos(np.pi / size * (n[None, :] + 0.5) * n[:, None]) * np.sqrt(2.0 / size)
     basis[0] /= np.sqrt(2.0)

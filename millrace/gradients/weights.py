@@ -96,7 +96,7 @@ def _spread(weights: State | Spread) -> Generator[Spread]:
 def newest_state(
     store: Store, keys: ChainKeys, *, progress: Progress = silent
 ) -> tuple[State, int]:
-    """The newest weights that a checkpoint of the chain has, all of them verified.
+    """Return the newest weights that a checkpoint of the chain has, all of them verified.
 
     Args:
         store: The aggregator's bucket.
@@ -166,7 +166,7 @@ def newest_weights(
 def state_of_checkpoint(
     store: Store, job: str, *, step: int | None = None, tensors: str = ""
 ) -> tuple[State, int]:
-    """The weights of any checkpoint of `Saver`'s, to begin a run with; and their step.
+    """Return the weights of any checkpoint of `Saver`, to begin a run with, and their step.
 
     Args:
         store: Where it is.
@@ -264,7 +264,7 @@ def _shapes(found: Checkpoint, prefix: str) -> Shapes:
 
 
 def _link_of(store: Store, keys: ChainKeys, found: Checkpoint) -> Start | Link:
-    """The link that a checkpoint says its weights are those of."""
+    """Return the link that a checkpoint names as that of its weights."""
     window = found.position.get(WINDOW)
     if not isinstance(window, int):
         raise errors.CorruptError(f"Step {found.step} of {keys.job} names no window.")

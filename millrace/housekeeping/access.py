@@ -44,7 +44,7 @@ _REACHED_WITHIN = timedelta(seconds=5)
 
 
 class Operation(StrEnum):
-    """What credentials are tried with."""
+    """Operation that credentials are tried with."""
 
     LIST = "list"
     GET = "get"
@@ -65,7 +65,7 @@ _NOBODY = frozenset({Operation.OTHER_BUCKET, Operation.OUTSIDE})
 
 
 class AccessVerdict(StrEnum):
-    """What is made of what was seen."""
+    """Verdict on an operation."""
 
     RIGHT = "right"
     LACKING = "lacking"  # it cannot do what it must
@@ -88,7 +88,7 @@ class AuditedRole(BaseModel):
 
 
 class AuditSettings(BaseModel):
-    """What is audited."""
+    """Settings of an audit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -111,7 +111,7 @@ class AuditSettings(BaseModel):
 
 
 class Finding(BaseModel):
-    """What came of one operation.
+    """Result of one operation.
 
     Attributes:
         role: Whose credentials.
@@ -135,7 +135,7 @@ class Finding(BaseModel):
 
 
 class AuditReport(BaseModel):
-    """What was found out.
+    """Result of an audit.
 
     Attributes:
         findings: Of every role, credential and operation.
@@ -149,17 +149,17 @@ class AuditReport(BaseModel):
 
     @property
     def wrong(self) -> tuple[Finding, ...]:
-        """What is not as it should be, or is not known."""
+        """Findings that are not as they should be, or are not known."""
         return tuple(one for one in self.findings if one.verdict is not AccessVerdict.RIGHT)
 
     @property
     def proven(self) -> bool:
-        """Whether every credential can do what it must, and nothing else."""
+        """True if every credential can do what it must, and nothing else."""
         return bool(self.findings) and not self.wrong
 
     @property
     def exit_code(self) -> int:
-        """What `millrace audit` ends with: the gravest that was found.
+        """Exit code of `millrace audit`: the gravest finding's.
 
         0 proven; 20 somebody can do what he must not; 21 a store does not do what it says; 22
         credentials are refused wholly, 23 in part; 24 no such bucket; 25 it does not answer; 26 it
@@ -181,7 +181,7 @@ class AuditReport(BaseModel):
         return 20 + (graver.index(True) if True in graver else len(graver))
 
     def _refused(self, one: Finding) -> bool:
-        """Whether the credentials are refused wholly."""
+        """Tell whether the store refuses the credentials altogether."""
         its = [each for each in self.findings if (each.role, each.right) == (one.role, one.right)]
         return all(each.seen is not Answer.ALLOWED for each in its) and (
             one.seen is Answer.DENIED and one.operation is Operation.LIST
@@ -243,7 +243,7 @@ class _Trial:
     left: list[str] = field(default_factory=list[str])
 
     def findings(self) -> Iterator[Finding]:
-        """What came of each operation."""
+        """Yield the finding of each operation."""
         role = self.settings.roles[self.name]
         store = self._store(role, self.right)
         nonce = secrets.token_hex(8)
@@ -344,7 +344,7 @@ class _Trial:
         return found
 
     def _others(self, store: Store) -> Iterator[Store]:
-        """The buckets of other roles, with these credentials."""
+        """Try the buckets of other roles with these credentials."""
         known = {_bucket(store)}
         for role in self.settings.roles.values():
             update = {"credentials": store.spec.credentials}
@@ -414,7 +414,7 @@ class _Trial:
 
 
 class _SaidError(Exception):
-    """What is to be made of an operation, whatever the store has said."""
+    """Verdict that is already known, whatever the store has said."""
 
     def __init__(self, answer: Answer, sentence: str) -> None:
         super().__init__(sentence)
@@ -478,7 +478,7 @@ def _aborted(store: Store, planter: Store | None, key: str) -> None:
 
 
 def _asked(store: Store, key: str, method: str, **more: object) -> Any:
-    """What boto3 answers, asked for something about one object."""
+    """Return the answer of boto3 to a request about one object."""
     place = {"Bucket": store.location.bucket, "Key": full_key(store, key)}
     return with_boto3(store, key, lambda client: getattr(client, method)(**place, **more))
 

@@ -61,7 +61,7 @@ class Still(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
-    """What became of a plan.
+    """Result of executing a plan.
 
     Attributes:
         plan: Its name.
@@ -90,7 +90,7 @@ class Cleaned:
 
     @property
     def deleted(self) -> int:
-        """How many objects were deleted."""
+        """Number of deleted objects."""
         return sum(self.objects.values())
 
     @property
@@ -101,7 +101,7 @@ class Cleaned:
 
 @dataclass(slots=True)
 class _Sum:
-    """What has become of a plan so far."""
+    """Result of a plan so far."""
 
     tally: Tally = field(default_factory=Tally)
     gone: int = 0
@@ -114,7 +114,7 @@ class _Sum:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """What has become of a batch."""
+    """Result of a batch."""
 
     deleted: list[Entry]
     gone: int
@@ -324,7 +324,7 @@ class _Still:
 
 
 def _unit(entry: Entry) -> _Unit | None:
-    """Of what goes whole an object is a part, and when it goes."""
+    """Return the unit that an object is deleted with, as a whole."""
     what = named(entry.stat.key)
     if what is None or what.kind not in _WHOLE:
         return None

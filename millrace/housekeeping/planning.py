@@ -61,7 +61,7 @@ def make_plan(settings: CleanSettings, *, progress: Progress = silent) -> Cleani
 
 
 def new_name(now: datetime) -> str:
-    """A name for a plan: those of one store sort by when they were made."""
+    """Return a name for a plan: names of one store sort by when they were made."""
     return f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
 
 
@@ -105,7 +105,7 @@ class Judge:
             self.survey.settle(self.guard)
 
     def entries(self, tally: Tally, progress: Progress = silent) -> Iterator[Entry]:
-        """What goes, in the order in which it does. What is kept is counted."""
+        """Yield the objects to delete, in order. Those that are kept are counted."""
         whole: set[tuple[Kind, str]] = set()
         prefix = common_prefix(rule.prefix for rule in self.rules)
         for stat in listed(self.store, prefix, progress):
@@ -126,7 +126,7 @@ class Judge:
                 yield Entry(stat, place, junk=junk)
 
     def removals(self, job: str, tally: Tally) -> list[tuple[Removal, int]]:
-        """What goes of a job's checkpoints, in order, and the place of the rule that takes it."""
+        """Return the objects of a job's checkpoints to delete, in order, and the rule's index."""
         keys = CheckpointKeys(job)
         steps, youngest = self._steps(job)
         taken: dict[int, int] = {}
@@ -166,7 +166,7 @@ class Judge:
         return [(one, place) for one, place in found if place is not None]
 
     def removed(self, job: str) -> set[str]:
-        """The metadata and the files of a job that go by now."""
+        """Return the metadata and the files of a job that are deleted by now."""
         return {one.key for one, _ in self.removals(job, Tally())}
 
     def keys_of(self, job: str) -> set[str]:
@@ -174,7 +174,7 @@ class Judge:
         return {stat.key for stat in list_objects(self.store, CheckpointKeys(job).prefix)}
 
     def unneeded(self, job: str) -> set[str]:
-        """The files of a job that no checkpoint names, unless somebody works on it."""
+        """Return the files of a job that no checkpoint names, unless somebody works on it."""
         if self.guard.live(job):
             return set()
         steps, youngest = self._steps(job)
@@ -194,16 +194,16 @@ class Judge:
         return next((why for scope in scopes if (why := self.guard.live(scope))), "")
 
     def is_new(self, stat: Stat) -> bool:
-        """Whether an object was written after `now`: when it is executed, that of the plan."""
+        """Tell whether an object was written after `now`: during execution, that of the plan."""
         return stat.last_modified > self.now + _RESOLUTION
 
     def changed(self, dataset: str) -> str:
-        """Why a dataset of a plan stays by now: somebody has gone on with it."""
+        """Return the reason why a dataset of a plan now stays: a run has gone on with it."""
         new = any(self.is_new(stat) for _, stat in self._objects(DatasetKeys(dataset)))
         return "somebody has gone on with it since the plan was made" if new else ""
 
     def named_in(self, dataset: str) -> set[str]:
-        """What the records of a dataset name by now."""
+        """Return the keys that the records of a dataset name by now."""
         keys = DatasetKeys(dataset)
         try:
             return named_by(self.store, keys, fetch(self.store, keys.plan, Plan))
@@ -211,23 +211,23 @@ class Judge:
             return set()  # nothing is named any more
 
     def _steps(self, job: str) -> tuple[dict[int, Stat], dict[int, datetime]]:
-        """The metadata of each complete step, and when the youngest object of each was written."""
+        """Return the metadata of each complete step, and the time of its youngest object."""
         stats = list(list_objects(self.store, CheckpointKeys(job).prefix))
         return steps_of(stats, job), youngest_of(stats)
 
     def _retention(self, job: str, needed: Mapping[int, str], check: VerifyDepth) -> RetentionPlan:
-        """What goes if, but for the newest that is verified, only these steps are needed."""
+        """Plan the retention, if only these steps and the newest verified one are needed."""
         newest = Retention(last=1, grace=timedelta(0))
         return plan_retention(self.store, job, newest, check=check, also=needed, now=_ANY_AGE)
 
     def _taking_one(self, what: What, stat: Stat, name: str) -> int | None:
-        """The place of the first rule that takes an object of a job's or a dataset's."""
+        """Return the index of the first rule that takes an object of a job's or a dataset's."""
         return taking(
             self.rules, what, lambda rule: self._fits(rule, stat) and rule.name in {"", name}
         )
 
     def _taking(self, stat: Stat, what: Named | None) -> int | None:
-        """The place of the first rule that takes an object that goes by itself."""
+        """Return the index of the first rule that takes an object that is deleted by itself."""
         if what is None:
             return self._taking_other(stat)
         kind = OBJECTS.get(what.kind)
@@ -278,7 +278,10 @@ class Judge:
         )
 
     def _needed(self, keys: CheckpointKeys, step: int) -> str:
-        """Why a step stays, though a rule would take it; more is known to `plan_retention`."""
+        """Return the reason why a step stays, though a rule would take it.
+
+        `plan_retention` knows more.
+        """
         if self.guard.pins_below(keys.folder(step)):
             return "it is pinned"
         return self.survey.needs(keys.job, step)
@@ -323,7 +326,7 @@ class Judge:
             yield from self._orphans(keys, plan, tally)
 
     def _old(self, keys: DatasetKeys, rule: Rule) -> bool:
-        """Whether even the youngest object of a dataset is old enough."""
+        """Tell whether even the youngest object of a dataset is old enough."""
         return all(self._is_old(rule, stat) for _, stat in self._objects(keys))
 
     def _all_of(self, keys: DatasetKeys, place: int) -> Iterator[Entry]:
@@ -347,7 +350,10 @@ class Judge:
                         yield phase, stat
 
     def _orphans(self, keys: DatasetKeys, plan: Plan, tally: Tally) -> Iterator[Entry]:
-        """What the ledger of a sealed dataset does not name. One that is not sealed may go on."""
+        """Yield the objects that the ledger of a sealed dataset does not name.
+
+        An open one may go on.
+        """
         try:
             fetch(self.store, keys.manifest, Manifest)
         except (errors.NotFoundError, errors.CorruptError):
@@ -369,14 +375,14 @@ class Judge:
 
 
 def _as_old_as(stat: Stat, youngest: Mapping[int, datetime]) -> Stat:
-    """A file of a step, as old as the youngest of that step: somebody may be saving it again."""
+    """Return a file of a step, as old as the youngest of that step, which may be in use."""
     what = named(stat.key)
     when = youngest.get(what.number, stat.last_modified) if what else stat.last_modified
     return replace(stat, last_modified=when)
 
 
 def describe(rule: Rule) -> str:
-    """A rule in a few words: ``gradients, older than 48 h, of version !=0.2.11``."""
+    """Return a rule in a few words: ``gradients, older than 48 h, of version !=0.2.11``."""
     hours = rule.older_than / timedelta(hours=1)
     words = [" and ".join(rule.what), f"older than {hours:g} h" if hours else "of any age"]
     for text, value in (

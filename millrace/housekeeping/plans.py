@@ -29,7 +29,7 @@ _WORKERS = 1000  # whose junk is told apart
 
 
 class PlanHeader(BaseModel):
-    """What a plan was made of.
+    """Origin of a plan: its store, rules and time.
 
     Attributes:
         version: Of the format.
@@ -70,7 +70,7 @@ class WorkerJunk:
 
 
 class PlanTotals(BaseModel):
-    """What a plan comes to.
+    """Totals of a plan.
 
     Attributes:
         objects: That go, by the place of the rule that took them.
@@ -136,12 +136,12 @@ class CleaningPlan:
 
     @property
     def key(self) -> str:
-        """Of its object."""
+        """Key of the object."""
         return cleaning_plan(self.name)
 
     @property
     def objects(self) -> int:
-        """How many objects go."""
+        """Number of objects to delete."""
         return sum(self.totals.objects.values())
 
     @property
@@ -152,7 +152,7 @@ class CleaningPlan:
 
 @dataclass(slots=True)
 class Tally:
-    """What a plan comes to, while it is made."""
+    """Totals of a plan while it is made."""
 
     objects: Counter[int] = field(default_factory=Counter[int])
     size: Counter[int] = field(default_factory=Counter[int])
@@ -179,7 +179,7 @@ class Tally:
         return tuple(each)
 
     def totals(self) -> PlanTotals:
-        """The same, when nothing comes any more."""
+        """Return the totals, when nothing comes any more."""
         return PlanTotals(
             objects=dict(self.objects), size=dict(self.size), kept=dict(self.kept), junk=self.junk()
         )
@@ -239,7 +239,7 @@ def open_plan(store: Store, name: str) -> Generator[tuple[PlanHeader, Iterator[E
 
 
 def read_plan(store: Store, name: str) -> CleaningPlan:
-    """A plan's totals. All of it is read.
+    """Return a plan's totals. All of it is read.
 
     Raises:
         NotFoundError, CorruptError, ConfigurationError: As of `open_plan`.
@@ -252,7 +252,7 @@ def read_plan(store: Store, name: str) -> CleaningPlan:
 
 
 def first_keys(store: Store, name: str, most: int) -> list[tuple[str, int]]:
-    """The first objects of a plan, each with its bytes: for whoever looks at it.
+    """Return the first objects of a plan, each with its bytes: for whoever looks at it.
 
     Raises:
         NotFoundError, CorruptError, ConfigurationError: As of `open_plan`.

@@ -1,4 +1,4 @@
-"""What no rule may take: what a live run works with, and what the newest weights are made of."""
+"""Protection from deletion: what a live run works with, and what the newest weights are made of."""
 
 import heapq
 import time
@@ -36,7 +36,7 @@ _POSITION = "window"  # of a checkpoint of an aggregator's: the window that its 
 
 
 def clock_of(store: Store, other: StoreClock | None = None) -> StoreClock:
-    """The store's clock.
+    """Return the store's clock.
 
     Args:
         store: Which.
@@ -110,7 +110,7 @@ class Guard:
         self._live.clear()
 
     def why(self, key: str, what: Named | None) -> str:
-        """Why an object stays; empty if nothing protects it.
+        """Return the reason why an object stays; empty if nothing protects it.
 
         Raises:
             UnavailableError, DeniedError: A lease cannot be read: then nobody may say that it is
@@ -126,17 +126,17 @@ class Guard:
         return self._needed(what)
 
     def pins(self, key: str) -> bool:
-        """Whether a key is pinned."""
+        """Tell whether a key is pinned."""
         return key in self._keys or key.startswith(self._folders)
 
     def pins_below(self, folder: str) -> bool:
-        """Whether anything in a folder (which ends in ``/``) is pinned, or all of it is."""
+        """Tell whether anything in a folder (which ends in ``/``) is pinned, or all of it is."""
         return self.pins(folder) or any(
             key.startswith(folder) for key in (*self._keys, *self._folders)
         )
 
     def live(self, scope: str) -> str:
-        """Who works on a run, a job or a dataset, in a sentence; empty if nobody does."""
+        """Return who works on a run, a job or a dataset, in a sentence; empty if nobody does."""
         now = time.monotonic()
         until, said = self._live.get(scope, (now, ""))
         if until <= now:
@@ -180,7 +180,7 @@ class Guard:
                 yield f"{scope} is worked on by {held.holder.host} (process {held.holder.pid})"
 
     def _needed(self, what: Named) -> str:
-        """Why something of a chain is needed."""
+        """Return the reason why an object of a chain is needed."""
         if what.kind is Kind.LINK and what.number == 0:
             return f"{what.scope} begins with it"
         chain = (what.scope, what.version)
@@ -212,7 +212,7 @@ def _dataset_of(store: Store, key: str) -> str | None:
 
 
 def _head(store: Store, keys: ChainKeys, check: VerifyDepth) -> Head | str:
-    """Where a chain can be gone on from; a sentence if that is not known."""
+    """Return the link from which a chain can be continued; a sentence if that is not known."""
     for step, found in survey(store, keys.job):
         if not isinstance(found, Checkpoint):
             continue
@@ -266,7 +266,7 @@ class Survey:
     )
 
     def is_last(self, what: Named, count: int) -> bool:
-        """Whether it is of the newest so many windows or steps of its run."""
+        """Tell whether an object is of the newest so many windows or steps of its run."""
         newest = self._newest.get((what.kind, what.scope, what.version), [])
         return what.number in newest[:count]
 
@@ -373,7 +373,7 @@ def _start(store: Store, key: str) -> Start | _Begun:
 
 
 def steps_of(stats: Iterable[Stat], job: str) -> dict[int, Stat]:
-    """The metadata of each step that is complete, newest first."""
+    """Return the metadata of each step that is complete, newest first."""
     keys = CheckpointKeys(job)
     steps: dict[int, Stat] = {}
     for stat in stats:
@@ -384,7 +384,7 @@ def steps_of(stats: Iterable[Stat], job: str) -> dict[int, Stat]:
 
 
 def youngest_of(stats: Iterable[Stat]) -> dict[int, datetime]:
-    """When the youngest object of each step of a job was written."""
+    """Return when the youngest object of each step of a job was written."""
     found: dict[int, datetime] = {}
     for stat in stats:
         what = named(stat.key)

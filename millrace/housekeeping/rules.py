@@ -29,7 +29,7 @@ Pin = Annotated[str, Field(pattern=r"^[^/]")]
 
 
 class What(StrEnum):
-    """What a rule is about."""
+    """Kind of objects that a rule is about."""
 
     GRADIENTS = "gradients"
     START_WINDOWS = "start windows"
@@ -74,7 +74,7 @@ class _Named(BaseModel):
 
 
 class Rule(_Named):
-    """What goes: what all of these are true of, unless something stronger protects it."""
+    """Conditions for deletion: an object that meets all is deleted, unless it is protected."""
 
     what: tuple[What, ...] = Field(
         min_length=1,
@@ -130,7 +130,7 @@ def _names(what: set[What]) -> str:
 
 @lru_cache(maxsize=4096)
 def in_versions(version: str, wanted: str) -> bool:
-    """Whether a version is the one, or in the range, that is wanted.
+    """Tell whether a version is the one, or in the range, that is wanted.
 
     Versions are compared as PEP 440 does. One that is none by it equals only its own text, and is
     in no range.
@@ -178,7 +178,7 @@ class CleanupBucket(_Named):
     )
 
     def rules(self) -> tuple[Rule, ...]:
-        """The same as rules."""
+        """Return the same as rules."""
         passing = (What.GRADIENTS, What.START_WINDOWS, What.PARTS, What.ORPHANS, What.PASSING)
         first = Rule(what=passing, older_than=self.older_than)
         if self.checkpoints is None:
@@ -188,7 +188,7 @@ class CleanupBucket(_Named):
 
 
 class DeleteGather(_Named):
-    """What the aggregators of one version have merged, up to the newest checkpoint."""
+    """Preset: delete the merged gradients of one version, up to the newest checkpoint."""
 
     preset: Literal["delete_gather"] = "delete_gather"
     version: str = Field(min_length=1, description="Which, or a range.")
@@ -196,7 +196,7 @@ class DeleteGather(_Named):
     older_than: Age = Field(default=timedelta(0), description="By the store's clock.")
 
     def rules(self) -> tuple[Rule, ...]:
-        """The same as rules."""
+        """Return the same as rules."""
         return (
             Rule(
                 what=(What.GATHERS,),
@@ -208,7 +208,7 @@ class DeleteGather(_Named):
 
 
 class CleanVersions(_Named):
-    """What belongs to another version than the current one."""
+    """Preset: delete the objects of every version but the current one."""
 
     preset: Literal["clean_versions"] = "clean_versions"
     current: str = Field(
@@ -218,7 +218,7 @@ class CleanVersions(_Named):
     older_than: Age = Field(default=timedelta(0), description="By the store's clock.")
 
     def rules(self) -> tuple[Rule, ...]:
-        """The same as rules."""
+        """Return the same as rules."""
         return (
             Rule(
                 what=tuple(sorted(_VERSIONED)),
@@ -230,7 +230,7 @@ class CleanVersions(_Named):
 
 
 class S3Manager(_Named):
-    """What is older than a duration, and begins and ends so; of Millrace's own objects only."""
+    """Preset: delete objects of Millrace by age, prefix and suffix."""
 
     preset: Literal["s3_manager"] = "s3_manager"
     delete_old: Age = Field(
@@ -240,7 +240,7 @@ class S3Manager(_Named):
     suffix: str = Field(default="", description="Only keys that end with this.")
 
     def rules(self) -> tuple[Rule, ...]:
-        """The same as rules."""
+        """Return the same as rules."""
         what = set(What) - {What.JUNK, What.OTHER} - (_WHOLE if self.suffix else set())
         return (
             Rule(
@@ -279,7 +279,7 @@ RuleOrPreset = Annotated[
 
 
 class CleanSettings(BaseModel):
-    """What is cleaned, by which rules."""
+    """Settings of a cleaning: the store, and the rules."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -316,7 +316,7 @@ class PlaceSettings(BaseModel):
 
 
 def taking(rules: tuple[Rule, ...], what: What, fits: Callable[[Rule], bool]) -> int | None:
-    """The place of the first rule that is about something, and fits."""
+    """Return the index of the first rule that is about a kind, and fits."""
     for place, rule in enumerate(rules):
         if what in rule.what and fits(rule):
             return place

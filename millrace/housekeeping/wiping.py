@@ -39,7 +39,7 @@ from millrace.storage import (
 
 
 def name_to_type(location: Location) -> str:
-    """What a person types to have a store wiped: the bucket, and the prefix if there is one."""
+    """Return the text that a person types to have a store wiped: the bucket, and a prefix."""
     if location.backend is Backend.FILE:
         return PurePosixPath(location.bucket).name
     return f"{location.bucket}/{location.prefix}" if location.prefix else location.bucket

@@ -1,0 +1,1 @@
+"""Records that are committed to a bucket."""

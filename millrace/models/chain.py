@@ -1,4 +1,4 @@
-"""What the aggregator of a run commits: a link a window, each naming the one before."""
+"""Records of an aggregator: a link a window, each naming the one before."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from millrace.records import Record, RecordPart
 
 
 class OuterKind(StrEnum):
-    """How weights are changed by what was merged."""
+    """Kind of optimizer that applies merged gradients to weights."""
 
     SGD = "sgd"
     NESTEROV = "nesterov"  # DiLoCo, 2311.08105
@@ -95,13 +95,13 @@ class Update(RecordPart):
 
 
 def reasons(out: Iterable[LeftOut]) -> str:
-    """How many are out for which reason: ``2 late, 1 norm``; empty if nobody is."""
+    """Count the workers that are out by reason: ``2 late, 1 norm``; empty if none is."""
     counts = Counter(str(one.reason) for one in out)
     return ", ".join(f"{number} {reason}" for reason, number in sorted(counts.items()))
 
 
 class Link(Record):
-    """What a window came to.
+    """Result of a window.
 
     Attributes:
         run: Which.

@@ -1,4 +1,4 @@
-"""What a checkpoint commits: its metadata, and that it is not to be used."""
+"""Records of a checkpoint: its metadata, and that it is not to be used."""
 
 from datetime import datetime
 from enum import StrEnum
@@ -94,7 +94,7 @@ class Checkpoint(Record):
 
 
 class Share(Record):
-    """What one of several ranks has saved of a checkpoint: its files are there.
+    """Files of a checkpoint that one of several ranks has saved.
 
     Attributes:
         job: Whose.
@@ -146,7 +146,7 @@ class Epoch(Record):
 
 
 class Roster(Record):
-    """Who takes part in the end of an epoch, the same for all.
+    """Members that take part in the end of an epoch, the same for all.
 
     Attributes:
         job: Whose.
@@ -164,7 +164,7 @@ class Roster(Record):
 
 
 class Claim(Record):
-    """What a member says that the content of an epoch's checkpoint is.
+    """Statement of a member: the content of an epoch's checkpoint.
 
     Attributes:
         member: Who.
@@ -184,7 +184,7 @@ class Claim(Record):
 
     @property
     def said(self) -> tuple[int, str, str]:
-        """What two members that are alike say alike."""
+        """Fields that members in agreement have alike."""
         return self.step, self.root, self.rest
 
     def end(self, job: str, epoch: int, member: str = "") -> Epoch:
@@ -209,7 +209,7 @@ class Late(Record):
 
 
 class CooldownOutcome(StrEnum):
-    """What the end of an epoch came to for one member. Only the first is a success of its own."""
+    """Result of the end of an epoch for one member. Only the first is a success of its own."""
 
     COMMITTED = "committed"  # it was the one that ended the epoch, with a checkpoint
     LOST = "lost"  # it was uploading, and another was first
@@ -220,7 +220,7 @@ class CooldownOutcome(StrEnum):
 
 
 class CooldownRecord(Record):
-    """What the end of an epoch came to for one member, as it was recorded.
+    """Record of how an epoch ended for one member.
 
     Attributes:
         member: Who.

@@ -1,4 +1,4 @@
-"""What a dataset commits: its plan, the ledger of its shards, its manifest."""
+"""Records of a dataset: its plan, the ledger of its shards, its manifest."""
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -65,7 +65,7 @@ class ByteRange(RecordPart):
         return self.end - self.start
 
     def through(self, cursor: int) -> float:
-        """How much of it lies before a cursor, from 0 to 1."""
+        """Return the fraction that lies before a cursor, from 0 to 1."""
         return min(1.0, max(0.0, (cursor - self.start) / self.size))
 
 
@@ -86,7 +86,7 @@ class FileGroup(RecordPart):
     size: int
 
     def through(self, cursor: int) -> float:
-        """How much of it lies before a cursor, from 0 to 1."""
+        """Return the fraction that lies before a cursor, from 0 to 1."""
         return cursor / self.samples
 
 
@@ -130,7 +130,7 @@ class SourceRecord(RecordPart):
 
 
 class Layout(RecordPart):
-    """What the bytes of the shards depend on, besides the samples.
+    """Settings that decide the bytes of the shards, besides the samples.
 
     Attributes:
         format: Which of `millrace.formats`.
@@ -146,7 +146,7 @@ class Layout(RecordPart):
 
 
 class Plan(Record):
-    """How a dataset is cut: a pure function of the source at its revision and these settings.
+    """Cut of a dataset: a pure function of the source at its revision and these settings.
 
     Attributes:
         dataset: Its name.

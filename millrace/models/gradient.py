@@ -1,4 +1,4 @@
-"""What the workers of a run put into the bucket: compressed gradients, and what is said of them."""
+"""Records of the workers of a run: compressed gradients, and their reports."""
 
 import math
 from enum import StrEnum
@@ -18,21 +18,21 @@ _RANGES = {"running_var": (0.0, math.inf), "num_batches_tracked": (0.0, 2.0**53)
 
 
 class Transform(StrEnum):
-    """What a tensor is turned into before the largest values of each chunk are chosen."""
+    """Transform of a tensor before the largest values of each chunk are chosen."""
 
     NONE = "none"
     DCT = "dct"  # of tiles, as DeMo does
 
 
 class Support(StrEnum):
-    """Which values of each chunk are sent."""
+    """Choice of the values of each chunk that are sent."""
 
     LARGEST = "largest"  # by magnitude: each worker its own
     SHARED = "shared"  # drawn from the window's name: all workers the same, in turn
 
 
 class Codec(RecordPart):
-    """How a gradient is compressed.
+    """Settings of the compression of a gradient.
 
     Buffers are sent whole, in float32: their values, and not how they have changed. Of each 4096
     values of the other tensors ``k`` are sent: each its place, its sign and one of
@@ -85,7 +85,7 @@ def range_of(name: str) -> tuple[float, float]:
 
 
 class GradientHeader(RecordPart):
-    """What a compressed gradient says of itself.
+    """Header of a compressed gradient.
 
     Attributes:
         version: Of the format.
@@ -117,7 +117,7 @@ class GradientHeader(RecordPart):
 
 
 class Refusal(StrEnum):
-    """Why a gradient was not taken. It touches nobody else's."""
+    """Reason why a gradient was refused. It touches nobody else's."""
 
     MISSING = "missing"  # it did not come in time
     EARLY = "early"  # it was written before its window began: stale, or guessed

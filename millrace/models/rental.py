@@ -1,4 +1,4 @@
-"""What is committed of rented machines: the intent first, then what came of it."""
+"""Records of rented machines: the intent first, then the contract and the end."""
 
 from datetime import datetime
 from enum import StrEnum
@@ -10,7 +10,7 @@ from millrace.records import Record
 
 
 class Installation(Record):
-    """Who we are among all who rent with the same account.
+    """Identity of this installation among all that rent with the same account.
 
     Attributes:
         id: In the label of every machine of ours.
@@ -22,7 +22,7 @@ class Installation(Record):
 
 
 class Intent(Record):
-    """That a machine is about to be rented. Committed before it is.
+    """Intent to rent a machine. Committed before the machine is rented.
 
     Attributes:
         rental: What it is for.
@@ -70,7 +70,7 @@ class Contract(Record):
 
 
 class Left(Record):
-    """That a machine stays until its time is over, though nobody holds its rental.
+    """Record that a machine stays until its time is over, though nobody holds its rental.
 
     Attributes:
         at: Since when.
@@ -82,7 +82,7 @@ class Left(Record):
 
 
 class Ending(StrEnum):
-    """Why a machine is given back."""
+    """Reason why a machine is given back."""
 
     DONE = "done"  # its program ended well
     FAILED = "failed"  # its program ended otherwise
@@ -96,7 +96,7 @@ class Ending(StrEnum):
 
 
 class Returned(Record):
-    """That nothing is left of an attempt: a listing of all machines showed none.
+    """Record that nothing is left of an attempt: a listing of all machines showed none.
 
     Attributes:
         why: Why it was given back.

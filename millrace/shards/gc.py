@@ -28,7 +28,7 @@ _BATCH = 1000  # objects that are deleted between two looks at the leases
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """What nobody needs.
+    """Objects of a dataset that no record names.
 
     Attributes:
         keys: Of the objects.

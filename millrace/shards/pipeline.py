@@ -53,7 +53,7 @@ class ShardReport:
 
 
 def plan_dataset(config: PipelineSettings) -> Plan:
-    """How a dataset would be cut: reads the source's listing, writes nothing.
+    """Plan how a dataset would be cut: reads the source's listing, writes nothing.
 
     Raises:
         NotFoundError: The source has no files.

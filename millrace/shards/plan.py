@@ -278,7 +278,7 @@ class _Stored:
 
 
 def _listed(plan: Plan, bodies: "Mapping[str, bytes] | _Stored") -> Iterator[list[FileRef]]:
-    """The files of each split of a plan."""
+    """Yield the files of each split of a plan."""
     for split in plan.splits:
         if isinstance(split.piece, FileGroup):
             with contextlib.suppress(errors.NotFoundError):

@@ -124,7 +124,7 @@ class _Waiting:
         self._jobs.appendleft(job)
 
     def claimable(self, claims: _Claims) -> tuple[Job, Lease] | None:
-        """The next split that nobody holds, with our lease on it."""
+        """Return the next split that nobody holds, with our lease on it."""
         while self._jobs:
             job = self._jobs.popleft()
             lease = claims.claim(job.split.name)
@@ -295,7 +295,7 @@ class _Crew:
         return [worker for worker in self._workers if not worker.task]
 
     def hear(self, timeout: float | None) -> tuple[_Worker, dict[str, Any]] | None:
-        """What a worker says next; an empty message means that it is no more."""
+        """Return a worker's next message; an empty message means that the worker is gone."""
         try:
             worker, message = self._said.get(timeout=timeout)
         except queue.Empty:

@@ -90,7 +90,7 @@ def find_lost(store: Store, keys: DatasetKeys, entries: Iterable[ShardCommit]) -
 
 
 def wids_index(manifest: Manifest, keys: DatasetKeys) -> bytes:
-    """The shards as webdataset's index files list them (wids-shard-index-v1).
+    """Return the shards as webdataset's index files list them (wids-shard-index-v1).
 
     URLs are relative to the index. Our digests are SHA-256; there is no ``md5sum``.
     """

@@ -1,4 +1,4 @@
-"""What a person says to have a dataset sharded."""
+"""Settings of a sharding run."""
 
 import os
 from datetime import timedelta
@@ -14,7 +14,7 @@ LARGEST_SHARD = 1 << 30
 
 
 class CutSettings(BaseModel):
-    """How the dataset is cut. The plan pins these: they cannot change under the same name."""
+    """Settings of the cut. The plan pins these: they cannot change under the same name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -51,7 +51,7 @@ class CutSettings(BaseModel):
 
 
 class ExecutionSettings(BaseModel):
-    """How the work is done. Never changes what comes out."""
+    """Settings of the execution. They never change the result."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

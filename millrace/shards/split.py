@@ -171,7 +171,7 @@ class _Shipping:
             self._raise_fault()
 
     def begin(self, cursor: int) -> _Batch:
-        """The next batch, once a buffer is free."""
+        """Return the next batch, once a buffer is free."""
         encoder = self._free.get()
         self._raise_fault()
         self.cursor = cursor
@@ -200,7 +200,7 @@ class _Shipping:
         return self._commits.submit(self._commit_or_remember, batch, put)
 
     def _raise_fault(self) -> None:
-        """The first fault, in the order of the commits: it stays, so nothing can miss it."""
+        """Return the first fault, in the order of the commits: it stays, so nothing can miss it."""
         if self._fault is not None:
             raise self._fault
 

@@ -1,4 +1,4 @@
-"""What is going on with a dataset, from the bucket alone."""
+"""Status of a dataset, from the bucket alone."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,7 +15,7 @@ _DEEPEST = 4
 
 
 class SplitState(StrEnum):
-    """How far a split is."""
+    """Progress of a split."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -67,11 +67,12 @@ class DatasetStatus:
 
     @property
     def ended(self) -> int:
+        """Number of splits that have ended."""
         return sum(split.state is SplitState.ENDED for split in self.splits)
 
 
 def find_datasets(store: Store) -> list[str]:
-    """The datasets below a store's URL, at most four folders deep. One listing a folder."""
+    """Return the datasets below a store's URL, at most four folders deep. One listing a folder."""
     found: list[str] = []
     folders = [(name, 1) for name in list_folders(store)]
     while folders:
@@ -88,7 +89,7 @@ def find_datasets(store: Store) -> list[str]:
 
 
 def status(store: Store, dataset: str) -> DatasetStatus:
-    """How far a dataset is. Reads its ledger, and the leases of what has not ended.
+    """Return the progress of a dataset. Reads its ledger, and the leases of what has not ended.
 
     Raises:
         NotFoundError: There is no plan under this name.
@@ -148,7 +149,7 @@ def _split(name: str, own: list[ShardCommit], *, ended: bool, held: Held | None)
 
 
 def _clock(store: Store, dataset: str) -> StoreClock:
-    """The store's clock; ours where the credentials may only read."""
+    """Return the store's clock; ours where the credentials may only read."""
     try:
         return StoreClock.read(store, dataset, Holder.this_process())
     except errors.DeniedError:

@@ -23,7 +23,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was found.
+    """Result of a verification.
 
     Attributes:
         shards: How many were looked at.
@@ -39,6 +39,7 @@ class Verification:
 
     @property
     def good(self) -> bool:
+        """True if nothing is wrong."""
         return not self.faults
 
 
@@ -74,7 +75,7 @@ def verify(
 
 
 def sealed(store: Store, keys: DatasetKeys) -> Manifest:
-    """The manifest of a dataset.
+    """Return the manifest of a dataset.
 
     Raises:
         NotFoundError: There is none yet.

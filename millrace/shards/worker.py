@@ -26,7 +26,7 @@ from millrace.storage import StoreSpec, open_store
 
 
 class Job(BaseModel):
-    """What a worker needs to cut one split."""
+    """Settings and records that a worker needs to cut one split."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -40,7 +40,7 @@ class Job(BaseModel):
     uploads: int
 
     def reveal(self) -> dict[str, Any]:
-        """The job as plain JSON values, secrets included: for the pipe to a worker of ours."""
+        """Return the job as plain JSON values, secrets included, for the pipe to a worker."""
         data = self.model_dump(mode="json")
         data["store"] = self.store.reveal()
         data["source_store"] = self.source_store.reveal()

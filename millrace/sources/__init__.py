@@ -38,14 +38,14 @@ T = TypeVar("T")
 
 
 class SourceKind(StrEnum):
-    """What a source is made of."""
+    """Kind of a source."""
 
     JSONL = "jsonl"
     FILES = "files"
 
 
 class SourceSettings(BaseModel):
-    """Which samples a source gives."""
+    """Settings that choose the samples of a source."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -181,7 +181,7 @@ def cut(
 def open_source(
     record: SourceRecord, store: Store, dataset: Store, *, any_version: bool = False
 ) -> Source:
-    """The source that a plan names.
+    """Return the source that a plan names.
 
     Args:
         record: From the plan.

@@ -8,10 +8,10 @@ from millrace.models.sample import Row
 
 
 class Source(Protocol):
-    """What the sharding engine asks of a source."""
+    """Interface between the sharding engine and a source."""
 
     def rows(self, piece: Piece, cursor: int) -> Iterator[Row]:
-        """The rows of a piece from a cursor on; 0 is its beginning.
+        """Yield the rows of a piece from a cursor on; 0 is its beginning.
 
         Seeking is O(1): nothing before the cursor is read.
 

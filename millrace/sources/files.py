@@ -54,7 +54,7 @@ def list_files(
 
 
 def read_file(store: Store, file: FileRef) -> bytes:
-    """The whole of a file, as it was when it was listed.
+    """Return the whole of a file, as it was when it was listed.
 
     Raises:
         ChangedError: It is another now, or gone.
@@ -74,7 +74,7 @@ def read_file(store: Store, file: FileRef) -> bytes:
 
 
 def read_ahead(store: Store, files: Iterable[FileRef], *, at_once: int = 16) -> Iterator[bytes]:
-    """The contents of files in order; from a store, several small ones are fetched at once.
+    """Yield the contents of files in order; from a store, several small ones are fetched at once.
 
     Memory: 64 MiB, or the largest of the files.
 
@@ -103,7 +103,7 @@ def read_ahead(store: Store, files: Iterable[FileRef], *, at_once: int = 16) -> 
 def file_blocks(
     store: Store, file: FileRef, start: int, end: int, *, block: int = BLOCK
 ) -> Iterator[bytes]:
-    """The blocks of a file between two offsets, as it was when it was listed.
+    """Yield the blocks of a file between two offsets, as it was when it was listed.
 
     Raises:
         ChangedError: It is another now, or gone: at the latest before the first block that

@@ -42,6 +42,7 @@ class Group(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Bytes of the sample."""
         return sum(file.size for file in self.files)
 
 
@@ -129,7 +130,7 @@ def _group(key: str, members: list[tuple[str, str, int, str]], *, local: bool) -
 
 
 def encode_listing(groups: Iterable[Group]) -> bytes:
-    """A split's samples as JSON lines, for the store."""
+    """Return a split's samples as JSON lines, for the store."""
     lines = [
         orjson.dumps(
             [
@@ -144,7 +145,7 @@ def encode_listing(groups: Iterable[Group]) -> bytes:
 
 
 def decode_listing(body: bytes) -> list[Group]:
-    """The samples of a split's listing."""
+    """Return the samples of a split's listing."""
     groups: list[Group] = []
     for line in body.split(b"\n"):
         key, reason, members = orjson.loads(line)

@@ -51,7 +51,7 @@ class JsonLines:
         self._block = block
 
     def rows(self, piece: Piece, cursor: int) -> Iterator[Row]:
-        """The rows that begin in a byte range, from a byte offset of the file on."""
+        """Yield the rows that begin in a byte range, from a byte offset of the file on."""
         if not isinstance(piece, ByteRange):
             raise errors.ConfigurationError(f"JSON lines are cut by bytes, not {piece.kind}.")
         if piece.reason:
@@ -137,7 +137,7 @@ class JsonLines:
             yield position, after, held
 
     def _blocks(self, piece: ByteRange, position: int) -> Iterator[bytes]:
-        """The blocks of a range, and then of what follows it: for its last row only."""
+        """Yield the blocks of a range, and then of what follows it: for its last row only."""
         end, size = max(piece.end, position), piece.file.size
         yield from file_blocks(self._store, piece.file, position, end, block=self._block)
         yield from file_blocks(self._store, piece.file, end, size, block=_TAIL)
@@ -164,7 +164,7 @@ def _fields(
 
 
 def _json(value: object, line: bytes, column: str) -> bytes:
-    """A column's value as JSON. orjson reads an integer of more than 64 bits as a float."""
+    """Return a column's value as JSON. orjson reads an integer of more than 64 bits as a float."""
     if type(value) in {float, list, dict} and _LONG_NUMBER.search(line):
         exact = json.loads(line)[column]
         return json.dumps(exact, ensure_ascii=False, separators=(",", ":")).encode()

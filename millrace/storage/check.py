@@ -15,7 +15,7 @@ _THROTTLED = {429, 503}
 
 
 class Answer(StrEnum):
-    """What a store says to somebody who asks it for something. Only the first is a yes."""
+    """Answer of a store to a request. Only the first is a yes."""
 
     ALLOWED = "allowed"
     DENIED = "denied"  # the credentials are unknown there, or may not
@@ -27,7 +27,7 @@ class Answer(StrEnum):
 
 
 def answer_of(error: errors.MillraceError) -> Answer:
-    """What a store has said, from what a verb raised."""
+    """Return the answer that an error of a verb stands for."""
     match error:
         case errors.DeniedError():
             return Answer.DENIED

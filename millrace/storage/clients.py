@@ -22,7 +22,7 @@ class KeyPair(TypedDict, total=False):
 
 
 def boto3_client(store: Store, *, tries: int = 5) -> "S3Client":
-    """A boto3 client of the store, for what obstore lacks: multipart housekeeping, bucket settings.
+    """Return a boto3 client of the store, for multipart housekeeping and bucket settings.
 
     Checksums only where an operation requires one: newer boto3 sends them as trailers, which R2
     refuses.
@@ -56,12 +56,12 @@ def boto3_client(store: Store, *, tries: int = 5) -> "S3Client":
 
 
 def full_key(store: Store, key: str) -> str:
-    """A key as the bucket has it, the store's prefix before it."""
+    """Return a key as the bucket has it, the store's prefix before it."""
     return f"{store.location.prefix}/{key}" if store.location.prefix else key
 
 
 def key_pair(store: Store) -> KeyPair:
-    """The store's credentials under boto3's names; empty where the environment has them."""
+    """Return the store's credentials under boto3's names; empty where the environment has them."""
     credentials = store.spec.credentials
     if credentials is None:
         return {}
@@ -75,7 +75,7 @@ def key_pair(store: Store) -> KeyPair:
 
 
 def filesystem(store: Store) -> "tuple[AbstractFileSystem, str]":
-    """An fsspec file system for pyarrow, datasets and pandas, and the folder of the store in it.
+    """Return an fsspec file system for pyarrow, datasets and pandas, and the store's folder in it.
 
     s3fs for S3 and R2, the local one for a folder.
 

@@ -85,7 +85,7 @@ def _exactly(store: Store, prefix: str, after: str) -> Iterator[Stat]:
 
 
 def list_folders(store: Store, prefix: str = "") -> list[str]:
-    """The names of the folders right below a prefix (which ends in ``/``, or is empty)."""
+    """Return the names of the folders right below a prefix (which ends in ``/``, or is empty)."""
 
     def request() -> list[str]:
         found = obstore.list_with_delimiter(  # pyright: ignore[reportUnknownMemberType]
@@ -108,7 +108,7 @@ def list_folders(store: Store, prefix: str = "") -> list[str]:
 
 
 def _before(prefix: str) -> str:
-    """A key shortly before every key that starts with the prefix: an offset is exclusive."""
+    """Return a key shortly before every key that starts with the prefix: an offset is exclusive."""
     if not prefix or prefix.endswith("/") or not prefix.isascii() or prefix[-1] <= "!":
         return ""
     before = "." if prefix[-1] == "0" else chr(ord(prefix[-1]) - 1)  # a slash would end a segment

@@ -27,7 +27,7 @@ _memory: dict[str, MemoryStore] = {}
 
 
 class Backend(StrEnum):
-    """What kind of place a URL names."""
+    """Kind of storage behind a URL."""
 
     FILE = "file"
     S3 = "s3"
@@ -52,7 +52,7 @@ class Credentials(BaseModel):
 
 
 class StoreSpec(BaseModel):
-    """Which store, and who we are to it. Can be written in a settings file."""
+    """URL and credentials of a store. Can be written in a settings file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -85,7 +85,7 @@ class StoreSpec(BaseModel):
     )
 
     def reveal(self) -> dict[str, Any]:
-        """The spec as plain JSON values, secrets included: for the pipe to a process of ours."""
+        """Return the spec as plain JSON values, secrets included, for the pipe to a process."""
         data = self.model_dump(mode="json")
         data["options"] = _revealed(self.options)
         if self.credentials is not None:
@@ -229,7 +229,7 @@ class Store:
     throttle: Throttle = field(default_factory=Throttle, repr=False)
 
     def __reduce__(self) -> "tuple[Callable[[StoreSpec], Store], tuple[StoreSpec]]":
-        """A store can be sent to another machine, with the credentials of its spec."""
+        """Pickle a store as its spec, credentials included, so that another machine can open it."""
         if self.location.backend is Backend.MEMORY:
             raise ConfigurationError(
                 f"{self.url} is in the memory of this process, where no other can reach it: choose "
@@ -244,11 +244,11 @@ class Store:
         return str(self.location)
 
     def hurried(self, patience: timedelta) -> "Store":
-        """The same store, whose requests are not tried for longer than this."""
+        """Return the same store, whose requests are not retried for longer than this."""
         return replace(self, spec=self.spec.model_copy(update={"patience": patience}))
 
     def url_of(self, key: str) -> str:
-        """The URL of one object."""
+        """Return the URL of one object."""
         return f"{self.url}/{key}"
 
     @property
@@ -263,7 +263,7 @@ class Store:
 
     @property
     def speaks_s3(self) -> bool:
-        """Whether boto3 can talk to it."""
+        """True if boto3 can talk to the store."""
         return self.location.backend in {Backend.S3, Backend.R2}
 
 
@@ -349,7 +349,7 @@ def _reopened(spec: StoreSpec) -> Store:
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> StoreSpec:
-    """The store that the environment names.
+    """Return the store that the environment names.
 
     ``STORAGE_BACKEND=local`` with ``LOCAL_STORAGE_PATH``, or ``STORAGE_BACKEND=s3`` with
     ``CHECKPOINT_BUCKET`` (a bucket, or any URL) and ``AWS_ACCESS_KEY_ID``,
@@ -392,7 +392,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> StoreSpec:
 
 
 def endpoint_of(spec: StoreSpec, location: Location) -> str | None:
-    """The S3 endpoint of a store; None means Amazon's own for the region."""
+    """Return the S3 endpoint of a store; None means Amazon's own for the region."""
     if spec.endpoint:
         return spec.endpoint.rstrip("/")
     if location.backend is Backend.R2:
@@ -469,7 +469,10 @@ def _s3(spec: StoreSpec, location: Location, retry: Any) -> S3Store:
 
 
 def _provider(credentials: Credentials) -> "Callable[[], S3Credential]":
-    """These credentials and no others: a token that the environment has must not join them."""
+    """Return a provider of these credentials and no others.
+
+    A token of the environment must not join them.
+    """
     token = credentials.session_token
     pair: S3Credential = {
         "access_key_id": credentials.access_key_id,

@@ -1,4 +1,4 @@
-"""What Google says that credentials may do to a bucket: the permissions, by name.
+"""Permissions that Google says credentials have on a bucket, by name.
 
 Source: "Buckets: testIamPermissions" of Cloud Storage's JSON API, and "IAM permissions for XML
 requests" for which of them a request needs. With the extra ``millrace[gcs]``.
@@ -37,7 +37,7 @@ _SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 
 
 def granted(store: Store, permissions: Iterable[str] = WRITING) -> frozenset[str]:
-    """Which of these permissions the store's credentials have on its bucket.
+    """Return which of these permissions the store's credentials have on its bucket.
 
     A grant under a condition, such as on a prefix, is left out by Google when it is asked about the
     bucket: what is not among them may be allowed all the same.
@@ -88,7 +88,7 @@ def granted(store: Store, permissions: Iterable[str] = WRITING) -> frozenset[str
 
 
 def _credentials(store: Store) -> tuple[Any, str]:
-    """The credentials that obstore would use, and where Google's API is served."""
+    """Return the credentials that obstore would use, and where Google's API is served."""
     options = {
         name.lower().removeprefix("google_"): value.get_secret_value()
         for name, value in store.spec.options.items()

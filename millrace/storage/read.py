@@ -23,7 +23,7 @@ BLOCK = 8 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """What a store says of an object.
+    """Description of an object by its store.
 
     Attributes:
         key: Its key, below the store's URL.
@@ -53,7 +53,7 @@ def head(store: Store, key: str) -> Stat:
 
 
 def exists(store: Store, key: str) -> bool:
-    """Whether there is such an object. One request."""
+    """Tell whether there is such an object. One request."""
     try:
         head(store, key)
     except errors.NotFoundError:
@@ -167,7 +167,7 @@ def stream(
     block: int = BLOCK,
     ahead: int = 2,
 ) -> Iterator[bytes]:
-    """The blocks of an object in order, the next ones being fetched while one is used.
+    """Yield the blocks of an object in order; the next ones are fetched while one is used.
 
     A body that breaks off costs one block again, not the whole. All blocks are of one content:
     the first answer's ETag is asked for in every later request.
@@ -223,7 +223,9 @@ def difference(
     *,
     stopped: Callable[[], bool] = lambda: False,
 ) -> str:
-    """What an object is, if it is not what was written: a few words, empty if it is the same.
+    """Describe how an object differs from what was written, in a few words.
+
+    Empty if it is the same.
 
     Args:
         store: Where it is.

@@ -260,7 +260,7 @@ def refuses_key(error: BaseException) -> bool:
 
 
 def _number_of(error: BaseException) -> int | None:
-    """The operating system's number of an error; obstore writes it into the message."""
+    """Return the operating system's number of an error; obstore writes it into the message."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     match = _OS_ERROR.search(str(error))
@@ -374,7 +374,7 @@ def _retry_after(store: Store, key: str) -> float:
 
 
 def seconds_of(retry_after: str) -> float:
-    """The seconds of a ``Retry-After`` header, which is a number or a date (RFC 9110, 10.2.3)."""
+    """Return the seconds of a ``Retry-After`` header: a number or a date (RFC 9110)."""
     try:
         return max(0.0, float(retry_after))
     except ValueError:

@@ -29,7 +29,7 @@ LONGEST = timedelta(days=7)
 
 
 class Right(StrEnum):
-    """What a scoped credential may do."""
+    """Right of a scoped credential."""
 
     READ = "read"
     WRITE = "write"
@@ -43,7 +43,7 @@ def scoped(
     right: Right = Right.READ,
     role_arn: str | None = None,
 ) -> Store:
-    """The same store, through credentials that reach one prefix only (or several), for a while.
+    """Return the same store, through temporary credentials that reach one prefix, or several.
 
     Args:
         store: R2 or S3, opened with a key pair that reaches at least the prefix.
@@ -78,7 +78,7 @@ def scoped(
 
 
 def signed_url(store: Store, key: str, ttl: timedelta, *, right: Right = Right.READ) -> str:
-    """A URL that reads, or writes, one object for a while: no credentials are handed out for it.
+    """Return a URL that reads or writes one object for a while, without credentials.
 
     Made here, without a request. Whoever has it may do that with the object, and nothing else.
 
@@ -129,7 +129,7 @@ def _r2(store: Store, prefixes: list[str], ttl: timedelta, right: Right) -> Cred
 
 
 def _jwt(claims: dict[str, Any], secret: str) -> str:
-    """A JSON Web Token, HS256 (RFC 7519)."""
+    """Return a JSON Web Token, HS256 (RFC 7519)."""
 
     def part(data: bytes) -> bytes:
         return base64.urlsafe_b64encode(data).rstrip(b"=")
@@ -174,7 +174,7 @@ def _sts(
 
 
 def session_policy(bucket: str, prefixes: Sequence[str], right: Right) -> dict[str, Any]:
-    """An IAM policy for some prefixes of a bucket."""
+    """Return an IAM policy for some prefixes of a bucket."""
     actions = ["s3:GetObject"]
     if right is Right.WRITE:
         actions += ["s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"]

@@ -35,7 +35,7 @@ _PROXIES = {"http_proxy", "https_proxy", "all_proxy"}  # obstore goes through th
 
 
 def can_sign(store: Store) -> bool:
-    """Whether we can sign for a store: its key pair is given, and nothing else that we ignore."""
+    """Tell whether we can sign for a store: it has a key pair, and nothing else that we ignore."""
     given = store.spec.credentials is not None and bool(store.endpoint or store.region)
     special = store.spec.options or not _PROXIES.isdisjoint(map(str.lower, os.environ))
     return store.speaks_s3 and given and not special
@@ -80,7 +80,7 @@ def create_signed(
 
 
 def kept_sha256(store: Store, key: str) -> str:
-    """The SHA-256 that the store has kept of a whole object. One try of one request.
+    """Return the SHA-256 that the store has kept of a whole object. One try of one request.
 
     Stores keep the digest that an object was uploaded with (S3 does, for ``create`` with a digest
     among others). One that is made of the digests of an upload's parts is another thing.
@@ -176,7 +176,7 @@ def _pool(ca_file: str | None) -> "PoolManager":
 
 
 def _signed(method: str, headers: dict[str, str], path: str, store: Store) -> dict[str, str]:
-    """The headers of a request, and the signature over them all."""
+    """Return the headers of a request, and the signature over them all."""
     credentials, region = store.spec.credentials, store.region or "us-east-1"
     assert credentials is not None
     now = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"

@@ -89,7 +89,7 @@ def create(
 
 
 def _kept(store: Store, data: Bytes) -> Bytes:
-    """What is handed to obstore: its store in memory keeps the very buffer that it is given."""
+    """Return a body for obstore: its store in memory keeps the very buffer that it is given."""
     return bytes(data) if store.location.backend is Backend.MEMORY else data
 
 
@@ -102,7 +102,7 @@ def _see(store: Store, key: str) -> None:
 
 
 class Writer(Protocol):
-    """Where the bytes of a streamed object go."""
+    """Destination of the bytes of a streamed object."""
 
     def write(self, data: bytes, /) -> int:
         """Take the next bytes; waits while enough parts are on their way."""
@@ -239,7 +239,7 @@ class Upload:
 
 
 def list_uploads(store: Store, prefix: str = "") -> Iterator[Upload]:
-    """The unfinished uploads of keys that start with a prefix, a page of 1,000 in memory.
+    """Yield the unfinished uploads of keys that start with a prefix, a page of 1,000 in memory.
 
     On a folder these are the hidden halves of a killed process.
 

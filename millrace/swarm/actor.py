@@ -24,7 +24,7 @@ class Actor:
 
 
 def _filled_in(root: str) -> Path:
-    """The root, with variables of this node's own environment: ``$SCRATCH/models``."""
+    """Fill variables of this node's own environment into the root: ``$SCRATCH/models``."""
     filled = os.path.expandvars(root)
     if "$" in filled:
         raise ConfigurationError(f"The root {root} names a variable that is not set here.")

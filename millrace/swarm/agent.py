@@ -69,7 +69,7 @@ _Event = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a run is: the body of the request that starts it.
+    """Body of the request that starts a run.
 
     Two lines of JSON: the nodes that are there, and what every node is told alike.
     """
@@ -364,7 +364,7 @@ class Agent:
         run.close()
 
     def run(self, name: str) -> Run:
-        """The run of a name.
+        """Return the run of a name.
 
         Raises:
             KeyError: There is none.
@@ -503,7 +503,7 @@ class _Server(ThreadingHTTPServer):
                     tls.shut(oldest, socket.SHUT_RDWR)  # its thread closes it
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A peer that has gone away is no news: it asks again, or the driver is told."""
+        """Ignore a peer that has gone away: it asks again, or the driver is told."""
 
 
 def _listen(host: str, port: int) -> _Server:

@@ -91,7 +91,7 @@ class Archives:
 
 
 class _Record:
-    """What was unpacked into one folder, or one file: from what, then a line for each member.
+    """Record of one unpacked folder or file: its origin, then a line for each member.
 
     Args:
         path: Of the record.
@@ -113,7 +113,7 @@ class _Record:
         half.rename(self._path)
 
     def is_of(self, file: File) -> bool:
-        """Whether the folder was unpacked from this content of this object."""
+        """Tell whether the folder was unpacked from this content of this object."""
         try:
             with self._path.open() as lines:
                 return json.loads(lines.readline()) == _source(file)
@@ -121,7 +121,7 @@ class _Record:
             return False
 
     def is_whole(self, folder: Path) -> bool:
-        """Whether all members are as they were made; there may be other files beside them."""
+        """Tell whether all members are as they were made; there may be other files beside them."""
         return all(_seen(folder, member[0]) == member for member in self._noted())
 
     def check_ours(self, folder: Path, file: File) -> None:

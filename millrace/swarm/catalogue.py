@@ -221,7 +221,7 @@ def _without_ending(path: str) -> str:
 
 
 def _digests(store: Store, sizes: Mapping[str, int]) -> dict[str, str]:
-    """What objects should be, by the sealed manifests of the datasets that they are shards of."""
+    """Return the digests that objects should have, by the sealed manifests of their datasets."""
     known: dict[str, str] = {}
     datasets = {key.partition("/shards/")[0] for key in sizes if "/shards/" in key}
     for dataset in datasets:

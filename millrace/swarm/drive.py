@@ -51,7 +51,7 @@ _SLOWEST = 100.0  # times as fast as that the slowest ready node may be
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """What became of one node.
+    """Result of one node.
 
     Attributes:
         name: The node.
@@ -78,7 +78,7 @@ class NodeReport:
 
 @dataclass(frozen=True, slots=True)
 class PrewarmReport:
-    """What a run did.
+    """Result of a run.
 
     Attributes:
         files: How many files every node was to get.
@@ -139,7 +139,7 @@ def prewarm(settings: PrewarmSettings, *, progress: Progress = silent) -> Prewar
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """What a run would put on every node.
+    """Files that a run would put on every node.
 
     Attributes:
         files: Destination, bytes and origin of each.
@@ -319,7 +319,7 @@ class _Drive:
         self._deal(self._tracker.tick(now))
 
     def _all_came(self, now: float) -> bool:
-        """Whether to begin: all are there or known not to be, or long enough was waited."""
+        """Tell whether to begin: all are there or known not to be, or long enough was waited."""
         joined = sum(member.joined or bool(member.why) for member in self._members.values())
         enough = joined >= self._settings.least * self._expected
         if enough and joined + len(self._absent) >= self._expected > 0:
@@ -581,7 +581,7 @@ class _Drive:
         self._news.notify_all()
 
     def _planned(self, sources: list[str]) -> bytes:
-        """What every node is told of the run, made once: it may be large."""
+        """Return the body that starts a run on a node, made once: it may be large."""
         settings, limits = self._settings, self._settings.limits
         return json.dumps(
             {
@@ -816,7 +816,7 @@ class _Drive:
             self._referee.read(number)
 
     def _is_open(self, number: int) -> bool:
-        """Whether a piece is of the driver's own share, disputed, or said by a node to be gone."""
+        """Tell whether a piece is the driver's own, disputed, or said by a node to be gone."""
         with self._lock:
             if number in self._own or self._tracker.is_disputed(number):
                 return True
@@ -858,7 +858,7 @@ class _Drive:
     # -- an object that is not what its digest says
 
     def _mismatch(self, member: _DrivenNode, number: int, parts: str) -> None:
-        """A node has all of a file, of these segments, and they do not fit its digest.
+        """Have a file read by the driver, as a node says that its digest does not fit.
 
         The driver reads the file. After that, segments that are right and do not fit are a lie, or
         a broken machine; others are on their way to be replaced.
@@ -882,7 +882,7 @@ class _Drive:
             )
 
     def _judge(self, audit: FileAudit) -> None:
-        """The driver has read a file: what differs is replaced everywhere."""
+        """Settle a file that the driver has read: what differs is replaced everywhere."""
         file = self._catalogue.files[audit.file]
         with self._lock:
             if audit.digest != file.digest and file.sha256:
@@ -1013,7 +1013,7 @@ def _stated(said: Any) -> str:
 
 
 def _why(error: BaseException) -> str:
-    """What a refusal or a broken connection says, in one line."""
+    """Return the reason of a refusal or a broken connection, in one line."""
     if isinstance(error, RefusedError):
         text = str(error).partition(" ")[2]
         try:

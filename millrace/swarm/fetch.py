@@ -189,7 +189,7 @@ class Buffers:
 
     @contextmanager
     def one(self, size: int) -> Generator[memoryview]:
-        """A buffer of so many bytes, for the length of a block."""
+        """Yield a buffer of so many bytes, for the length of a block."""
         try:
             buffer = self._free.pop()
         except IndexError:

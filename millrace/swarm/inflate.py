@@ -25,19 +25,19 @@ class _Decoder(Protocol):
 
 
 def gunzip(archive: Reader) -> Iterator[bytes]:
-    """What a gzip holds."""
+    """Yield the content of a gzip file."""
     return _inflated(archive, lambda: zlib.decompressobj(wbits=31), _GZIP_FEED)
 
 
 def unzstd(archive: Reader) -> Iterator[bytes]:
-    """What a zstd holds; one that needs a window above 128 MiB is refused."""
+    """Yield the content of a zstd file; one that needs a window above 128 MiB is refused."""
     zstd = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
     # Cast: zstandard's stubs know only bytes-like types that Python has since dropped.
     return _inflated(archive, lambda: cast("_Decoder", zstd.decompressobj()), _ZSTD_FEED)
 
 
 def _inflated(archive: Reader, new: Callable[[], _Decoder], feed: int) -> Iterator[bytes]:
-    """What compressed frames hold, one frame after another; zeros may stand between them."""
+    """Yield the content of compressed frames, one after another; zeros may stand between them."""
     decoder = new()
     while data := archive.read(READ):
         for at in range(0, len(data), feed):

@@ -42,7 +42,7 @@ def object_of(file: File) -> str:
 
 
 class Journal:
-    """What earlier runs have left, and what this one leaves.
+    """Files that earlier runs have left, and those that this one leaves.
 
     Args:
         root: Folder that files go below; resolved.

@@ -1,4 +1,4 @@
-"""Where pieces land: preallocated partial files, the journal beside them, the final names.
+"""Assembly of pieces into files: preallocated partial files, the journal, the final names.
 
 Every byte is written once, at its place in the final file. A file gets its final name when all
 of it is there, is what its digest says, and is on the disk. What a killed agent leaves is found
@@ -69,7 +69,7 @@ class _State:
 
     @property
     def verified(self) -> bool:
-        """Whether all of it is here, and is what its digest says."""
+        """True if all of the file is here, and is what its digest says."""
         return self.final and bool(self.wanted)
 
 
@@ -180,13 +180,13 @@ class Landing:
         self._lockfile = descriptor
 
     def __len__(self) -> int:
-        """How many pieces there are."""
+        """Return the number of pieces."""
         return len(self._digests)
 
     # -- what a fetch does
 
     def has(self, number: int) -> bool:
-        """Whether a piece is here."""
+        """Tell whether a piece is here."""
         return bool(self._digests[number])
 
     def write(self, number: int, data: memoryview, parts: list[bytes]) -> bool:
@@ -271,7 +271,7 @@ class Landing:
 
     @contextlib.contextmanager
     def reading(self, number: int) -> Generator[list[tuple[int, int, int]]]:
-        """A piece as open files: descriptor, offset, bytes of each segment, for ``sendfile``.
+        """Yield a piece as open files: descriptor, offset, bytes of each segment, for ``sendfile``.
 
         Raises:
             KeyError: It is not here.
@@ -291,7 +291,7 @@ class Landing:
                 os.close(descriptor)
 
     def sequential(self, number: int) -> "Arriving":
-        """A file from its beginning, while it is still arriving."""
+        """Return a reader of a file from its beginning, while it is still arriving."""
         return Arriving(self, number)
 
     def wait_for(self, number: int, at: int) -> int:
@@ -322,7 +322,7 @@ class Landing:
         return sum(s.file.size for s in self._states if not s.final and s.file.size < small)
 
     def path_now(self, number: int) -> Path:
-        """Where a file's bytes are at the moment."""
+        """Return the path at which a file's bytes are at the moment."""
         return self._path_of(self._states[number])
 
     # -- inside
@@ -371,7 +371,7 @@ class Landing:
             os.close(descriptor)
 
     def open_now(self, number: int) -> int:
-        """A descriptor of a file, under whichever name it has at the moment."""
+        """Open a file, under whichever name it has at the moment."""
         try:
             return os.open(self.path_now(number), os.O_RDONLY | os.O_NOFOLLOW)
         except FileNotFoundError:  # it got its final name meanwhile
@@ -476,7 +476,7 @@ class Landing:
         return [(at, min(step, size - at)) for at in range(0, max(size, 1), step)]
 
     def _note_pieces(self) -> None:
-        """A piece is here when all of its segments are."""
+        """Note the pieces that are here: those whose segments all are."""
         for number, piece in enumerate(self._catalogue.pieces):
             parts = [self._states[s.file].digests[self._index(s)] for s in piece]
             known = [part for part in parts if part is not None]
@@ -560,7 +560,7 @@ class Landing:
         self._finished([number for number, _ in ready])
 
     def _is_whole(self, number: int, state: _State) -> bool:
-        """Whether a file is what its digest says; False also while that is being found out."""
+        """Tell whether a file is what its digest says; False also while that is being found out."""
         file, drops = state.file, state.drops
         if not state.wanted:
             return True
@@ -614,7 +614,7 @@ class Arriving:
         self._landing, self._number, self._at = landing, number, 0
 
     def read(self, size: int = -1) -> bytes:
-        """The next bytes, at most so many; waits for them. Empty at the end."""
+        """Return the next bytes, at most so many; waits for them. Empty at the end."""
         ready = self._landing.wait_for(self._number, self._at)
         size = ready if size < 0 else min(size, ready)
         if size == 0:

@@ -23,7 +23,7 @@ _SAMPLED = 8  # segments of a cached file that are read again
 
 
 class CacheCheck(StrEnum):
-    """How a file that an earlier run has left is recognised."""
+    """Check by which a file of an earlier run is recognised."""
 
     SAMPLED = "sampled"
     FULL = "full"
@@ -31,7 +31,7 @@ class CacheCheck(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What we made: a line of ``files.jsonl``.
+    """Record of a file that was made: a line of ``files.jsonl``.
 
     Attributes:
         path: Below the root.
@@ -138,6 +138,7 @@ def _checked(
 
 
 def segment_digests(path: Path, file: File, piece_size: int, indexes: Iterable[int]) -> list[bytes]:
+    """Hash segments of a file on the disk."""
     found: list[bytes] = []
     step = piece_size if file.size >= piece_size else max(file.size, 1)
     with path.open("rb", buffering=0) as opened:

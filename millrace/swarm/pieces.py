@@ -1,4 +1,4 @@
-"""What is put on every node: files, and the pieces that they travel in.
+"""Files that are put on every node, and the pieces that they travel in.
 
 Every node cuts the same list of files into the same pieces, so a piece is known by its number.
 A large file is cut at multiples of the piece size; small files share a piece.
@@ -59,7 +59,7 @@ class File:
 
     @property
     def digest(self) -> str:
-        """What the whole must be: SHA-256, or else MD5; empty where nothing says it."""
+        """Digest of the whole: SHA-256, or else MD5; empty where none is known."""
         return self.sha256 or self.md5
 
     def hasher(self) -> Any:
@@ -114,12 +114,12 @@ class Catalogue:
         return [sum(segment.size for segment in piece) for piece in self.pieces]
 
     def to_json(self) -> dict[str, Any]:
-        """What another machine makes it again from."""
+        """Return the JSON from which another machine makes the catalogue again."""
         return {"piece_size": self.piece_size, "files": [_row(file) for file in self.files]}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Catalogue":
-        """The catalogue that `to_json` wrote.
+        """Make the catalogue that `to_json` wrote.
 
         Raises:
             ConfigurationError: A destination leads out of the root.
@@ -148,7 +148,7 @@ def catalogue_of(files: Iterable[File], piece_size: int | None = None) -> Catalo
 
 
 def safe(path: str) -> str:
-    """A destination below the root, as it was given.
+    """Return a destination, once it is known to lie below the root.
 
     Raises:
         ConfigurationError: It is absolute, leads out, is no path, or is a node's own.
@@ -215,7 +215,7 @@ def _cut(files: Sequence[File], piece_size: int) -> Iterable[Piece]:
 
 
 def digest_of(parts: Sequence[bytes]) -> str:
-    """A piece's digest, from the SHA-256 of each of its segments."""
+    """Return a piece's digest, from the SHA-256 of each of its segments."""
     return parts[0].hex() if len(parts) == 1 else hashlib.sha256(b"".join(parts)).hexdigest()
 
 

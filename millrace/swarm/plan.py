@@ -1,4 +1,4 @@
-"""Who fetches which piece from whom: a central tracker, and nodes that do as they are told.
+"""Central tracker: decides which node fetches which piece from whom.
 
 A pure state machine: events in, orders out, time given. Pieces are read from the store in order,
 each by the node that has a slot free, so the stripes follow what each node can carry. Whoever
@@ -49,7 +49,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What one node is to do.
+    """Order to one node.
 
     Attributes:
         node: Who.
@@ -252,7 +252,7 @@ class Tracker:
 
     @property
     def direct(self) -> str:
-        """Why nodes read from the store what others have; empty while they do not."""
+        """Reason why nodes read from the store what others have; empty while they do not."""
         return self._direct
 
     def is_shown(self, piece: int) -> bool:
@@ -270,26 +270,26 @@ class Tracker:
         return not found.settled and len(votes - {""}) > 1
 
     def complete(self) -> bool:
-        """Whether every living node has every piece."""
+        """Tell whether every living node has every piece."""
         return all(node.missing == 0 for node in self._nodes.values() if node.alive)
 
     def held(self, node: str, sizes: Sequence[int]) -> list[int]:
-        """The sizes of the pieces that a node has; of one that never joined, none."""
+        """Return the sizes of the pieces that a node has; of one that never joined, none."""
         known = self._nodes.get(node)
         return [size for size, has in zip(sizes, known.have, strict=True) if has] if known else []
 
     def lacks(self, node: str) -> bool:
-        """Whether a node lacks a piece."""
+        """Tell whether a node lacks a piece."""
         return self._nodes[node].missing > 0
 
     def has(self, node: str, piece: int) -> bool:
-        """Whether a node has a piece."""
+        """Tell whether a node has a piece."""
         return bool(self._nodes[node].have[piece])
 
     def joined(
         self, name: str, have: Iterable[tuple[int, str]], now: float, *, zone: str = ""
     ) -> list[Order]:
-        """A node has come, with the pieces (and their digests) that it holds already."""
+        """Note that a node has come, with the pieces (and their digests) that it holds already."""
         node = _NodeState(name, zone, bytearray(len(self._pieces)), len(self._pieces))
         self._nodes[name] = node
         self._zones.setdefault(zone, []).append(node)
@@ -307,7 +307,7 @@ class Tracker:
         return self._taken()
 
     def done(self, name: str, number: int, source: str, digest: str, now: float) -> list[Order]:
-        """A node has a piece, of this digest.
+        """Note that a node has a piece, of this digest.
 
         From another node it is of the digest that was ordered, or the agent says `failed`: one that
         says another digest lies.
@@ -332,7 +332,9 @@ class Tracker:
     def failed(
         self, name: str, number: int, source: str, now: float, *, wrong: bool = False
     ) -> list[Order]:
-        """A node could not fetch a piece from a source; ``wrong``: the bytes were not right.
+        """Note that a node could not fetch a piece from a source.
+
+        ``wrong``: the bytes were not right.
 
         Of a transfer that was not ordered, or is over, nothing is believed.
         """
@@ -355,7 +357,7 @@ class Tracker:
         return self._taken()
 
     def ended(self, name: str, number: int, source: str, now: float) -> list[Order]:
-        """A node needs a piece from this source no more: another one was quicker.
+        """Note that a node needs a piece from this source no more: another one was quicker.
 
         Where the node is not known to have the piece, the transfer has failed.
         """
@@ -378,7 +380,7 @@ class Tracker:
         return self._taken()
 
     def lost(self, name: str, now: float) -> list[Order]:
-        """A node is gone, with what it had."""
+        """Note that a node is gone, with what it had."""
         node = self._nodes.get(name)
         if node is None or not node.alive:
             return []
@@ -417,7 +419,9 @@ class Tracker:
         return self._taken()
 
     def settled(self, number: int, digest: str, now: float) -> list[Order]:
-        """The owner has read a piece itself, and this is its digest. Others drop what differs.
+        """Note the digest of a piece that the owner has read itself.
+
+        Others drop copies that differ.
 
         A node that said otherwise of what it read from the store, or had, loses its vote when it
         does so a second time, and nothing is fetched from it any more.
@@ -581,7 +585,10 @@ class Tracker:
         self._weigh(number)
 
     def _accuse(self, node: _NodeState, giver: _NodeState) -> None:
-        """A node was given wrong bytes. It may be its own memory: one accuser is not believed."""
+        """Note that a node was given wrong bytes.
+
+        It may be its own memory: one accuser is not believed.
+        """
         node.shuns.add(giver.name)
         accusers = self._accusers.setdefault(giver.name, set())
         accusers.add(node.name)
@@ -689,7 +696,7 @@ class Tracker:
             self._await(node)
 
     def _next_alone(self, node: _NodeState, now: float) -> int | None:
-        """A piece that others have, and that this node is to read from the store nevertheless."""
+        """Return a piece that others have, and that this node is to read from the store."""
         for waiting in (node.alone, node.queue) if node.outrun.why else (node.alone,):
             for _ in range(min(len(waiting), _LOOKED_AT)):
                 number = waiting.pop()
@@ -735,7 +742,7 @@ class Tracker:
         return all(node.have[number] for node in self._living() if node.trusted)
 
     def _next_unread(self, node: _NodeState) -> int | None:
-        """The first piece that nobody has, and that this node does not read already."""
+        """Return the first piece that nobody has, and that this node does not read already."""
         if not self._may_read(node):
             return None
         passed: list[int] = []
@@ -755,7 +762,7 @@ class Tracker:
         return found
 
     def _may_read(self, node: _NodeState) -> bool:
-        """Whether a node reads from the store for the others.
+        """Tell whether a node reads from the store for the others.
 
         A node whose reads are slow, or that has fallen behind (its link is thin, or the one that
         leads to its zone), does so only while there is nothing that it could fetch from others
@@ -832,12 +839,15 @@ class Tracker:
         return (node for node in self._nodes.values() if node.alive)
 
     def _well_held(self, number: int) -> bool:
-        """Whether some node has a piece from which it comes in time."""
+        """Tell whether some node has a piece from which it comes in time."""
         nodes = self._nodes
         return any(not nodes[name].slow for name in self._pieces[number].holders)
 
     def _source(self, node: _NodeState, number: int) -> _NodeState | None:
-        """The holder to fetch from: near, idle, quick; None if none has a slot, or none should."""
+        """Return the holder to fetch from: near, idle, quick.
+
+        None if none has a slot, or none should.
+        """
         holders = self._pieces[number].holders
         near = False
         best: tuple[tuple[bool, bool, float], _NodeState] | None = None
@@ -862,7 +872,7 @@ class Tracker:
         return best[1]
 
     def _has_slot(self, giver: _NodeState, node: _NodeState) -> bool:
-        """Whether a giver has a slot for a node.
+        """Tell whether a giver has a slot for a node.
 
         Transfers over slow links take long: they leave half of the slots to neighbours that lack
         something.
@@ -874,7 +884,7 @@ class Tracker:
         return not neighbours or len(giver.yielding) < most or not self._yields(giver, node)
 
     def _yields(self, giver: _NodeState, node: _NodeState) -> bool:
-        """Whether a transfer leaves slots to others: to another zone, or to a slow node."""
+        """Tell whether a transfer leaves slots to others: to another zone, or to a slow node."""
         return giver.zone != node.zone or node.fetch_pace > _SLOW_FETCHER * self._least_fetch > 0.0
 
     def _arriving_near(self, node: _NodeState, number: int) -> bool:
@@ -984,7 +994,7 @@ class Tracker:
                 self._direct = self._direct or node.outrun.why
 
     def _awaited_from_store(self) -> bool:
-        """Whether a piece that no node has is being read."""
+        """Tell whether a piece that no node has is being read."""
         return any(
             STORE in sources and not self._pieces[number].holders
             for node in self._living()

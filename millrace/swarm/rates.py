@@ -1,4 +1,4 @@
-"""What transfers take: how many reads pay off, which are late, and when the store is quicker.
+"""Durations of transfers: how many reads pay off, which are late, and when the store is quicker.
 
 Pure: told of each transfer, with its bytes, its seconds and the time.
 """
@@ -18,7 +18,7 @@ _LOOK = 2.0  # seconds over which the nodes are looked at
 
 @dataclass(slots=True)
 class Pace:
-    """How many reads from the store each node has under way: more while more is quicker.
+    """Number of reads from the store that each node has under way: more while more is quicker.
 
     Begins with one, and doubles as long as that brings a good part more bytes a second. Pieces
     that share the store's rate all come late, and what comes late is passed on late.
@@ -87,20 +87,20 @@ class Shares:
 
 
 class Durations:
-    """How long a transfer may take before it is late, by the median of the last ones."""
+    """Longest time that a transfer may take before it is late, by the median of the last ones."""
 
     def __init__(self) -> None:
         self._last = deque[float](maxlen=_REMEMBERED)  # seconds a byte
         self._median: float | None = None
 
     def took(self, size: int, seconds: float) -> None:
-        """A transfer of so many bytes took so long."""
+        """Note that a transfer of so many bytes took so long."""
         self._last.append(seconds / max(size, 1))
         self._median = None
 
     @property
     def known(self) -> bool:
-        """Whether there were enough transfers to compare with."""
+        """True if there were enough transfers to compare with."""
         return len(self._last) >= _KNOWN
 
     def allowed(self, size: int) -> float:
@@ -113,7 +113,7 @@ class Durations:
 
 
 class Outrun:
-    """Whether the store gives a node more than the other nodes give it.
+    """Comparison of what the store gives a node with what the other nodes give it.
 
     What the store gives is measured while the node reads from it; what the nodes give once every
     piece has left the store, when nothing but the nodes themselves holds them up.

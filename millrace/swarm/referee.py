@@ -78,7 +78,7 @@ class Referee:
 
     @property
     def busy(self) -> bool:
-        """Whether something is still to be read."""
+        """True if something is still to be read."""
         return bool(self._pending)
 
     def read(self, piece: int) -> None:

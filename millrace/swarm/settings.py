@@ -1,4 +1,4 @@
-"""What a person says to have files put on every node."""
+"""Settings of a prewarm."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -80,7 +80,7 @@ class Request(_Settings):
 
 
 class LimitSettings(_Settings):
-    """How much goes on at once."""
+    """Limits on what goes on at once."""
 
     store: int = Field(default=64, ge=1, description="Reads from the store, of all nodes together.")
     node_store: int = Field(
@@ -184,7 +184,7 @@ class Hosts(_Settings):
 
 
 class PrewarmSettings(_Settings):
-    """What goes on every node of which cluster."""
+    """Files to put on every node of a cluster."""
 
     requests: tuple[Request, ...] = Field(min_length=1, description="What is put on every node.")
     stores: dict[str, StoreSpec] = Field(

@@ -101,7 +101,7 @@ class Targets:
             os.close(descriptor)
 
     def create(self, place: Target) -> int:
-        """A descriptor that writes a partial file, of the owner and mode asked for.
+        """Open a new partial file for writing, with the owner and mode asked for.
 
         Until it is whole we may write it, whatever its mode will be.
         """

@@ -1,4 +1,4 @@
-"""What the parts of unpacking share: its source, its limits, and the names that are taken."""
+"""Parts that all methods of unpacking share: source, limits, and names that are taken."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,7 +13,7 @@ _LONGEST_PART = 255  # bytes of a name between two slashes, on every file system
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an archive may become: of what is really written, not of what its headers say.
+    """Limits on an archive: on what is really written, not on what its headers say.
 
     Attributes:
         bytes: Unpacked bytes in all.
@@ -32,7 +32,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """What an archive became.
+    """Result of unpacking an archive.
 
     Attributes:
         files: Files and links, not folders.
@@ -44,26 +44,26 @@ class Unpacked:
 
 
 class Reader(Protocol):
-    """What an archive is read from: from its first byte to its last, once."""
+    """Source of an archive: read from its first byte to its last, once."""
 
     def read(self, size: int, /) -> bytes:
-        """The next bytes, at most so many; waits for the first of them. Empty at the end."""
+        """Return the next bytes, at most so many; waits for the first of them. Empty at the end."""
         ...
 
 
 def refused(name: bytes, why: str) -> errors.ArchiveError:
-    """The error that says why a member is not unpacked."""
+    """Return the error that says why a member is not unpacked."""
     shown = repr(name[:200].decode("utf-8", "backslashreplace"))
     return errors.ArchiveError(f"The archive's member {shown} {why}")
 
 
 def cut() -> errors.ArchiveError:
-    """The error for an archive of which the end is missing."""
+    """Return the error for an archive of which the end is missing."""
     return errors.ArchiveError("The archive ends before its end: upload it again.")
 
 
 def name_parts(name: bytes, limits: Limits, *, folder: bool = False) -> tuple[bytes, ...]:
-    """A name between its slashes, without ``.`` and empty parts; those of a file end in one."""
+    """Split a name at its slashes, without ``.`` and empty parts; those of a file end in one."""
     parts = name.split(b"/")
     if name.startswith(b"/"):
         raise refused(name, "has an absolute name: pack it with a relative one.")

@@ -45,10 +45,12 @@ class Tree:
         self._bytes = 0
 
     def close(self) -> None:
+        """Close the open folders."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 
     def folder(self, name: bytes, mode: int) -> None:
+        """Make a folder."""
         parts = self._begin(name, folder=True)
         if parts:  # else it is the folder itself, which is the caller's
             self._make_folder(parts[-1], self._enter(name, parts[:-1]))
@@ -57,6 +59,7 @@ class Tree:
     def file(
         self, name: bytes, body: Iterable[bytes | memoryview], mode: int, mtime: float
     ) -> None:
+        """Write a file."""
         parts = self._begin(name)
         self._fill(name, parts, body, self._file_mode(mode), mtime)
 
@@ -121,7 +124,7 @@ class Tree:
             raise refused(name, "would be written through a link of the archive: pack it again.")
 
     def _enter(self, name: bytes, parts: tuple[bytes, ...], *, make: bool = True) -> int:
-        """The descriptor of a folder, valid until the next call. What is missing is made."""
+        """Return the descriptor of a folder, valid until the next call. What is missing is made."""
         shared = 0
         for ours, theirs in zip(self._path, parts, strict=False):
             if ours != theirs:
@@ -208,7 +211,7 @@ class Tree:
         return self._mode | _searchable(self._mode) if mode & 0o100 else self._mode
 
     def _folder_mode(self, mode: int) -> int:
-        """Of a folder; its owner may always write, for members may still come."""
+        """Return the mode of a folder; its owner may always write, for members may still come."""
         if self._mode is None:
             return mode & 0o755 | 0o700
         return self._mode | _searchable(self._mode) | 0o700

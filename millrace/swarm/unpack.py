@@ -21,7 +21,7 @@ __all__ = ["Limits", "Reader", "Unpacked", "Unpacking", "detect", "unpack"]
 
 
 class Unpacking(StrEnum):
-    """How an archive is unpacked; ``auto`` is for `detect` to decide.
+    """Method of unpacking an archive; ``auto`` is for `detect` to decide.
 
     ``gz`` and ``zst`` are for one compressed file, which is not an archive.
     """

@@ -33,7 +33,7 @@ class _Stream:
         self.at = 0
 
     def some(self, size: int) -> memoryview:
-        """The next bytes, at most so many; empty at the end."""
+        """Return the next bytes, at most so many; empty at the end."""
         if not self._rest:
             self._rest = memoryview(next(self._blocks, b""))
         found, self._rest = self._rest[:size], self._rest[size:]
@@ -41,7 +41,7 @@ class _Stream:
         return found
 
     def body(self, size: int) -> Iterator[memoryview]:
-        """The so many next bytes, and past what fills up their last block."""
+        """Yield so many next bytes, and skip the padding of their last block."""
         left = size
         while left:
             found = self.some(left)
@@ -100,7 +100,10 @@ def untar(blocks: Iterator[bytes], tree: Tree) -> None:
 
 
 def _next_member(stream: _Stream, shared: dict[bytes, bytes]) -> _TarMember | None:
-    """The next member's header, with all that extended headers before it say; None at the end."""
+    """Return the next member's header, with all that extended headers before it say.
+
+    None at the end.
+    """
     own: dict[bytes, bytes] = {}
     for _ in range(_EXTENDED_IN_A_ROW):
         at = stream.at
@@ -140,7 +143,7 @@ def _extended(stream: _Stream, info: tarfile.TarInfo) -> bytes:
 
 
 def _records(data: bytes) -> dict[bytes, bytes]:
-    """The records of a pax header that say something to us: ``length key=value``, a line each."""
+    """Yield the records of a pax header that we use: ``length key=value``, a line each."""
     records: dict[bytes, bytes] = {}
     at = 0
     while at < len(data) and data[at]:

@@ -104,7 +104,7 @@ def _unzip_member(opened: zipfile.ZipFile, info: zipfile.ZipInfo, tree: Tree) ->
 
 
 def _name(info: zipfile.ZipInfo) -> bytes:
-    """A member's name: UTF-8 also where the flag is missing, as Info-ZIP and macOS leave it."""
+    """Return a member's name: UTF-8 also without the flag, as Info-ZIP and macOS write it."""
     name = info.orig_filename  # filename is cut at a NUL
     if not info.flag_bits & _UTF_8:
         with contextlib.suppress(UnicodeError):

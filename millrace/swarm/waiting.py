@@ -54,7 +54,7 @@ def ready(path: Path | str, *, timeout: timedelta | None = None) -> Path:
 
 
 def _nearest(path: Path) -> Path:
-    """The folder that there is: the path's own may come later."""
+    """Return the nearest folder that exists: the path's own may come later."""
     return next(parent for parent in path.absolute().parents if parent.is_dir())
 
 

@@ -1,4 +1,4 @@
-"""How nodes and the driver talk: signed HTTP requests over kept connections.
+"""Protocol of nodes and driver: signed HTTP requests over kept connections.
 
 Outside of loopback they are encrypted, see `millrace.swarm.tls`. An agent imports this, so it is
 the standard library alone: start-up is short, memory small.
@@ -158,7 +158,7 @@ def _mac(key: bytes, method: str, path: str, to: str, moment: str, digest: str) 
 
 @dataclass(slots=True, frozen=True)
 class Endpoint:
-    """Where a server listens.
+    """Address of a server.
 
     Attributes:
         scheme: ``http`` or ``https``.
@@ -182,7 +182,7 @@ class Endpoint:
 
     @classmethod
     def of(cls, url: str) -> "tuple[Endpoint, str]":
-        """A URL's place, and the path and query that follow it."""
+        """Split a URL into the endpoint, and the path and query that follow it."""
         parts = urlsplit(url)
         port = parts.port or _PORTS[parts.scheme]
         path = parts.path or "/"
@@ -325,7 +325,7 @@ class Connections:
     def _open(
         self, connection: http.client.HTTPConnection, timeout: float | None = None
     ) -> socket.socket:
-        """The socket of a connection, which is made if it is not there yet."""
+        """Return the socket of a connection, which is made if it is not there yet."""
         if connection.sock is None:  # pyright: ignore[reportUnnecessaryComparison]
             connection.connect()  # which also sets TCP_NODELAY
         sock = cast("socket.socket", connection.sock)

@@ -32,7 +32,7 @@ sys.exit(0 if found else 3)
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What a command runs: a program, and a Python module or file if the program is Python."""
+    """Target of a command: a program, and a Python module or file if the program is Python."""
 
     program: str
     module: str | None = None
@@ -120,7 +120,7 @@ def check_repository(command: Sequence[str], repository: CodeRepository) -> None
 
 
 def _may_have(files: set[str], module: str) -> bool:
-    """Whether a module may exist: in the repository, or in a package that is not part of it."""
+    """Tell whether a module may exist: in the repository, or in a package outside of it."""
     parts = PurePosixPath(*module.split("."))
     for root in ("", "src/"):
         package = f"{root}{parts.parts[0]}/"

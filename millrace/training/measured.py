@@ -1,4 +1,4 @@
-"""What workers have written: who has joined a run, and how good the weights are."""
+"""Reports of workers: who has joined a run, and how good the weights are."""
 
 import statistics
 from collections import defaultdict
@@ -38,7 +38,7 @@ def joined(store: Store, run: RunSettings, workers: Sequence[str]) -> set[str]:
 def measured(
     store: Store, keys: GradientKeys, workers: Sequence[str], name: str, *, last: int
 ) -> dict[int, float]:
-    """A measure of the weights, by the window that began with them: what the median worker says.
+    """Return a measure of the weights, by the window that began with them: the median worker's.
 
     What a worker says is its word only. Of a window that fewer than half speak of nothing is known.
     What cannot be read is passed over.

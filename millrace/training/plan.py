@@ -1,4 +1,4 @@
-"""What the workers of a campaign are sent, on rented machines and as processes of ours."""
+"""Settings and environment of a campaign's workers, on rented machines and as local processes."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _WORKER = "millrace-worker.yaml"
 
 
 def worker_file(plan: TrainingPlan, store: StoreSpec, number: int | str) -> str:
-    """The settings of a worker, as YAML; what it may reach it finds in its environment.
+    """Return the settings of a worker, as YAML; its credentials are in its environment.
 
     Args:
         plan: What all do.
@@ -30,7 +30,7 @@ def worker_file(plan: TrainingPlan, store: StoreSpec, number: int | str) -> str:
 
 
 def _literal(value: Any, number: int | str) -> Any:
-    """Settings of a person's, that nothing but the worker's number is filled into."""
+    """Return a person's settings, into which nothing but the worker's number is filled."""
     match value:
         case str():
             return value.replace("${", "$${").replace("{slot}", str(number))
@@ -43,7 +43,7 @@ def _literal(value: Any, number: int | str) -> Any:
 
 
 def worker_environment(reads: StoreSpec, writes: StoreSpec) -> dict[str, str]:
-    """What `worker_file` refers to, for a worker that is a process of ours."""
+    """Return the environment that `worker_file` refers to, for a worker that is a local process."""
     found = {"MILLRACE_STORE": writes.url}
     for right, spec in ((Right.READ, reads), (Right.WRITE, writes)):
         if spec.credentials is not None:
@@ -54,7 +54,7 @@ def worker_environment(reads: StoreSpec, writes: StoreSpec) -> dict[str, str]:
 def training_program(
     plan: TrainingPlan, store: StoreSpec, repository: CodeRepository
 ) -> tuple[Program, tuple[Reach, ...]]:
-    """What runs on the rented machines of a campaign, and the parts of the store that they reach.
+    """Return the program of a campaign's machines, and the parts of the store it may use.
 
     Each writes its own gradients, votes and files of checkpoints, below its own prefixes only.
     """

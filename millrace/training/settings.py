@@ -1,4 +1,4 @@
-"""What a worker is told by whoever leads a campaign: a settings file on its machine."""
+"""Settings of a worker that the leader of a campaign writes into a file on its machine."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +18,7 @@ PORT = IDENTITY
 
 
 class TrainingPlan(BaseModel):
-    """What all workers of a campaign do, wherever they are."""
+    """Plan of the training that all workers of a campaign follow, wherever they are."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,4 +1,4 @@
-"""What a training script is told by its campaign, and how it ends epochs with the others."""
+"""Worker of a campaign, for its training script: the plan, the shards, and the ends of epochs."""
 
 import logging
 import math
@@ -55,7 +55,7 @@ class Worker:
     def here(
         cls, environ: Mapping[str, str] | None = None, *, progress: Progress = silent
     ) -> "Worker":
-        """The worker that this process is, by the environment that `millrace work` gives it.
+        """Return the worker that this process is, by the environment that `millrace work` gives it.
 
         Raises:
             ConfigurationError: It is none.
@@ -87,7 +87,7 @@ class Worker:
         self._stack.__exit__(*raised)
 
     def shards(self, partition: str = "train", *, mine: bool = False) -> list[Path]:
-        """The dataset's shards on this machine's disk, in the order of their names.
+        """Return the dataset's shards on this machine's disk, in the order of their names.
 
         What is not there yet comes out of the store, each byte verified.
 
@@ -203,7 +203,7 @@ class Worker:
 
 
 def _is(path: Path, shard: ManifestShard) -> bool:
-    """Whether a file is a shard: whoever brought it may have brought anything."""
+    """Tell whether a file is a shard: the folder may hold anything."""
     if not path.exists() or path.stat().st_size != shard.size:
         return False
     with path.open("rb") as file:

@@ -35,7 +35,7 @@ _CREDIT = re.compile(r"credit|billing|balance", re.IGNORECASE)
 
 
 class Call(StrEnum):
-    """What is asked of the API, as far as its pace goes."""
+    """Kind of a request to the API, for its pace."""
 
     SEARCH = "search"
     CREATE = "create"
@@ -55,7 +55,7 @@ _INTERVALS = {  # seconds between two requests, by the API's thresholds
 
 @dataclass(frozen=True, slots=True)
 class Created:
-    """What a create came to.
+    """Result of a create.
 
     Attributes:
         instance: The number of the machine that there is now, and that is billed.
@@ -68,7 +68,7 @@ class Created:
 
 @dataclass(slots=True)
 class _Pace:
-    """When each kind of request may be sent next."""
+    """Times at which each kind of request may be sent next."""
 
     clock: Clock
     free: dict[Call, float] = field(default_factory=dict[Call, float])
@@ -377,12 +377,12 @@ class Vast:
         raise errors.ConfigurationError(f"Vast.ai refuses it: {said}.")
 
     def _safe(self, text: str) -> str:
-        """A text in one line, without the key."""
+        """Return a text in one line, without the key."""
         return " ".join(text.replace(self._key.get_secret_value(), "[key]").split())[:500]
 
 
 def _body(error: Any) -> Any:
-    """What an answer has in it that the SDK has refused."""
+    """Return the body of an answer that the SDK has refused."""
     if error.response is None:
         return ""
     try:
@@ -392,7 +392,7 @@ def _body(error: Any) -> Any:
 
 
 def _said(body: Any) -> str:
-    """What an answer says in words."""
+    """Return the text of an answer."""
     if isinstance(body, str):
         return body
     if not isinstance(body, Mapping):

@@ -6,10 +6,10 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What time it is, and waiting."""
+    """Clock of the day, and waiting."""
 
     def now(self) -> datetime:
-        """The time of day, with its zone."""
+        """Return the time of day, with its zone."""
         ...
 
     def elapsed(self) -> float:
@@ -25,7 +25,7 @@ class SystemClock:
     """This machine's."""
 
     def now(self) -> datetime:
-        """The time of day, with its zone."""
+        """Return the time of day, with its zone."""
         return datetime.now(UTC)
 
     def elapsed(self) -> float:

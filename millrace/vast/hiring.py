@@ -1,4 +1,4 @@
-"""What a machine is started with, and what it is told: made anew for each."""
+"""Start of a machine: its environment and files, made anew for each."""
 
 import base64
 import hmac
@@ -18,7 +18,10 @@ _LEAST = timedelta(minutes=15)  # that STS gives credentials for
 
 
 def onstart() -> str:
-    """What the provider runs when the machine starts. Fetches nothing by itself."""
+    """Return the script that the provider runs when the machine starts.
+
+    It fetches nothing by itself.
+    """
     return _text("onstart.sh")
 
 
@@ -26,7 +29,7 @@ def environment(
     store: Store, settings: RentSettings, number: int, slot: int, until: float, *,
     lifetime: timedelta, url: str,
 ) -> dict[str, str]:  # fmt: skip
-    """The variables of a machine: all that it has of ours.
+    """Return the variables of a machine: all that it has of ours.
 
     Args:
         store: Where rentals are written down.
@@ -101,7 +104,7 @@ def send_files(store: Store, settings: RentSettings, number: int, slot: int) -> 
 
 
 def node_key(account: Account, rental: str, attempt: int) -> SecretStr:
-    """What the agent of the swarm on a rented machine is asked with; each machine has another.
+    """Return the key of the swarm's agent on a rented machine; each machine has another.
 
     Whoever has the account finds it again, and nobody finds the account's key by it.
 
@@ -128,7 +131,7 @@ def _reach(
 def _part(
     store: Store, prefixes: list[str], ttl: timedelta, right: Right, role_arn: str | None
 ) -> StoreSpec:
-    """What a machine may hold: a folder as it is, of a bucket credentials for these parts."""
+    """Return the part of the store that a machine may use, with credentials for its prefixes."""
     if store.location.backend is Backend.FILE:
         return StoreSpec(url=store.url)
     spec = store.spec

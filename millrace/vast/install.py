@@ -52,7 +52,7 @@ def say(state: str, text: str = "") -> None:
 
 
 def run(*command: str) -> str:
-    """What a command prints; raises what it has printed if it fails."""
+    """Run a command and return its output; raise the output if it fails."""
     done = subprocess.run(
         command,
         check=False,
@@ -68,7 +68,7 @@ def run(*command: str) -> str:
 
 
 def again(*command: str) -> str:
-    """The same, tried again: networks of rented machines are what they are."""
+    """Run a command, several times if it fails: networks of rented machines are not reliable."""
     for _ in range(_TRIES - 1):
         try:
             return run(*command)

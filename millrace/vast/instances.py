@@ -75,21 +75,23 @@ class Instance:
 
     @property
     def running(self) -> bool:
-        """Whether its container runs."""
+        """True if its container runs."""
         return self.status == "running"
 
     @property
     def stopped(self) -> bool:
-        """Whether it was stopped by somebody else: outbid, or the account has no credit left."""
+        """True if it was stopped by another: outbid, or the account has no credit left."""
         return set(self.states) == {"stopped"}
 
     @property
     def outbid(self) -> bool:
-        """Whether somebody pays more."""
+        """True if another client pays more."""
         return self.is_bid and self.stopped
 
     def reached_at(self, port: int) -> str:
-        """Where others reach what the container listens on, as ``host:port``; empty if nowhere.
+        """Return ``host:port`` at which others reach what the container listens on.
+
+        Empty if there is none.
 
         Args:
             port: That it was rented with; from 70000 on it stands for one that is the same inside
@@ -104,7 +106,7 @@ class Instance:
 
     @property
     def dead(self) -> str:
-        """Why it will never come up; empty while it may."""
+        """Reason why it will never come up; empty while it may."""
         said = f": {self.message}" if self.message else ""
         if self.status in _DEAD:
             return f"the machine is {self.status}{said}"
@@ -125,7 +127,7 @@ def _ports(ports: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _number(value: Any) -> float:
-    """A number; 0 of what is none: one field must not make all the list unreadable."""
+    """Return a number; 0 for what is none: one field must not make all the list unreadable."""
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -11,7 +11,7 @@ _OURS = "millrace"
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What a label says.
+    """Content of a label.
 
     Attributes:
         installation: Whose it is.
@@ -34,7 +34,7 @@ class Label:
 
     @classmethod
     def parse(cls, text: str, installation: str) -> "Label | None":
-        """What a label says; None if it is not ours, or if nobody understands it."""
+        """Parse a label; None if it is not ours, or cannot be read."""
         if not is_ours(text, installation):
             return None
         rental, _, rest = text.removeprefix(prefix(installation)).rpartition("/")
@@ -48,10 +48,10 @@ class Label:
 
 
 def is_ours(text: str, installation: str) -> bool:
-    """Whether a label is of this installation, understood or not."""
+    """Tell whether a label is of this installation, readable or not."""
     return text.startswith(prefix(installation))
 
 
 def prefix(installation: str) -> str:
-    """What every label of an installation begins with."""
+    """Return the beginning of every label of an installation."""
     return f"{_OURS}/{installation}/"

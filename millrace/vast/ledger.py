@@ -1,4 +1,4 @@
-"""What the store knows of rentals: who is behind a label, and what has not come back yet."""
+"""Ledger of rentals: who is behind a label, and which machines have not come back yet."""
 
 import secrets
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ _BURST = 4.0  # times the speed of its offer that a machine's counters are belie
 
 
 def installation_of(store: Store) -> str:
-    """Who we are among all who rent with the same account: as many as there are stores."""
+    """Return this installation's identity among all that rent with the account: one a store."""
     mine = Installation(id=secrets.token_hex(6))
     try:
         return fetch(store, INSTALLATION, Installation).id
@@ -102,7 +102,7 @@ def attempt_of(store: Store, rental: str, number: int) -> Attempt | None:
 
 
 def open_attempts(store: Store) -> Iterator[tuple[str, Attempt]]:
-    """The attempts of all rentals that have not come back, each with its rental's name.
+    """Yield the attempts of all rentals that have not come back, each with its rental's name.
 
     Of those that have, however many there are, nothing but their names is read.
     """
@@ -124,7 +124,7 @@ def refuse_others(rental: str, machines: int) -> None:
 
 
 def is_rented(place: StoreSpec) -> bool:
-    """Whether anything is rented, as far as is written down."""
+    """Tell whether anything is rented, as far as is written down."""
     return any(True for _ in open_attempts(open_store(place)))
 
 
@@ -155,7 +155,10 @@ def _attempts(store: Store, prefix: str, *, returned: bool = True) -> Iterator[t
 
 
 def _read(store: Store, key: str, kind: type[R]) -> R | None:
-    """A record; None if it is damaged: one must not keep all others from being given back."""
+    """Return a record.
+
+    None if it is damaged: one must not keep all others from being given back.
+    """
     try:
         return fetch(store, key, kind)
     except (errors.CorruptError, errors.NotFoundError):

@@ -20,7 +20,7 @@ Region = Annotated[str, StringConstraints(pattern=r"^[A-Za-z]{2}$", to_upper=Tru
 
 
 class OfferRequest(BaseModel):
-    """What a rented machine has to be, and may cost."""
+    """Requirements of a rented machine, and its highest price."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -82,7 +82,7 @@ class OfferRequest(BaseModel):
         return "bid" if self.interruptible else "on-demand"
 
     def filters(self) -> dict[str, dict[str, Any]]:
-        """The same for the API, in its own units: MB of memory, seconds of duration."""
+        """Return the requirements in the API's own units: MB of memory, seconds of duration."""
         found: dict[str, dict[str, Any]] = {
             "rentable": {"eq": True},
             "rented": {"eq": False},

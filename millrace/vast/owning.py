@@ -1,4 +1,4 @@
-"""Who has a rental: by a lease for other processes, and by an object for its machines."""
+"""Ownership of a rental: by a lease for other processes, and by an object for its machines."""
 
 import contextlib
 import secrets

@@ -58,7 +58,7 @@ class Rented:
 
 @dataclass(frozen=True, slots=True)
 class Reaped:
-    """What a reaper has found.
+    """Result of a reaper's run.
 
     Attributes:
         returned: Machines that were given back; in a dry run those that would be.
@@ -75,7 +75,7 @@ class Reaped:
 
 
 def list_rentals(settings: StandSettings, *, vast: Vast | None = None) -> list[Rented]:
-    """What is rented by this installation.
+    """List what is rented by this installation.
 
     Args:
         settings: Where it is written down, and who pays.
@@ -189,7 +189,7 @@ def _give_back(store: Store, vast: Vast, going: list[Rented], progress: Progress
 
 
 class _Owners:
-    """Who has which rental."""
+    """Owners of the rentals."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -197,7 +197,7 @@ class _Owners:
         self._held: dict[str, Held | None] = {}
 
     def of(self, rental: str) -> str:
-        """Who has a rental; empty if nobody does."""
+        """Return the owner of a rental; empty if there is none."""
         if rental not in self._held:
             scope = RentalKeys(rental).scope
             holders = Census(self._store, scope, "", self.clock).held()
@@ -225,7 +225,7 @@ def _rented(
 
 
 def _now(vast: Vast, owners: _Owners) -> datetime:
-    """The time by the store's clock, which all who hold something here go by."""
+    """Return the time by the store's clock, which all who hold something here go by."""
     return owners.clock.now() if isinstance(vast.clock, SystemClock) else vast.clock.now()
 
 
@@ -258,7 +258,7 @@ def _judged(
 
 
 def _has_ended(store: Store, label: Label) -> bool:
-    """Whether a machine says that its program has ended."""
+    """Tell whether a machine says that its program has ended."""
     keys = RentalKeys(label.rental)
     return exists(store, MachineKeys(keys.machine(label.attempt)).ended)
 

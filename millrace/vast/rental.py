@@ -71,12 +71,12 @@ class Machine:
 
     @property
     def slot(self) -> int:
-        """Which of the rental's machines it is."""
+        """Number of the machine within its rental."""
         return self.attempt.intent.slot
 
     @property
     def awaited(self) -> bool:
-        """Whether its create was not answered, and no listing has shown it."""
+        """True if its create was not answered, and no listing has shown it."""
         return self.attempt.contract is None
 
     @property
@@ -192,7 +192,7 @@ class Rental:
 
     @property
     def machines(self) -> tuple[Machine, ...]:
-        """What is rented now, by slots."""
+        """Machines that are rented now, by slots."""
         return tuple(self._machines[slot] for slot in sorted(self._machines))
 
     @property
@@ -376,7 +376,7 @@ class Rental:
             self._paused_until = self._clock.elapsed() + pause
 
     def _judged(self, machine: Machine, rows: list[Instance] | None) -> _Verdict | None:
-        """Why a machine is not to be had any longer; None if it is."""
+        """Return the reason why a machine cannot be kept any longer; None if it can."""
         now = self._clock.elapsed()
         row = machine.attempt.find(rows or [])
         if machine.awaited and rows is not None:
@@ -424,7 +424,9 @@ class Rental:
         return None
 
     def _too_dear(self, machine: Machine, dph: float) -> str:
-        """Why a machine costs more than was granted; empty if it does not. Report a raised price.
+        """Return the reason if a machine costs more than was granted, else nothing.
+
+        Report a raised price.
 
         A host can raise its price between search and create, and later.
         """

@@ -1,4 +1,4 @@
-"""What rented machines say of themselves, read anew only where it has changed."""
+"""Reports of rented machines, read anew only where they have changed."""
 
 import re
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ _SECRETS = re.compile(r"://[^/@\s]+@")
 
 @dataclass(slots=True)
 class Report:
-    """What one machine has said so far.
+    """Reports of one machine so far.
 
     Attributes:
         store: Where.
@@ -83,14 +83,14 @@ class Report:
         self.tail = [*self.tail, *lines][-_LINES:]
 
     def _said(self, stat: Stat, kind: type[M]) -> M | None:
-        """What an object says; None if it says nothing that can be read."""
+        """Return the record in an object; None if it cannot be read."""
         try:
             return kind.model_validate_json(self._text(stat))
         except ValidationError:
             return None
 
     def _text(self, stat: Stat) -> str:
-        """What an object says, or its beginning: by now it may be another than was listed."""
+        """Return the text of an object, or its beginning. The object may have changed since."""
         end = min(stat.size, _LARGEST)
         if not end:
             return ""
@@ -112,5 +112,5 @@ def cause_of(printed: str) -> str:
 
 
 def printable(text: str) -> str:
-    """A line of what a machine says, without what a terminal would obey, and not too long."""
+    """Return a line of a machine's output, without control characters, and cut."""
     return "".join(one for one in text if one.isprintable())[:_COLUMNS]

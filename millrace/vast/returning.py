@@ -89,7 +89,10 @@ def _unseen(
     seen: Mapping[str, int] | None,
     settled: Collection[str],
 ) -> list[str]:
-    """The labels of which nothing is left; what is seen is destroyed once more."""
+    """Return the labels of which nothing is left.
+
+    Machines that are still there are destroyed once more.
+    """
     if seen is None:
         return []
     for label in seen.keys() & left.keys():

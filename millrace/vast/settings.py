@@ -1,4 +1,4 @@
-"""What a person says to have machines rented."""
+"""Settings of a rental."""
 
 from datetime import timedelta
 from typing import Annotated, Self
@@ -16,7 +16,7 @@ Prefix = Annotated[str, StringConstraints(pattern=r"^[^/_].*/$")]
 
 
 class Account(BaseModel):
-    """Who pays."""
+    """Account that pays."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -25,12 +25,12 @@ class Account(BaseModel):
 
 
 def account(settings: Account) -> Vast:
-    """The account that pays."""
+    """Return the account that pays."""
     return Vast(settings.api_key, settings.server_url)
 
 
 class Reach(BaseModel):
-    """What a machine may do with a part of the store."""
+    """Rights of a machine in a part of the store."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,7 +42,7 @@ class Reach(BaseModel):
 
 
 class Program(BaseModel):
-    """What runs on each machine: a repository, installed, and one of its commands."""
+    """Program of each machine: a repository, installed, and one of its commands."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -85,7 +85,7 @@ class Program(BaseModel):
 
 
 class Patience(BaseModel):
-    """How long machines are waited for, and how often they are looked at."""
+    """Times for which machines are waited for, and how often they are looked at."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -136,13 +136,13 @@ class RentSettings(Patience):
 
     @property
     def wanted(self) -> OfferRequest:
-        """What each machine has to be, with as many open ports as the program listens on."""
+        """Requirements of each machine, with as many open ports as the program listens on."""
         ports = max(self.request.ports, len(self.program.ports))
         return self.request.model_copy(update={"ports": ports})
 
 
 class StandSettings(BaseModel):
-    """Where rentals are written down, and who pays; the rest of a settings file does not matter."""
+    """Store of the ledger, and the account; the rest of a settings file does not matter."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 

@@ -46,7 +46,7 @@ def count_traffic(state: Path, proc: Path = Path("/proc")) -> tuple[int, int]:
 
 
 def _read(state: Path) -> dict[str, Any] | None:
-    """The state of the last call; None if there is none, or it cannot be read."""
+    """Return the state of the last call; None if there is none, or it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         return json.loads(state.read_text())
     return None

@@ -32,7 +32,7 @@ _DUMPABLE = 4  # PR_SET_DUMPABLE, prctl(2)
 
 
 def owner(url: str) -> bytes | None:
-    """What the owner has last written; None if it cannot be read now."""
+    """Return what the owner has last written; None if it cannot be read now."""
     try:
         with urllib.request.urlopen(url, timeout=30) as answer:
             return answer.read(1000)

@@ -1,4 +1,4 @@
-"""What goes between an owner and its rented machines: the order one way, reports the other.
+"""Messages between an owner and its rented machines: the order one way, reports the other.
 
 A machine is not trusted: what it reports is bounded, checked, and means nothing to anybody else.
 """
@@ -25,7 +25,7 @@ class _Report(BaseModel):
 
 
 class Setup(_Report):
-    """How far a machine is with installing.
+    """Report on the installation of a machine.
 
     Attributes:
         state: ``fetching``, ``installing``, ``starting`` or ``failed``.
@@ -37,7 +37,7 @@ class Setup(_Report):
 
 
 class Beat(_Report):
-    """That a machine lives, and its program runs.
+    """Heartbeat of a machine whose program runs.
 
     Attributes:
         number: How often this was said.
@@ -51,7 +51,7 @@ class Beat(_Report):
 
 
 class ProgramEnd(_Report):
-    """What a program came to.
+    """Report on how a program ended.
 
     Attributes:
         code: Its exit code.
@@ -67,7 +67,7 @@ FILES_BYTES = 16 << 20
 
 
 class GuestFiles(BaseModel):
-    """What is written beside a program, before it is run.
+    """Files that are written beside a program, before it is run.
 
     Attributes:
         texts: By paths below the folder of the clone.
@@ -79,7 +79,7 @@ class GuestFiles(BaseModel):
 
 
 class GuestOrder(BaseModel):
-    """What a machine is to do. It holds credentials: scoped ones, that end with the rental.
+    """Order to a machine. It holds credentials: scoped ones, that end with the rental.
 
     Attributes:
         store: Where the machine may write its own folder only.
@@ -113,7 +113,7 @@ class GuestOrder(BaseModel):
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> "GuestOrder":
-        """What a machine finds in its environment.
+        """Read the order of a machine from its environment.
 
         Raises:
             ConfigurationError: There is none, or it is none.
@@ -127,7 +127,7 @@ class GuestOrder(BaseModel):
 
 
 def environment_of(environ: Mapping[str, str], order: GuestOrder) -> dict[str, str]:
-    """What the program of a machine finds: the store as AWS's tools know it, and nothing of ours.
+    """Return the environment of a machine's program: the store as AWS's tools know it.
 
     ``AWS_*`` are of the credentials that may write, if there are some, else of those that read;
     ``MILLRACE_STORE`` is its URL; ``MILLRACE_READ_ACCESS_KEY_ID`` and so on, and

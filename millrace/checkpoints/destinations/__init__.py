@@ -1,4 +1,4 @@
-"""Where checkpoints are brought to, and from: a store, or a repository of the Hugging Face Hub."""
+"""Destinations of checkpoints: a store, or a repository of the Hugging Face Hub."""
 
 from millrace.checkpoints.destinations.base import Destination, bring
 from millrace.checkpoints.destinations.bucket import StoreDestination

@@ -1,4 +1,4 @@
-"""Where checkpoints are brought to, and from: what every kind of place can do."""
+"""Interface of the destinations of checkpoints."""
 
 from collections.abc import Iterator
 from datetime import timedelta
@@ -16,7 +16,7 @@ class Destination(Protocol):
 
     @property
     def url(self) -> str:
-        """Where it is, without credentials."""
+        """URL of the destination, without credentials."""
         ...
 
     def probe(
@@ -31,11 +31,11 @@ class Destination(Protocol):
         ...
 
     def checkpoints(self, job: str) -> Iterator[Checkpoint]:
-        """The complete checkpoints of a job, newest first. Their files are not looked at."""
+        """Return the complete checkpoints of a job, newest first. Their files are not looked at."""
         ...
 
     def checkpoint(self, job: str, step: int) -> Checkpoint:
-        """The checkpoint of a step.
+        """Return the checkpoint of a step.
 
         Raises:
             NotFoundError: There is none that is complete.
@@ -44,13 +44,13 @@ class Destination(Protocol):
         ...
 
     def content(self, checkpoint: Checkpoint) -> Content:
-        """What a checkpoint is made of; its files are verified when they are read."""
+        """Return the content of a checkpoint; its files are verified when they are read."""
         ...
 
     def verify(
         self, checkpoint: Checkpoint, *, check: VerifyDepth = VerifyDepth.DIGESTS
     ) -> dict[str, str]:
-        """The damage of a checkpoint: a sentence by the digest of each file at fault."""
+        """Return the damage of a checkpoint: a sentence by the digest of each file at fault."""
         ...
 
     def publish(

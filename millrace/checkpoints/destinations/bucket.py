@@ -28,6 +28,7 @@ class StoreDestination:
 
     @property
     def url(self) -> str:
+        """URL of the store."""
         return self.store.url
 
     def probe(
@@ -38,20 +39,25 @@ class StoreDestination:
         within: timedelta | None = None,
         patience: timedelta = PATIENCE,
     ) -> Probe:
+        """Tell whether a job could save here."""
         return probe(self.store, job, size=size, within=within, patience=patience)
 
     def checkpoints(self, job: str) -> Iterator[Checkpoint]:
+        """Yield the complete checkpoints of a job, newest first."""
         return find.checkpoints(self.store, job)
 
     def checkpoint(self, job: str, step: int) -> Checkpoint:
+        """Return the checkpoint of a step."""
         return find.checkpoint_of(self.store, job, step)
 
     def content(self, checkpoint: Checkpoint) -> Content:
+        """Return the content of a checkpoint."""
         return saved_content(self.store, checkpoint)
 
     def verify(
         self, checkpoint: Checkpoint, *, check: VerifyDepth = VerifyDepth.DIGESTS
     ) -> dict[str, str]:
+        """Return the damage of a checkpoint."""
         return find.verify(self.store, checkpoint, check=check)
 
     def publish(
@@ -63,6 +69,7 @@ class StoreDestination:
         uploads: int = 4,
         progress: Progress = silent,
     ) -> Checkpoint:
+        """Copy the files that are missing, and commit the checkpoint."""
         store, keys = self.store, CheckpointKeys(job)
         news = threading.Event()
         race = Race(

@@ -67,11 +67,13 @@ class HubDestination:
 
     @property
     def url(self) -> str:
+        """URL of the repository and its branch."""
         return f"hf://{self._spec.repo}@{self._spec.revision}"
 
     # -- reading
 
     def checkpoints(self, job: str) -> Iterator[Checkpoint]:
+        """Yield the complete checkpoints of a job, newest first."""
         head, keys = self._head(), CheckpointKeys(job)
         names = [
             entry.path.rpartition("/")[2]
@@ -84,9 +86,11 @@ class HubDestination:
                 yield self._checkpoint(job, step, head)
 
     def checkpoint(self, job: str, step: int) -> Checkpoint:
+        """Return the checkpoint of a step."""
         return self._checkpoint(job, step, self._head())
 
     def content(self, checkpoint: Checkpoint) -> Content:
+        """Return the content of a checkpoint."""
         head, keys = self._head(), CheckpointKeys(checkpoint.job)
 
         def body(number: int) -> memoryview:
@@ -108,6 +112,7 @@ class HubDestination:
     def verify(
         self, checkpoint: Checkpoint, *, check: VerifyDepth = VerifyDepth.DIGESTS
     ) -> dict[str, str]:
+        """Return the damage of a checkpoint."""
         head, keys = self._head(), CheckpointKeys(checkpoint.job)
         there = self._files(keys.parts(checkpoint.step), head)
         whole = self.content(checkpoint)
@@ -137,6 +142,7 @@ class HubDestination:
         uploads: int = 4,
         progress: Progress = silent,
     ) -> Checkpoint:
+        """Upload the files that are missing, and commit the checkpoint."""
         keys = CheckpointKeys(job)
         key = keys.metadata(checkpoint.step)
         record = content.record(checkpoint, job)
@@ -270,7 +276,7 @@ class HubDestination:
         )
 
     def _head(self) -> str:
-        """The commit that the branch is at."""
+        """Return the commit of the branch's head."""
         spec = self._spec
         info = self._asked("", lambda: self._api.repo_info(spec.repo, revision=spec.revision))
         if info.sha is None:

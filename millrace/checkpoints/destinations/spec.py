@@ -1,4 +1,4 @@
-"""Which repository of the Hub is meant. Known without the Hub's library."""
+"""URL of a repository of the Hub. It is parsed without the Hub's library."""
 
 from datetime import timedelta
 
@@ -9,7 +9,7 @@ from millrace.settings import Duration
 
 
 class HubSpec(BaseModel):
-    """Which repository of the Hub, and who we are to it."""
+    """Repository of the Hub, and the account's token."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -28,7 +28,7 @@ class HubSpec(BaseModel):
 
     @classmethod
     def parse(cls, url: str) -> "HubSpec":
-        """Of ``hf://owner/name`` or ``hf://owner/name@branch``.
+        """Parse ``hf://owner/name`` or ``hf://owner/name@branch``.
 
         Raises:
             ConfigurationError: It is neither.
