@@ -756,7 +756,10 @@ class Tracker:
                 found = number
                 self._offered.discard(number)
                 break
-            passed.append(number)
+            if self.is_lacked(number):
+                passed.append(number)
+            else:  # who lacked it is gone
+                self._offered.discard(number)
         for number in passed:
             heapq.heappush(self._unread, number)
         return found

@@ -204,6 +204,20 @@ def test_whatever_fails_or_dies_the_others_get_everything(seed, nodes, pieces, d
     assert all(have == set(range(pieces)) for have in swarm.has.values())
 
 
+def test_what_nobody_lacks_any_more_hides_nothing_that_is_still_to_be_read():
+    swarm = Swarm(
+        Tracker([1] * 60), lambda _: 1.0, lambda order: order.source == "slow" or order.node == "b"
+    )
+    swarm.join("slow", {piece: f"d{piece}" for piece in range(40)})
+    swarm.join("b")
+    swarm.begin()
+    while not swarm.tracker.slow:  # what it has is to be read from the store again
+        swarm.step()
+    swarm.lose("b")
+    swarm.finish()
+    assert swarm.has == {"slow": set(range(60))}
+
+
 def spoil(swarm: Swarm, wrong: Callable[[Order], bool]) -> Counter[str]:
     """Carry all out, where some transfers bring wrong bytes; says how often each node gave them."""
     seen: Counter[str] = Counter()
