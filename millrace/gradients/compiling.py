@@ -5,14 +5,18 @@ index, chooses a file name, writes the index, then the file. Two processes that 
 signatures of a function at once choose the same name, and one of them may leave an index that calls
 the other's code by its own signature: every later process that loads that pair fails on each call
 (`TypeError`), however right the bytes that it is given. So one process at a time compiles or loads
-here, by a lock on a file. The lock ends with its process. Names hold the digest of the source file
-and numba's version, so that an index never refers to code of another version.
+here, by a lock on a file. The lock ends with its process. A process that has stopped while it holds
+the lock (SIGSTOP, a debugger) holds up nobody for long: the others then compile without the cache.
+Names hold the digest of the source file and numba's version, so that an index never refers to code
+of another version.
 """
 
 import fcntl
 import hashlib
 import inspect
+import logging
 import os
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,12 +24,17 @@ from typing import Any, TypeVar
 
 import numba
 from numba import njit
+from numba.core.caching import NullCache
 from numba.core.compiler_lock import global_compiler_lock
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _LOCK = "millrace-kernels.lock"
+_WAIT = 30.0  # seconds for the lock, and then never again: many times what one function takes
+_LOOK = 0.05
 _held = 0  # how often this process is within `_alone`; changed under numba's own lock
+_gave_up = False  # whether it has waited for the lock in vain
+_log = logging.getLogger(__name__)
 
 
 def compiled(function: F) -> F:
@@ -38,25 +47,38 @@ def compiled(function: F) -> F:
     compile_one = made.compile
 
     def locked(signature: Any) -> Any:
-        with _alone(folder):
-            return compile_one(signature)
+        with _alone(folder) as is_alone:
+            if is_alone:
+                return compile_one(signature)
+            cache, made._cache = made._cache, NullCache()  # noqa: SLF001
+            try:
+                return compile_one(signature)
+            finally:
+                made._cache = cache  # noqa: SLF001
 
     made.compile = locked
     return made
 
 
 @contextmanager
-def _alone(folder: Path) -> Generator[None]:
-    """Hold the lock of a cache's folder; a function may compile another one meanwhile."""
+def _alone(folder: Path) -> Generator[bool]:
+    """Hold the lock of a cache's folder; a function may compile another one meanwhile.
+
+    Yields whether the cache may be used: not if another process holds the lock for too long.
+    """
     global _held  # noqa: PLW0603
     with global_compiler_lock:
         if _held:
-            yield
+            yield True
             return
-        descriptor = _locked(folder / _LOCK)
+        try:
+            descriptor = _locked(folder / _LOCK)
+        except TimeoutError:
+            yield False
+            return
         try:
             _held += 1
-            yield
+            yield True
         finally:
             _held -= 1
             if descriptor is not None:
@@ -64,15 +86,42 @@ def _alone(folder: Path) -> Generator[None]:
 
 
 def _locked(path: Path) -> int | None:
-    """Wait for the lock of a file; None on a file system that has no locks, or is read-only."""
+    """Wait for the lock of a file; None on a file system that has no locks, or is read-only.
+
+    Raises:
+        TimeoutError: Another process holds it for too long.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
     except OSError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _wait_for(descriptor, path)
+    except TimeoutError:
+        os.close(descriptor)
+        raise
     except OSError:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def _wait_for(descriptor: int, path: Path) -> None:
+    global _gave_up  # noqa: PLW0603
+    deadline = time.monotonic() + _WAIT
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if _gave_up or time.monotonic() > deadline:
+                if not _gave_up:
+                    _log.warning(
+                        "Another process holds %s for more than %.0f s: kernels are compiled "
+                        "without their cache.", path, _WAIT,
+                    )  # fmt: skip
+                _gave_up = True
+                raise TimeoutError(str(path)) from None
+            time.sleep(_LOOK)
+        else:
+            return

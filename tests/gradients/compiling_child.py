@@ -1,8 +1,8 @@
-"""Call a kernel: ``python -m tests.gradients.compiling_child LAYOUT [stop]``.
+"""Call a kernel: ``python -m tests.gradients.compiling_child LAYOUT [stop | impatient]``.
 
 It prints what the kernel says, or the error. With ``stop`` it says when it is about to write the
 index of numba's cache, and once more when it has; each time it goes on with a line of its input. It
-says ``waiting`` when another process holds the lock.
+says ``waiting`` when another process holds the lock; with ``impatient`` it does not wait for long.
 """
 
 import fcntl
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba.core import caching
 
-from millrace.gradients import kernels
+from millrace.gradients import compiling, kernels
 
 VALUES = {
     "float32": np.ones(3, np.float32),
@@ -27,8 +27,10 @@ def say(line: str) -> None:
 
 
 def main() -> None:
-    layout, *stops = sys.argv[1:]
-    if stops:
+    layout, *more = sys.argv[1:]
+    if "impatient" in more:
+        compiling._WAIT = 0.2  # pyright: ignore[reportPrivateUsage]
+    if "stop" in more:
         save = caching.IndexDataCacheFile._save_index  # pyright: ignore[reportPrivateUsage]
 
         def stopping(self: Any, overloads: Any) -> None:
@@ -39,14 +41,16 @@ def main() -> None:
             sys.stdin.readline()
 
         caching.IndexDataCacheFile._save_index = stopping  # pyright: ignore[reportPrivateUsage]
-    lock = fcntl.flock
+    lock, said = fcntl.flock, list[str]()
 
     def saying(descriptor: int, operation: int) -> None:
         try:
-            lock(descriptor, operation | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("waiting")
             lock(descriptor, operation)
+        except BlockingIOError:
+            if not said:
+                said.append("waiting")
+                say("waiting")
+            raise
 
     fcntl.flock = saying
     try:

@@ -67,3 +67,18 @@ def test_many_processes_that_begin_at_once_on_an_empty_cache_are_all_right(start
         processes = [start(layout) for layout in VALUES for _ in range(2)]
         said = [process.communicate()[0].split("\n")[-2] for process in processes]
         assert said == ["3.0"] * len(processes)
+
+
+def test_a_process_that_stops_within_the_lock_holds_up_no_other(start: Start) -> None:
+    first = start("float32", "stop")
+    assert heard(first) == "before the index"
+    for layout in ("float64", "float32"):
+        second = start(layout, "impatient")
+        assert heard(second) == "waiting"
+        assert heard(second) == "3.0"
+    tell(first)
+    assert heard(first) == "after the index"
+    tell(first)
+    assert heard(first) == "3.0"
+    for layout in ("float32", "float64"):
+        assert heard(start(layout)) == "3.0"
