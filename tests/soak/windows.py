@@ -99,9 +99,15 @@ def run_windows(
         dice = Random(f"{seed} windows {number}")
         place = places[number % len(places)]
         run = _Run(context, place, begin, folder, number, _blows(dice))
-        run.run()
-        if run.states != wanted:
-            run.wrong.append(f"other weights than without any blow: {run.states}")
+        try:
+            run.run()
+        except TimeoutError as error:
+            run.wrong.append(str(error))
+        else:
+            if run.states != wanted:
+                run.wrong.append(f"other weights than without any blow: {run.states}")
+        finally:
+            run.kill()
         with lock:
             found.runs += 1
             found.blows += Counter(blow.at for blow in run.struck)
@@ -213,6 +219,11 @@ class _Run:
             participant.load(model)
         self._end()
         self._judge(store, models)
+
+    def kill(self) -> None:
+        """Kill the aggregators that are left, also those that are stopped."""
+        for process, _ in self._started:
+            process.kill()
 
     def _until(self, done: Callable[[], bool]) -> None:
         """See to it that somebody aggregates, until it is done."""
