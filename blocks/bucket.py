@@ -61,9 +61,10 @@ bucket = Bucket.load("BLOCK_NAME")
 store = bucket.open("read")
 """
 
-    role: BucketRole = Field(description="What the bucket is for.")
+    role: BucketRole = Field(description="Purpose of the bucket.")
     url: str = Field(
-        description="Where it is: `r2://account/bucket`, `s3://bucket` or `gs://bucket`, with "
+        description="URL of the bucket: `r2://account/bucket`, `s3://bucket` or `gs://bucket`, "
+        "with "
         "`/prefix` after it if the role has only a part of the bucket."
     )
     account_id: str | None = Field(
@@ -86,7 +87,7 @@ store = bucket.open("read")
     )
     mirrors: list[str] = Field(
         default_factory=list,
-        description="Where else the same objects are: URLs that the read credentials reach too, "
+        description="Mirrors with the same objects: URLs that the read credentials reach too, "
         "or names of other Millrace Bucket blocks.",
     )
 

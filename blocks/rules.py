@@ -41,7 +41,8 @@ clean_bucket("gradients", rules)
 """
 
     rules: list[Rule] = Field(
-        description="What may go. An object goes by the first rule that all of is true of it."
+        description="Rules for what is deleted. An object is deleted by the first rule whose "
+        "conditions it all meets."
     )
     pinned: list[str] = Field(
         default_factory=list,

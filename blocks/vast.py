@@ -39,7 +39,7 @@ vast = VastCredentials.load("BLOCK_NAME")
 offers = vast.get_client().search_offers(query="gpu_name=RTX_4090")
 """
 
-    api_key: SecretStr = Field(title="API key", description="From the account's page of keys.")
+    api_key: SecretStr = Field(title="API key", description="Key from the account's page of keys.")
     server_url: str | None = Field(
         default=None, title="Server URL", description="Another address of Vast's API."
     )

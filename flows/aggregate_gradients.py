@@ -73,7 +73,7 @@ def aggregate_gradients(
         own: Workers that have a bucket of their own.
         reserves: The names of those who stand in, in this order.
         first: If the run has not begun: the checkpoint that it begins with.
-        care: How long it is followed, and what is kept.
+        care: How long the run is followed, and which checkpoints are kept.
     """
     if not workers:
         raise ConfigurationError("Name at least one worker whose gradients are merged.")

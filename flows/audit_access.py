@@ -51,8 +51,8 @@ def audit_access(buckets: list[Audited]) -> AuditReport | None:
     removed again. Fails if anything is not as it should be, or is not known.
 
     Args:
-        buckets: Whose credentials, of all roles together: it is tried whether those of one reach
-            the bucket of another. A block that does not exist yet is left out.
+        buckets: Buckets whose credentials are tried, of all roles together: it is tried whether
+            those of one reach the bucket of another. A block that does not exist yet is left out.
     """
     roles: dict[str, AuditedRole] = {}
     missing: list[str] = []

@@ -129,7 +129,7 @@ def campaign(plan: Campaign) -> Summary:
     Machines go back whatever happens.
 
     Args:
-        plan: What is to be done. A part that is left out is not.
+        plan: Plan of the campaign. A part that is left out is not done.
     """
     began = monotonic()
     site = _site(plan)

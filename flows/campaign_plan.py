@@ -30,11 +30,11 @@ class Data(_Part):
 
     dataset: str = Field(description="Its name: a prefix below the bucket's URL.")
     source: SourceInput | None = Field(
-        default=None, description="What it is sharded from. Left out, it is there and complete."
+        default=None, description="Source to shard. Left out, the dataset is there and complete."
     )
-    cut: CutSettings = Field(default=CutSettings(), description="How it is cut.")
+    cut: CutSettings = Field(default=CutSettings(), description="Settings of the shards.")
     run: shards.ExecutionSettings = Field(
-        default=shards.ExecutionSettings(), description="How the work is done."
+        default=shards.ExecutionSettings(), description="Settings of the execution."
     )
 
 
@@ -42,16 +42,18 @@ class RentedWorkers(CodeRepository, Patience):
     """Each worker on a rented machine of its own."""
 
     kind: Literal["rented"] = "rented"
-    request: OfferRequest = Field(description="What each machine has to be, and may cost.")
+    request: OfferRequest = Field(
+        description="Requirements of each machine, and its highest price."
+    )
     vast: VastCredentials | str = Field(
         default="vast", description="The Vast.ai Credentials block that pays, or its name."
     )
     role_arn: str | None = Field(
-        default=None, description="For S3: the role whose credentials machines are given."
+        default=None, description="ARN of the role whose credentials machines get (S3 only)."
     )
     retry_failed: bool = Field(
         default=True,
-        description="Whether a worker that fails again and again is tried on another machine.",
+        description="Try a worker that fails again and again on another machine.",
     )
     warm: bool = Field(
         default=True,
@@ -63,15 +65,17 @@ class LocalWorkers(_Part):
     """The workers as processes of the machine that this runs on."""
 
     kind: Literal["local"] = "local"
-    folder: str = Field(default=".", description="In which they run.")
-    root: Path = Field(default=Path(".millrace/data"), description="Where they keep the dataset.")
+    folder: str = Field(default=".", description="Folder in which the workers run.")
+    root: Path = Field(
+        default=Path(".millrace/data"), description="Folder in which the workers keep the dataset."
+    )
 
 
 class FirstWeights(WeightsOf):
     """The checkpoint whose weights the run begins with."""
 
     bucket: BucketLocation | None = Field(
-        default=None, description="Where it is; left out, in the campaign's bucket."
+        default=None, description="Store of the checkpoint; left out, the campaign's bucket."
     )
 
 
@@ -88,22 +92,28 @@ class Training(_Part):
         description=TrainingPlan.model_fields["restarts"].description,
     )
     first: FirstWeights = Field(description="With which weights it begins.")
-    workers: int = Field(default=1, ge=1, le=256, description="How many.")
+    workers: int = Field(default=1, ge=1, le=256, description="Number of workers.")
     machines: RentedWorkers | LocalWorkers = Field(
-        default=LocalWorkers(), description="Where they run."
+        default=LocalWorkers(), description="Machines on which the workers run."
     )
     arrival: Duration = Field(
         default=timedelta(hours=1),
         gt=timedelta(0),
-        description="How long workers are waited for before the first window opens: it opens when "
+        description="Longest wait for workers before the first window opens: it opens when "
         "as many have joined as the quorum says, or when this is over and at least one has.",
     )
-    epochs: int = Field(default=1, ge=1, description="How many; each ends with a checkpoint.")
-    windows: int = Field(default=10, ge=1, description="Of each epoch.")
-    rules: RunRules = Field(default=RunRules(), description="What all workers have alike.")
-    cooldown: CooldownSettings = Field(default=CooldownSettings(), description="How an epoch ends.")
+    epochs: int = Field(
+        default=1, ge=1, description="Number of epochs; each ends with a checkpoint."
+    )
+    windows: int = Field(default=10, ge=1, description="Number of windows of each epoch.")
+    rules: RunRules = Field(default=RunRules(), description="Settings that all workers have alike.")
+    cooldown: CooldownSettings = Field(
+        default=CooldownSettings(), description="Settings of the end of an epoch."
+    )
     follow: FollowRules = Field(
-        default=FollowRules(), description="How windows are followed, and what is kept."
+        default=FollowRules(),
+        description="Settings of the aggregator: how it follows windows, and which checkpoints "
+        "it keeps.",
     )
 
     @model_validator(mode="after")
@@ -121,7 +131,7 @@ class Training(_Part):
 class HandOver(_Part):
     """Destination of the final weights."""
 
-    job: str = Field(description="Whose checkpoint it is there.")
+    job: str = Field(description="Job of the checkpoint.")
     bucket: BucketLocation | None = Field(
         default=None,
         description="A Millrace Bucket block, its name, or a URL; left out with `hub`.",
@@ -142,12 +152,17 @@ class Campaign(_Part):
         description="A Millrace Bucket block with credentials to read and to write, its name, or "
         "a URL."
     )
-    data: Data | None = Field(default=None, description="What is trained on.")
-    training: Training | None = Field(default=None, description="Who trains, and how.")
-    hand_over: HandOver | None = Field(default=None, description="Where the weights go.")
+    data: Data | None = Field(default=None, description="Dataset to train on.")
+    training: Training | None = Field(
+        default=None, description="Workers and settings of the training."
+    )
+    hand_over: HandOver | None = Field(
+        default=None, description="Destination of the final weights."
+    )
     clean: list[Rule] | None = Field(
         default=None,
-        description="What goes in the end; left out, the gradients of this campaign, which are "
+        description="Rules for what is deleted in the end; left out, the gradients of this "
+        "campaign, which are "
         "merged. An empty list deletes nothing.",
     )
 

@@ -46,14 +46,14 @@ def clean_bucket(
 
     Args:
         bucket: A Millrace Bucket block with write credentials, its name, or a URL.
-        rules: What may go, or a Millrace Cleaning Rules block. An object goes by the first rule
-            that all of is true of it.
+        rules: Rules for what is deleted, or a Millrace Cleaning Rules block. An object goes by the
+            first rule that all of is true of it.
         dry_run: Only show what would be deleted.
         beside: Other buckets of the same runs, such as the aggregator's: leases there protect
             what is here.
         pinned: Keys and folders that never go, nor what is below them.
         plan: Execute a plan that was made before, by its name; the rules are then the plan's.
-        check: How the newest checkpoint is verified, without which none before it goes: `digests`
+        check: Check of the newest checkpoint, without which none before it goes: `digests`
             reads all of it, `sizes` takes a request a file.
     """
     if isinstance(rules, CleaningRules):

@@ -25,10 +25,13 @@ class NodeCheckpoints(BaseModel):
         description="The folder on every node that it was saved to, such as "
         "`file:///$SCRATCH/checkpoints`; `$NAME` is filled in from the node's own environment."
     )
-    job: str = Field(description="Whose checkpoint it is there.")
-    step: int | None = Field(default=None, description="Which; left out, the newest.")
+    job: str = Field(description="Job of the checkpoint.")
+    step: int | None = Field(
+        default=None, description="Step of the checkpoint; left out, the newest."
+    )
     address: str | None = Field(
-        default=None, description="Of the cluster; left out, the one we are in or `RAY_ADDRESS`."
+        default=None,
+        description="Address of the Ray cluster; left out, the one we are in or `RAY_ADDRESS`.",
     )
 
 
@@ -57,12 +60,12 @@ def cool_down(
 
     Args:
         bucket: A Millrace Bucket block with write credentials, its name, or a URL.
-        job: Which job: a prefix below the bucket's URL.
+        job: Job of the checkpoints: a prefix below the bucket's URL.
         epoch: The epoch that ends.
         nodes: The nodes of a Ray cluster that have the checkpoint on their disks.
-        settings: Who saves, and what happens when it takes too long. For `nodes` only: members
-            elsewhere have their own.
-        patience: For how long this run waits.
+        settings: Choice of who saves, and what happens when it takes too long. For `nodes` only:
+            members elsewhere have their own.
+        patience: Longest time that this run waits.
         members: Names of members that write below their own prefixes only, such as a campaign's
             workers. This run writes who takes part, verifies their files, and ends the epoch.
     """

@@ -24,7 +24,7 @@ def delete_gathers(
 
     Args:
         bucket: The aggregator's Millrace Bucket block, with write credentials, or its name.
-        version: Which, such as `0.2.1`, or a range, such as `<0.2.11`.
+        version: Version such as `0.2.1`, or a range, such as `<0.2.11`.
         run: Only of this run.
         older_than: Only what is older than this, by the store's clock.
         dry_run: Only show what would be deleted.

@@ -113,12 +113,14 @@ class Care(BaseModel):
 
     check: CacheCheck = Field(
         default=CacheCheck.SAMPLED,
-        description="How files of an earlier run are recognised: by sampled digests, or by all.",
+        description="Check of files from an earlier run: by sampled digests, or by all.",
     )
     least: float = Field(
         default=0.5, gt=0.0, le=1.0, description="The share of the nodes that must live."
     )
-    limits: LimitSettings = Field(default=LimitSettings(), description="How much goes on at once.")
+    limits: LimitSettings = Field(
+        default=LimitSettings(), description="Limits on what goes on at once."
+    )
 
 
 @flow(name="prewarm", flow_run_name="prewarm")
@@ -134,10 +136,10 @@ def prewarm(
     is started again. The worker must reach the machines; a Ray cluster, from a machine of it.
 
     Args:
-        files: What is put on every node.
+        files: Files to put on every node.
         root: The folder on every node; `$NAME` is filled in from the node's own environment.
-        cluster: Which machines: a Ray cluster's, rented ones, or hosts with an agent.
-        care: How carefully, and how much at once.
+        cluster: Machines: a Ray cluster's, rented ones, or hosts with an agent.
+        care: Checks, and limits on what goes on at once.
     """
     if not files:
         raise ConfigurationError("Name at least one place that files come from.")

@@ -66,12 +66,12 @@ def provision(
         bucket: A Millrace Bucket block with write credentials, its name, or a URL: where
             rentals are written down, and what the machines reach.
         vast: The Vast.ai Credentials block that pays, or its name.
-        request: What each machine has to be, and may cost.
-        program: What runs on each.
-        machines: How many.
+        request: Requirements of each machine, and its highest price.
+        program: Program that runs on each machine.
+        machines: Number of machines.
         reach: The parts of the bucket that the machines may use.
-        role_arn: For S3: the role whose credentials machines are given.
-        patience: How long machines are waited for, and how often they are looked at.
+        role_arn: ARN of the role whose credentials machines get (S3 only).
+        patience: Longest waits for machines, and how often they are looked at.
         dry_run: Only show the offers.
     """
     settings = RentSettings(

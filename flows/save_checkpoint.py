@@ -17,8 +17,10 @@ class Saved(InputLocation):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    job: str = Field(description="Whose it is there.")
-    step: int | None = Field(default=None, description="Which; left out, the newest.")
+    job: str = Field(description="Job of the checkpoint.")
+    step: int | None = Field(
+        default=None, description="Step of the checkpoint; left out, the newest."
+    )
 
 
 class HubRepository(BaseModel):
@@ -51,8 +53,9 @@ def save_checkpoint(
     A run that was stopped sends only what is missing when it is started again.
 
     Args:
-        source: Where it is: a folder of the worker that `Saver` saved to, or another bucket.
-        job: Whose checkpoint it is there: a prefix below the bucket's URL, or in the repository.
+        source: Location of the checkpoint: a folder of the worker that `Saver` saved to, or another
+            bucket.
+        job: Job of the checkpoint there: a prefix below the bucket's URL, or in the repository.
         bucket: A Millrace Bucket block with write credentials, its name, or a URL.
         hub: Or a repository of the Hugging Face Hub.
     """

@@ -41,10 +41,10 @@ def shard_dataset(
 
     Args:
         dataset: Its name: what it will be called below the destination.
-        source: Where the samples are, and which files to take.
+        source: Location of the samples, and the files to take.
         destination: A Millrace Bucket block with write credentials, its name, or a URL.
-        cut: How it is cut. This cannot change under the same name.
-        run: How the work is done. This never changes what comes out.
+        cut: Settings of the shards. They cannot change under the same name.
+        run: Settings of the execution. They never change the result.
         repair: Then verify every shard, and make again what is missing or damaged.
     """
     DatasetKeys(dataset)

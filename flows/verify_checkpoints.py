@@ -21,7 +21,7 @@ def verify_checkpoints(
 
     Args:
         bucket: A Millrace Bucket block with read credentials, its name, or a URL.
-        jobs: Whose checkpoints. Left out: all jobs below the bucket's URL.
+        jobs: Jobs whose checkpoints are verified. Left out: all jobs below the bucket's URL.
         check: `sizes` takes a request a file; `digests` reads all of it.
     """
     found_bucket = known(bucket)

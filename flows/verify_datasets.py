@@ -28,7 +28,7 @@ def verify_datasets(
 
     Args:
         bucket: A Millrace Bucket block with read credentials, its name, or a URL.
-        datasets: Which ones. Left out: all that are right below the bucket's URL.
+        datasets: Datasets to verify. Left out: all that are right below the bucket's URL.
         depth: `sizes` asks for each shard's size; `bytes` reads all of it and compares digests.
     """
     found_bucket = known(bucket)

@@ -43,7 +43,7 @@ def wipe_bucket(
     Args:
         bucket: A Millrace Bucket block with write credentials, its name, or a URL.
         dry_run: Only count what is there.
-        versions: Of a versioned bucket, delete older versions and delete markers, too.
+        versions: Delete older versions and delete markers, too, of a versioned bucket.
     """
     place = spec_of(bucket, Right.WRITE)
     found = survey_bucket(place)

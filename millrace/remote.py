@@ -39,7 +39,7 @@ class VastSection(CodeRepository):
     request: OfferRequest
     machines: int = Field(default=1, ge=1, le=256, description="They share the work.")
     role_arn: str | None = Field(
-        default=None, description="For S3: the role whose credentials machines are given."
+        default=None, description="ARN of the role whose credentials machines get (S3 only)."
     )
 
 

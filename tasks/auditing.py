@@ -30,7 +30,7 @@ def audit_buckets(settings: AuditSettings) -> AuditReport:
 @task(cache_policy=NO_CACHE)
 def report_audit(found: AuditReport) -> None:
     """Leave a report that a person wants to read."""
-    publish(describe(found), key="audited-access", description="What each credential can do")
+    publish(describe(found), key="audited-access", description="Rights of each credential")
 
 
 def describe(found: AuditReport) -> Markdown:

@@ -394,7 +394,7 @@ def report_campaign(found: Summary, fault: str = "") -> None:
     publish(
         describe(found, fault),
         key=artifact_key("campaign", found.name),
-        description="What the campaign has come to",
+        description="Result of the campaign so far",
     )
 
 

@@ -121,7 +121,7 @@ def transfer_checkpoint(
 @task(cache_policy=NO_CACHE)
 def report_saved(saved: SavedCheckpoint) -> None:
     """Leave a report that a person wants to read."""
-    publish(describe_saved(saved), key="saved-checkpoint", description="What was saved")
+    publish(describe_saved(saved), key="saved-checkpoint", description="Saved checkpoint")
 
 
 def describe_saved(saved: SavedCheckpoint) -> Markdown:
@@ -144,7 +144,7 @@ def report_checkpoints(place: str, found: list[SeenCheckpoint], check: VerifyDep
     publish(
         describe(place, found, check),
         key="verified-checkpoints",
-        description="What verification found",
+        description="Result of the verification",
     )
 
 

@@ -157,7 +157,7 @@ def abort_stale(place: StoreSpec, older_than: housekeeping.Age, *, dry_run: bool
 def report_plan(plan: CleaningPlan, keys: list[tuple[str, int]]) -> None:
     """Leave the plan of a dry run as a report."""
     text = describe_plan(plan, keys)
-    publish(text, key="cleaning", description="What would be deleted")
+    publish(text, key="cleaning", description="Objects that would be deleted")
 
 
 @task(cache_policy=NO_CACHE)
@@ -173,7 +173,7 @@ def report_contents(found: Contents) -> None:
         if found.versions
         else Markdown(),
     )  # fmt: skip
-    publish(text, key="cleaning", description="What would be deleted")
+    publish(text, key="cleaning", description="Objects that would be deleted")
 
 
 def describe_versions(found: VersionCount | None) -> str:
@@ -190,7 +190,7 @@ def describe_versions(found: VersionCount | None) -> str:
 def report_cleaning(plan: CleaningPlan, done: Cleaned) -> None:
     """Leave a report that a person wants to read."""
     text = describe_cleaning(plan, done)
-    publish(text, key="cleaning", description="What was deleted")
+    publish(text, key="cleaning", description="Deleted objects")
 
 
 @task(cache_policy=NO_CACHE)

@@ -67,7 +67,11 @@ def _watched(
 @task(cache_policy=NO_CACHE)
 def report_epoch(place: str, job: str, epoch: int, ended: EndedEpoch) -> None:
     """Leave a report that a person wants to read."""
-    publish(describe(place, job, epoch, ended), key="cool-down", description="How an epoch ended")
+    publish(
+        describe(place, job, epoch, ended),
+        key="cool-down",
+        description="Result of the end of an epoch",
+    )
 
 
 def describe(place: str, job: str, epoch: int, ended: EndedEpoch) -> Markdown:

@@ -427,4 +427,4 @@ def report_offers(name: str, wanted: int, found: Sequence[Offer]) -> None:
         ),
         table(columns, rows) if rows else Markdown(),
     )  # fmt: skip
-    publish(text, key="offers", description="What would be rented")
+    publish(text, key="offers", description="Offers that would be rented")

@@ -35,7 +35,9 @@ def verify_shards(place: StoreSpec, dataset: str, *, digests: bool) -> Verificat
 @task(cache_policy=NO_CACHE)
 def report_verifications(place: str, found: dict[str, Verification]) -> None:
     """Leave a report that a person wants to read."""
-    publish(describe(place, found), key="verified-datasets", description="What verification found")
+    publish(
+        describe(place, found), key="verified-datasets", description="Result of the verification"
+    )
 
 
 def describe(place: str, found: dict[str, Verification]) -> Markdown:

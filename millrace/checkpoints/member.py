@@ -46,12 +46,14 @@ class MemberSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     store: StoreSpec = Field(description="The bucket that the members meet in, and save to.")
-    job: str = Field(description="Which job; a prefix below the store's URL.")
+    job: str = Field(description="Job of the checkpoints; a prefix below the store's URL.")
     epoch: int = Field(ge=0, description="The epoch that ends.")
-    source: SavedSource = Field(description="What this member has: the same on all of them.")
+    source: SavedSource = Field(
+        description="Checkpoint that this member has: the same on all members."
+    )
     members: int = Field(default=1, ge=1, description="Wait until so many members are there.")
     arrival: Duration = Field(
-        default=timedelta(minutes=5), description="For how long they are waited for."
+        default=timedelta(minutes=5), description="Longest wait for the other members."
     )
     ttl: Duration = Field(
         default=timedelta(seconds=30),
@@ -59,9 +61,11 @@ class MemberSettings(BaseModel):
     )
     seed: int | None = Field(
         default=None,
-        description="From which the order of the checkpointers follows; left out, one is drawn.",
+        description="Seed of the order of the checkpointers; left out, one is drawn.",
     )
-    cooldown: CooldownSettings = Field(default=CooldownSettings(), description="How it ends.")
+    cooldown: CooldownSettings = Field(
+        default=CooldownSettings(), description="Settings of the end of the epoch."
+    )
 
 
 def end_epoch(settings: MemberSettings, member: str, *, progress: Progress = silent) -> Cooled:

@@ -31,7 +31,7 @@ class SaveSettings(BaseModel):
     ranks_within: Duration = Field(
         default=timedelta(minutes=10),
         gt=timedelta(0),
-        description="Where several ranks save one checkpoint together: how long one that is ready "
+        description="If several ranks save one checkpoint together: how long one that is ready "
         "waits for the others.",
     )
 
@@ -69,36 +69,39 @@ class CooldownSettings(BaseModel):
     time: Duration = Field(
         default=timedelta(minutes=2),
         gt=timedelta(0),
-        description="How long the checkpoint may take, from when the first member was there.",
+        description="Longest time for the checkpoint, from when the first member was there.",
     )
     choice: Choice = Field(
         default=Choice.SPREAD,
-        description="Who saves: `spread` has at least two and replaces who is gone at once; "
+        description="Rule by which checkpointers are chosen: `spread` has at least two and "
+        "replaces who is gone at once; "
         "`psyche` is Psyche's selection.",
     )
     on_timeout: OnTimeout = Field(
         default=OnTimeout.EXTEND,
-        description="When it is not there in time: `extend` the wait, `elect` more checkpointers, "
+        description="Action when the checkpoint is not there in time: `extend` the wait, `elect` "
+        "more checkpointers, "
         "go on in the `background`, or `advance` without.",
     )
     extensions: int = Field(
         default=2,
         ge=0,
-        description="How often it is extended, or more are elected, before the epoch goes on "
+        description="Number of times that it is extended, or more are elected, before the epoch "
+        "goes on "
         "without a checkpoint.",
     )
     without: int = Field(
         default=2,
         ge=0,
-        description="How many epochs in a row may go on without a checkpoint. After so many "
+        description="Number of epochs in a row that may go on without a checkpoint. After so many "
         "the members are told not to train on.",
     )
     check: VerifyDepth = Field(
         default=VerifyDepth.DIGESTS,
-        description="How files that another member uploaded are verified before the commit: by "
+        description="Check of files that another member uploaded, before the commit: by "
         "their `digests`, asked of the store where it keeps them and read back elsewhere; or by "
         "their `sizes`.",
     )
     save: SaveSettings = Field(
-        default=SaveSettings(), description="How the state is cut into files and uploaded."
+        default=SaveSettings(), description="Settings of the files and their upload."
     )

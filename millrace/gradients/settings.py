@@ -123,8 +123,7 @@ class GatherSettings(BaseModel):
     grace: Duration = Field(
         default=timedelta(seconds=10),
         ge=timedelta(0),
-        description="How long to wait for all pending answers, once, when the window is over or "
-        "whole.",
+        description="Longest wait for all pending answers, once, when the window is over or whole.",
     )
     at_once: int = Field(default=8, ge=1, le=256, description="Gradients that are read at once.")
     max_norm: float | None = Field(
@@ -157,10 +156,10 @@ class WindowRules(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     window: Duration = Field(
-        default=timedelta(minutes=20), gt=timedelta(0), description="How long a window lasts."
+        default=timedelta(minutes=20), gt=timedelta(0), description="Length of a window."
     )
     gather: GatherSettings = Field(
-        default=GatherSettings(), description="How gradients are gathered."
+        default=GatherSettings(), description="Settings of the gathering of gradients."
     )
 
 
@@ -184,15 +183,17 @@ class RunRules(WindowRules):
     version: str = Field(
         default="1", description="Version of the workers' program; other versions are not read."
     )
-    codec: Codec = Field(default=Codec(), description="How gradients are compressed.")
+    codec: Codec = Field(default=Codec(), description="Settings of the compression of gradients.")
     decay: float = Field(
         default=1.0,
         ge=0,
         le=1,
         description="Factor of the values that a worker has not sent, from one window to the next.",
     )
-    outer: Outer = Field(default=Outer(), description="How merged gradients change the weights.")
-    merge: MergeSettings = Field(default=MergeSettings(), description="How gradients are merged.")
+    outer: Outer = Field(
+        default=Outer(), description="Settings of the optimizer that applies merged gradients."
+    )
+    merge: MergeSettings = Field(default=MergeSettings(), description="Settings of the merge.")
     steps: int = Field(default=30, ge=1, description="Steps of a worker in each window.")
 
     @model_validator(mode="after")

@@ -78,13 +78,19 @@ class AuditedRole(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    store: StoreSpec = Field(description="Where it is; its own credentials are not looked at.")
+    store: StoreSpec = Field(
+        description="Location of the bucket; its own credentials are not used."
+    )
     scope: str = Field(
         default="",
         description="The prefix below it that the credentials are for; left out, all of it.",
     )
-    read: Credentials | None = Field(default=None, description="That are to read there.")
-    write: Credentials | None = Field(default=None, description="That are to write there.")
+    read: Credentials | None = Field(
+        default=None, description="Credentials that are to read there."
+    )
+    write: Credentials | None = Field(
+        default=None, description="Credentials that are to write there."
+    )
 
 
 class AuditSettings(BaseModel):
@@ -92,15 +98,15 @@ class AuditSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    roles: dict[str, AuditedRole] = Field(min_length=1, description="By their names.")
+    roles: dict[str, AuditedRole] = Field(min_length=1, description="Roles by their names.")
     patience: Duration = Field(
         default=timedelta(seconds=10),
         gt=timedelta(0),
-        description="How long each request is tried.",
+        description="Longest time that each request is tried.",
     )
     ending: Duration = Field(
         default=timedelta(days=1),
-        description="Of temporary credentials that end sooner than this it is said.",
+        description="Warn of temporary credentials that end sooner than this.",
     )
 
     @model_validator(mode="after")

@@ -86,7 +86,8 @@ class Rule(_Named):
     )
     older_than: Age = Field(
         default=timedelta(hours=48),
-        description="By the store's clock: `48h`, `2d`, `90m`; `0h` takes all. A checkpoint is as "
+        description="Age by the store's clock: `48h`, `2d`, `90m`; `0h` takes all. A checkpoint "
+        "is as "
         "old as its metadata, a dataset as its youngest object.",
     )
     name: str = Field(default="", description="Only of this run, job or dataset.")
@@ -172,9 +173,11 @@ class CleanupBucket(_Named):
     """Temporary files: gradients, start windows, what nobody names, probes."""
 
     preset: Literal["cleanup_bucket"] = "cleanup_bucket"
-    older_than: Age = Field(default=timedelta(hours=48), description="By the store's clock.")
+    older_than: Age = Field(default=timedelta(hours=48), description="Age by the store's clock.")
     checkpoints: int | None = Field(
-        default=None, ge=1, description="Of each job so many checkpoints stay; left out, all do."
+        default=None,
+        ge=1,
+        description="Number of checkpoints of each job that stay; left out, all do.",
     )
 
     def rules(self) -> tuple[Rule, ...]:
@@ -191,9 +194,9 @@ class DeleteGather(_Named):
     """Preset: delete the merged gradients of one version, up to the newest checkpoint."""
 
     preset: Literal["delete_gather"] = "delete_gather"
-    version: str = Field(min_length=1, description="Which, or a range.")
+    version: str = Field(min_length=1, description="Version, or a range of versions.")
     name: str = Field(default="", description="Only of this run.")
-    older_than: Age = Field(default=timedelta(0), description="By the store's clock.")
+    older_than: Age = Field(default=timedelta(0), description="Age by the store's clock.")
 
     def rules(self) -> tuple[Rule, ...]:
         """Return the same as rules."""
@@ -215,7 +218,7 @@ class CleanVersions(_Named):
         pattern=f"^{_VERSION.pattern}$", description="The version whose objects stay, no range."
     )
     name: str = Field(default="", description="Only of this run.")
-    older_than: Age = Field(default=timedelta(0), description="By the store's clock.")
+    older_than: Age = Field(default=timedelta(0), description="Age by the store's clock.")
 
     def rules(self) -> tuple[Rule, ...]:
         """Return the same as rules."""
@@ -234,7 +237,7 @@ class S3Manager(_Named):
 
     preset: Literal["s3_manager"] = "s3_manager"
     delete_old: Age = Field(
-        default=timedelta(hours=48), description="By the store's clock: `48h`; `0h` takes all."
+        default=timedelta(hours=48), description="Age by the store's clock: `48h`; `0h` takes all."
     )
     prefix: str = Field(default="", description="Only keys that begin with this.")
     suffix: str = Field(default="", description="Only keys that end with this.")
@@ -283,7 +286,7 @@ class CleanSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    store: StoreSpec = Field(description="Where, with credentials to write.")
+    store: StoreSpec = Field(description="Store to clean, with credentials to write.")
     beside: tuple[StoreSpec, ...] = Field(
         default=(),
         description="Other places of the same runs, such as the aggregator's bucket of these "
@@ -297,7 +300,7 @@ class CleanSettings(BaseModel):
     )
     check: VerifyDepth = Field(
         default=VerifyDepth.DIGESTS,
-        description="How the checkpoint is verified without which none before it goes.",
+        description="Check of the newest checkpoint: none before it is deleted without it.",
     )
 
     @property
@@ -312,7 +315,7 @@ class PlaceSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    store: StoreSpec = Field(description="Where, with credentials to write.")
+    store: StoreSpec = Field(description="Store to clean, with credentials to write.")
 
 
 def taking(rules: tuple[Rule, ...], what: What, fits: Callable[[Rule], bool]) -> int | None:

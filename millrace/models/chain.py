@@ -25,8 +25,8 @@ class Outer(RecordPart):
     kind: OuterKind = Field(
         default=OuterKind.SGD, description="`sgd`, `nesterov` (DiLoCo) or `sign` (DeMo)."
     )
-    lr: float = Field(default=1.0, gt=0, description="By what the merged gradient is multiplied.")
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="Of `nesterov`.")
+    lr: float = Field(default=1.0, gt=0, description="Factor of the merged gradient.")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="Momentum of `nesterov`.")
 
 
 class Start(Record):

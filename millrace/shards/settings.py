@@ -37,10 +37,10 @@ class CutSettings(BaseModel):
     split_files: int = Field(
         default=10_000,
         ge=1,
-        description="For `files`: at most about how many files one worker takes at a time.",
+        description="Number of files, about, that one worker takes at a time (`files` only).",
     )
     seed: int | None = Field(
-        default=0, description="Of the shuffle; null keeps the source's own order."
+        default=0, description="Seed of the shuffle; null keeps the source's own order."
     )
     holdout: float = Field(
         default=0.0,
@@ -67,7 +67,7 @@ class ExecutionSettings(BaseModel):
     lease: Duration = Field(
         default=timedelta(seconds=30),
         ge=timedelta(seconds=3),
-        description="How long a split stays claimed by a machine that is not heard of.",
+        description="Longest time that a split stays claimed by a machine that is not heard of.",
     )
     max_quarantined: float = Field(
         default=0.01,
@@ -96,7 +96,8 @@ class PipelineSettings(BaseModel):
     source: SourcePlace
     store: StoreSpec = Field(
         default_factory=from_environment,
-        description="Where the shards go. Left out: what STORAGE_BACKEND and its companions say.",
+        description="Destination of the shards. Left out: that of STORAGE_BACKEND and its "
+        "companions.",
     )
     cut: CutSettings = CutSettings()
     run: ExecutionSettings = ExecutionSettings()
@@ -104,5 +105,5 @@ class PipelineSettings(BaseModel):
         default=None,
         exclude=True,
         repr=False,
-        description="Where `millrace run --use-vast` works: read by that alone.",
+        description="Machines of `millrace run --use-vast`: read by that alone.",
     )

@@ -60,7 +60,7 @@ class SourceSettings(BaseModel):
     exclude: list[str] = Field(default=[], description="Patterns of the files to leave.")
     columns: dict[str, str] | None = Field(
         default=None,
-        description="For `jsonl`: which column becomes which field, as `{txt: text}`. Left out, "
+        description="Column of each field, as `{txt: text}` (`jsonl` only). Left out, "
         "each row is kept whole as `json`.",
     )
 

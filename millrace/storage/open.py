@@ -47,7 +47,7 @@ class Credentials(BaseModel):
         default=None, description="The token of a temporary credential."
     )
     expires: datetime | None = Field(
-        default=None, description="When a temporary credential ends (with its time zone)."
+        default=None, description="End of a temporary credential (with its time zone)."
     )
 
 
@@ -81,7 +81,7 @@ class StoreSpec(BaseModel):
     )
     patience: Duration = Field(
         default=timedelta(minutes=2),
-        description="How long a request is tried again before its error is raised.",
+        description="Longest time that a request is retried before its error is raised.",
     )
 
     def reveal(self) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Request(_Settings):
         description="The file, or for a prefix or a dataset the folder, below the root. Left out: "
         "the key, the keys of the shards, or the root itself.",
     )
-    store: str = Field(default="", description="Which of the stores, where there are several.")
+    store: str = Field(default="", description="Name of the store, if there are several.")
     unpack: Unpacking | None = Field(
         default=None, description="Unpack it while it arrives: auto goes by name, then by content."
     )
@@ -62,7 +62,7 @@ class Request(_Settings):
     sha256: str | None = Field(
         default=None,
         pattern="^[0-9a-f]{64}$",
-        description="What the object must be, where you know it better than the store.",
+        description="Digest of the object, if you know it better than the store.",
     )
 
     @field_validator("destination", "into")
@@ -94,7 +94,8 @@ class LimitSettings(_Settings):
     stall_timeout: Duration = Field(
         default=timedelta(seconds=60),
         gt=timedelta(0),
-        description="How long a node may receive no byte, once half of the nodes are ready, before "
+        description="Longest time that a node may receive no byte, once half of the nodes are "
+        "ready, before "
         "the run ends without it. A slow node that goes on receiving is waited for, down to "
         "100 kB/s and a hundredth of what the others receive.",
     )
@@ -111,7 +112,8 @@ class RayNodes(_Settings):
 
     kind: Literal["ray"] = "ray"
     address: str | None = Field(
-        default=None, description="Of the cluster; left out, the one we are in or `RAY_ADDRESS`."
+        default=None,
+        description="Address of the Ray cluster; left out, the one we are in or `RAY_ADDRESS`.",
     )
     zone_label: str = Field(
         default="", description="The node label that names its zone or rack: one copy a zone."
@@ -123,7 +125,7 @@ class Host(_Settings):
     """A machine on which `millrace node` runs."""
 
     url: str = Field(
-        description="Where its agent is reached: http://host:port. Except for loopback, the "
+        description="URL of its agent: http://host:port. Except for loopback, the "
         "connection is encrypted all the same."
     )
     name: str = Field(
@@ -186,9 +188,9 @@ class Hosts(_Settings):
 class PrewarmSettings(_Settings):
     """Files to put on every node of a cluster."""
 
-    requests: tuple[Request, ...] = Field(min_length=1, description="What is put on every node.")
+    requests: tuple[Request, ...] = Field(min_length=1, description="Files to put on every node.")
     stores: dict[str, StoreSpec] = Field(
-        min_length=1, description="Where it is read from, by the names that requests use."
+        min_length=1, description="Stores by the names that requests use."
     )
     root: Path = Field(description="The folder on every node that nothing is written outside of.")
     nodes: Annotated[RayNodes | Hosts, Field(discriminator="kind")] = Field(
@@ -196,12 +198,14 @@ class PrewarmSettings(_Settings):
     )
     check: CacheCheck = Field(
         default=CacheCheck.SAMPLED,
-        description="How files of an earlier run are recognised: by sampled digests, or by all.",
+        description="Check of files from an earlier run: by sampled digests, or by all.",
     )
     piece_size: ByteSize | None = Field(
         default=None, ge=64 * 1024, le=LARGEST, description="1 to 4 MiB by the amount of data."
     )
-    limits: LimitSettings = Field(default=LimitSettings(), description="How much goes on at once.")
+    limits: LimitSettings = Field(
+        default=LimitSettings(), description="Limits on what goes on at once."
+    )
     least: float = Field(
         default=0.5,
         gt=0.0,
@@ -210,14 +214,14 @@ class PrewarmSettings(_Settings):
     )
     arrival: Duration = Field(
         default=timedelta(seconds=30),
-        description="How long nodes may take to look at what they have before the others begin "
+        description="Longest time that nodes may look at what they have before the others begin "
         "without them, and how long hosts may take to come before the run ends without them.",
     )
     patience: Duration = Field(
-        default=timedelta(minutes=2), description="How long the store may keep failing."
+        default=timedelta(minutes=2), description="Longest time that the store may keep failing."
     )
     unpacked_bytes: ByteSize = Field(
-        default=ByteSize(1 << 40), description="What one archive may unpack to at most."
+        default=ByteSize(1 << 40), description="Most bytes that one archive may unpack to."
     )
     unpacked_members: int = Field(default=1_000_000, ge=1, description="And how many files.")
 

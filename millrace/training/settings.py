@@ -23,8 +23,8 @@ class TrainingPlan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     campaign: str = Field(description="Its name: a prefix below the store's URL.")
-    workers: int = Field(default=1, ge=1, description="How many there are.")
-    run: RunSettings = Field(description="What all have alike.")
+    workers: int = Field(default=1, ge=1, description="Number of workers.")
+    run: RunSettings = Field(description="Settings that all workers have alike.")
     command: tuple[str, ...] = Field(
         min_length=1,
         description="The training script, such as `python -m examples.tiny_lm.train`: it finds "
@@ -33,7 +33,8 @@ class TrainingPlan(BaseModel):
     restarts: int = Field(
         default=3,
         ge=0,
-        description="How often the training script is started again on the same machine, if it "
+        description="Number of times that the training script is started again on the same "
+        "machine, if it "
         "fails before it has run for ten minutes.",
     )
     pause: Duration = Field(
@@ -41,12 +42,13 @@ class TrainingPlan(BaseModel):
     )
     epoch: int = Field(default=10, ge=1, description="Windows of an epoch.")
     cooldown: CooldownSettings = Field(
-        default=CooldownSettings(), description="How an epoch ends, with a checkpoint."
+        default=CooldownSettings(),
+        description="Settings of the end of an epoch, with a checkpoint.",
     )
-    dataset: str | None = Field(default=None, description="What it is trained on, below the store.")
+    dataset: str | None = Field(default=None, description="Dataset to train on, below the store.")
     root: Path = Field(default=Path("data"), description="The folder that files are put into.")
     warm: Duration | None = Field(
-        default=None, description="How long to wait for files that other machines bring."
+        default=None, description="Longest wait for files that other machines bring."
     )
 
 
@@ -54,7 +56,7 @@ class WorkerSettings(TrainingPlan):
     """A worker of a campaign, and what it may reach."""
 
     uid: str = Field(description="Its name: no other has it.")
-    number: int = Field(default=0, ge=0, description="Which of the workers it is, from 0 on.")
+    number: int = Field(default=0, ge=0, description="Number of this worker, from 0 on.")
     reads: StoreSpec = Field(description="The campaign's store, with what may read it.")
     writes: StoreSpec = Field(
         description="The same, with what may write the worker's own prefixes."

@@ -27,7 +27,7 @@ class OfferRequest(BaseModel):
     gpu: str = Field(
         default="", description="As Vast.ai calls it, `RTX 4090` or `RTX_4090`; empty for any."
     )
-    gpus: int = Field(default=1, ge=1, le=64, description="How many in each machine.")
+    gpus: int = Field(default=1, ge=1, le=64, description="Number of GPUs in each machine.")
     gpu_memory: float = Field(default=0.0, ge=0, description="GB of each GPU, at least.")
     disk: float = Field(default=40.0, ge=8, description="GB; it cannot be changed later.")
     down: float = Field(default=100.0, ge=0, description="Mbit/s that it receives, at least.")

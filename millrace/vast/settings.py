@@ -20,7 +20,7 @@ class Account(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    api_key: SecretStr = Field(description="From the account's page of keys at Vast.ai.")
+    api_key: SecretStr = Field(description="Key from the account's page of keys at Vast.ai.")
     server_url: str | None = Field(default=None, description="Another address of Vast's API.")
 
 
@@ -46,14 +46,14 @@ class Program(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    repo_url: str = Field(description="What is cloned: a public repository that has Millrace.")
+    repo_url: str = Field(description="Repository to clone: a public one that has Millrace.")
     repo_ref: str = Field(default="main", description="A branch, a tag or a commit of it.")
     extras: tuple[str, ...] = Field(
         default=(), description="Extras of the package to install, such as `gradients`."
     )
     command: tuple[str, ...] = Field(
         min_length=1,
-        description="What is run, such as `millrace run settings.yaml`, in the folder of the "
+        description="Command to run, such as `millrace run settings.yaml`, in the folder of the "
         "clone; `{slot}` is the machine's number, `{slots}` how many there are.",
     )
     files: dict[str, str] = Field(
@@ -92,23 +92,25 @@ class Patience(BaseModel):
     loading: Duration = Field(
         default=timedelta(minutes=20),
         gt=timedelta(0),
-        description="How long a machine may take to load its image, and to install.",
+        description="Longest time for a machine to load its image, and to install.",
     )
     silence: Duration = Field(
         default=timedelta(minutes=5),
         ge=timedelta(seconds=30),
-        description="How long nothing may be heard of a machine; and how long a machine waits "
+        description="Longest silence of a machine; and how long a machine waits "
         "for its owner, before it destroys itself.",
     )
     poll: Duration = Field(
-        default=timedelta(seconds=10), gt=timedelta(0), description="How often it is looked at."
+        default=timedelta(seconds=10),
+        gt=timedelta(0),
+        description="Interval at which machines are looked at.",
     )
     tries: int = Field(
         default=5, ge=1, description="Machines that are rented, at most, in place of one."
     )
     retry_failed: bool = Field(
         default=False,
-        description="Whether a program that fails is tried on another machine, as often as `tries` "
+        description="Try a program that fails on another machine, as often as `tries` "
         "says; else all machines are given back.",
     )
 
@@ -118,19 +120,20 @@ class RentSettings(Patience):
 
     name: str = Field(description="The rental's: whoever goes on with it calls it the same.")
     store: StoreSpec = Field(
-        description="Where rentals are written down, and what machines read and write: R2, or S3 "
+        description="Store of the ledger, and of what machines read and write: R2, or S3 "
         "with role_arn. A folder only where the machines are processes of this one."
     )
     account: Account
     request: OfferRequest
     program: Program
-    count: int = Field(default=1, ge=1, le=256, description="How many machines.")
+    count: int = Field(default=1, ge=1, le=256, description="Number of machines.")
     reach: tuple[Reach, ...] = Field(
         default=(), description="The parts of the store that the machines may use."
     )
     role_arn: str | None = Field(
         default=None,
-        description="For S3: the role whose credentials machines are given; its sessions have to "
+        description="ARN of the role whose credentials machines get (S3 only); its sessions have "
+        "to "
         "last as long as max_lifetime.",
     )
 
@@ -146,5 +149,5 @@ class StandSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    store: StoreSpec = Field(description="Where rentals are written down.")
+    store: StoreSpec = Field(description="Store of the ledger of rentals.")
     account: Account

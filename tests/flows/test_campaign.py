@@ -178,7 +178,7 @@ def test_a_campaign_is_started_from_the_form_and_its_summary_is_seen(
     assert state.name == "Completed", state.message
     page.goto(f"{deployed.url.removesuffix('/api')}/runs/flow-run/{runs[0]}")
     page.get_by_text("Artifacts", exact=True).click()
-    page.locator("a", has_text="What the campaign has come to").first.click()
+    page.locator("a", has_text="Result of the campaign so far").first.click()
     expect(page.get_by_text("windows trained, the loss from")).to_be_visible()
     keys = {one["Key"] for one in rgw.client(rgw.full).list_objects_v2(Bucket=bucket)["Contents"]}
     assert "other/final/checkpoints/step_000000012/metadata.json" in keys

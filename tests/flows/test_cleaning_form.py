@@ -100,7 +100,7 @@ def test_a_dry_run_is_started_from_the_form_and_its_plan_is_seen(
     assert state.name == "Completed", state.message
     page.goto(f"{deployed.url.removesuffix('/api')}/runs/flow-run/{run}")
     page.get_by_text("Artifacts", exact=True).click()
-    page.locator("a", has_text="What would be deleted").first.click()
+    page.locator("a", has_text="Objects that would be deleted").first.click()
     expect(page.get_by_text("would delete 3 objects, 24 bytes")).to_be_visible()
     for key in keys:
         expect(page.get_by_text(key, exact=True)).to_be_visible()

@@ -23,7 +23,7 @@ class HubSpec(BaseModel):
     )
     patience: Duration = Field(
         default=timedelta(minutes=2),
-        description="How long a request is tried again before its error is raised.",
+        description="Longest time that a request is retried before its error is raised.",
     )
 
     @classmethod
