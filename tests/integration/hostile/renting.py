@@ -135,6 +135,8 @@ class World:
             said = f"{type(error).__name__}: {error}"
             self.site.said.append(said)
         had = any(one["fate"] == self.fate for one in self.server.books()) and self.fate
+        if had == "failing" and any(BLAMED["silent"] in line for line in self.site.said):
+            had = "silent"  # it has made its own reports unreadable before its program failed
         fails = ends and had == "failing"
         if bool(said) is not fails or (fails and not said.startswith("MachineError")):
             self.refused.append(said or "no error, though a program has failed")
