@@ -44,8 +44,8 @@ from benchmarks.swarm_peers.zones import Warmed, run_zones
 from millrace.storage import StoreSpec
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm
 from millrace.swarm.agent import Agent
-from millrace.swarm.plan import STORE, Order, Tracker
 from millrace.swarm.settings import LimitSettings
+from millrace.swarm.tracker import STORE, Order, Tracker
 
 MIB = 1 << 20
 SYSTEMS = ("millrace", "xenna", "naive", "ray")
@@ -229,19 +229,19 @@ def time_tracker(results: Results, nodes: int, pieces: int) -> None:
             heapq.heappush(pending, (now + took, len(spent) + len(pending), order))
 
     for number in range(nodes):
-        give(tracker.joined(f"n{number}", [], 0.0), 0.0)
+        give(tracker.add_node(f"n{number}", [], 0.0), 0.0)
     give(tracker.begin(0.0), 0.0)
     due = 0.0
     while pending:
         now, _, order = heapq.heappop(pending)
         began = time.process_time()
-        orders = tracker.done(order.node, order.piece, order.source, "", now)
+        orders = tracker.complete_transfer(order.node, order.piece, order.source, "", now)
         if now >= due:
             orders += tracker.tick(now)
             due = now + 5.0
         spent.append(time.process_time() - began)
         give(orders, now)
-    if not tracker.complete():
+    if not tracker.is_complete():
         raise RuntimeError("The tracker left something out.")
     work = f"planner, {nodes} x {pieces}"
     results.add(work, "millrace", "ms an event, mean", statistics.mean(spent) * 1e3)

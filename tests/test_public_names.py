@@ -107,7 +107,7 @@ def test_the_names_of_swarm():
         "Unpacking",
         "preview",
         "prewarm",
-        "ready",
+        "wait_for_path",
     ]
     for name in millrace.swarm.__all__:
         assert getattr(millrace.swarm, name).__name__ == name

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from millrace.swarm.drive import NodeReport, Preview, PrewarmReport, preview, prewarm
-    from millrace.swarm.made import CacheCheck
+    from millrace.swarm.cache_index import CacheCheck
+    from millrace.swarm.driver import NodeReport, Preview, PrewarmReport, preview, prewarm
     from millrace.swarm.settings import (
         Host,
         Hosts,
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         Request,
     )
     from millrace.swarm.unpack import Unpacking
-    from millrace.swarm.waiting import ready
+    from millrace.swarm.waiting import wait_for_path
 
 __all__ = [
     "CacheCheck",
@@ -30,18 +30,18 @@ __all__ = [
     "Unpacking",
     "preview",
     "prewarm",
-    "ready",
+    "wait_for_path",
 ]
 
-_ROOMS = {
-    "CacheCheck": "made",
-    "NodeReport": "drive",
-    "PrewarmReport": "drive",
-    "Preview": "drive",
+_MODULES = {
+    "CacheCheck": "cache_index",
+    "NodeReport": "driver",
+    "PrewarmReport": "driver",
+    "Preview": "driver",
     "Unpacking": "unpack",
-    "preview": "drive",
-    "prewarm": "drive",
-    "ready": "waiting",
+    "preview": "driver",
+    "prewarm": "driver",
+    "wait_for_path": "waiting",
 }
 
 
@@ -50,5 +50,5 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         from importlib import import_module  # noqa: PLC0415
 
-        return getattr(import_module(f"millrace.swarm.{_ROOMS.get(name, 'settings')}"), name)
+        return getattr(import_module(f"millrace.swarm.{_MODULES.get(name, 'settings')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,12 +18,12 @@ class Actor:
         """Listen at the node's own address; returns the port, and the key of control requests."""
         if self._agent is None:
             self._key = key
-            self._agent = Agent(_filled_in(root), key, host=host)
+            self._agent = Agent(_expand_variables(root), key, host=host)
             self._agent.start()
         return self._agent.port, self._key
 
 
-def _filled_in(root: str) -> Path:
+def _expand_variables(root: str) -> Path:
     """Fill variables of this node's own environment into the root: ``$SCRATCH/models``."""
     filled = os.path.expandvars(root)
     if "$" in filled:

@@ -39,36 +39,38 @@ from urllib.parse import parse_qs
 
 from millrace.errors import ChangedError, ConfigurationError, HeldError, MillraceError, one_line
 from millrace.swarm import tls
-from millrace.swarm.archives import Archives
-from millrace.swarm.fetch import Buffers, FetchError, PeerReader, StoreReader, digests
-from millrace.swarm.landing import Landing
-from millrace.swarm.made import CacheCheck
+from millrace.swarm.archives import ArchiveUnpacker
+from millrace.swarm.assembler import Assembler
+from millrace.swarm.cache_index import CacheCheck
+from millrace.swarm.fetch import BufferPool, FetchError, PeerReader, StoreReader, hash_segments
 from millrace.swarm.pieces import Catalogue, digest_of
 from millrace.swarm.wire import (
-    AUTH,
-    Connections,
+    AUTH_HEADER,
+    ConnectionPool,
     Endpoint,
+    SignatureChecker,
     SignatureError,
-    Signatures,
     check_signature,
 )
 
-_HOLD = 1.0  # seconds that a request for events is held open at most: the heartbeat
-_STALLED = 10.0  # seconds without a byte after which a transfer has failed
-_ORPHANED = 120.0  # seconds without a driver after which a run is given up; what is here stays
-_LONGEST_BODY = 256 << 20
-_LINGER = 10.0  # seconds that the rest of a request that is refused is let go of
-_LET_GO = 256 * 1024  # bytes of it at a time
+_LONG_POLL_TIMEOUT = 1.0  # seconds that a request for events is held open at most: the heartbeat
+_STALL_TIMEOUT = 10.0  # seconds without a byte after which a transfer has failed
+_ORPHAN_TIMEOUT = (
+    120.0  # seconds without a driver after which a run is given up; what is here stays
+)
+_MAX_BODY_SIZE = 256 << 20
+_LINGER_TIMEOUT = 10.0  # seconds that the rest of a request that is refused is let go of
+_DISCARD_SIZE = 256 * 1024  # bytes of it at a time
 _BACKLOG = 256
-_MOST_IDLE = 1024  # connections that are kept without a request
+_MAX_IDLE = 1024  # connections that are kept without a request
 _HANDSHAKE = 10.0  # seconds that the beginning of TLS may take
-_DRIVEN = 15.0  # seconds after which a driver that asks for no events counts as gone
+_DRIVER_TIMEOUT = 15.0  # seconds after which a driver that asks for no events counts as gone
 
 _Event = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _RunSpec:
     """Body of the request that starts a run.
 
     Two lines of JSON: the nodes that are there, and what every node is told alike.
@@ -84,7 +86,7 @@ class _Plan:
     unpacked: dict[str, int]
 
     @classmethod
-    def parse(cls, body: bytes) -> "_Plan":
+    def parse(cls, body: bytes) -> "_RunSpec":
         peers, _, plan = body.partition(b"\n")
         data = json.loads(plan)
         return cls(
@@ -108,39 +110,39 @@ class Run:
         plan: What it is.
     """
 
-    def __init__(self, name: str, root: Path, plan: _Plan) -> None:
+    def __init__(self, name: str, root: Path, plan: _RunSpec) -> None:
         self.name, self.key = name, plan.key
         self._plan = plan
         self._events: list[_Event] = []
         self._news = threading.Condition()
         self._orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._sizes = plan.catalogue.sizes()
-        self._buffers = Buffers(max(self._sizes, default=0))
+        self._sizes = plan.catalogue.list_piece_sizes()
+        self._buffers = BufferPool(max(self._sizes, default=0))
         self.began = datetime.now(UTC)
         self.heard = time.monotonic()
-        self.landing = Landing(
+        self.landing = Assembler(
             root,
             plan.catalogue,
             check=plan.check,
-            finished=self._finished,
-            mismatch=lambda number, digest: self._tell({"e": "mismatch", "f": number, "d": digest}),
-            fault=self._fault,
+            finished=self._report_finished,
+            mismatch=lambda number, digest: self._emit({"e": "mismatch", "f": number, "d": digest}),
+            fault=self._report_fault,
         )
         self._received = 0  # bytes, when the driver last asked
-        self._to_store = Connections(_STALLED, ca=plan.ca)
-        self._to_peers = Connections(_STALLED)
+        self._to_store = ConnectionPool(_STALL_TIMEOUT, ca=plan.ca)
+        self._to_peers = ConnectionPool(_STALL_TIMEOUT)
         self._store = StoreReader(
             plan.catalogue,
             plan.sources,
             self._to_store,
-            lambda why: self._tell({"e": "retry", "why": why[:300]}),
+            lambda why: self._emit({"e": "retry", "why": why[:300]}),
         )
         self._peers = PeerReader(name, plan.key, plan.peers, self._to_peers)
         self._threads = [
-            threading.Thread(target=self._work, name=f"fetch-{i}", daemon=True)
+            threading.Thread(target=self._run_orders, name=f"fetch-{i}", daemon=True)
             for i in range(plan.slots)
         ]
-        self._archives = Archives(root, plan.catalogue, self.landing, plan.unpacked)
+        self._archives = ArchiveUnpacker(root, plan.catalogue, self.landing, plan.unpacked)
         self._threads += [
             threading.Thread(target=self._unpack, args=(i,), name=f"unpack-{i}", daemon=True)
             for i, file in enumerate(plan.catalogue.files)
@@ -171,9 +173,9 @@ class Run:
 
     def is_driven(self) -> bool:
         """Tell whether the driver has asked for events a short while ago."""
-        return time.monotonic() - self.heard <= _DRIVEN
+        return time.monotonic() - self.heard <= _DRIVER_TIMEOUT
 
-    def take(self, orders: list[dict[str, Any]]) -> None:
+    def take_orders(self, orders: list[dict[str, Any]]) -> None:
         """Take orders, and nodes that have joined."""
         for order in orders:
             if "join" in order:
@@ -185,32 +187,32 @@ class Run:
             else:
                 self._orders.put(order)
 
-    def events(self, after: int) -> list[_Event]:
+    def poll_events(self, after: int) -> list[_Event]:
         """Return what has happened since; after a while, nothing or that bytes have come."""
         self.heard = time.monotonic()
         with self._news:
             if len(self._events) <= after:
-                self._news.wait(_HOLD)
+                self._news.wait(_LONG_POLL_TIMEOUT)
             received = self._to_store.received + self._to_peers.received
             if len(self._events) <= after and received != self._received:
                 self._events.append({"e": "received", "b": received})
             self._received = received
             return self._events[after:]
 
-    def _tell(self, event: _Event) -> None:
+    def _emit(self, event: _Event) -> None:
         with self._news:
             self._events.append(event)
             self._news.notify_all()
 
-    def _fault(self, error: BaseException) -> None:
-        self._tell({"e": "fault", "why": _sentence(error)})
+    def _report_fault(self, error: BaseException) -> None:
+        self._emit({"e": "fault", "why": _describe_error(error)})
 
-    def _work(self) -> None:
+    def _run_orders(self) -> None:
         while (order := self._orders.get()) is not None:
             try:
                 self._fetch(order)
             except Exception as error:  # noqa: BLE001 - told to the driver
-                self._fault(error)
+                self._report_fault(error)
 
     def _fetch(self, order: dict[str, Any]) -> None:
         number: int = order["p"]
@@ -218,38 +220,38 @@ class Run:
         wanted: str = order["d"]
         told = {"p": number, "s": source}
         if self.landing.has(number):  # another source was quicker
-            self._tell({"e": "had", **told, "b": 0})
+            self._emit({"e": "had", **told, "b": 0})
             return
-        with self._buffers.one(self._sizes[number]) as data:
+        with self._buffers.borrow(self._sizes[number]) as data:
             try:
                 if source:
-                    self._peers.piece(number, source, data, lambda: self.landing.has(number))
+                    self._peers.read_piece(number, source, data, lambda: self.landing.has(number))
                 else:
-                    self._store.piece(number, data)
+                    self._store.read_piece(number, data)
             except FetchError as error:
                 if self.landing.has(number):
-                    self._tell({"e": "had", **told, "b": 0})
+                    self._emit({"e": "had", **told, "b": 0})
                     return
                 why = {"why": str(error)[:300], "status": error.status}
-                self._tell({"e": "failed", **told, **why})
+                self._emit({"e": "failed", **told, **why})
                 return
-            self._take_in(number, data, wanted, told)
+            self._write_piece(number, data, wanted, told)
 
-    def _take_in(self, number: int, data: memoryview, wanted: str, told: _Event) -> None:
-        parts = digests(self._plan.catalogue.pieces[number], data)
+    def _write_piece(self, number: int, data: memoryview, wanted: str, told: _Event) -> None:
+        parts = hash_segments(self._plan.catalogue.pieces[number], data)
         digest = digest_of(parts)
         if wanted and digest != wanted:
-            self._tell({"e": "failed", **told, "why": "wrong bytes", "status": 0, "wrong": True})
+            self._emit({"e": "failed", **told, "why": "wrong bytes", "status": 0, "wrong": True})
             return
         if self.landing.write(number, data, parts):
-            self._tell({"e": "done", **told, "d": digest, "b": len(data)})
+            self._emit({"e": "done", **told, "d": digest, "b": len(data)})
         else:  # another source was quicker, and its bytes may be others
-            self._tell({"e": "had", **told, "b": len(data)})
+            self._emit({"e": "had", **told, "b": len(data)})
 
-    def _finished(self, numbers: list[int]) -> None:
+    def _report_finished(self, numbers: list[int]) -> None:
         files = self._plan.catalogue.files
         if plain := [number for number in numbers if not files[number].unpack]:
-            self._tell({"e": "files", "f": plain})
+            self._emit({"e": "files", "f": plain})
 
     def _unpack(self, number: int) -> None:
         """Unpack an archive while it arrives. One that cannot be unpacked costs only itself."""
@@ -258,9 +260,9 @@ class Run:
         except ChangedError:
             return  # the run has ended
         except Exception as error:  # noqa: BLE001 - told to the driver
-            self._tell({"e": "unusable", "f": number, "why": _sentence(error)})
+            self._emit({"e": "unusable", "f": number, "why": _describe_error(error)})
             return
-        self._tell({"e": "files", "f": [number]})
+        self._emit({"e": "files", "f": [number]})
 
 
 class Agent:
@@ -277,7 +279,7 @@ class Agent:
         root.mkdir(parents=True, exist_ok=True)
         self.root, self._control = root, control
         self.identity = secrets.token_hex(8)
-        self._signatures = Signatures(self.identity)
+        self._signatures = SignatureChecker(self.identity)
         self._run: Run | None = None
         self._starting = False
         self._lock = threading.Lock()
@@ -318,9 +320,9 @@ class Agent:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
-        self.end(None)
+        self.end_run(None)
 
-    def begin(self, name: str, body: bytes) -> list[tuple[int, str]]:
+    def start_run(self, name: str, body: bytes) -> list[tuple[int, str]]:
         """Start a run. A run whose driver is gone is ended first.
 
         Returns:
@@ -329,7 +331,7 @@ class Agent:
         Raises:
             _BusyError: Another driver uses this agent.
         """
-        plan = _Plan.parse(body)
+        plan = _RunSpec.parse(body)
         with self._lock:
             if self._starting:
                 raise _BusyError("another run is being started on this node")
@@ -340,7 +342,7 @@ class Agent:
                 )
             self._starting = True
         try:
-            self.end(None)
+            self.end_run(None)
             run = Run(name, self.root, plan)
             try:
                 have = run.open()
@@ -354,7 +356,7 @@ class Agent:
             self._starting = False
         return have
 
-    def end(self, name: str | None) -> None:
+    def end_run(self, name: str | None) -> None:
         """End a run; with None, whichever it is."""
         with self._lock:
             run = self._run
@@ -363,7 +365,7 @@ class Agent:
             self._run = None
         run.close()
 
-    def run(self, name: str) -> Run:
+    def get_run(self, name: str) -> Run:
         """Return the run of a name.
 
         Raises:
@@ -410,10 +412,10 @@ class Agent:
         return {"identity": self.identity, "proof": proof}
 
     def _watch_driver(self) -> None:
-        while not self.ended.wait(_ORPHANED / 8):
+        while not self.ended.wait(_ORPHAN_TIMEOUT / 8):
             run = self._run
-            if run is not None and time.monotonic() - run.heard > _ORPHANED:
-                self.end(run.name)
+            if run is not None and time.monotonic() - run.heard > _ORPHAN_TIMEOUT:
+                self.end_run(run.name)
 
 
 def serve(root: Path, key: bytes, host: str, port: int, told: Callable[[str], None]) -> None:
@@ -428,11 +430,11 @@ def serve(root: Path, key: bytes, host: str, port: int, told: Callable[[str], No
     """
     agent = Agent(root, key, host=host, port=port)
 
-    def end(number: int, frame: object) -> None:
+    def handle_signal(number: int, frame: object) -> None:
         agent.ended.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+        signal.signal(number, handle_signal)
     agent.start()
     told(f"http://{Endpoint('http', host, agent.port).netloc}")
     agent.ended.wait()
@@ -451,7 +453,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, family: socket.AddressFamily, address: tuple[str, int]) -> None:
         self.address_family = family
         self._idle: dict[socket.socket, None] = {}  # connections without a request, oldest first
-        self._most_idle = min(_MOST_IDLE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self._most_idle = min(_MAX_IDLE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._lock = threading.Lock()
         super().__init__(address, _Handler)
 
@@ -554,11 +556,11 @@ class _Handler(BaseHTTPRequestHandler):
         server = cast("_Server", self.server)
         server.set_idle(self.connection, idle=False)
         try:
-            self._answer_one(verb)
+            self._dispatch(verb)
         finally:
             server.set_idle(self.connection, idle=not self.close_connection)
 
-    def _answer_one(self, verb: Callable[[list[str], bytes], None]) -> None:
+    def _dispatch(self, verb: Callable[[list[str], bytes], None]) -> None:
         size = int(self.headers.get("Content-Length") or 0)
         if not tls.is_secured(self.connection):
             why = (
@@ -567,11 +569,11 @@ class _Handler(BaseHTTPRequestHandler):
             )
             self._refuse(why, size, http.client.UPGRADE_REQUIRED)
             return
-        if not 0 <= size <= _LONGEST_BODY:
+        if not 0 <= size <= _MAX_BODY_SIZE:
             self.close_connection = True
             self._send(http.client.REQUEST_ENTITY_TOO_LARGE)
             return
-        body = self._body(size)
+        body = self._read_body(size)
         if body is None:
             return
         path, _, _ = self.path.partition("?")
@@ -583,7 +585,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if about:
                 encrypted = isinstance(self.connection, ssl.SSLSocket)
-                header = self.headers.get(AUTH)
+                header = self.headers.get(AUTH_HEADER)
                 said = self._agent.introduce(header, self.path, encrypted=encrypted)
                 self._send(http.client.OK, said)
             else:
@@ -597,7 +599,7 @@ class _Handler(BaseHTTPRequestHandler):
         except MillraceError as error:
             self._send(http.client.CONFLICT, {"why": str(error)})
         except OSError as error:
-            self._send(http.client.INSUFFICIENT_STORAGE, {"why": _sentence(error)})
+            self._send(http.client.INSUFFICIENT_STORAGE, {"why": _describe_error(error)})
 
     def _refuse(self, why: str, size: int, status: int = http.client.FORBIDDEN) -> None:
         """Refuse a request, and discard what is still sent of it.
@@ -611,14 +613,18 @@ class _Handler(BaseHTTPRequestHandler):
         """
         self.close_connection = True
         self._send(status, {"why": why})
-        deadline = time.monotonic() + _LINGER
+        deadline = time.monotonic() + _LINGER_TIMEOUT
         with contextlib.suppress(OSError):
             tls.shut(self.connection, socket.SHUT_WR)
-            self.connection.settimeout(_LINGER)
-            while size > 0 and time.monotonic() < deadline and (got := self.rfile.read1(_LET_GO)):
+            self.connection.settimeout(_LINGER_TIMEOUT)
+            while (
+                size > 0
+                and time.monotonic() < deadline
+                and (got := self.rfile.read1(_DISCARD_SIZE))
+            ):
                 size -= len(got)
 
-    def _body(self, size: int) -> bytes | None:
+    def _read_body(self, size: int) -> bytes | None:
         """Read the body of a driver's request; None if it was refused, and nothing was kept."""
         if self.command == "GET" and not size:
             return b""
@@ -637,37 +643,37 @@ class _Handler(BaseHTTPRequestHandler):
         return body
 
     def _check_driver(self) -> str:
-        return self._agent.check_driver(self.headers.get(AUTH), self.command, self.path)
+        return self._agent.check_driver(self.headers.get(AUTH_HEADER), self.command, self.path)
 
     def _get(self, words: list[str], _: bytes) -> None:
         match words:
             case [name, "pieces", number]:
-                run = self._agent.run(name)
-                self._agent.check_peer(run, self.headers.get(AUTH), self.path)
-                self._give(run, int(number))
+                run = self._agent.get_run(name)
+                self._agent.check_peer(run, self.headers.get(AUTH_HEADER), self.path)
+                self._send_piece(run, int(number))
             case [name, "events"]:
                 self._check_driver()
                 after = int(self.path.rpartition("after=")[2] or 0)
-                self._send(http.client.OK, self._agent.run(name).events(after))
+                self._send(http.client.OK, self._agent.get_run(name).poll_events(after))
             case _:
                 self._send(http.client.NOT_FOUND)
 
     def _put(self, words: list[str], body: bytes) -> None:
-        self._send(http.client.OK, {"have": self._agent.begin(words[0], body)})
+        self._send(http.client.OK, {"have": self._agent.start_run(words[0], body)})
 
     def _post(self, words: list[str], body: bytes) -> None:
-        self._agent.run(words[0]).take(json.loads(body))
+        self._agent.get_run(words[0]).take_orders(json.loads(body))
         self._send(http.client.OK)
 
     def _delete(self, words: list[str], _: bytes) -> None:
-        self._agent.end(words[0])
+        self._agent.end_run(words[0])
         self._send(http.client.OK)
 
-    def _give(self, run: Run, number: int) -> None:
+    def _send_piece(self, run: Run, number: int) -> None:
         if not 0 <= number < len(run.landing):
             self._send(http.client.NOT_FOUND)
             return
-        with run.landing.reading(number) as segments:
+        with run.landing.open_piece(number) as segments:
             self.send_response(http.client.OK)
             self.send_header("Content-Length", str(sum(size for _, _, size in segments)))
             self.end_headers()
@@ -691,7 +697,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _send_file(to: socket.socket, descriptor: int, start: int, size: int) -> None:
     if isinstance(to, ssl.SSLSocket):
-        to.settimeout(_STALLED)
+        to.settimeout(_STALL_TIMEOUT)
         tls.send_file(to, descriptor, start, size)
         to.settimeout(_Handler.timeout)
         return
@@ -701,7 +707,7 @@ def _send_file(to: socket.socket, descriptor: int, start: int, size: int) -> Non
         try:
             sent = os.sendfile(to.fileno(), descriptor, start, end - start)
         except BlockingIOError:  # the socket has a timeout, so it does not block
-            if not room.poll(_STALLED * 1000):
+            if not room.poll(_STALL_TIMEOUT * 1000):
                 raise
             continue
         if not sent:
@@ -709,5 +715,5 @@ def _send_file(to: socket.socket, descriptor: int, start: int, size: int) -> Non
         start += sent
 
 
-def _sentence(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return str(error) if isinstance(error, MillraceError) else f"{type(error).__name__}: {error}"

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from millrace.errors import ConfigurationError
-from millrace.swarm.landing import Arriving, Landing
-from millrace.swarm.pieces import OURS, Catalogue, File
-from millrace.swarm.targets import ROOM
+from millrace.swarm.assembler import ArrivingFile, Assembler
+from millrace.swarm.pieces import RECORDS_FOLDER, Catalogue, File
+from millrace.swarm.targets import SPARE_BYTES
 
 _Member = tuple[str, int, int]  # path below the folder, bytes, time in ns; of a folder 0 and 0
 
 
-class Archives:
+class ArchiveUnpacker:
     """Unpacks a catalogue's archives below a root.
 
     Args:
@@ -27,7 +27,7 @@ class Archives:
     """
 
     def __init__(
-        self, root: Path, catalogue: Catalogue, landing: Landing, limits: dict[str, int]
+        self, root: Path, catalogue: Catalogue, landing: Assembler, limits: dict[str, int]
     ) -> None:
         self._root, self._catalogue, self._landing = root.resolve(), catalogue, landing
         self._limits = limits
@@ -40,17 +40,17 @@ class Archives:
             ConfigurationError: Its folder is there already, and not all of it is as we made it.
             ArchiveError: It holds what must not be unpacked.
         """
-        from millrace.swarm.unpack import CONTENT, SINGLE  # noqa: PLC0415
+        from millrace.swarm.unpack import CONTENT_NAME, SINGLE_FILE_METHODS  # noqa: PLC0415
 
         file = self._catalogue.files[number]
         into = self._root / file.into
         name = hashlib.sha256(file.into.encode()).hexdigest()[:16]
-        record = _Record(self._root / OURS / "unpacked" / name)
+        record = _Record(self._root / RECORDS_FOLDER / "unpacked" / name)
         if os.path.lexists(into):
-            if record.is_of(file) and record.is_whole(into):
+            if record.is_record_of(file) and record.is_whole(into):
                 self._landing.wait_final(number)
                 return
-            record.check_ours(into, file)
+            record.check_replaceable(into, file)
         into.parent.mkdir(parents=True, exist_ok=True)
         if not into.parent.resolve().is_relative_to(self._root):
             raise ConfigurationError(
@@ -63,12 +63,12 @@ class Archives:
             self._landing.note_folder(left)
         half.mkdir()
         try:
-            self._fill(number, file, half)
+            self._unpack_into(number, file, half)
             self._landing.wait_final(number)  # it is what it should be
             if os.path.lexists(into):
-                record.check_ours(into, file)
+                record.check_replaceable(into, file)
                 into.rename(old)
-            made = half / CONTENT if file.unpack in SINGLE else half
+            made = half / CONTENT_NAME if file.unpack in SINGLE_FILE_METHODS else half
             record.write(file, made)
             made.rename(into)
         except BaseException:
@@ -77,16 +77,16 @@ class Archives:
         _remove(half)
         _remove(old)
 
-    def _fill(self, number: int, file: File, half: Path) -> None:
-        from millrace.swarm.unpack import Limits, Unpacking, unpack  # noqa: PLC0415
+    def _unpack_into(self, number: int, file: File, half: Path) -> None:
+        from millrace.swarm.unpack import Unpacking, UnpackLimits, unpack  # noqa: PLC0415
 
         method = Unpacking(file.unpack)
-        limits = Limits(**self._limits, spare=ROOM + self._landing.unallocated())
+        limits = UnpackLimits(**self._limits, spare=SPARE_BYTES + self._landing.count_unallocated())
         if method is Unpacking.ZIP:  # its directory is at its end
             self._landing.wait_final(number)
-            archive: Path | Arriving = self._root / file.path
+            archive: Path | ArrivingFile = self._root / file.path
         else:
-            archive = self._landing.sequential(number)
+            archive = self._landing.open_sequential(number)
         unpack(archive, method, half, limits=limits, mode=file.mode, owner=file.owner)
 
 
@@ -105,33 +105,33 @@ class _Record:
         self._path.parent.mkdir(exist_ok=True)
         half = self._path.with_suffix(".part")
         with half.open("w") as lines:
-            lines.write(f"{json.dumps(_source(file))}\n")
-            for member in _members(folder):
+            lines.write(f"{json.dumps(_describe_source(file))}\n")
+            for member in _iterate_members(folder):
                 lines.write(f"{json.dumps(member)}\n")
             lines.flush()
             os.fsync(lines.fileno())
         half.rename(self._path)
 
-    def is_of(self, file: File) -> bool:
+    def is_record_of(self, file: File) -> bool:
         """Tell whether the folder was unpacked from this content of this object."""
         try:
             with self._path.open() as lines:
-                return json.loads(lines.readline()) == _source(file)
+                return json.loads(lines.readline()) == _describe_source(file)
         except (FileNotFoundError, ValueError):
             return False
 
     def is_whole(self, folder: Path) -> bool:
         """Tell whether all members are as they were made; there may be other files beside them."""
-        return all(_seen(folder, member[0]) == member for member in self._noted())
+        return all(_stat_member(folder, member[0]) == member for member in self._read_members())
 
-    def check_ours(self, folder: Path, file: File) -> None:
+    def check_replaceable(self, folder: Path, file: File) -> None:
         """See that nothing is in a folder but members as they were made.
 
         Raises:
             ConfigurationError: Something is, so that the folder must not be replaced.
         """
-        noted = set(self._noted())
-        other = next((m[0] for m in _members(folder) if m not in noted), None)
+        noted = set(self._read_members())
+        other = next((m[0] for m in _iterate_members(folder) if m not in noted), None)
         if other is None:
             return
         raise ConfigurationError(
@@ -140,7 +140,7 @@ class _Record:
             "away, or unpack into another one. Nothing in it was touched."
         )
 
-    def _noted(self) -> Iterator[_Member]:
+    def _read_members(self) -> Iterator[_Member]:
         try:
             lines = self._path.open()
         except FileNotFoundError:
@@ -152,7 +152,7 @@ class _Record:
                 yield path, size, mtime
 
 
-def _source(file: File) -> dict[str, str]:
+def _describe_source(file: File) -> dict[str, str]:
     return {"into": file.into, "origin": file.origin, "etag": file.etag}
 
 
@@ -163,20 +163,20 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _members(folder: Path) -> Iterator[_Member]:
+def _iterate_members(folder: Path) -> Iterator[_Member]:
     """Return all that is below a folder, links not followed; of a file the file itself."""
     if folder.is_symlink() or not folder.is_dir():
-        yield from filter(None, [_seen(folder, "")])
+        yield from filter(None, [_stat_member(folder, "")])
         return
     for above, folders, files in os.walk(folder):
         below = Path(above).relative_to(folder)
         for name in (*folders, *files):
-            member = _seen(folder, str(below / name))
+            member = _stat_member(folder, str(below / name))
             if member is not None:
                 yield member
 
 
-def _seen(folder: Path, path: str) -> _Member | None:
+def _stat_member(folder: Path, path: str) -> _Member | None:
     try:
         found = (folder / path).lstat()
     except OSError:

@@ -23,17 +23,17 @@ from millrace.storage import (
     read_range,
     signed_url,
 )
-from millrace.swarm.pieces import Catalogue, File, catalogue_of, safe
+from millrace.swarm.pieces import Catalogue, File, catalogue_of, check_destination
 from millrace.swarm.settings import PrewarmSettings, Request
-from millrace.swarm.unpack import HEAD, SINGLE, Unpacking, by_name, detect
+from millrace.swarm.unpack import HEAD_SIZE, SINGLE_FILE_METHODS, Unpacking, detect, detect_by_name
 
-_AT_ONCE = 16
-_ASKED = 4  # objects of a store that are asked whether their ETags are MD5s
+_CONCURRENCY = 16
+_MD5_SAMPLES = 4  # objects of a store that are asked whether their ETags are MD5s
 _MD5 = re.compile('"?([0-9a-f]{32})"?')
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ResolvedCatalogue:
     """A catalogue, and where a node reads each of its files.
 
     Attributes:
@@ -44,7 +44,7 @@ class Found:
     catalogue: Catalogue
     places: tuple[tuple[Store, str], ...]
 
-    def sources(self, ttl: timedelta) -> list[str]:
+    def make_sources(self, ttl: timedelta) -> list[str]:
         """For each file a URL that reads it for a while, or its path in a folder."""
         return [
             str(Path(store.location.bucket) / key)
@@ -54,7 +54,7 @@ class Found:
         ]
 
 
-def find(settings: PrewarmSettings, stores: Mapping[str, Store]) -> Found:
+def resolve_requests(settings: PrewarmSettings, stores: Mapping[str, Store]) -> ResolvedCatalogue:
     """Look up every request, several at once. An object that is requested twice is found once.
 
     Raises:
@@ -62,12 +62,12 @@ def find(settings: PrewarmSettings, stores: Mapping[str, Store]) -> Found:
         ConfigurationError: A destination leads out of the root, or is taken twice.
     """
     for request in settings.requests:
-        _store(request, stores)
+        _select_store(request, stores)
 
     def look_up(request: Request) -> list[tuple[File, Store, str]]:
-        return list(_found(request, stores))
+        return list(_resolve_request(request, stores))
 
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="catalogue") as pool:
+    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="catalogue") as pool:
         answers = pool.map(look_up, settings.requests)
         files: dict[str, File] = {}
         places: dict[str, tuple[Store, str]] = {}
@@ -82,12 +82,12 @@ def find(settings: PrewarmSettings, stores: Mapping[str, Store]) -> Found:
                 )
             elif file.path not in {first.path, *first.links}:
                 files[file.origin] = replace(first, links=(*first.links, file.path))
-    found = _without_false_md5(list(files.values()), list(places.values()))
+    found = _drop_false_md5(list(files.values()), list(places.values()))
     catalogue = catalogue_of(found, settings.piece_size)
-    return Found(catalogue, tuple(places.values()))
+    return ResolvedCatalogue(catalogue, tuple(places.values()))
 
 
-def _without_false_md5(files: list[File], places: list[tuple[Store, str]]) -> list[File]:
+def _drop_false_md5(files: list[File], places: list[tuple[Store, str]]) -> list[File]:
     """Take ETags for MD5s only in stores where those of a few objects are."""
     asked: dict[str, list[tuple[Store, str]]] = {}
     for file, place in zip(files, places, strict=True):
@@ -95,8 +95,8 @@ def _without_false_md5(files: list[File], places: list[tuple[Store, str]]) -> li
             asked.setdefault(place[0].url, []).append(place)
     trusted: set[str] = set()
     for url, found in asked.items():
-        step = max(1, len(found) // _ASKED)
-        if all(etag_is_md5(store, key) for store, key in found[::step][:_ASKED]):
+        step = max(1, len(found) // _MD5_SAMPLES)
+        if all(etag_is_md5(store, key) for store, key in found[::step][:_MD5_SAMPLES]):
             trusted.add(url)
     return [
         file if store.url in trusted else replace(file, md5="")
@@ -104,7 +104,7 @@ def _without_false_md5(files: list[File], places: list[tuple[Store, str]]) -> li
     ]
 
 
-def _store(request: Request, stores: Mapping[str, Store]) -> Store:
+def _select_store(request: Request, stores: Mapping[str, Store]) -> Store:
     if not request.store and len(stores) == 1:
         return next(iter(stores.values()))
     if request.store not in stores:
@@ -115,34 +115,38 @@ def _store(request: Request, stores: Mapping[str, Store]) -> Store:
     return stores[request.store]
 
 
-def _found(request: Request, stores: Mapping[str, Store]) -> Iterator[tuple[File, Store, str]]:
-    store = _store(request, stores)
+def _resolve_request(
+    request: Request, stores: Mapping[str, Store]
+) -> Iterator[tuple[File, Store, str]]:
+    store = _select_store(request, stores)
     if request.key is not None:
         stat = head(store, request.key)
         destination = request.destination or request.key
-        file = _file(request, store, stat, destination)
+        file = _make_file(request, store, stat, destination)
         if not file.sha256:
-            known = _digests(store, {stat.key: stat.size}).get(stat.key)
+            known = _find_digests(store, {stat.key: stat.size}).get(stat.key)
             file = replace(file, sha256=known or kept_sha256(store, stat.key))
-        yield _unpacked(request, store, stat, file), store, stat.key
+        yield _add_unpacking(request, store, stat, file), store, stat.key
         return
     if request.dataset is not None:
-        yield from _shards(request, request.dataset, store)
+        yield from _resolve_shards(request, request.dataset, store)
         return
     folder = (request.prefix or "").strip("/")
     below = f"{folder}/" if folder else ""
     stats = [stat for stat in list_objects(store, below) if not stat.key.endswith("/")]
     if not stats:
         raise errors.NotFoundError(f"There is nothing below {store.url_of(below)}.")
-    known = _digests(store, {stat.key: stat.size for stat in stats})
+    known = _find_digests(store, {stat.key: stat.size for stat in stats})
     for stat in sorted(stats, key=lambda stat: stat.key):
         inside = stat.key.removeprefix(below)
         destination = f"{request.destination}/{inside}" if request.destination else inside
-        file = _file(request, store, stat, destination)
+        file = _make_file(request, store, stat, destination)
         yield replace(file, sha256=known.get(stat.key, "")), store, stat.key
 
 
-def _shards(request: Request, dataset: str, store: Store) -> Iterator[tuple[File, Store, str]]:
+def _resolve_shards(
+    request: Request, dataset: str, store: Store
+) -> Iterator[tuple[File, Store, str]]:
     """Find the shards of a dataset, as its manifest names them.
 
     Raises:
@@ -166,11 +170,11 @@ def _shards(request: Request, dataset: str, store: Store) -> Iterator[tuple[File
             )
         inside = shard.key.removeprefix(f"{dataset}/")
         destination = f"{request.destination}/{inside}" if request.destination else shard.key
-        file = _file(request, store, stat, destination)
+        file = _make_file(request, store, stat, destination)
         yield replace(file, sha256=shard.sha256), store, shard.key
 
 
-def _file(request: Request, store: Store, stat: Stat, destination: str) -> File:
+def _make_file(request: Request, store: Store, stat: Stat, destination: str) -> File:
     md5 = None
     if store.location.backend is Backend.FILE:
         etag = local_etag((Path(store.location.bucket) / stat.key).stat())
@@ -182,7 +186,7 @@ def _file(request: Request, store: Store, stat: Stat, destination: str) -> File:
             "a store that gives one."
         )
     return File(
-        path=safe(destination),
+        path=check_destination(destination),
         size=stat.size,
         etag=etag,
         origin=store.url_of(stat.key),
@@ -193,23 +197,23 @@ def _file(request: Request, store: Store, stat: Stat, destination: str) -> File:
     )
 
 
-def _unpacked(request: Request, store: Store, stat: Stat, file: File) -> File:
+def _add_unpacking(request: Request, store: Store, stat: Stat, file: File) -> File:
     if request.unpack is None:
         return file
     method = request.unpack
     if method is Unpacking.AUTO:
-        method = by_name(stat.key) or detect(
-            stat.key, read_range(store, stat.key, 0, HEAD, etag=stat.etag)
+        method = detect_by_name(stat.key) or detect(
+            stat.key, read_range(store, stat.key, 0, HEAD_SIZE, etag=stat.etag)
         )
     into = request.into
     if into is None:
-        into = _without_ending(file.path)
-    elif method in SINGLE:  # one file, in the folder that was asked for
-        into = f"{into}/{_without_ending(file.path.rpartition('/')[2])}"
-    return replace(file, unpack=str(method), into=safe(into))
+        into = _strip_ending(file.path)
+    elif method in SINGLE_FILE_METHODS:  # one file, in the folder that was asked for
+        into = f"{into}/{_strip_ending(file.path.rpartition('/')[2])}"
+    return replace(file, unpack=str(method), into=check_destination(into))
 
 
-def _without_ending(path: str) -> str:
+def _strip_ending(path: str) -> str:
     folder, _, name = path.rpartition("/")
     for ending in (".tar.gz", ".tar.zst", ".tgz", ".tzst", ".tar", ".zip", ".gz", ".zst"):
         if name.lower().endswith(ending) and len(name) > len(ending):
@@ -220,7 +224,7 @@ def _without_ending(path: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-def _digests(store: Store, sizes: Mapping[str, int]) -> dict[str, str]:
+def _find_digests(store: Store, sizes: Mapping[str, int]) -> dict[str, str]:
     """Return the digests that objects should have, by the sealed manifests of their datasets."""
     known: dict[str, str] = {}
     datasets = {key.partition("/shards/")[0] for key in sizes if "/shards/" in key}

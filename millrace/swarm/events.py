@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Container, Sequence
 from typing import Any, cast
 
-from millrace.swarm.plan import STORE
+from millrace.swarm.tracker import STORE
 from millrace.words import plain
 
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -22,7 +22,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 }
 
 
-class UnfitError(Exception):
+class ProtocolError(Exception):
     """An agent says what none of this version says."""
 
     def __init__(self, what: str) -> None:
@@ -42,7 +42,7 @@ class EventChecker:
         self._sizes, self._count, self._nodes = sizes, files, nodes
 
     @property
-    def longest(self) -> int:
+    def max_answer_bytes(self) -> int:
         """Bytes that an answer may have."""
         return (1 << 20) + 400 * (len(self._sizes) + self._count)
 
@@ -52,13 +52,13 @@ class EventChecker:
         Raises:
             UnfitError: It is no such list.
         """
-        rows = _list(said.get("have") if isinstance(said, dict) else None)  # pyright: ignore[reportUnknownMemberType]
+        rows = _check_list(said.get("have") if isinstance(said, dict) else None)  # pyright: ignore[reportUnknownMemberType]
         found: dict[int, str] = {}
         for row in rows:
-            pair = _list(row)
+            pair = _check_list(row)
             if len(pair) != 2:
-                raise UnfitError("a piece without a digest")
-            found[self._piece(pair[0])] = _digest(pair[1])
+                raise ProtocolError("a piece without a digest")
+            found[self._check_piece(pair[0])] = _check_digest(pair[1])
         return list(found.items())
 
     def read_events(self, said: Any) -> list[dict[str, Any]]:
@@ -67,74 +67,74 @@ class EventChecker:
         Raises:
             UnfitError: It is no list of events, or a field of one is not of its kind.
         """
-        return [self._event(event) for event in _list(said)]
+        return [self._check_event(event) for event in _check_list(said)]
 
-    def _event(self, said: Any) -> dict[str, Any]:
+    def _check_event(self, said: Any) -> dict[str, Any]:
         event = cast("dict[str, Any]", said) if isinstance(said, dict) else {}
         kind = event.get("e")
         if not isinstance(kind, str) or kind not in _FIELDS:
-            raise UnfitError("an event of no kind")
+            raise ProtocolError("an event of no kind")
         read: dict[str, Callable[[Any], Any]] = {
-            "p": self._piece,
-            "s": self._source,
-            "d": _digest,
-            "f": self._files if kind == "files" else self._file,
-            "why": _sentence,
+            "p": self._check_piece,
+            "s": self._check_source,
+            "d": _check_digest,
+            "f": self._check_files if kind == "files" else self._check_file,
+            "why": _check_sentence,
         }
         found: dict[str, Any] = {
             "e": kind,
             "wrong": kind == "failed" and event.get("wrong") is True,
         }
         for name in _FIELDS[kind]:
-            found[name] = read.get(name, _count)(event.get(name))
-        if kind in {"done", "had"} and found["b"] not in self._moved(kind, found["p"]):
-            raise UnfitError("a piece of another size")
+            found[name] = read.get(name, _check_count)(event.get(name))
+        if kind in {"done", "had"} and found["b"] not in self._list_allowed_sizes(kind, found["p"]):
+            raise ProtocolError("a piece of another size")
         if found["wrong"] and found["s"] == STORE:
-            raise UnfitError("a wrong piece of no node")
+            raise ProtocolError("a wrong piece of no node")
         return found
 
-    def _moved(self, kind: str, piece: int) -> set[int]:
+    def _list_allowed_sizes(self, kind: str, piece: int) -> set[int]:
         """Return how many bytes a transfer may have moved; none, perhaps, of what was there."""
         return {self._sizes[piece]} | ({0} if kind == "had" else set())
 
-    def _piece(self, value: Any) -> int:
-        return _number(value, len(self._sizes))
+    def _check_piece(self, value: Any) -> int:
+        return _check_number(value, len(self._sizes))
 
-    def _file(self, value: Any) -> int:
-        return _number(value, self._count)
+    def _check_file(self, value: Any) -> int:
+        return _check_number(value, self._count)
 
-    def _files(self, value: Any) -> list[int]:
-        return [self._file(number) for number in _list(value)]
+    def _check_files(self, value: Any) -> list[int]:
+        return [self._check_file(number) for number in _check_list(value)]
 
-    def _source(self, value: Any) -> str:
+    def _check_source(self, value: Any) -> str:
         if isinstance(value, str) and (value == STORE or value in self._nodes):
             return value
-        raise UnfitError("a piece from nowhere")
+        raise ProtocolError("a piece from nowhere")
 
 
-def _list(value: Any) -> list[Any]:
+def _check_list(value: Any) -> list[Any]:
     if isinstance(value, list):
         return cast("list[Any]", value)
-    raise UnfitError("no list")
+    raise ProtocolError("no list")
 
 
-def _number(value: Any, end: int) -> int:
+def _check_number(value: Any, end: int) -> int:
     if type(value) is int and 0 <= value < end:
         return value
-    raise UnfitError("a number out of range")
+    raise ProtocolError("a number out of range")
 
 
-def _count(value: Any) -> int:
-    return _number(value, 1 << 62)
+def _check_count(value: Any) -> int:
+    return _check_number(value, 1 << 62)
 
 
-def _digest(value: Any) -> str:
+def _check_digest(value: Any) -> str:
     if isinstance(value, str) and _DIGEST.fullmatch(value):
         return value
-    raise UnfitError("a digest that is none")
+    raise ProtocolError("a digest that is none")
 
 
-def _sentence(value: Any) -> str:
+def _check_sentence(value: Any) -> str:
     if isinstance(value, str):
         return plain(value, _LONGEST_SENTENCE)
-    raise UnfitError("a reason without words")
+    raise ProtocolError("a reason without words")

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from millrace.digest import local_etag
 from millrace.swarm.pieces import Catalogue, Segment
-from millrace.swarm.wire import AUTH, Connections, Endpoint, RefusedError, sign
+from millrace.swarm.wire import AUTH_HEADER, ConnectionPool, Endpoint, HttpStatusError, sign
 
-_AT_ONCE = 16  # small files of one piece that are read from the store at once
+_CONCURRENCY = 16  # small files of one piece that are read from the store at once
 _TRIES = 4
 _PAUSE = 0.1  # seconds at most before the second try; then twice as many
-FINAL = {http.client.NOT_FOUND, http.client.GONE, http.client.PRECONDITION_FAILED}
+FINAL_STATUSES = {http.client.NOT_FOUND, http.client.GONE, http.client.PRECONDITION_FAILED}
 """What a store says of an object that is not the one that was meant: it would say so again."""
 
 
@@ -48,15 +48,15 @@ class StoreReader:
         self,
         catalogue: Catalogue,
         sources: list[str],
-        connections: Connections,
+        connections: ConnectionPool,
         told: Callable[[str], None],
     ) -> None:
         self._catalogue, self._sources = catalogue, sources
         self._connections, self._told = connections, told
         self._closing = threading.Event()
-        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="small")
+        self._pool = ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="small")
 
-    def piece(self, number: int, into: memoryview) -> None:
+    def read_piece(self, number: int, into: memoryview) -> None:
         """Read a piece.
 
         Raises:
@@ -68,30 +68,30 @@ class StoreReader:
             ends.append(ends[-1] + segment.size)
         parts = [into[a:b] for a, b in pairwise(ends)]
         if len(segments) == 1:
-            self._segment(segments[0], parts[0])
+            self._read_segment(segments[0], parts[0])
         else:
-            list(self._pool.map(self._segment, segments, parts))
+            list(self._pool.map(self._read_segment, segments, parts))
 
     def close(self) -> None:
         """Start no further reads."""
         self._closing.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _segment(self, segment: Segment, into: memoryview) -> None:
+    def _read_segment(self, segment: Segment, into: memoryview) -> None:
         """Read a segment, and again after a while: a piece of many would else never be whole."""
         for failed in range(_TRIES):
             try:
-                self._try(segment, into)
+                self._read_once(segment, into)
             except FetchError as error:
                 last = failed == _TRIES - 1
-                if last or error.status in FINAL or self._closing.is_set():
+                if last or error.status in FINAL_STATUSES or self._closing.is_set():
                     raise
                 self._told(str(error))
                 self._closing.wait(random.uniform(0.0, _PAUSE * 2.0**failed))
             else:
                 return
 
-    def _try(self, segment: Segment, into: memoryview) -> None:
+    def _read_once(self, segment: Segment, into: memoryview) -> None:
         if not segment.size:
             return
         source = self._sources[segment.file]
@@ -99,20 +99,20 @@ class StoreReader:
             if source.startswith("/"):
                 self._read_local(Path(source), segment, into)
             else:
-                self._get(source, segment, into)
-        except RefusedError as error:
+                self._read_remote(source, segment, into)
+        except HttpStatusError as error:
             raise FetchError(str(error), error.status) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise FetchError(f"{type(error).__name__}: {error}") from error
 
-    def _get(self, url: str, segment: Segment, into: memoryview) -> None:
+    def _read_remote(self, url: str, segment: Segment, into: memoryview) -> None:
         file = self._catalogue.files[segment.file]
-        place, target = Endpoint.of(url)
+        place, target = Endpoint.parse_url(url)
         headers = {
             "If-Match": file.etag,
             "Range": f"bytes={segment.start}-{segment.start + segment.size - 1}",
         }
-        answer = self._connections.fill(place, target, headers, into)
+        answer = self._connections.read_into(place, target, headers, into)
         if answer.get("etag", file.etag) != file.etag:
             raise FetchError("another content", http.client.PRECONDITION_FAILED)
 
@@ -140,12 +140,12 @@ class PeerReader:
     """
 
     def __init__(
-        self, run: str, key: bytes, peers: dict[str, Endpoint], connections: Connections
+        self, run: str, key: bytes, peers: dict[str, Endpoint], connections: ConnectionPool
     ) -> None:
         self._run, self._key, self._peers = run, key, peers
         self._connections = connections
 
-    def piece(
+    def read_piece(
         self, number: int, source: str, into: memoryview, is_over: Callable[[], bool]
     ) -> None:
         """Read a piece from a node, unless it proves to be of no use any more.
@@ -155,18 +155,18 @@ class PeerReader:
         """
         place, path = self._peers[source], f"/runs/{self._run}/pieces/{number}"
 
-        def signed() -> dict[str, str]:
-            return {AUTH: sign(self._key, "GET", path, to=place.identity)}
+        def sign_headers() -> dict[str, str]:
+            return {AUTH_HEADER: sign(self._key, "GET", path, to=place.identity)}
 
         try:
-            self._connections.fill(place, path, signed, into, is_over=is_over)
-        except RefusedError as error:
+            self._connections.read_into(place, path, sign_headers, into, is_over=is_over)
+        except HttpStatusError as error:
             raise FetchError(str(error), error.status) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise FetchError(f"{type(error).__name__}: {error}") from error
 
 
-def digests(segments: tuple[Segment, ...], data: memoryview) -> list[bytes]:
+def hash_segments(segments: tuple[Segment, ...], data: memoryview) -> list[bytes]:
     """SHA-256 of each segment of a piece."""
     found: list[bytes] = []
     at = 0
@@ -176,7 +176,7 @@ def digests(segments: tuple[Segment, ...], data: memoryview) -> list[bytes]:
     return found
 
 
-class Buffers:
+class BufferPool:
     """Buffers that go round, the last one first: new memory costs more than copying.
 
     Args:
@@ -188,7 +188,7 @@ class Buffers:
         self._free: list[bytearray] = []
 
     @contextmanager
-    def one(self, size: int) -> Generator[memoryview]:
+    def borrow(self, size: int) -> Generator[memoryview]:
         """Yield a buffer of so many bytes, for the length of a block."""
         try:
             buffer = self._free.pop()

@@ -7,7 +7,7 @@ from typing import Protocol, cast
 import zstandard
 
 from millrace import errors
-from millrace.swarm.terms import READ, Reader, cut
+from millrace.swarm.archive_limits import READ_SIZE, Reader, make_truncation_error
 
 # A decoder is given so little at a time that the most it can become stays small: deflate makes at
 # most 1032 bytes of one, zstd a block of 128 KiB of four.
@@ -26,20 +26,20 @@ class _Decoder(Protocol):
 
 def gunzip(archive: Reader) -> Iterator[bytes]:
     """Yield the content of a gzip file."""
-    return _inflated(archive, lambda: zlib.decompressobj(wbits=31), _GZIP_FEED)
+    return _decompress_frames(archive, lambda: zlib.decompressobj(wbits=31), _GZIP_FEED)
 
 
 def unzstd(archive: Reader) -> Iterator[bytes]:
     """Yield the content of a zstd file; one that needs a window above 128 MiB is refused."""
     zstd = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
     # Cast: zstandard's stubs know only bytes-like types that Python has since dropped.
-    return _inflated(archive, lambda: cast("_Decoder", zstd.decompressobj()), _ZSTD_FEED)
+    return _decompress_frames(archive, lambda: cast("_Decoder", zstd.decompressobj()), _ZSTD_FEED)
 
 
-def _inflated(archive: Reader, new: Callable[[], _Decoder], feed: int) -> Iterator[bytes]:
+def _decompress_frames(archive: Reader, new: Callable[[], _Decoder], feed: int) -> Iterator[bytes]:
     """Yield the content of compressed frames, one after another; zeros may stand between them."""
     decoder = new()
-    while data := archive.read(READ):
+    while data := archive.read(READ_SIZE):
         for at in range(0, len(data), feed):
             piece = data[at : at + feed]
             while piece:
@@ -58,4 +58,4 @@ def _inflated(archive: Reader, new: Callable[[], _Decoder], feed: int) -> Iterat
                 if found:
                     yield found
     if not decoder.eof:
-        raise cut()
+        raise make_truncation_error()

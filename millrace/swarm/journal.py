@@ -35,7 +35,7 @@ Range = tuple[int, int]
 """First byte and number of bytes."""
 
 
-def object_of(file: File) -> str:
+def object_id_of(file: File) -> str:
     """Return the name of an object's content: a digest of its URL, ETag and size."""
     content = json.dumps([file.origin, file.etag, file.size])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -65,9 +65,9 @@ class Journal:
         with contextlib.suppress(FileNotFoundError):
             for line in self._path.read_text(errors="replace").splitlines():
                 with contextlib.suppress(ValueError):
-                    self._take(json.loads(line))
+                    self._apply_row(json.loads(line))
 
-    def _take(self, row: object) -> None:
+    def _apply_row(self, row: object) -> None:
         match row:
             case ["file", str(name), str(path)] if _is_ours(path):
                 if (before := self.partials.get(name)) is not None and before != path:
@@ -82,7 +82,7 @@ class Journal:
             case _:
                 pass
 
-    def partials_of_others(
+    def select_other_partials(
         self, objects: Collection[str], stems: Collection[str], room: int
     ) -> dict[str, str]:
         """Choose the partial files of other requests that are kept, for when these come again.
@@ -126,7 +126,7 @@ class Journal:
         for path in (self._stale | set(self.partials.values())) - set(files.values()):
             self._remove(path)
         new = self._path.with_suffix(".new")
-        new.write_text("".join(map(_line, rows)))
+        new.write_text("".join(map(_format_row, rows)))
         new.rename(self._path)
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
@@ -152,7 +152,7 @@ class Journal:
 
     def _append(self, *rows: list[Any]) -> None:
         if self._descriptor is not None:
-            os.write(self._descriptor, "".join(map(_line, rows)).encode())
+            os.write(self._descriptor, "".join(map(_format_row, rows)).encode())
 
     def _remove(self, path: str) -> None:
         left = self._root / path
@@ -173,7 +173,7 @@ def partial_stem(path: str) -> str:
     return path.rsplit(".", 2)[0]
 
 
-def verified(path: Path, noted: dict[Range, str], wanted: Iterable[Range]) -> dict[int, bytes]:
+def verify_ranges(path: Path, noted: dict[Range, str], wanted: Iterable[Range]) -> dict[int, bytes]:
     """Hash ranges of a partial file that were noted, and keep those that are as noted.
 
     Args:
@@ -191,7 +191,7 @@ def verified(path: Path, noted: dict[Range, str], wanted: Iterable[Range]) -> di
 
         def is_good(span: Range) -> bool:
             if span not in good:
-                good[span] = _hash(opened, span).hex() == noted[span]
+                good[span] = _hash_range(opened, span).hex() == noted[span]
             return good[span]
 
         spans = sorted(noted)
@@ -207,11 +207,11 @@ def verified(path: Path, noted: dict[Range, str], wanted: Iterable[Range]) -> di
                     break
                 at = max(at, sum(span))
             if at >= start + size:
-                found[index] = _hash(opened, (start, size))
+                found[index] = _hash_range(opened, (start, size))
     return found
 
 
-def _hash(opened: FileIO, span: Range) -> bytes:
+def _hash_range(opened: FileIO, span: Range) -> bytes:
     start, left = span
     digest = hashlib.sha256()
     opened.seek(start)
@@ -227,5 +227,5 @@ def _is_ours(path: str) -> bool:
     return {"", ".", ".."}.isdisjoint(parts) and is_unfinished(parts[-1])
 
 
-def _line(row: list[Any]) -> str:
+def _format_row(row: list[Any]) -> str:
     return f"{json.dumps(row)}\n"

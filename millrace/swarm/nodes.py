@@ -18,7 +18,7 @@ from millrace.swarm.wire import Endpoint
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-_LOOKED = 1.0  # seconds between two looks at who belongs to the cluster
+_WATCH_INTERVAL = 1.0  # seconds between two looks at who belongs to the cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class NotStarted:
+class AbsentNode:
     """A node without an agent.
 
     Attributes:
@@ -55,11 +55,11 @@ class NotStarted:
     why: str
 
 
-Came = Callable[[Node | NotStarted], None]
+NodeCallback = Callable[[Node | AbsentNode], None]
 
 
 @contextmanager
-def agents(settings: RayNodes | Hosts, root: Path, came: Came) -> Generator[int]:
+def connect_agents(settings: RayNodes | Hosts, root: Path, came: NodeCallback) -> Generator[int]:
     """Start the agents, or find them, and tell of each that is there; also of late ones.
 
     Args:
@@ -74,26 +74,26 @@ def agents(settings: RayNodes | Hosts, root: Path, came: Came) -> Generator[int]
         ConfigurationError: There is no cluster, or nobody in it.
     """
     if isinstance(settings, Hosts):
-        for node in _hosts(settings):
+        for node in _iterate_hosts(settings):
             came(node)
         yield len(settings.hosts)
         return
-    with _Cluster(settings, root, came) as expected:
+    with _RayAgents(settings, root, came) as expected:
         yield expected
 
 
-def _hosts(settings: Hosts) -> Iterator[Node]:
+def _iterate_hosts(settings: Hosts) -> Iterator[Node]:
     for host in settings.hosts:
         secret = host.key or settings.key
         assert secret is not None  # the settings see to it
-        place, _ = Endpoint.of(host.url)
+        place, _ = Endpoint.parse_url(host.url)
         yield Node(host.url, host.name, place, secret.get_secret_value().encode(), host.zone)
 
 
-class _Cluster:
+class _RayAgents:
     """Agents on the living nodes of a Ray cluster, and on those that join while it is watched."""
 
-    def __init__(self, settings: RayNodes, root: Path, came: Came) -> None:
+    def __init__(self, settings: RayNodes, root: Path, came: NodeCallback) -> None:
         self._settings, self._root, self._came = settings, root, came
         self._actors: dict[str, ActorHandle[Any]] = {}
         self._ended = threading.Event()
@@ -102,7 +102,7 @@ class _Cluster:
 
     def __enter__(self) -> int:
         self._ray = self._stack.enter_context(cluster.connected(self._settings.address))
-        expected = self._look()
+        expected = self._start_missing()
         watcher = threading.Thread(target=self._watch, name="cluster", daemon=True)
         watcher.start()
         self._watching.append(watcher)
@@ -117,7 +117,7 @@ class _Cluster:
                 for actor in self._actors.values():
                     self._ray.kill(actor)
 
-    def _look(self) -> int:
+    def _start_missing(self) -> int:
         """Start an agent on every living node that has none."""
         living = cluster.living(self._ray)
         for node in living:
@@ -126,8 +126,8 @@ class _Cluster:
         return len(living)
 
     def _watch(self) -> None:
-        while not self._ended.wait(_LOOKED):
-            self._look()
+        while not self._ended.wait(_WATCH_INTERVAL):
+            self._start_missing()
 
     def _start(self, node: dict[str, Any]) -> None:
         identity, name = node["NodeID"], cluster.name_of(node)
@@ -149,14 +149,14 @@ class _Cluster:
         self._actors[identity] = actor
         asked = actor.start.remote(str(self._root), node["NodeManagerAddress"], key)
 
-        def tell() -> None:
+        def report_start() -> None:
             try:
                 port, its_key = self._ray.get(asked)
             except Exception as error:  # noqa: BLE001 - a node that cannot start is a node less
                 why = f"its agent did not start: {one_line(error)}"
-                self._came(NotStarted(identity, name, why))
+                self._came(AbsentNode(identity, name, why))
                 return
             place = Endpoint("http", node["NodeManagerAddress"], port)
             self._came(Node(identity, name, place, its_key, zone))
 
-        threading.Thread(target=tell, name=f"start-{identity[:6]}", daemon=True).start()
+        threading.Thread(target=report_start, name=f"start-{identity[:6]}", daemon=True).start()

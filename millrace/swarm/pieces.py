@@ -14,13 +14,13 @@ from typing import Any
 
 from millrace.errors import ConfigurationError
 
-SMALLEST = 1 << 20
-LARGEST = 4 << 20
-_PIECES = 2000  # about so many, where the size may be chosen
-_SHARED = 32  # files in one piece at most
+MIN_PIECE_SIZE = 1 << 20
+MAX_PIECE_SIZE = 4 << 20
+_WANTED_PIECES = 2000  # about so many, where the size may be chosen
+_MAX_SHARED_FILES = 32  # files in one piece at most
 _LONGEST_NAME = 255  # bytes, on every file system in use
 
-OURS = ".millrace"
+RECORDS_FOLDER = ".millrace"
 """Folder below the root with a node's own records: no destination."""
 
 # Names of files and folders that are not whole yet, or are being replaced.
@@ -62,7 +62,7 @@ class File:
         """Digest of the whole: SHA-256, or else MD5; empty where none is known."""
         return self.sha256 or self.md5
 
-    def hasher(self) -> Any:
+    def make_hasher(self) -> Any:
         """Return what makes `digest`; SHA-256 where there is none."""
         if self.md5 and not self.sha256:
             return hashlib.md5(usedforsecurity=False)
@@ -109,13 +109,13 @@ class Catalogue:
         """Bytes in all."""
         return sum(file.size for file in self.files)
 
-    def sizes(self) -> list[int]:
+    def list_piece_sizes(self) -> list[int]:
         """Bytes of each piece."""
         return [sum(segment.size for segment in piece) for piece in self.pieces]
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON from which another machine makes the catalogue again."""
-        return {"piece_size": self.piece_size, "files": [_row(file) for file in self.files]}
+        return {"piece_size": self.piece_size, "files": [_to_row(file) for file in self.files]}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Catalogue":
@@ -124,7 +124,7 @@ class Catalogue:
         Raises:
             ConfigurationError: A destination leads out of the root.
         """
-        return catalogue_of(map(_file, data["files"]), data["piece_size"])
+        return catalogue_of(map(_from_row, data["files"]), data["piece_size"])
 
 
 def catalogue_of(files: Iterable[File], piece_size: int | None = None) -> Catalogue:
@@ -138,16 +138,16 @@ def catalogue_of(files: Iterable[File], piece_size: int | None = None) -> Catalo
         ConfigurationError: A destination leads out of the root, or two are the same.
     """
     files = tuple(files)
-    _check(files)
+    _check_destinations(files)
     if piece_size is None:
-        wanted = sum(file.size for file in files) // _PIECES
-        piece_size = min(LARGEST, max(SMALLEST, 1 << max(0, wanted - 1).bit_length()))
-    listing = json.dumps([piece_size, *map(_row, files)])
+        wanted = sum(file.size for file in files) // _WANTED_PIECES
+        piece_size = min(MAX_PIECE_SIZE, max(MIN_PIECE_SIZE, 1 << max(0, wanted - 1).bit_length()))
+    listing = json.dumps([piece_size, *map(_to_row, files)])
     name = hashlib.sha256(listing.encode()).hexdigest()[:16]
-    return Catalogue(name, files, piece_size, tuple(_cut(files, piece_size)))
+    return Catalogue(name, files, piece_size, tuple(_cut_pieces(files, piece_size)))
 
 
-def safe(path: str) -> str:
+def check_destination(path: str) -> str:
     """Return a destination, once it is known to lie below the root.
 
     Raises:
@@ -161,7 +161,7 @@ def safe(path: str) -> str:
         )
     if any(len(part.encode("utf-8", "surrogateescape")) > _LONGEST_NAME for part in parts):
         raise ConfigurationError(f"{path!r} has a part that is longer than {_LONGEST_NAME} bytes.")
-    if _folded(parts[0]) == OURS or any(map(is_unfinished, parts)):
+    if _fold_case(parts[0]) == RECORDS_FOLDER or any(map(is_unfinished, parts)):
         raise ConfigurationError(
             f"{path!r} cannot be a destination: a node keeps its own records under that name. Give "
             "the object another destination, or request the other objects without it."
@@ -171,19 +171,19 @@ def safe(path: str) -> str:
 
 def is_unfinished(name: str) -> bool:
     """Tell whether a name is one of files and folders that are not whole yet."""
-    return _UNFINISHED.fullmatch(_folded(name)) is not None
+    return _UNFINISHED.fullmatch(_fold_case(name)) is not None
 
 
-def _folded(name: str) -> str:
+def _fold_case(name: str) -> str:
     """Return the name by which file systems that ignore case know a file."""
     return unicodedata.normalize("NFKC", name).casefold()
 
 
-def _check(files: Sequence[File]) -> None:
+def _check_destinations(files: Sequence[File]) -> None:
     taken: set[str] = set()
     for file in files:
         for path in (file.path, *file.links, *([file.into] if file.into else [])):
-            if safe(path) in taken:
+            if check_destination(path) in taken:
                 raise ConfigurationError(
                     f"Two requests have the destination {path}: give each one."
                 )
@@ -197,7 +197,7 @@ def _check(files: Sequence[File]) -> None:
                 )
 
 
-def _cut(files: Sequence[File], piece_size: int) -> Iterable[Piece]:
+def _cut_pieces(files: Sequence[File], piece_size: int) -> Iterable[Piece]:
     shared: list[Segment] = []
     room = piece_size
     for number, file in enumerate(files):
@@ -205,7 +205,7 @@ def _cut(files: Sequence[File], piece_size: int) -> Iterable[Piece]:
             for start in range(0, file.size, piece_size):
                 yield (Segment(number, start, min(piece_size, file.size - start)),)
             continue
-        if shared and (file.size > room or len(shared) >= _SHARED):
+        if shared and (file.size > room or len(shared) >= _MAX_SHARED_FILES):
             yield tuple(shared)
             shared, room = [], piece_size
         shared.append(Segment(number, 0, file.size))
@@ -219,11 +219,11 @@ def digest_of(parts: Sequence[bytes]) -> str:
     return parts[0].hex() if len(parts) == 1 else hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def _row(file: File) -> list[Any]:
+def _to_row(file: File) -> list[Any]:
     return [getattr(file, name) for name in _FIELDS]
 
 
-def _file(row: list[Any]) -> File:
+def _from_row(row: list[Any]) -> File:
     named = dict(zip(_FIELDS, row, strict=True))
     named["links"] = tuple(named["links"])
     if named["owner"] is not None:

@@ -13,11 +13,11 @@ _LATE_UNKNOWN = 30.0  # seconds, before there are enough to compare with
 _LATE = 6.0  # times the median
 _KNOWN, _REMEMBERED = 4, 64  # transfers
 _OUTRUN = 2.0  # times what the nodes give each other, that the store must give
-_LOOK = 2.0  # seconds over which the nodes are looked at
+_COMPARE_INTERVAL = 2.0  # seconds over which the nodes are looked at
 
 
 @dataclass(slots=True)
-class Pace:
+class ReadConcurrency:
     """Number of reads from the store that each node has under way: more while more is quicker.
 
     Begins with one, and doubles as long as that brings a good part more bytes a second. Pieces
@@ -37,7 +37,7 @@ class Pace:
     _bytes: int = 0
     _nodes: int = 0
 
-    def read(self, size: int, nodes: int, now: float) -> None:
+    def note_read(self, size: int, nodes: int, now: float) -> None:
         """So many bytes were read; after a while, see whether it was quicker than before."""
         if nodes < self._nodes:  # each of those that are left may bring more
             self._grows, self._before, self._since, self._count, self._bytes = True, 0.0, None, 0, 0
@@ -62,7 +62,7 @@ class Pace:
             self.reads *= 2
 
 
-class Shares:
+class SharedClock:
     """A clock that runs slower the more share what it times, as each gets less of it.
 
     The difference of two readings is the time that something would have taken alone, if all had
@@ -76,13 +76,13 @@ class Shares:
         self.users = 0
         self._reading, self._read_at = 0.0, 0.0
 
-    def at(self, now: float) -> float:
+    def read(self, now: float) -> float:
         """Read the clock."""
         return self._reading + max(0.0, now - self._read_at) / max(self.users, 1)
 
-    def change(self, by: int, now: float) -> None:
+    def change_users(self, by: int, now: float) -> None:
         """Note that more, or fewer, share from now on."""
-        self._reading, self._read_at = self.at(now), max(now, self._read_at)
+        self._reading, self._read_at = self.read(now), max(now, self._read_at)
         self.users += by
 
 
@@ -93,26 +93,26 @@ class Durations:
         self._last = deque[float](maxlen=_REMEMBERED)  # seconds a byte
         self._median: float | None = None
 
-    def took(self, size: int, seconds: float) -> None:
+    def note(self, size: int, seconds: float) -> None:
         """Note that a transfer of so many bytes took so long."""
         self._last.append(seconds / max(size, 1))
         self._median = None
 
     @property
-    def known(self) -> bool:
+    def has_enough(self) -> bool:
         """True if there were enough transfers to compare with."""
         return len(self._last) >= _KNOWN
 
-    def allowed(self, size: int) -> float:
+    def compute_timeout(self, size: int) -> float:
         """Seconds that one of so many bytes may take."""
-        if not self.known:
+        if not self.has_enough:
             return _LATE_UNKNOWN
         if self._median is None:
             self._median = sorted(self._last)[len(self._last) // 2]
         return max(_LATE_AT_LEAST, _LATE * self._median * max(size, 1))
 
 
-class Outrun:
+class RateComparison:
     """Comparison of what the store gives a node with what the other nodes give it.
 
     What the store gives is measured while the node reads from it; what the nodes give once every
@@ -130,7 +130,7 @@ class Outrun:
         self._since: float | None = None
         self._given = 0
 
-    def read(self, size: int, now: float) -> None:
+    def note_read(self, size: int, now: float) -> None:
         """Note a read of so many bytes from the store."""
         if self._first is None:  # how long it waited is unknown
             self._first = now
@@ -138,15 +138,15 @@ class Outrun:
             self._read += size
         self._last = now
 
-    def given(self, size: int) -> None:
+    def note_given(self, size: int) -> None:
         """Note so many bytes that came from other nodes."""
         self._given += size
 
-    def supplied(self, now: float) -> None:
+    def restart(self, now: float) -> None:
         """Begin again: the nodes wait for the store, so that their own rate cannot be seen."""
         self._since, self._given = now, 0
 
-    def look(self, one_read: float, coming: int, now: float) -> None:
+    def compare(self, one_read: float, coming: int, now: float) -> None:
         """Compare the rates, once there has been time enough.
 
         Args:
@@ -157,10 +157,10 @@ class Outrun:
         """
         if self._since is None:
             self._since = now
-        if now - self._since < _LOOK:
+        if now - self._since < _COMPARE_INTERVAL:
             return
         from_store = one_read
-        if self._first is not None and self._last - self._first >= _LOOK / 2:
+        if self._first is not None and self._last - self._first >= _COMPARE_INTERVAL / 2:
             from_store = self._read / (self._last - self._first)
         from_nodes = (self._given + coming) / (now - self._since)
         if from_store > 0 and from_store >= _OUTRUN * from_nodes:

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from millrace.swarm.fetch import Buffers, FetchError, StoreReader, digests
+from millrace.swarm.fetch import BufferPool, FetchError, StoreReader, hash_segments
 from millrace.swarm.pieces import Catalogue, digest_of
-from millrace.swarm.wire import Connections
+from millrace.swarm.wire import ConnectionPool
 
-_AT_ONCE = 4
+_CONCURRENCY = 4
 _PAUSE = 0.5  # seconds before a piece is read again
-_STALLED = 10.0  # seconds without a byte after which a read has failed
+_STALL_TIMEOUT = 10.0  # seconds without a byte after which a read has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +66,18 @@ class Referee:
         self._is_open, self._is_doubted = is_open, is_doubted
         self._settled, self._audited = settled, audited
         self._failed, self._fault = failed, fault
-        self._connections = Connections(_STALLED, ca=ca)
+        self._connections = ConnectionPool(_STALL_TIMEOUT, ca=ca)
         self._reader = StoreReader(catalogue, sources, self._connections, lambda _: None)
-        self._sizes = catalogue.sizes()
-        self._buffers = Buffers(max(self._sizes, default=0))
+        self._sizes = catalogue.list_piece_sizes()
+        self._buffers = BufferPool(max(self._sizes, default=0))
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._pending: set[tuple[str, int]] = set()
         self.received = 0
-        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="referee")
+        self._pool = ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="referee")
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """True if something is still to be read."""
         return bool(self._pending)
 
@@ -117,9 +117,11 @@ class Referee:
     def _read_piece(self, number: int) -> None:
         if not self._is_open(number):
             return
-        with self._buffers.one(self._sizes[number]) as data:
+        with self._buffers.borrow(self._sizes[number]) as data:
             if self._fill(number, data):
-                self._settled(number, digest_of(digests(self._catalogue.pieces[number], data)))
+                self._settled(
+                    number, digest_of(hash_segments(self._catalogue.pieces[number], data))
+                )
 
     def _read_file(self, number: int) -> None:
         """Read a file; and a second time if it is not what its digest says."""
@@ -132,17 +134,17 @@ class Referee:
             self._audited(found)
 
     def _audit_once(self, number: int) -> FileAudit | None:
-        whole = self._catalogue.files[number].hasher()
+        whole = self._catalogue.files[number].make_hasher()
         parts, pieces = list[bytes](), dict[int, str]()
         for piece, segments in enumerate(self._catalogue.pieces):
             if all(segment.file != number for segment in segments):
                 continue
             if not self._is_doubted(number):  # who said that it is wrong is lost
                 return None
-            with self._buffers.one(self._sizes[piece]) as data:
+            with self._buffers.borrow(self._sizes[piece]) as data:
                 if not self._fill(piece, data):
                     return None
-                found = digests(segments, data)
+                found = hash_segments(segments, data)
                 pieces[piece] = digest_of(found)
                 at = 0
                 for segment, digest in zip(segments, found, strict=True):
@@ -156,7 +158,7 @@ class Referee:
         """Read a piece until it is there; False if that was broken off."""
         while not self._closing.is_set():
             try:
-                self._reader.piece(number, data)
+                self._reader.read_piece(number, data)
             except FetchError as error:
                 if self._closing.is_set():
                     return False

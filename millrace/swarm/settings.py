@@ -18,8 +18,8 @@ from pydantic import (
 
 from millrace.settings import Duration
 from millrace.storage import StoreSpec
-from millrace.swarm.made import CacheCheck
-from millrace.swarm.pieces import LARGEST, SMALLEST, safe
+from millrace.swarm.cache_index import CacheCheck
+from millrace.swarm.pieces import MAX_PIECE_SIZE, MIN_PIECE_SIZE, check_destination
 from millrace.swarm.unpack import Unpacking
 
 
@@ -67,11 +67,11 @@ class Request(_Settings):
 
     @field_validator("destination", "into")
     @classmethod
-    def _below_the_root(cls, value: str | None) -> str | None:
-        return safe(value) if value else value
+    def _check_below_root(cls, value: str | None) -> str | None:
+        return check_destination(value) if value else value
 
     @model_validator(mode="after")
-    def _one_of_three(self) -> "Request":
+    def _check_one_selector(self) -> "Request":
         if sum(one is not None for one in (self.key, self.prefix, self.dataset)) != 1:
             raise ValueError("A request names a key, a prefix or a dataset: one of the three.")
         if self.key is None and (self.unpack or self.sha256):
@@ -140,12 +140,12 @@ class Host(_Settings):
 
     @field_validator("name")
     @classmethod
-    def _name_by_default(cls, value: str, info: ValidationInfo) -> str:
+    def _fill_name(cls, value: str, info: ValidationInfo) -> str:
         return value or urlsplit(str(info.data.get("url", ""))).netloc
 
     @field_validator("url")
     @classmethod
-    def _is_an_agents_address(cls, value: str) -> str:
+    def _normalise_url(cls, value: str) -> str:
         """Return the address in one form, so that two of one agent can be seen to be the same."""
         try:
             parts = urlsplit(value)
@@ -168,7 +168,7 @@ class Hosts(_Settings):
     )
 
     @model_validator(mode="after")
-    def _each_is_named_once(self) -> "Hosts":
+    def _check_unique(self) -> "Hosts":
         urls = [host.url for host in self.hosts]
         names = [host.name for host in self.hosts]
         for what, found in (("address", urls), ("name", names)):
@@ -178,7 +178,7 @@ class Hosts(_Settings):
         return self
 
     @model_validator(mode="after")
-    def _each_has_a_key(self) -> "Hosts":
+    def _check_keys(self) -> "Hosts":
         without = [host.url for host in self.hosts if host.key is None and self.key is None]
         if without:
             raise ValueError(f"{without[0]} has no key: give MILLRACE_NODE_KEY of the agents")
@@ -201,7 +201,10 @@ class PrewarmSettings(_Settings):
         description="Check of files from an earlier run: by sampled digests, or by all.",
     )
     piece_size: ByteSize | None = Field(
-        default=None, ge=64 * 1024, le=LARGEST, description="1 to 4 MiB by the amount of data."
+        default=None,
+        ge=64 * 1024,
+        le=MAX_PIECE_SIZE,
+        description="1 to 4 MiB by the amount of data.",
     )
     limits: LimitSettings = Field(
         default=LimitSettings(), description="Limits on what goes on at once."
@@ -226,4 +229,4 @@ class PrewarmSettings(_Settings):
     unpacked_members: int = Field(default=1_000_000, ge=1, description="And how many files.")
 
 
-assert SMALLEST <= LARGEST
+assert MIN_PIECE_SIZE <= MAX_PIECE_SIZE

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.errors import ConfigurationError, NoSpaceError
-from millrace.swarm.journal import object_of
+from millrace.swarm.journal import object_id_of
 from millrace.swarm.pieces import Catalogue, File
 
-ROOM = 64 << 20
+SPARE_BYTES = 64 << 20
 """Bytes left free on the disk."""
 
-_FEW = 8  # files that are brought onto the disk one by one
-_OURS = 0o600  # permission bits that we need
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+_MAX_SINGLE_SYNCS = 8  # files that are brought onto the disk one by one
+_NEEDED_MODE = 0o600  # permission bits that we need
+_NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,13 @@ class Targets:
     def __init__(self, root: Path, catalogue: Catalogue) -> None:
         self._root = root
         self._made: set[Path] = set()  # folders that are there, and below the root
-        self.of = [self._target(file) for file in catalogue.files]
+        self.of = [self._make_target(file) for file in catalogue.files]
 
-    def _target(self, file: File) -> Target:
+    def _make_target(self, file: File) -> Target:
         final = self._root / file.path
         folder = final.parent
         name = hashlib.sha256(file.path.encode()).hexdigest()[:16]
-        content = object_of(file)
+        content = object_id_of(file)
         return Target(file, final, folder / f".{name}.{content}.part", folder, content)
 
     def check_space(self, places: Iterable[Target]) -> None:
@@ -68,19 +68,19 @@ class Targets:
         Raises:
             NoSpaceError: There is not.
         """
-        free, needed = self._free_and_needed(places)
-        if needed and needed + ROOM > free:
+        free, needed = self._measure_space(places)
+        if needed and needed + SPARE_BYTES > free:
             raise NoSpaceError(
-                f"{self._root} has {free} bytes free, and {needed} (and {ROOM} to spare) are to "
-                "come: free some, or choose another root."
+                f"{self._root} has {free} bytes free, and {needed} (and {SPARE_BYTES} to spare) are "
+                "to come: free some, or choose another root."
             )
 
-    def room_beside(self, places: Iterable[Target]) -> int:
+    def measure_spare_room(self, places: Iterable[Target]) -> int:
         """Return the free bytes of the disk that files which are to come do not need."""
-        free, needed = self._free_and_needed(places)
-        return free - needed - ROOM
+        free, needed = self._measure_space(places)
+        return free - needed - SPARE_BYTES
 
-    def _free_and_needed(self, places: Iterable[Target]) -> tuple[int, int]:
+    def _measure_space(self, places: Iterable[Target]) -> tuple[int, int]:
         needed = sum(place.file.size for place in places if not place.partial.exists())
         return shutil.disk_usage(self._root).free, needed
 
@@ -106,9 +106,9 @@ class Targets:
         Until it is whole we may write it, whatever its mode will be.
         """
         self.make_folder(place.folder)
-        descriptor = os.open(place.partial, _NEW, 0o600)
+        descriptor = os.open(place.partial, _NEW_FILE_FLAGS, 0o600)
         try:
-            os.fchmod(descriptor, place.file.mode | _OURS)
+            os.fchmod(descriptor, place.file.mode | _NEEDED_MODE)
             if place.file.owner is not None:
                 os.fchown(descriptor, *place.file.owner)
         except BaseException:
@@ -138,21 +138,21 @@ class Targets:
             )
         self._made.add(folder)
 
-    def settle(self, places: list[Target]) -> None:
+    def sync_partials(self, places: list[Target]) -> None:
         """Bring partial files onto the disk: one by one, or many with all that is there."""
         for place in places:
-            if place.file.mode & _OURS != _OURS:
+            if place.file.mode & _NEEDED_MODE != _NEEDED_MODE:
                 place.partial.chmod(place.file.mode)
-        if len(places) > _FEW:
+        if len(places) > _MAX_SINGLE_SYNCS:
             _sync_file_system(self._root)
             return
         for place in places:
             sync(place.partial)
 
-    def take_back(self, place: Target) -> None:
+    def make_partial(self, place: Target) -> None:
         """Make a file partial again: what is good of it is kept."""
         place.final.rename(place.partial)
-        place.partial.chmod(place.file.mode | _OURS)
+        place.partial.chmod(place.file.mode | _NEEDED_MODE)
 
     def link(self, place: Target) -> None:
         """Make a file's further destinations: the same file where the file system can, or a copy.

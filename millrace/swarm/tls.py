@@ -32,7 +32,7 @@ _NOT_TLS = {
 }
 """Reasons that OpenSSL gives for an answer that is no TLS."""
 
-CLOSED = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+CLOSED_ERRORS = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 """Errors of a connection that the other side has closed."""
 
 

@@ -11,13 +11,13 @@ from enum import StrEnum
 from pathlib import Path
 
 from millrace import errors
+from millrace.swarm.archive_limits import READ_SIZE, Reader, UnpackLimits, UnpackResult
 from millrace.swarm.inflate import gunzip, unzstd
-from millrace.swarm.terms import READ, Limits, Reader, Unpacked
 from millrace.swarm.tree import Tree
 from millrace.swarm.untar import untar
 from millrace.swarm.unzip import unzip
 
-__all__ = ["Limits", "Reader", "Unpacked", "Unpacking", "detect", "unpack"]
+__all__ = ["Reader", "UnpackLimits", "UnpackResult", "Unpacking", "detect", "unpack"]
 
 
 class Unpacking(StrEnum):
@@ -35,13 +35,13 @@ class Unpacking(StrEnum):
     ZST = "zst"
 
 
-SINGLE = {Unpacking.GZ, Unpacking.ZST}
+SINGLE_FILE_METHODS = {Unpacking.GZ, Unpacking.ZST}
 """Methods whose result is one file, not a folder."""
 
-CONTENT = "content"
+CONTENT_NAME = "content"
 """Name of the file that a compressed file becomes in the folder it is unpacked into."""
 
-HEAD = 8192
+HEAD_SIZE = 8192
 """First bytes of a file that tell what it is."""
 
 _ENDINGS = {
@@ -64,7 +64,7 @@ _TAR_BLOCK = 512
 _FILE_MODE = 0o644
 
 
-def by_name(name: str) -> Unpacking | None:
+def detect_by_name(name: str) -> Unpacking | None:
     """Return how an archive is to be unpacked, by its name or key; None if that does not say."""
     lower = name.lower()
     return next((method for ending, method in _ENDINGS.items() if lower.endswith(ending)), None)
@@ -82,7 +82,7 @@ def detect(name: str, head: bytes) -> Unpacking:
     Raises:
         ConfigurationError: It is none that Millrace unpacks.
     """
-    if (named := by_name(name)) is not None:
+    if (named := detect_by_name(name)) is not None:
         return named
     for at, magic, method in _MAGIC:
         if head[at : at + len(magic)] == magic:
@@ -101,7 +101,7 @@ def _holds_tar(head: bytes, method: Unpacking) -> bool:
     """
     found = b""
     with contextlib.suppress(errors.ArchiveError):  # the head ends before the archive does
-        for block in _blocks(io.BytesIO(head), method):
+        for block in _iterate_blocks(io.BytesIO(head), method):
             found += block[:_TAR_BLOCK]
             if len(found) >= _TAR_BLOCK:
                 break
@@ -117,10 +117,10 @@ def unpack(
     method: Unpacking,
     into: Path,
     *,
-    limits: Limits,
+    limits: UnpackLimits,
     mode: int | None = None,
     owner: tuple[int, int] | None = None,
-) -> Unpacked:
+) -> UnpackResult:
     """Unpack an archive while it arrives, into a folder that nobody else uses yet.
 
     A tar is read once, in order and to its last byte; its members are on the disk (not synced)
@@ -158,17 +158,17 @@ def unpack(
         tree = stack.enter_context(contextlib.closing(Tree(into, limits, mode, owner)))
         if method is Unpacking.ZIP:
             unzip(opened, tree)
-        elif method in SINGLE:
-            tree.file(CONTENT.encode(), _blocks(opened, method), _FILE_MODE, -1)
+        elif method in SINGLE_FILE_METHODS:
+            tree.add_file(CONTENT_NAME.encode(), _iterate_blocks(opened, method), _FILE_MODE, -1)
         else:
-            untar(_blocks(opened, method), tree)
+            untar(_iterate_blocks(opened, method), tree)
         return tree.finish()
 
 
-def _blocks(archive: Reader, method: Unpacking) -> Iterator[bytes]:
+def _iterate_blocks(archive: Reader, method: Unpacking) -> Iterator[bytes]:
     """Decompress an archive, as many bytes at a time as have arrived."""
     if method in {Unpacking.TAR_GZ, Unpacking.GZ}:
         return gunzip(archive)
     if method in {Unpacking.TAR_ZST, Unpacking.ZST}:
         return unzstd(archive)
-    return iter(lambda: archive.read(READ), b"")
+    return iter(lambda: archive.read(READ_SIZE), b"")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from millrace import errors
-from millrace.swarm.terms import READ, cut, refused
+from millrace.swarm.archive_limits import READ_SIZE, make_refusal, make_truncation_error
 from millrace.swarm.tree import Tree
 
 _TAR_BLOCK = 512
@@ -24,7 +24,7 @@ _EXTENDED_IN_A_ROW = 16
 _LONGEST_PADDING = 64 << 20  # zeros after a tar's end
 
 
-class _Stream:
+class _TarStream:
     """A tar's bytes, in order."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
@@ -32,7 +32,7 @@ class _Stream:
         self._rest = memoryview(b"")
         self.at = 0
 
-    def some(self, size: int) -> memoryview:
+    def read_some(self, size: int) -> memoryview:
         """Return the next bytes, at most so many; empty at the end."""
         if not self._rest:
             self._rest = memoryview(next(self._blocks, b""))
@@ -40,24 +40,24 @@ class _Stream:
         self.at += len(found)
         return found
 
-    def body(self, size: int) -> Iterator[memoryview]:
+    def iterate_body(self, size: int) -> Iterator[memoryview]:
         """Yield so many next bytes, and skip the padding of their last block."""
         left = size
         while left:
-            found = self.some(left)
+            found = self.read_some(left)
             if not found:
-                raise cut()
+                raise make_truncation_error()
             left -= len(found)
             yield found
         left = -size % _TAR_BLOCK
         while left:
-            found = self.some(left)
+            found = self.read_some(left)
             if not found:
-                raise cut()
+                raise make_truncation_error()
             left -= len(found)
 
-    def whole(self, size: int) -> bytes:
-        return b"".join(self.body(size))
+    def read_whole(self, size: int) -> bytes:
+        return b"".join(self.iterate_body(size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +72,25 @@ class _TarMember:
 
 def untar(blocks: Iterator[bytes], tree: Tree) -> None:
     """Unpack a tar, in order and to its last byte."""
-    stream = _Stream(blocks)
+    stream = _TarStream(blocks)
     shared: dict[bytes, bytes] = {}
-    while (member := _next_member(stream, shared)) is not None:
+    while (member := _read_member(stream, shared)) is not None:
         if member.kind in _REGULAR:
-            tree.file(member.name, stream.body(member.size), member.mode, member.mtime)
+            tree.add_file(member.name, stream.iterate_body(member.size), member.mode, member.mtime)
         elif member.kind == tarfile.DIRTYPE:
-            tree.folder(member.name, member.mode)
+            tree.add_folder(member.name, member.mode)
         elif member.kind == tarfile.SYMTYPE:
-            tree.symlink(member.name, member.target)
+            tree.add_symlink(member.name, member.target)
         elif member.kind == tarfile.LNKTYPE:
-            tree.hardlink(member.name, member.target)
+            tree.add_hardlink(member.name, member.target)
         else:
-            raise refused(
+            raise make_refusal(
                 member.name,
                 f"is neither file nor folder nor link, but of tar's type {ascii(member.kind)[1:]} "
                 "(a device, a pipe, a sparse file ...): pack it again without it.",
             )
     padding = 0
-    while found := stream.some(READ):
+    while found := stream.read_some(READ_SIZE):
         padding += len(found)
         if bytes(found).count(0) < len(found) or padding > _LONGEST_PADDING:
             raise errors.ArchiveError(
@@ -99,7 +99,7 @@ def untar(blocks: Iterator[bytes], tree: Tree) -> None:
             )
 
 
-def _next_member(stream: _Stream, shared: dict[bytes, bytes]) -> _TarMember | None:
+def _read_member(stream: _TarStream, shared: dict[bytes, bytes]) -> _TarMember | None:
     """Return the next member's header, with all that extended headers before it say.
 
     None at the end.
@@ -107,7 +107,7 @@ def _next_member(stream: _Stream, shared: dict[bytes, bytes]) -> _TarMember | No
     own: dict[bytes, bytes] = {}
     for _ in range(_EXTENDED_IN_A_ROW):
         at = stream.at
-        block = stream.whole(_TAR_BLOCK)
+        block = stream.read_whole(_TAR_BLOCK)
         if block == _END:
             return None
         try:
@@ -118,31 +118,31 @@ def _next_member(stream: _Stream, shared: dict[bytes, bytes]) -> _TarMember | No
             ) from error
         if info.type in {tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK}:
             key = b"path" if info.type == tarfile.GNUTYPE_LONGNAME else b"linkpath"
-            own[key] = _extended(stream, info).rstrip(b"\0")
+            own[key] = _read_extended(stream, info).rstrip(b"\0")
         elif info.type == tarfile.XHDTYPE:
-            own |= _records(_extended(stream, info))
+            own |= _parse_records(_read_extended(stream, info))
         elif info.type == tarfile.XGLTYPE:
-            found = _records(_extended(stream, info))
+            found = _parse_records(_read_extended(stream, info))
             if found.keys() - {b"mtime"}:
                 raise errors.ArchiveError("The archive gives all its members one name or size.")
             shared |= found
         else:
-            return _member(info, shared | own)
+            return _make_member(info, shared | own)
     raise errors.ArchiveError(
         f"The archive is damaged: extended headers without end at byte {stream.at}."
     )
 
 
-def _extended(stream: _Stream, info: tarfile.TarInfo) -> bytes:
+def _read_extended(stream: _TarStream, info: tarfile.TarInfo) -> bytes:
     if not 0 <= info.size <= _LONGEST_EXTENDED:
         raise errors.ArchiveError(
             f"The archive has an extended header of {info.size} bytes, more than any is long: "
             "pack it again."
         )
-    return stream.whole(info.size)
+    return stream.read_whole(info.size)
 
 
-def _records(data: bytes) -> dict[bytes, bytes]:
+def _parse_records(data: bytes) -> dict[bytes, bytes]:
     """Yield the records of a pax header that we use: ``length key=value``, a line each."""
     records: dict[bytes, bytes] = {}
     at = 0
@@ -161,13 +161,13 @@ def _records(data: bytes) -> dict[bytes, bytes]:
     return records
 
 
-def _member(info: tarfile.TarInfo, records: dict[bytes, bytes]) -> _TarMember:
+def _make_member(info: tarfile.TarInfo, records: dict[bytes, bytes]) -> _TarMember:
     name = records.get(b"path", info.name.encode("utf-8", "surrogateescape"))
     size = info.size
     if b"size" in records:
         size = int(records[b"size"]) if re.fullmatch(rb"\d{1,19}", records[b"size"]) else -1
     if size < 0:
-        raise refused(name, "has a size that is none: the archive is damaged.")
+        raise make_refusal(name, "has a size that is none: the archive is damaged.")
     mtime = float(info.mtime)
     with contextlib.suppress(ValueError):  # no number: the header's then
         mtime = float(records.get(b"mtime", mtime))

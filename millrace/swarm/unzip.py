@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator
 from typing import Protocol, cast
 
 from millrace import errors
-from millrace.swarm.terms import READ, Reader, refused
+from millrace.swarm.archive_limits import READ_SIZE, Reader, make_refusal
 from millrace.swarm.tree import FOLDER_MODE, Tree
 
 _FILE_MODE = 0o644
@@ -27,7 +27,7 @@ class _Seekable(Reader, Protocol):
     def tell(self) -> int: ...
 
 
-class _Source:
+class _ZipSource:
     """A zip's bytes, for zipfile, which itself would read a directory of any length."""
 
     def __init__(self, source: _Seekable, members: int) -> None:
@@ -40,7 +40,7 @@ class _Source:
             raise errors.ArchiveError(
                 "The archive is damaged: its directory is longer than any is."
             )
-        data = self._source.read(size if size >= 0 else READ)  # all of its end: of 64 KiB
+        data = self._source.read(size if size >= 0 else READ_SIZE)  # all of its end: of 64 KiB
         # zipfile makes an object of each entry, before anybody can count them.
         if not self.opened and data.count(_ENTRY) > self._members:
             raise errors.ArchiveError(
@@ -67,14 +67,14 @@ def unzip(archive: Reader, tree: Tree) -> None:
         raise errors.ConfigurationError(
             "A zip's directory is at its end: give its path once it has arrived."
         )
-    source = _Source(cast("_Seekable", archive), tree.limits.members)
+    source = _ZipSource(cast("_Seekable", archive), tree.limits.members)
     with contextlib.ExitStack() as stack:
-        with _reading():
+        with _translate_errors():
             opened = stack.enter_context(zipfile.ZipFile(source))
         source.opened = True
         end = 0
         for info in sorted(opened.infolist(), key=lambda info: info.header_offset):
-            with _reading():
+            with _translate_errors():
                 if info.header_offset < end:
                     raise zipfile.BadZipFile("members overlap")
                 source.seek(info.header_offset)
@@ -86,24 +86,28 @@ def unzip(archive: Reader, tree: Tree) -> None:
 
 
 def _unzip_member(opened: zipfile.ZipFile, info: zipfile.ZipInfo, tree: Tree) -> None:
-    name = _name(info)
+    name = _decode_name(info)
     mode = info.external_attr >> 16 if info.create_system in _UNIX else 0
     kind = stat.S_IFMT(mode)
     if info.flag_bits & 1 or info.compress_type not in _METHODS:
-        raise refused(name, "is encrypted, or compressed other than by deflate: pack it again.")
+        raise make_refusal(
+            name, "is encrypted, or compressed other than by deflate: pack it again."
+        )
     if kind not in {0, stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK}:
-        raise refused(name, "is neither file nor folder nor link: pack it again without it.")
+        raise make_refusal(name, "is neither file nor folder nor link: pack it again without it.")
     if kind == stat.S_IFLNK:
         if info.file_size > tree.limits.name_bytes:
-            raise refused(name, "is a link whose target is too long.")
-        tree.symlink(name, b"".join(_body(opened, info, name)))
+            raise make_refusal(name, "is a link whose target is too long.")
+        tree.add_symlink(name, b"".join(_iterate_body(opened, info, name)))
     elif kind == stat.S_IFDIR or name.endswith(b"/"):
-        tree.folder(name, mode or FOLDER_MODE)
+        tree.add_folder(name, mode or FOLDER_MODE)
     else:
-        tree.file(name, _body(opened, info, name), mode or _FILE_MODE, _time(info))
+        tree.add_file(
+            name, _iterate_body(opened, info, name), mode or _FILE_MODE, _parse_time(info)
+        )
 
 
-def _name(info: zipfile.ZipInfo) -> bytes:
+def _decode_name(info: zipfile.ZipInfo) -> bytes:
     """Return a member's name: UTF-8 also without the flag, as Info-ZIP and macOS write it."""
     name = info.orig_filename  # filename is cut at a NUL
     if not info.flag_bits & _UTF_8:
@@ -114,17 +118,17 @@ def _name(info: zipfile.ZipInfo) -> bytes:
     return name.encode("utf-8", "surrogateescape")
 
 
-def _body(opened: zipfile.ZipFile, info: zipfile.ZipInfo, name: bytes) -> Iterator[bytes]:
+def _iterate_body(opened: zipfile.ZipFile, info: zipfile.ZipInfo, name: bytes) -> Iterator[bytes]:
     left = info.file_size
-    with _reading(), opened.open(info) as file:
-        while data := file.read(READ):
+    with _translate_errors(), opened.open(info) as file:
+        while data := file.read(READ_SIZE):
             left -= len(data)
             yield data
     if left:
-        raise refused(name, "is not as long as is said of it: the archive is damaged.")
+        raise make_refusal(name, "is not as long as is said of it: the archive is damaged.")
 
 
-def _time(info: zipfile.ZipInfo) -> float:
+def _parse_time(info: zipfile.ZipInfo) -> float:
     try:
         return timegm((*info.date_time, 0, 1, 0))
     except ValueError:  # a day that is none
@@ -132,7 +136,7 @@ def _time(info: zipfile.ZipInfo) -> float:
 
 
 @contextlib.contextmanager
-def _reading() -> Generator[None]:
+def _translate_errors() -> Generator[None]:
     """Say what zipfile says of a damaged archive, in any of its ways, in ours."""
     try:
         yield

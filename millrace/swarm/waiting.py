@@ -13,7 +13,7 @@ _CREATE, _MOVED_TO, _DELETE_SELF, _MOVE_SELF = 0x100, 0x80, 0x400, 0x800
 _WATCHED = _CREATE | _MOVED_TO | _DELETE_SELF | _MOVE_SELF
 
 
-def ready(path: Path | str, *, timeout: timedelta | None = None) -> Path:
+def wait_for_path(path: Path | str, *, timeout: timedelta | None = None) -> Path:
     """Wait until a file, or the folder of an archive, has its final name; then all of it is there.
 
     Needs neither the driver nor the agent: a final name appears at once, by a rename. Waits for
@@ -31,14 +31,14 @@ def ready(path: Path | str, *, timeout: timedelta | None = None) -> Path:
     """
     path = Path(path)
     end = None if timeout is None else time.monotonic() + timeout.total_seconds()
-    descriptor = _call("inotify_init1", os.O_CLOEXEC)
+    descriptor = _call_libc("inotify_init1", os.O_CLOEXEC)
     try:
         events = select.poll()
         events.register(descriptor, select.POLLIN)
         while not path.exists():
-            folder = _nearest(path)
-            watch = _call("inotify_add_watch", descriptor, os.fsencode(folder), _WATCHED)
-            if path.exists() or _nearest(path) != folder:
+            folder = _find_nearest_folder(path)
+            watch = _call_libc("inotify_add_watch", descriptor, os.fsencode(folder), _WATCHED)
+            if path.exists() or _find_nearest_folder(path) != folder:
                 continue  # it came before it was watched
             rest = None if end is None else 1000 * (end - time.monotonic())
             if (rest is not None and rest <= 0) or not events.poll(rest):
@@ -47,23 +47,23 @@ def ready(path: Path | str, *, timeout: timedelta | None = None) -> Path:
                     "says, and wait again."
                 )
             os.read(descriptor, 1 << 16)
-            _forget(descriptor, watch)
+            _remove_watch(descriptor, watch)
     finally:
         os.close(descriptor)
     return path
 
 
-def _nearest(path: Path) -> Path:
+def _find_nearest_folder(path: Path) -> Path:
     """Return the nearest folder that exists: the path's own may come later."""
     return next(parent for parent in path.absolute().parents if parent.is_dir())
 
 
-def _call(name: str, *arguments: int | bytes) -> int:
+def _call_libc(name: str, *arguments: int | bytes) -> int:
     result: int = getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments)
     if result < 0:
         raise OSError(ctypes.get_errno(), f"{name} failed")
     return result
 
 
-def _forget(descriptor: int, watch: int) -> None:
+def _remove_watch(descriptor: int, watch: int) -> None:
     ctypes.CDLL(None).inotify_rm_watch(descriptor, watch)  # it may be gone with its folder

@@ -20,15 +20,15 @@ from urllib.parse import urlsplit
 
 from millrace.swarm import tls
 
-AUTH = "X-Millrace-Auth"
-SKEW = 300.0
+AUTH_HEADER = "X-Millrace-Auth"
+MAX_CLOCK_SKEW = 300.0
 """Seconds that two machines' clocks may differ, and so how long a request could be replayed."""
 
-_KEPT = 32
+_MAX_IDLE = 32
 _PORTS = {"http": 80, "https": 443}
-_HEAD = 64 * 1024  # bytes of an answer that are asked for at first
-_LONGEST_HEAD = 256 * 1024
-_BODY = 256 * 1024  # bytes taken from the socket at a time
+_HEAD_SIZE = 64 * 1024  # bytes of an answer that are asked for at first
+_MAX_HEAD_SIZE = 256 * 1024
+_BODY_SIZE = 256 * 1024  # bytes taken from the socket at a time
 _GRACE = 30.0  # seconds after which a body has failed that comes more slowly
 _LEAST_RATE = 4096  # bytes a second: a sixteenth of a link of half a Mbit/s
 
@@ -38,7 +38,7 @@ Headers = dict[str, str] | Callable[[], dict[str, str]]
 T = TypeVar("T")
 
 
-class RefusedError(Exception):
+class HttpStatusError(Exception):
     """An answer other than 2xx.
 
     Attributes:
@@ -79,7 +79,7 @@ def sign(
     moment = f"{time.time() if now is None else now:.3f}"
     digest = hashlib.sha256(body).hexdigest()
     moment = f"{moment}:{secrets.token_hex(8)}"
-    return f"{moment}:{digest}:{_mac(key, method, path, to, moment, digest)}"
+    return f"{moment}:{digest}:{_compute_mac(key, method, path, to, moment, digest)}"
 
 
 def check_signature(key: bytes, header: str | None, method: str, path: str, *, to: str) -> str:
@@ -103,7 +103,7 @@ def check_signature(key: bytes, header: str | None, method: str, path: str, *, t
     moment, number, digest, mac = (header or "").split(":")
     try:
         behind = time.time() - float(moment)
-        due = _mac(key, method, path, to, f"{moment}:{number}", digest)
+        due = _compute_mac(key, method, path, to, f"{moment}:{number}", digest)
         own = hmac.compare_digest(mac, due)
     except (ValueError, TypeError):  # no number; not ASCII
         own, behind = False, 0.0
@@ -112,15 +112,15 @@ def check_signature(key: bytes, header: str | None, method: str, path: str, *, t
             "the request is signed with another key, or for another agent: give the driver this "
             "agent's MILLRACE_NODE_KEY"
         )
-    if not abs(behind) <= SKEW:
+    if not abs(behind) <= MAX_CLOCK_SKEW:
         raise SignatureError(
             f"the key is right, but the clocks of driver and agent differ by {abs(behind):.0f} s, "
-            f"and {SKEW:.0f} s are allowed: set both clocks"
+            f"and {MAX_CLOCK_SKEW:.0f} s are allowed: set both clocks"
         )
     return digest
 
 
-class Signatures:
+class SignatureChecker:
     """Checks signatures for one agent, and accepts each of them once.
 
     Args:
@@ -143,7 +143,9 @@ class Signatures:
         digest = check_signature(key, header, method, path, to=self._to)
         mac = bytes.fromhex((header or "").rpartition(":")[2])[:16]
         with self._lock:
-            if time.monotonic() - self._since > 2 * SKEW:  # by the clock none of them is valid
+            if (
+                time.monotonic() - self._since > 2 * MAX_CLOCK_SKEW
+            ):  # by the clock none of them is valid
                 self._older, self._seen, self._since = self._seen, set(), time.monotonic()
             if mac in self._seen or mac in self._older:
                 raise SignatureError("the request was sent before: each signature is for one")
@@ -151,7 +153,7 @@ class Signatures:
         return digest
 
 
-def _mac(key: bytes, method: str, path: str, to: str, moment: str, digest: str) -> str:
+def _compute_mac(key: bytes, method: str, path: str, to: str, moment: str, digest: str) -> str:
     text = f"{method}\n{path}\n{to}\n{moment}\n{digest}"
     return hmac.digest(key, text.encode(), "sha256").hex()
 
@@ -181,7 +183,7 @@ class Endpoint:
         return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
 
     @classmethod
-    def of(cls, url: str) -> "tuple[Endpoint, str]":
+    def parse_url(cls, url: str) -> "tuple[Endpoint, str]":
         """Split a URL into the endpoint, and the path and query that follow it."""
         parts = urlsplit(url)
         port = parts.port or _PORTS[parts.scheme]
@@ -190,7 +192,7 @@ class Endpoint:
         return cls(parts.scheme, parts.hostname or "", port), target
 
 
-class Connections:
+class ConnectionPool:
     """Kept HTTP connections, for any thread.
 
     Args:
@@ -227,15 +229,16 @@ class Connections:
             RefusedError: The answer was not 2xx.
             OSError, http.client.HTTPException: It could not be made, or broke off.
         """
-        with self._asked(
-            place, lambda connection: self._ask(connection, method, path, headers, body, timeout)
+        with self._exchange(
+            place,
+            lambda connection: self._send_request(connection, method, path, headers, body, timeout),
         ) as (use, answer):
             if not 200 <= answer.status < 300:
-                raise RefusedError(answer.status, answer.read(500).decode("utf-8", "replace"))
+                raise HttpStatusError(answer.status, answer.read(500).decode("utf-8", "replace"))
             yield answer
             use.over = answer.isclosed() and not answer.will_close
 
-    def fill(
+    def read_into(
         self,
         place: Endpoint,
         path: str,
@@ -260,12 +263,12 @@ class Connections:
             OSError, http.client.HTTPException: It could not be had, or is of another size.
         """
         began = time.monotonic()
-        with self._asked(
-            place, lambda connection: _head(self._open(connection), place, path, headers)
+        with self._exchange(
+            place, lambda connection: _get_head(self._open(connection), place, path, headers)
         ) as (use, head):
             sock = cast("socket.socket", use.connection.sock)
             if not 200 <= head.status < 300:
-                raise RefusedError(head.status, head.body[:500].decode("utf-8", "replace"))
+                raise HttpStatusError(head.status, head.body[:500].decode("utf-8", "replace"))
             said = head.headers.get("content-length", "")
             if said != str(len(into)):
                 raise http.client.HTTPException(f"{said or 'unknown'} bytes, not {len(into)}")
@@ -278,7 +281,7 @@ class Connections:
                 if is_over():
                     raise http.client.HTTPException("nobody waits for it any more")
                 _check_rate(at, began)
-                got = sock.recv_into(into[at : at + _BODY])
+                got = sock.recv_into(into[at : at + _BODY_SIZE])
                 if not got:
                     raise http.client.IncompleteRead(bytes(into[:0]), len(into) - at)
                 at += got
@@ -296,31 +299,31 @@ class Connections:
         for connection in idle:
             connection.close()
         for connection in busy:
-            _shut(connection)
+            _shut_down(connection)
 
     @contextmanager
-    def _asked(
+    def _exchange(
         self, place: Endpoint, ask: Callable[[http.client.HTTPConnection], T]
-    ) -> Generator[tuple["_Use", T]]:
+    ) -> Generator[tuple["_ConnectionUse", T]]:
         """Ask over a kept connection or a new one; it is kept if the use of it is over."""
-        connection, used = self._take(place)
-        use = _Use(connection)
+        connection, used = self._acquire(place)
+        use = _ConnectionUse(connection)
         try:
             try:
                 answer = ask(connection)
-            except (*tls.CLOSED, http.client.BadStatusLine):
+            except (*tls.CLOSED_ERRORS, http.client.BadStatusLine):
                 if not used:
                     raise
                 # A kept connection that the server has closed meanwhile: once more, on a new one.
-                self._drop(connection)
+                self._discard(connection)
                 use.connection = self._connect(place)
                 answer = ask(use.connection)
             yield use, answer
         finally:
             if use.over:
-                self._keep(place, use.connection)
+                self._release(place, use.connection)
             else:
-                self._drop(use.connection)
+                self._discard(use.connection)
 
     def _open(
         self, connection: http.client.HTTPConnection, timeout: float | None = None
@@ -332,7 +335,7 @@ class Connections:
         sock.settimeout(timeout or self._timeout)
         return sock
 
-    def _ask(
+    def _send_request(
         self,
         connection: http.client.HTTPConnection,
         method: str,
@@ -342,10 +345,10 @@ class Connections:
         timeout: float | None,
     ) -> http.client.HTTPResponse:
         self._open(connection, timeout)
-        connection.request(method, path, body=body, headers=_made(headers or {}))
+        connection.request(method, path, body=body, headers=_make_headers(headers or {}))
         return connection.getresponse()
 
-    def _take(self, place: Endpoint) -> tuple[http.client.HTTPConnection, bool]:
+    def _acquire(self, place: Endpoint) -> tuple[http.client.HTTPConnection, bool]:
         with self._lock:
             kept = self._idle.get(place)
             if kept:
@@ -372,23 +375,23 @@ class Connections:
             self._busy.add(connection)
         return connection
 
-    def _keep(self, place: Endpoint, connection: http.client.HTTPConnection) -> None:
+    def _release(self, place: Endpoint, connection: http.client.HTTPConnection) -> None:
         with self._lock:
             self._busy.discard(connection)
             kept = self._idle.setdefault(place, [])
-            if not self._closed and len(kept) < _KEPT:
+            if not self._closed and len(kept) < _MAX_IDLE:
                 kept.append(connection)
                 return
         connection.close()
 
-    def _drop(self, connection: http.client.HTTPConnection) -> None:
+    def _discard(self, connection: http.client.HTTPConnection) -> None:
         with self._lock:
             self._busy.discard(connection)
         connection.close()
 
 
 @dataclass(slots=True)
-class _Use:
+class _ConnectionUse:
     """One use of a connection.
 
     Attributes:
@@ -401,7 +404,7 @@ class _Use:
 
 
 @dataclass(slots=True, frozen=True)
-class _Head:
+class _ResponseHead:
     """The beginning of an answer.
 
     Attributes:
@@ -415,14 +418,14 @@ class _Head:
     body: bytes
 
 
-def _made(headers: Headers) -> dict[str, str]:
+def _make_headers(headers: Headers) -> dict[str, str]:
     return headers() if callable(headers) else headers
 
 
-def _head(sock: socket.socket, place: Endpoint, path: str, headers: Headers) -> _Head:
+def _get_head(sock: socket.socket, place: Endpoint, path: str, headers: Headers) -> _ResponseHead:
     """Send a GET request, and read the head of the answer."""
     lines = [f"GET {path} HTTP/1.1", f"Host: {place.netloc}", "Accept-Encoding: identity"]
-    lines += [f"{name}: {value}" for name, value in _made(headers).items()]
+    lines += [f"{name}: {value}" for name, value in _make_headers(headers).items()]
     request = "\r\n".join([*lines, "", ""])
     if not request.count("\r") == request.count("\n") == len(lines) + 1:
         raise ValueError("A header must be one line.")
@@ -430,10 +433,10 @@ def _head(sock: socket.socket, place: Endpoint, path: str, headers: Headers) -> 
     found = b""
     began = time.monotonic()
     while (end := found.find(b"\r\n\r\n")) < 0:
-        if len(found) > _LONGEST_HEAD:
+        if len(found) > _MAX_HEAD_SIZE:
             raise http.client.HTTPException("the headers do not end")
         _check_rate(len(found), began)
-        got = sock.recv(_HEAD)
+        got = sock.recv(_HEAD_SIZE)
         if not got:
             raise http.client.RemoteDisconnected("closed without an answer")
         found += got
@@ -443,7 +446,7 @@ def _head(sock: socket.socket, place: Endpoint, path: str, headers: Headers) -> 
         raise http.client.BadStatusLine(first)
     said = (line.partition(":") for line in rest)
     named = {name.strip().lower(): value.strip() for name, _, value in said}
-    return _Head(int(status[:3]), named, found[end + 4 :])
+    return _ResponseHead(int(status[:3]), named, found[end + 4 :])
 
 
 def _check_rate(received: int, began: float) -> None:
@@ -479,7 +482,7 @@ def identify(place: Endpoint, key: bytes, timeout: float) -> Endpoint:
 
     def ask(connection: http.client.HTTPConnection) -> dict[str, Any]:
         try:
-            return _ask_agent(connection, path, {AUTH: sign(key, "GET", path, to="")})
+            return _ask_agent(connection, path, {AUTH_HEADER: sign(key, "GET", path, to="")})
         finally:
             connection.close()
 
@@ -493,7 +496,7 @@ def identify(place: Endpoint, key: bytes, timeout: float) -> Endpoint:
         try:
             identity = check(ask(connection), "")
             return replace(place, scheme="http", identity=identity, fingerprint="")
-        except RefusedError as error:
+        except HttpStatusError as error:
             # A port of this machine that is mapped to an agent of another one.
             if error.status != http.client.UPGRADE_REQUIRED:
                 raise
@@ -522,7 +525,7 @@ def _ask_agent(
     answer = connection.getresponse()
     said = read_body(answer, 4096)
     if answer.status != http.client.OK:
-        raise RefusedError(answer.status, said[:500].decode("utf-8", "replace"))
+        raise HttpStatusError(answer.status, said[:500].decode("utf-8", "replace"))
     match json.loads(said):
         case {"identity": str() as identity, **more}:
             return {**cast("dict[str, Any]", more), "identity": identity[:64]}
@@ -530,7 +533,7 @@ def _ask_agent(
             raise ValueError("no identity")
 
 
-def _shut(connection: http.client.HTTPConnection) -> None:
+def _shut_down(connection: http.client.HTTPConnection) -> None:
     # Not close(): another thread may be reading from it, and must wake up.
     sock: socket.socket | None = connection.sock
     if sock is not None:

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from millrace.swarm.plan import STORE, Order, Tracker
+from millrace.swarm.tracker import STORE, Order, Tracker
 
 _TICK = 0.25  # seconds between two ticks of the tracker, as the driver gives them
 _LATENCY = 0.01  # seconds from an event to the first byte of what it orders
@@ -70,10 +70,10 @@ class Network:
         self._random = random.Random(self.seed)
         for name, zone in self.zones.items():
             self._has[name] = set()
-            self._give(self.tracker.joined(name, [], 0.0, zone=zone))
+            self._give(self.tracker.add_node(name, [], 0.0, zone=zone))
         self._give(self.tracker.begin(0.0))
         tick = _TICK
-        while not self.tracker.complete():
+        while not self.tracker.is_complete():
             assert self.now < limit, f"not ready after {limit} s: {self.ready}"
             self._share()
             due = [f.begins - self.now for f in self._flows if f.begins > self.now]
@@ -138,9 +138,9 @@ class Network:
     def _land(self, order: Order) -> None:
         name, number, source = order.node, order.piece, order.source
         if number in self._has[name]:
-            self._give(self.tracker.ended(name, number, source, self.now))
+            self._give(self.tracker.cancel_transfer(name, number, source, self.now))
             return
         self._has[name].add(number)
         if len(self._has[name]) == self.pieces:
             self.ready[name] = self.now
-        self._give(self.tracker.done(name, number, source, f"d{number}", self.now))
+        self._give(self.tracker.complete_transfer(name, number, source, f"d{number}", self.now))

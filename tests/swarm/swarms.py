@@ -54,33 +54,33 @@ agent._send_file = send_wrong
 FLIP = """
 import millrace.swarm.fetch as fetch
 
-read = fetch.StoreReader.piece
+read = fetch.StoreReader.read_piece
 
 def flip(reader, number, into):
     read(reader, number, into)
     if len(into):
         into[len(into) // 2] ^= 1
 
-fetch.StoreReader.piece = flip
+fetch.StoreReader.read_piece = flip
 """
 """Makes a node flip a bit of each piece after it has read it from the store."""
 
 CLAIM = """
-import millrace.swarm.landing as landing
+import millrace.swarm.assembler as assembler
 
 def claim(self):
     opened(self)
     return [(number, f"{number:064x}") for number in range(len(self))]
 
-opened = landing.Landing.open
-landing.Landing.open = claim
+opened = assembler.Assembler.open
+assembler.Assembler.open = claim
 """
 """Makes a node say that it has all pieces, with digests that it makes up."""
 
 FORGE = """
 import millrace.swarm.agent as agent
 
-events = agent.Run.events
+events = agent.Run.poll_events
 FORGED = {forged}
 told = False
 
@@ -91,7 +91,7 @@ def forge(run, after):
     told = True
     return FORGED
 
-agent.Run.events = forge
+agent.Run.poll_events = forge
 """
 
 
@@ -109,8 +109,8 @@ def events(run, after):
     time.sleep(0.05)
     return [{event}]
 
-agent.Run.events = events
-agent.Run.take = lambda run, orders: None
+agent.Run.poll_events = events
+agent.Run.take_orders = lambda run, orders: None
 """
 """Lets a node do nothing it is told, and say one thing for ever."""
 
@@ -148,7 +148,7 @@ class Trickle:
         self._got += 1
         return self._sock.recv_into(into[:16384])
 
-class Connections(wire.Connections):
+class ConnectionPool(wire.ConnectionPool):
     def _open(self, *arguments):
         super()._open(*arguments)
         connection = arguments[0]
@@ -156,7 +156,7 @@ class Connections(wire.Connections):
             connection.sock = Trickle(connection.sock)
         return connection.sock
 
-agent.Connections = Connections
+agent.ConnectionPool = ConnectionPool
 """
 """Lets an agent receive 16 KiB at a time with a pause, and nothing after a number of times."""
 

@@ -24,9 +24,16 @@ from benchmarks.rig import Host as Machine
 from benchmarks.rig.store import REGION, Store
 from millrace import errors
 from millrace.storage import StoreSpec
-from millrace.swarm import Host, Hosts, PrewarmSettings, Request, drive, prewarm, tls
+from millrace.swarm import Host, Hosts, PrewarmSettings, Request, driver, prewarm, tls
 from millrace.swarm import agent as agents
-from millrace.swarm.wire import AUTH, Connections, Endpoint, RefusedError, identify, sign
+from millrace.swarm.wire import (
+    AUTH_HEADER,
+    ConnectionPool,
+    Endpoint,
+    HttpStatusError,
+    identify,
+    sign,
+)
 from tests.swarm.swarms import KEY, Agent, files_below, running, start_agent, stop
 
 MIB = 1 << 20
@@ -36,16 +43,16 @@ PLAIN = "import millrace.swarm.tls as tls; tls.is_loopback = lambda host: True\n
 NODE = "from millrace.cli import main; main()"
 DRIVER = """
 import json
-from millrace.swarm import drive
+from millrace.swarm import driver
 from tests.soak.warm import main
 
-init = drive._Drive.__init__
+init = driver._PrewarmDriver.__init__
 
 def tell_key(driver, *arguments):
     init(driver, *arguments)
     print(json.dumps({"kind": "key", "key": driver._key.hex()}), flush=True)
 
-drive._Drive.__init__ = tell_key
+driver._PrewarmDriver.__init__ = tell_key
 main()
 """
 SNIFFER = Path(__file__).with_name("sniffer.py")
@@ -297,7 +304,7 @@ def test_who_answers_in_between_is_refused_and_hears_only_a_nonce(far, nodes, tm
 def test_a_node_that_states_the_identity_of_another_takes_nobodys_place(
     far, nodes, tmp_path, monkeypatch
 ):
-    identities = [identify_over_tls(Endpoint.of(node.url)[0]).identity for node in nodes]
+    identities = [identify_over_tls(Endpoint.parse_url(node.url)[0]).identity for node in nodes]
     stop(nodes[0])
     code = f"""
 import millrace.swarm.agent as agent
@@ -312,7 +319,7 @@ agent.Agent.__init__ = pose
 """
     nodes[0] = start_agent("liar", tmp_path / "liar", code=code)
     identified = threading.Event()
-    come = drive.identify
+    come = driver.identify
 
     def in_order(place, *more):  # the liar first
         if place.port == port_of(nodes[0]):
@@ -322,19 +329,19 @@ agent.Agent.__init__ = pose
         identified.wait()
         return come(place, *more)
 
-    monkeypatch.setattr(drive, "identify", in_order)
+    monkeypatch.setattr(driver, "identify", in_order)
     report = prewarm(settings_of(tmp_path, nodes))
     assert [node.why for node in report.nodes if node.name != "liar"] == ["", ""]
 
 
 def test_a_node_sends_nothing_to_who_answers_in_place_of_another_node(nodes):
-    place, _ = Endpoint.of(nodes[0].url)
+    place, _ = Endpoint.parse_url(nodes[0].url)
     with between(place.port) as thief:
         known = identify_over_tls(place)
-        connections = Connections(10.0)
+        connections = ConnectionPool(10.0)
         try:
             with pytest.raises(tls.TlsError, match="nothing was sent to it"):
-                connections.fill(
+                connections.read_into(
                     replace(known, port=thief.port), "/a", {}, memoryview(bytearray(1))
                 )
         finally:
@@ -384,16 +391,16 @@ def test_the_wrong_node_key_is_named_also_over_tls(far, nodes, tmp_path):
     [("PUT", "/runs/x"), ("POST", "/runs/x/orders"), ("GET", "/runs/x/events?after=0")],
 )
 def test_a_request_that_is_sent_again_is_refused(nodes, method, path, encrypted):
-    place, _ = Endpoint.of(nodes[0].url)
+    place, _ = Endpoint.parse_url(nodes[0].url)
     place = identify_over_tls(place) if encrypted else identify(place, KEY.encode(), 10.0)
     assert bool(place.fingerprint) is encrypted
     body = b"no JSON" if method != "GET" else b""
-    signed = {AUTH: sign(KEY.encode(), method, path, body, to=place.identity)}
-    said: list[RefusedError] = []
+    signed = {AUTH_HEADER: sign(KEY.encode(), method, path, body, to=place.identity)}
+    said: list[HttpStatusError] = []
     for _ in range(2):
-        connections = Connections(10.0)  # another connection each
+        connections = ConnectionPool(10.0)  # another connection each
         with (
-            pytest.raises(RefusedError) as refused,
+            pytest.raises(HttpStatusError) as refused,
             connections.request(place, method, path, signed, body or None),
         ):
             pass
@@ -517,7 +524,7 @@ def test_a_handshake_that_is_not_ended_holds_up_nobody_and_is_closed(far, tmp_pa
 
 
 def test_an_agent_that_falls_silent_in_the_handshake_is_given_up(far, nodes, tmp_path, monkeypatch):
-    monkeypatch.setattr(drive, "_SILENT", 0.5)
+    monkeypatch.setattr(driver, "_ANSWER_TIMEOUT", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts
         host = Host(url=f"http://127.0.0.1:{server.getsockname()[1]}", name="silent")
         hosts = Hosts(hosts=(nodes[0].host, host), key=SecretStr(KEY))
@@ -530,7 +537,7 @@ def test_an_agent_that_falls_silent_in_the_handshake_is_given_up(far, nodes, tmp
 def test_a_kept_connection_that_was_closed_meanwhile_is_made_anew(tmp_path):
     agent = agents.Agent(tmp_path / "n", KEY.encode(), host="127.0.0.1")
     agent.start()
-    connections = Connections(10.0)
+    connections = ConnectionPool(10.0)
     try:
         place = identify_over_tls(Endpoint("http", "127.0.0.1", agent.port))
         accepted: list[socket.socket] = []

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.swarm.plan import STORE, Order, Tracker
 from millrace.swarm.settings import LimitSettings
+from millrace.swarm.tracker import STORE, Order, Tracker
 from tests.swarm.network import Network
 
 
@@ -48,18 +48,18 @@ class Swarm:
 
     def join(self, name: str, have: dict[int, str] | None = None, zone: str = "") -> None:
         self.has[name] = set(have or {})
-        self.give(self.tracker.joined(name, (have or {}).items(), self.now, zone=zone))
+        self.give(self.tracker.add_node(name, (have or {}).items(), self.now, zone=zone))
 
     def begin(self) -> None:
         self.give(self.tracker.begin(self.now))
 
     def lose(self, name: str) -> None:
         del self.has[name]
-        self.give(self.tracker.lost(name, self.now))
+        self.give(self.tracker.remove_node(name, self.now))
 
     def step(self) -> bool:
         """Carry out the next order, or let time pass; False when nothing is left to do."""
-        if self.tracker.complete():
+        if self.tracker.is_complete():
             return False
         if not self.pending:
             self.now += 0.5
@@ -71,14 +71,14 @@ class Swarm:
         if order.node not in self.has:
             return True
         if self.fails(order) or (order.source != STORE and order.source not in self.has):
-            self.give(self.tracker.failed(order.node, order.piece, order.source, self.now))
+            self.give(self.tracker.fail_transfer(order.node, order.piece, order.source, self.now))
         elif order.piece in self.has[order.node]:
-            self.give(self.tracker.ended(order.node, order.piece, order.source, self.now))
+            self.give(self.tracker.cancel_transfer(order.node, order.piece, order.source, self.now))
         else:
             self.has[order.node].add(order.piece)
             self.give_up_others(order)
             self.give(
-                self.tracker.done(
+                self.tracker.complete_transfer(
                     order.node, order.piece, order.source, f"d{order.piece}", self.now
                 )
             )
@@ -221,7 +221,7 @@ def test_what_nobody_lacks_any_more_hides_nothing_that_is_still_to_be_read():
 def spoil(swarm: Swarm, wrong: Callable[[Order], bool]) -> Counter[str]:
     """Carry all out, where some transfers bring wrong bytes; says how often each node gave them."""
     seen: Counter[str] = Counter()
-    while not swarm.tracker.complete():
+    while not swarm.tracker.is_complete():
         if not swarm.pending:
             swarm.now += 0.5
             swarm.give(swarm.tracker.tick(swarm.now))
@@ -231,13 +231,15 @@ def spoil(swarm: Swarm, wrong: Callable[[Order], bool]) -> Counter[str]:
             swarm.up[order.source] -= 1
         if order.source != STORE and wrong(order):
             seen[order.source] += 1
-            told = swarm.tracker.failed(
+            told = swarm.tracker.fail_transfer(
                 order.node, order.piece, order.source, swarm.now, wrong=True
             )
         else:
             swarm.has[order.node].add(order.piece)
             digest = f"d{order.piece}"
-            told = swarm.tracker.done(order.node, order.piece, order.source, digest, swarm.now)
+            told = swarm.tracker.complete_transfer(
+                order.node, order.piece, order.source, digest, swarm.now
+            )
         swarm.give(told)
     return seen
 
@@ -268,11 +270,11 @@ def test_one_node_alone_is_not_believed_and_gets_its_bytes_elsewhere():
 def test_a_store_that_fails_a_node_that_reads_alone_is_given_a_pause():
     tracker = Tracker([1])
     for name in ("a", "b", "c"):
-        tracker.joined(name, [(0, "d0")] if name == "a" else [], 0.0)
+        tracker.add_node(name, [(0, "d0")] if name == "a" else [], 0.0)
     assert {order.source for order in tracker.begin(0.0)} == {"a"}
-    told = tracker.failed("b", 0, "a", 1.0, wrong=True)
+    told = tracker.fail_transfer("b", 0, "a", 1.0, wrong=True)
     assert [(order.node, order.source) for order in told] == [("b", STORE)]
-    assert tracker.failed("b", 0, STORE, 1.0) == []
+    assert tracker.fail_transfer("b", 0, STORE, 1.0) == []
     told = tracker.tick(1.1)
     assert [(order.node, order.source) for order in told] == [("b", STORE)]
 
@@ -286,7 +288,7 @@ def test_nodes_read_from_a_store_that_outruns_them_and_the_reason_is_said():
     for i in range(4):
         swarm.join(f"n{i}")
     swarm.begin()
-    while not swarm.tracker.complete():
+    while not swarm.tracker.is_complete():
         swarm.step()
         if not swarm.pending or swarm.pending[0][0] > swarm.now + 0.25:
             swarm.now += 0.25
@@ -312,7 +314,7 @@ def test_a_transfer_that_takes_too_long_is_ordered_from_somewhere_else_too():
     for name in ("slow", "a", "b"):
         swarm.join(name)
     swarm.begin()
-    while not swarm.tracker.complete():
+    while not swarm.tracker.is_complete():
         swarm.pass_time()
         assert swarm.now < 120
 
@@ -330,7 +332,7 @@ def test_what_only_a_node_has_that_never_gives_it_is_read_from_the_store(
     for name, zone in zip("ab", zones[1:], strict=False):
         swarm.join(name, zone=zone)
     swarm.begin()
-    while not swarm.tracker.complete():
+    while not swarm.tracker.is_complete():
         swarm.pass_time()
         assert swarm.now < 600
 

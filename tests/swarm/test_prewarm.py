@@ -39,7 +39,7 @@ from millrace.swarm import (
     PrewarmSettings,
     Request,
     Unpacking,
-    drive,
+    driver,
     preview,
     prewarm,
     referee,
@@ -48,7 +48,14 @@ from millrace.swarm import (
 from millrace.swarm import agent as agents
 from millrace.swarm.pieces import File, catalogue_of
 from millrace.swarm.targets import Targets
-from millrace.swarm.wire import AUTH, SKEW, Connections, Endpoint, RefusedError, sign
+from millrace.swarm.wire import (
+    AUTH_HEADER,
+    MAX_CLOCK_SKEW,
+    ConnectionPool,
+    Endpoint,
+    HttpStatusError,
+    sign,
+)
 from tests.swarm.swarms import (
     KEY,
     LIE,
@@ -795,18 +802,18 @@ def test_requests_that_nobody_signed_are_refused(store, nodes):
 def test_a_signature_is_for_one_request_and_for_a_while(nodes):
     place, key = agent_at(nodes[0].url), KEY.encode()
     path, to = "/runs/x/events?after=0", place.identity
-    old = sign(key, "GET", path, to=to, now=time.time() - 2 * SKEW)
-    assert refusal(place, None, "GET", path, {AUTH: old}) == 403
+    old = sign(key, "GET", path, to=to, now=time.time() - 2 * MAX_CLOCK_SKEW)
+    assert refusal(place, None, "GET", path, {AUTH_HEADER: old}) == 403
     other = sign(key, "GET", "/runs/y/events?after=0", to=to)
-    assert refusal(place, None, "GET", path, {AUTH: other}) == 403
+    assert refusal(place, None, "GET", path, {AUTH_HEADER: other}) == 403
     changed = sign(key, "POST", "/runs/x/orders", b"[]", to=to)
-    assert refusal(place, None, "POST", "/runs/x/orders", {AUTH: changed}, b"[1]") == 403
+    assert refusal(place, None, "POST", "/runs/x/orders", {AUTH_HEADER: changed}, b"[1]") == 403
 
 
 def test_nothing_is_read_of_a_body_that_nobody_has_signed(nodes):
-    place, _ = Endpoint.of(nodes[0].url)
+    place, _ = Endpoint.parse_url(nodes[0].url)
     other = sign(secrets.token_bytes(16), "PUT", "/runs/x", b"", to="")
-    for header in ("", f"{AUTH}: {other}\r\n", f"{AUTH}: {time.time()}:é:é\r\n"):
+    for header in ("", f"{AUTH_HEADER}: {other}\r\n", f"{AUTH_HEADER}: {time.time()}:é:é\r\n"):
         head = f"PUT /runs/x HTTP/1.1\r\n{header}Content-Length: {200 * MIB}\r\n\r\n"
         with socket.create_connection((place.host, place.port), timeout=30) as raw:
             raw.sendall(head.encode("latin-1"))  # and no byte of the body
@@ -816,25 +823,25 @@ def test_nothing_is_read_of_a_body_that_nobody_has_signed(nodes):
 
 
 def test_who_is_refused_while_sending_much_hears_why(nodes):
-    place, _ = Endpoint.of(nodes[0].url)
+    place, _ = Endpoint.parse_url(nodes[0].url)
     assert refusal(place, secrets.token_bytes(16), "PUT", "/runs/x", body=bytes(20 * MIB)) == 403
 
 
 def test_a_signature_is_for_one_agent(nodes):
     ours, others = (agent_at(node.url) for node in nodes[:2])
     path = "/runs/x/events?after=0"
-    signed = {AUTH: sign(KEY.encode(), "GET", path, to=others.identity)}
+    signed = {AUTH_HEADER: sign(KEY.encode(), "GET", path, to=others.identity)}
     assert refusal(others, None, "GET", path, signed) == 404  # accepted: there is no such run
     assert refusal(ours, None, "GET", path, signed) == 403
 
 
 def test_who_is_refused_hears_whether_it_is_the_key_or_the_clock(nodes):
     place, path = agent_at(nodes[0].url), "/runs/x/events?after=0"
-    late = sign(KEY.encode(), "GET", path, to=place.identity, now=time.time() - 2 * SKEW)
-    said = answer_of(place, "GET", path, {AUTH: late})
+    late = sign(KEY.encode(), "GET", path, to=place.identity, now=time.time() - 2 * MAX_CLOCK_SKEW)
+    said = answer_of(place, "GET", path, {AUTH_HEADER: late})
     assert "the key is right, but the clocks of driver and agent differ by 600 s" in str(said)
     other = sign(b"another key, long enough", "GET", path, to=place.identity)
-    assert "signed with another key" in str(answer_of(place, "GET", path, {AUTH: other}))
+    assert "signed with another key" in str(answer_of(place, "GET", path, {AUTH_HEADER: other}))
     assert "not signed" in str(answer_of(place, "GET", path, {}))
 
 
@@ -890,7 +897,7 @@ def replaced_by_slow(node: Agent, pause: float, stops_after: float) -> Agent:
 
 
 def test_a_slow_node_that_goes_on_receiving_is_waited_for(store, nodes, monkeypatch):
-    monkeypatch.setattr(drive, "_STRAGGLER", 0.0)  # it counts for nodes that have every piece
+    monkeypatch.setattr(driver, "_STRAGGLER", 0.0)  # it counts for nodes that have every piece
     store.put("steady/object", hashlib.shake_256(b"steady").digest(MIB))
     nodes[2] = replaced_by_slow(nodes[2], pause=0.3, stops_after=float("1e9"))
     limits = LimitSettings(stall_timeout=timedelta(seconds=3))  # a piece takes longer
@@ -912,7 +919,7 @@ def test_a_node_that_receives_nothing_any_more_is_given_up(store, nodes):
 
 
 def test_a_node_that_is_frozen_before_its_start_is_noticed(store, nodes, monkeypatch):
-    monkeypatch.setattr(drive, "_SILENT", 1.0)
+    monkeypatch.setattr(driver, "_ANSWER_TIMEOUT", 1.0)
     fill(store, "frozen")
     nodes[2].process.send_signal(signal.SIGSTOP)
     try:
@@ -951,7 +958,7 @@ class Freezing(BaseHTTPRequestHandler):
 
 
 def test_a_node_that_freezes_while_it_looks_at_what_it_has_is_noticed(store, nodes, monkeypatch):
-    monkeypatch.setattr(drive, "_SILENT", 1.0)
+    monkeypatch.setattr(driver, "_ANSWER_TIMEOUT", 1.0)
     contents = fill(store, "freezes")
     with ThreadingHTTPServer(("127.0.0.1", 0), Freezing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -1014,7 +1021,7 @@ def test_an_agent_that_cannot_listen_says_where(tmp_path):
 
 def test_idle_connections_do_not_keep_the_agent_from_a_run(store, nodes):
     contents = fill(store, "idle")
-    place, _ = Endpoint.of(nodes[0].url)
+    place, _ = Endpoint.parse_url(nodes[0].url)
     stop(nodes[0])
     few = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, few[1]))  # the agent inherits it
@@ -1034,7 +1041,7 @@ def test_idle_connections_do_not_keep_the_agent_from_a_run(store, nodes):
 
 def agent_at(url: str) -> Endpoint:
     """The place of an agent, with its identity, as a driver asks for it."""
-    place, _ = Endpoint.of(url)
+    place, _ = Endpoint.parse_url(url)
     with urlopen(f"{url}/agent", timeout=30) as answer:
         return replace(place, identity=json.load(answer)["identity"])
 
@@ -1048,17 +1055,17 @@ def refusal(
     body: bytes = b"",
 ) -> int:
     """The status of an answer that is none."""
-    signed = {AUTH: sign(key, method, path, body, to=place.identity)} if key else {}
+    signed = {AUTH_HEADER: sign(key, method, path, body, to=place.identity)} if key else {}
     return answer_of(place, method, path, signed | (headers or {}), body).status
 
 
 def answer_of(
     place: Endpoint, method: str, path: str, headers: dict[str, str], body: bytes = b""
-) -> RefusedError:
-    connections = Connections(10.0)
+) -> HttpStatusError:
+    connections = ConnectionPool(10.0)
     try:
         with (
-            pytest.raises(RefusedError) as refused,
+            pytest.raises(HttpStatusError) as refused,
             connections.request(place, method, path, headers, body or None),
         ):
             pass
@@ -1150,7 +1157,7 @@ IDLE = """
 import millrace.swarm.agent as agent
 
 def fetch(run, order):
-    run._tell({"e": "had", "p": order["p"], "s": order["s"]})
+    run._emit({"e": "had", "p": order["p"], "s": order["s"]})
 
 agent.Run._fetch = fetch
 """
@@ -1244,10 +1251,10 @@ def test_an_answer_that_is_none_is_an_error_of_the_transfer(answer):
 
         thread = threading.Thread(target=serve)
         thread.start()
-        connections = Connections(5.0)
+        connections = ConnectionPool(5.0)
         place = Endpoint("http", "127.0.0.1", server.getsockname()[1])
         with pytest.raises((OSError, http.client.HTTPException)):
-            connections.fill(place, "/a", {}, memoryview(bytearray(4)))
+            connections.read_into(place, "/a", {}, memoryview(bytearray(4)))
         thread.join()
         connections.close()
 
@@ -1256,7 +1263,7 @@ def test_a_header_of_two_lines_is_not_sent():
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = Endpoint("http", "127.0.0.1", server.getsockname()[1])
         with pytest.raises(ValueError, match="one line"):
-            Connections(5.0).fill(place, "/a", {"A": "b\r\nC: d"}, memoryview(bytearray(1)))
+            ConnectionPool(5.0).read_into(place, "/a", {"A": "b\r\nC: d"}, memoryview(bytearray(1)))
 
 
 def test_a_late_node_joins_a_run(store, nodes, tmp_path):

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import UnavailableError
-from millrace.swarm import ready
+from millrace.swarm import wait_for_path
 
 
 def waiting(path: Path) -> tuple[threading.Thread, list[str]]:
     found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(ready(path).read_text()), daemon=True)
+    thread = threading.Thread(
+        target=lambda: found.append(wait_for_path(path).read_text()), daemon=True
+    )
     thread.start()
     return thread, found
 
@@ -20,7 +22,7 @@ def waiting(path: Path) -> tuple[threading.Thread, list[str]]:
 def test_a_file_that_is_there_needs_no_waiting(tmp_path):
     file = tmp_path / "a"
     file.write_text("a")
-    assert ready(str(file), timeout=timedelta(0)) == file
+    assert wait_for_path(str(file), timeout=timedelta(0)) == file
 
 
 def test_a_file_is_awaited_also_in_a_folder_that_comes_later(tmp_path):
@@ -49,4 +51,4 @@ def test_a_folder_that_is_replaced_is_looked_at_again(tmp_path):
 
 def test_waiting_ends_with_a_sentence(tmp_path):
     with pytest.raises(UnavailableError, match="was not there after"):
-        ready(tmp_path / "never", timeout=timedelta(milliseconds=20))
+        wait_for_path(tmp_path / "never", timeout=timedelta(milliseconds=20))

@@ -21,11 +21,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.errors import ArchiveError, ConfigurationError, UnavailableError
-from millrace.swarm.unpack import CONTENT, SINGLE, Limits, Unpacked, Unpacking, detect, unpack
+from millrace.swarm.unpack import (
+    CONTENT_NAME,
+    SINGLE_FILE_METHODS,
+    Unpacking,
+    UnpackLimits,
+    UnpackResult,
+    detect,
+    unpack,
+)
 
 TARS = [Unpacking.TAR, Unpacking.TAR_GZ, Unpacking.TAR_ZST]
-ARCHIVES = [m for m in Unpacking if m is not Unpacking.AUTO and m not in SINGLE]
-LIMITS = Limits(bytes=1 << 20, members=100)
+ARCHIVES = [m for m in Unpacking if m is not Unpacking.AUTO and m not in SINGLE_FILE_METHODS]
+LIMITS = UnpackLimits(bytes=1 << 20, members=100)
 
 
 class Trickle:
@@ -220,7 +228,7 @@ def test_the_tree_that_was_packed_is_unpacked(tree, method, headers, seed):
         found = tree_of(packed_from)
         assert tree_of(into) == found
         files = [what[1] for what in found.values() if what[0] == "file"]
-        assert done == Unpacked(len(files), sum(map(len, files)))
+        assert done == UnpackResult(len(files), sum(map(len, files)))
 
 
 class Watched:
@@ -258,7 +266,7 @@ def test_a_member_is_on_the_disk_before_the_next_has_arrived(into, method):
     tail = bytes(1024)
     pieces.append((tail if method is Unpacking.TAR else encoder.compress(tail) + end(), None))
     watched = Watched(pieces, into)
-    assert unpack(watched, method, into, limits=LIMITS) == Unpacked(5, 25_000)
+    assert unpack(watched, method, into, limits=LIMITS) == UnpackResult(5, 25_000)
     assert watched.seen == [f"d/{i}" for i in range(5)]
 
 
@@ -269,7 +277,7 @@ def test_an_archive_is_read_from_a_path_too(into, tmp_path, method):
         path.write_bytes(zip_of(("a/b", b"b", 0o100755)))
     else:
         path.write_bytes(packed(tar_of(member("a/b", b"b", mode=0o755)), method))
-    assert unpack(path, method, into, limits=LIMITS) == Unpacked(1, 1)
+    assert unpack(path, method, into, limits=LIMITS) == UnpackResult(1, 1)
     assert tree_of(into) == {"a": ("folder",), "a/b": ("file", b"b", True)}
     path.unlink()
 
@@ -277,7 +285,7 @@ def test_an_archive_is_read_from_a_path_too(into, tmp_path, method):
 @pytest.mark.parametrize("method", ARCHIVES)
 def test_an_archive_without_members_is_an_empty_folder(into, method):
     data = zip_of() if method is Unpacking.ZIP else packed(tar_of(), method)
-    assert unpack(reader_of(data, method), method, into, limits=LIMITS) == Unpacked(0, 0)
+    assert unpack(reader_of(data, method), method, into, limits=LIMITS) == UnpackResult(0, 0)
     assert tree_of(into) == {}
 
 
@@ -294,7 +302,7 @@ def test_frames_one_after_another_are_one_archive(into, method):
     data = b"".join(packed(tar[at : at + 700], method) for at in range(0, len(tar), 700))
     if method is Unpacking.TAR_ZST:
         data = struct.pack("<II", 0x184D2A50, 3) + b"abc" + data  # a frame that is skipped
-    assert unpack(Trickle(data), method, into, limits=LIMITS) == Unpacked(5, 5000)
+    assert unpack(Trickle(data), method, into, limits=LIMITS) == UnpackResult(5, 5000)
 
 
 NAMES = {
@@ -357,7 +365,7 @@ def test_nul_in_a_name_is_refused(into):
 
 def test_names_as_tar_writes_them_are_taken(into):
     members = [folder("./"), folder("./a/"), member("./a//b", b"1"), member("a/./c", b"2")]
-    assert unpack_tar(tar_of(*members), into) == Unpacked(2, 2)
+    assert unpack_tar(tar_of(*members), into) == UnpackResult(2, 2)
     assert set(tree_of(into)) == {"a", "a/b", "a/c"}
 
 
@@ -463,7 +471,7 @@ def test_links_inside_are_made(into):
         ),
         into,
     )
-    assert done == Unpacked(6, 7)
+    assert done == UnpackResult(6, 7)
     assert (into / "snapshots/latest/model").read_bytes() == b"weights"
     assert (into / "self").readlink() == Path()
     assert (into / "again/abc").is_file()
@@ -472,20 +480,20 @@ def test_links_inside_are_made(into):
 def test_what_is_packed_twice_is_unpacked_once(into):
     """`tar -cf x.tar f f l l`: the second time, as links to themselves."""
     made = [member("f", b"data"), hardlink("f", "f"), symlink("l", "f"), hardlink("l", "l")]
-    assert unpack_tar(tar_of(*made), into) == Unpacked(2, 4)
+    assert unpack_tar(tar_of(*made), into) == UnpackResult(2, 4)
     assert (into / "l").read_bytes() == b"data"
 
 
 def test_links_in_a_zip_are_made(into):
     data = zip_of(("l", b"d/f", stat.S_IFLNK | 0o777), ("d/f", b"data", 0o100644))
-    assert unpack(io.BytesIO(data), Unpacking.ZIP, into, limits=LIMITS) == Unpacked(2, 4)
+    assert unpack(io.BytesIO(data), Unpacking.ZIP, into, limits=LIMITS) == UnpackResult(2, 4)
     assert (into / "l").read_bytes() == b"data"
 
 
 def test_hard_links_are_to_earlier_files(into):
     members = [member("a", b"data"), hardlink("d/b", "a"), hardlink("d/b", "d/b")]
     links = [symlink("d/s", "../a"), hardlink("e/s", "d/s")]
-    assert unpack_tar(tar_of(*members, *links), into) == Unpacked(4, 4)
+    assert unpack_tar(tar_of(*members, *links), into) == UnpackResult(4, 4)
     assert (into / "a").samefile(into / "d/b")
     assert (into / "e/s").readlink() == Path("../a")
 
@@ -496,7 +504,7 @@ def test_hard_links_are_copied_where_the_file_system_has_none(into, monkeypatch)
 
     monkeypatch.setattr(os, "link", none)
     made = [member("a", b"data", mode=0o755, mtime=99), hardlink("d/b", "a")]
-    assert unpack_tar(tar_of(*made), into) == Unpacked(2, 8)
+    assert unpack_tar(tar_of(*made), into) == UnpackResult(2, 8)
     assert (into / "d/b").read_bytes() == b"data"
     assert (into / "d/b").stat().st_mtime == 99
     assert (into / "d/b").stat().st_mode & 0o777 == 0o755
@@ -585,7 +593,7 @@ def test_times_of_a_zip_are_utc_on_every_machine(into, monkeypatch):
 
 def test_a_later_file_replaces_an_earlier_one(into):
     members = [member("a", b"old", mode=0o755), hardlink("b", "a"), member("./a", b"new!")]
-    assert unpack_tar(tar_of(*members, folder("d"), folder("d/")), into) == Unpacked(2, 7)
+    assert unpack_tar(tar_of(*members, folder("d"), folder("d/")), into) == UnpackResult(2, 7)
     assert (into / "a").read_bytes() == b"new!"
     assert (into / "b").read_bytes() == b"old"
 
@@ -772,7 +780,7 @@ def test_garbage_is_refused(into, method, size):
     assert tree_of(into) == {}
 
 
-@pytest.mark.parametrize("method", sorted(SINGLE))
+@pytest.mark.parametrize("method", sorted(SINGLE_FILE_METHODS))
 @pytest.mark.parametrize("size", [0, 1, 511, 5000])
 def test_what_is_not_compressed_is_refused(into, method, size):
     data = random.Random(size).randbytes(size)
@@ -781,14 +789,14 @@ def test_what_is_not_compressed_is_refused(into, method, size):
     assert size_of(into) == 0
 
 
-@pytest.mark.parametrize("method", sorted(SINGLE))
+@pytest.mark.parametrize("method", sorted(SINGLE_FILE_METHODS))
 @pytest.mark.parametrize("size", [512, 10240, 100_000])
 def test_compressed_zeros_are_a_file_and_no_tar_without_members(method, size):
     assert detect("disk.img", packed(bytes(size) + b"end", method)[:8192]) is method
     assert detect("disk.img", packed(bytes(size), method)) is method
 
 
-@pytest.mark.parametrize("method", sorted(SINGLE))
+@pytest.mark.parametrize("method", sorted(SINGLE_FILE_METHODS))
 def test_a_compressed_file_cut_anywhere_is_refused(into, method):
     data = packed(b"text " * 40 + random.Random(1).randbytes(300), method)
     for cut in range(len(data)):
@@ -799,7 +807,7 @@ def test_a_compressed_file_cut_anywhere_is_refused(into, method):
             unpack(Trickle(data[:cut]), method, Path(name), limits=LIMITS)
 
 
-@pytest.mark.parametrize("method", sorted(SINGLE))
+@pytest.mark.parametrize("method", sorted(SINGLE_FILE_METHODS))
 def test_a_compressed_file_with_a_wrong_checksum_is_refused(into, method):
     data = packed(random.Random(2).randbytes(5000), method)
     for at in range(1, 5 if method is Unpacking.ZST else 9):  # XXH64; CRC-32 and size
@@ -812,7 +820,7 @@ def test_a_compressed_file_with_a_wrong_checksum_is_refused(into, method):
             unpack(Trickle(bytes(damaged)), method, Path(name), limits=LIMITS)
 
 
-@pytest.mark.parametrize("method", sorted(SINGLE))
+@pytest.mark.parametrize("method", sorted(SINGLE_FILE_METHODS))
 def test_a_damaged_compressed_file_is_refused_or_becomes_what_it_was(into, method):
     chance = random.Random(3)
     body = chance.randbytes(400) + b"1" * 400
@@ -828,15 +836,15 @@ def test_a_damaged_compressed_file_is_refused_or_becomes_what_it_was(into, metho
             except ArchiveError:
                 refusals += 1
             else:
-                assert tree_of(Path(name)) == {CONTENT: ("file", body, False)}
+                assert tree_of(Path(name)) == {CONTENT_NAME: ("file", body, False)}
     assert refusals > 500
 
 
-@pytest.mark.parametrize("method", sorted(SINGLE))
+@pytest.mark.parametrize("method", sorted(SINGLE_FILE_METHODS))
 def test_what_follows_a_compressed_file_is_refused_but_for_zeros(into, method):
     data = packed(b"body", method)
     unpack(Trickle(data + bytes(700)), method, into, limits=LIMITS)
-    assert tree_of(into) == {CONTENT: ("file", b"body", False)}
+    assert tree_of(into) == {CONTENT_NAME: ("file", b"body", False)}
     with (
         tempfile.TemporaryDirectory(dir=into) as name,
         pytest.raises(ArchiveError, match="is damaged"),
@@ -844,13 +852,13 @@ def test_what_follows_a_compressed_file_is_refused_but_for_zeros(into, method):
         unpack(Trickle(data + b"more than eight bytes"), method, Path(name), limits=LIMITS)
 
 
-@pytest.mark.parametrize("method", sorted(SINGLE))
+@pytest.mark.parametrize("method", sorted(SINGLE_FILE_METHODS))
 def test_compressed_files_one_after_another_are_one(into, method):
     unpack(Trickle(packed(b"a", method) + packed(b"b", method)), method, into, limits=LIMITS)
-    assert tree_of(into) == {CONTENT: ("file", b"ab", False)}
+    assert tree_of(into) == {CONTENT_NAME: ("file", b"ab", False)}
 
 
-@pytest.mark.parametrize("method", sorted(SINGLE))
+@pytest.mark.parametrize("method", sorted(SINGLE_FILE_METHODS))
 def test_a_bomb_that_is_one_file_ends_at_the_limit(into, method):
     encoder = (
         zlib.compressobj(9, wbits=31)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.swarm.plan import STORE, Order, Tracker
+from millrace.swarm.tracker import STORE, Order, Tracker
 
 
 @dataclass
@@ -47,13 +47,13 @@ class Votes:
     def join(self, name: str, have: dict[int, str] | None = None) -> None:
         self.has[name] = dict(have or {})
         self.inbox[name], self.outbox[name] = deque(), deque()
-        self.give(self.tracker.joined(name, list(self.has[name].items()), self.now))
+        self.give(self.tracker.add_node(name, list(self.has[name].items()), self.now))
 
     def lose(self, name: str) -> None:
         for of in (self.has, self.inbox, self.outbox):
             del of[name]
         self.pending = [order for order in self.pending if order.node != name]
-        self.give(self.tracker.lost(name, self.now))
+        self.give(self.tracker.remove_node(name, self.now))
 
     def wrong(self, node: str, piece: int) -> str:
         return f"wrong-{piece}" if self.alike else f"wrong-{piece}-of-{node}"
@@ -83,7 +83,7 @@ class Votes:
         elif what == "read":
             piece = self.to_read.pop(self.rng.randrange(len(self.to_read)))
             if piece in self.own or self.tracker.is_disputed(piece):
-                self.give(self.tracker.settled(piece, f"d{piece}", self.now))
+                self.give(self.tracker.settle_piece(piece, f"d{piece}", self.now))
         elif what == "transfer":
             self.carry_out(self.pending.pop(self.rng.randrange(len(self.pending))))
         else:
@@ -100,7 +100,7 @@ class Votes:
         name, piece, source = order.node, order.piece, order.source
         tell, tracker = self.outbox[name].append, self.tracker
         if piece in self.has[name]:
-            tell(lambda: tracker.ended(name, piece, source, self.now))
+            tell(lambda: tracker.cancel_transfer(name, piece, source, self.now))
             return
         if source == STORE:
             lied = self.rng.random() < self.lies.get(name, 0.0)
@@ -109,16 +109,16 @@ class Votes:
             given = None if source in self.gives_nothing else self.has.get(source, {}).get(piece)
             bad = given is not None and (given != order.digest or source in self.gives_wrong)
             if given is None or bad:
-                tell(lambda: tracker.failed(name, piece, source, self.now, wrong=bad))
+                tell(lambda: tracker.fail_transfer(name, piece, source, self.now, wrong=bad))
                 return
             got = given
         self.has[name][piece] = got
-        tell(lambda: tracker.done(name, piece, source, got, self.now))
+        tell(lambda: tracker.complete_transfer(name, piece, source, got, self.now))
 
     def finish(self) -> None:
         for _ in range(100_000):
             under_way = self.to_read or any(self.inbox.values()) or any(self.outbox.values())
-            if self.tracker.complete() and not under_way:
+            if self.tracker.is_complete() and not under_way:
                 return
             self.step()
         raise AssertionError("it never ended")
@@ -198,7 +198,7 @@ def test_one_node_alone_has_what_it_read_and_nobody_has_confirmed_it():
     swarm.join("a")
     swarm.give(swarm.tracker.begin(0.0))
     swarm.finish()
-    assert [swarm.tracker.is_shown(p) for p in range(3)] == [False] * 3
+    assert [swarm.tracker.is_decided(p) for p in range(3)] == [False] * 3
 
 
 def test_a_node_whose_reads_are_always_wrong_is_given_up():
@@ -258,7 +258,7 @@ def test_a_read_that_a_node_says_it_needs_no_more_is_made_by_another(needs):
     swarm = forging(needs, {})
     tracker = swarm.tracker
     swarm.answer = lambda order: (
-        tracker.ended("liar", order.piece, order.source, swarm.now)
+        tracker.cancel_transfer("liar", order.piece, order.source, swarm.now)
         if order.node == "liar"
         else None
     )
@@ -270,7 +270,9 @@ def test_a_read_that_a_node_says_it_needs_no_more_is_made_by_another(needs):
 def test_a_node_that_has_everything_and_gives_nothing_holds_nobody_up(needs):
     swarm = forging(needs, {p: f"d{p}" for p in range(40)})
     tracker = swarm.tracker
-    swarm.answer = lambda order: tracker.failed(order.node, order.piece, order.source, swarm.now)
+    swarm.answer = lambda order: tracker.fail_transfer(
+        order.node, order.piece, order.source, swarm.now
+    )
     swarm.give(tracker.begin(0.0))
     swarm.finish_honest()
 
@@ -279,20 +281,20 @@ def test_failures_of_what_was_not_ordered_are_not_believed():
     swarm = forging(1, {})
     swarm.give(swarm.tracker.begin(0.0))
     for _ in range(2000):
-        swarm.give(swarm.tracker.failed("liar", 39, STORE, swarm.now))
+        swarm.give(swarm.tracker.fail_transfer("liar", 39, STORE, swarm.now))
     for giver in ("a", "b", "c"):
-        swarm.give(swarm.tracker.failed("liar", 0, giver, swarm.now, wrong=True))
+        swarm.give(swarm.tracker.fail_transfer("liar", 0, giver, swarm.now, wrong=True))
     swarm.finish()
     assert not swarm.tracker.quarantined
 
 
 def test_a_read_that_keeps_failing_is_tried_without_end():
     tracker = Tracker([100])
-    tracker.joined("a", [], 0.0)
+    tracker.add_node("a", [], 0.0)
     orders, now = tracker.begin(0.0), 0.0
     for _ in range(2000):
         (order,) = orders
-        tracker.failed("a", order.piece, order.source, now)
+        tracker.fail_transfer("a", order.piece, order.source, now)
         now += 10.0
         orders = tracker.tick(now)
 
@@ -303,6 +305,6 @@ def test_of_two_nodes_neither_is_distrusted_at_the_others_word():
     swarm.join("liar")
     for order in swarm.tracker.begin(0.0):
         if order.node == "liar" and order.source == "a":
-            swarm.give(swarm.tracker.failed("liar", order.piece, "a", 0.0, wrong=True))
+            swarm.give(swarm.tracker.fail_transfer("liar", order.piece, "a", 0.0, wrong=True))
     assert not swarm.tracker.quarantined
     assert len(swarm.has["a"]) == 4

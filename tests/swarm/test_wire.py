@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 import pytest
 
 from millrace.swarm import wire
-from millrace.swarm.wire import Connections, Endpoint, read_body
+from millrace.swarm.wire import ConnectionPool, Endpoint, read_body
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def answered():
         threading.Thread(target=serve, args=(server, answer), daemon=True).start()
         place = Endpoint("http", "127.0.0.1", server.getsockname()[1])
         with (
-            closing(Connections(10.0)) as connections,
+            closing(ConnectionPool(10.0)) as connections,
             connections.request(place, "GET", "/") as found,
         ):
             return read_body(found, longest)
@@ -82,13 +82,16 @@ def dripping():
 )
 def test_what_comes_a_byte_at_a_time_has_failed_after_a_while(dripping, monkeypatch, answer):
     monkeypatch.setattr(wire, "_GRACE", 0.2)
-    with closing(Connections(10.0)) as connections, pytest.raises(TimeoutError, match="bytes in"):
-        connections.fill(dripping(answer), "/a", {}, memoryview(bytearray(1_000_000)))
+    with (
+        closing(ConnectionPool(10.0)) as connections,
+        pytest.raises(TimeoutError, match="bytes in"),
+    ):
+        connections.read_into(dripping(answer), "/a", {}, memoryview(bytearray(1_000_000)))
 
 
 def test_what_is_of_no_use_any_more_is_read_no_further(dripping):
     place = dripping(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
     into, asked = bytearray(1_000_000), iter([False] * 3)
-    with closing(Connections(10.0)) as connections, pytest.raises(http.client.HTTPException):
-        connections.fill(place, "/a", {}, memoryview(into), is_over=lambda: next(asked, True))
+    with closing(ConnectionPool(10.0)) as connections, pytest.raises(http.client.HTTPException):
+        connections.read_into(place, "/a", {}, memoryview(into), is_over=lambda: next(asked, True))
     assert into.count(b"x") < 1000

@@ -19,7 +19,7 @@ from typing import Any
 from millrace.errors import ConfigurationError
 from millrace.swarm.pieces import Catalogue, File
 
-_SAMPLED = 8  # segments of a cached file that are read again
+_SAMPLED_SEGMENTS = 8  # segments of a cached file that are read again
 
 
 class CacheCheck(StrEnum):
@@ -30,7 +30,7 @@ class CacheCheck(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class CacheEntry:
     """Record of a file that was made: a line of ``files.jsonl``.
 
     Attributes:
@@ -60,7 +60,7 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Recognised:
+class CachedFile:
     """A file of an earlier run.
 
     Attributes:
@@ -70,7 +70,7 @@ class Recognised:
     """
 
     digests: list[bytes | None]
-    made: Made | None
+    made: CacheEntry | None
     hashed: bool
 
 
@@ -80,9 +80,9 @@ def identity_of(path: Path) -> tuple[int, ...]:
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
-def recognised(
-    path: Path, file: File, made: list[Made], catalogue: Catalogue, check: CacheCheck
-) -> Recognised | None:
+def recognise_file(
+    path: Path, file: File, made: list[CacheEntry], catalogue: Catalogue, check: CacheCheck
+) -> CachedFile | None:
     """Recognise a file that has the name of one that is to come.
 
     Returns:
@@ -96,7 +96,7 @@ def recognised(
     content = file.origin, file.etag, file.size
     same = [entry for entry in made if (entry.origin, entry.etag, entry.size) == content]
     if plain and same and stat.st_size == file.size:
-        return _checked(path, file, same[-1], catalogue, check)
+        return _check_cached(path, file, same[-1], catalogue, check)
     if plain and any(
         (entry.size, entry.mtime_ns) == (stat.st_size, stat.st_mtime_ns) for entry in made
     ):
@@ -104,24 +104,24 @@ def recognised(
     if file.sha256 and plain and stat.st_size == file.size:
         whole, digests = hash_file(path, file, catalogue.piece_size)
         if whole == file.sha256:
-            return Recognised(list(digests), None, hashed=True)
+            return CachedFile(list(digests), None, hashed=True)
     raise ConfigurationError(
         f"{path} is there already, and was not put there by us (or was changed since): move "
         "it away, or choose another destination. It was not touched."
     )
 
 
-def _checked(
-    path: Path, file: File, made: Made, catalogue: Catalogue, check: CacheCheck
-) -> Recognised:
+def _check_cached(
+    path: Path, file: File, made: CacheEntry, catalogue: Catalogue, check: CacheCheck
+) -> CachedFile:
     recorded = [bytes.fromhex(digest) for digest in made.digests]
     count, same_pieces = len(recorded), made.piece_size == catalogue.piece_size
     was_known = file.digest in {"", made.sha256, made.md5}
     verified = made.seen == identity_of(path) and was_known
     if check is CacheCheck.SAMPLED and same_pieces and verified:
-        chosen = random.sample(range(count), min(count, _SAMPLED))
-        if segment_digests(path, file, made.piece_size, chosen) == [recorded[i] for i in chosen]:
-            return Recognised(list(recorded), made, hashed=False)
+        chosen = random.sample(range(count), min(count, _SAMPLED_SEGMENTS))
+        if hash_file_segments(path, file, made.piece_size, chosen) == [recorded[i] for i in chosen]:
+            return CachedFile(list(recorded), made, hashed=False)
     whole, digests = hash_file(path, file, catalogue.piece_size)
     found: list[bytes | None] = list(digests)
     if file.digest:
@@ -129,15 +129,17 @@ def _checked(
     elif same_pieces:
         right = digests == recorded
     else:
-        right = segment_digests(path, file, made.piece_size, range(count)) == recorded
+        right = hash_file_segments(path, file, made.piece_size, range(count)) == recorded
     if not right:
         known = recorded if same_pieces and digests != recorded else []
         kept = dict(enumerate(known))
         found = [each if each == kept.get(i) else None for i, each in enumerate(digests)]
-    return Recognised(found, made, hashed=True)
+    return CachedFile(found, made, hashed=True)
 
 
-def segment_digests(path: Path, file: File, piece_size: int, indexes: Iterable[int]) -> list[bytes]:
+def hash_file_segments(
+    path: Path, file: File, piece_size: int, indexes: Iterable[int]
+) -> list[bytes]:
     """Hash segments of a file on the disk."""
     found: list[bytes] = []
     step = piece_size if file.size >= piece_size else max(file.size, 1)
@@ -150,7 +152,7 @@ def segment_digests(path: Path, file: File, piece_size: int, indexes: Iterable[i
 
 def hash_file(path: Path, file: File, piece_size: int) -> tuple[str, list[bytes]]:
     """Return the digest of a file, of the kind that is known, and the SHA-256 of its segments."""
-    whole, parts = file.hasher(), list[bytes]()
+    whole, parts = file.make_hasher(), list[bytes]()
     with path.open("rb", buffering=0) as opened:
         while block := opened.read(piece_size):
             whole.update(block)
@@ -158,9 +160,9 @@ def hash_file(path: Path, file: File, piece_size: int) -> tuple[str, list[bytes]
     return whole.hexdigest(), parts or [hashlib.sha256().digest()]
 
 
-def read_made(path: Path) -> dict[str, list[Made]]:
+def read_index(path: Path) -> dict[str, list[CacheEntry]]:
     """Read the lines of each file; a line that a kill has cut is passed over."""
-    made: dict[str, list[Made]] = {}
+    made: dict[str, list[CacheEntry]] = {}
     with contextlib.suppress(FileNotFoundError):
         for line in path.read_text().splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
@@ -170,17 +172,17 @@ def read_made(path: Path) -> dict[str, list[Made]]:
                     entries = made[said["path"]]
                     entries[-1] = replace(entries[-1], seen=seen)
                 else:
-                    entry = Made(**said, seen=seen)
+                    entry = CacheEntry(**said, seen=seen)
                     made.setdefault(entry.path, []).append(entry)
     return made
 
 
-def append_made(path: Path, made: list[Made]) -> None:
+def append_entries(path: Path, made: list[CacheEntry]) -> None:
     """Note files that are about to get their final names, on the disk."""
-    _append(path, [{name: getattr(entry, name) for name in Made.__slots__} for entry in made])
+    _append(path, [{name: getattr(entry, name) for name in CacheEntry.__slots__} for entry in made])
 
 
-def append_seen(path: Path, seen: dict[str, tuple[int, ...]]) -> None:
+def append_identities(path: Path, seen: dict[str, tuple[int, ...]]) -> None:
     """Note `Made.seen` of files whose last line says what their bytes are."""
     _append(path, [{"path": name, "seen": identity} for name, identity in seen.items()])
 

@@ -14,37 +14,39 @@ from typing import Any
 from millrace import cluster, errors
 from millrace.progress import Event, Progress, silent
 from millrace.storage import open_store
-from millrace.swarm.catalogue import Found, find
-from millrace.swarm.events import EventChecker, UnfitError
-from millrace.swarm.fetch import FINAL, FetchError
-from millrace.swarm.nodes import Node, NotStarted, agents
-from millrace.swarm.plan import STORE, Order, Tracker
+from millrace.swarm.catalogue import ResolvedCatalogue, resolve_requests
+from millrace.swarm.events import EventChecker, ProtocolError
+from millrace.swarm.fetch import FINAL_STATUSES, FetchError
+from millrace.swarm.nodes import AbsentNode, Node, connect_agents
 from millrace.swarm.referee import FileAudit, Referee
 from millrace.swarm.settings import PrewarmSettings, RayNodes
 from millrace.swarm.tls import TlsError
+from millrace.swarm.tracker import STORE, Order, Tracker
 from millrace.swarm.wire import (
-    AUTH,
-    Connections,
+    AUTH_HEADER,
+    ConnectionPool,
     Endpoint,
-    RefusedError,
+    HttpStatusError,
     identify,
     read_body,
     sign,
 )
 from millrace.words import plain
 
-_READABLE_FOR = timedelta(hours=24)  # that signed URLs are valid
-_SILENT = 6.0  # seconds without an answer after which a node is lost
-_TICK = 0.25
-_LATECOMER = 5.0  # seconds that a missing host is waited for when all others are ready
-_KNOCK = 1.0  # seconds between two tries to reach a host that does not answer yet
-_DENIED = {http.client.UNAUTHORIZED, http.client.FORBIDDEN}
-_OWN_READS = 16 << 20  # bytes that the driver reads of objects without a digest
-_READS = 2  # that decide on a piece of which nothing says what it is
-_IN_VAIN = 3  # times that a node may say that a file is wrong of which every piece is right
+_URL_TTL = timedelta(hours=24)  # that signed URLs are valid
+_ANSWER_TIMEOUT = 6.0  # seconds without an answer after which a node is lost
+_TICK_INTERVAL = 0.25
+_LATECOMER_TIMEOUT = 5.0  # seconds that a missing host is waited for when all others are ready
+_RETRY_INTERVAL = 1.0  # seconds between two tries to reach a host that does not answer yet
+_DENIED_STATUSES = {http.client.UNAUTHORIZED, http.client.FORBIDDEN}
+_OWN_READ_LIMIT = 16 << 20  # bytes that the driver reads of objects without a digest
+_VOTES_NEEDED = 2  # that decide on a piece of which nothing says what it is
+_MAX_FALSE_ALARMS = (
+    3  # times that a node may say that a file is wrong of which every piece is right
+)
 _STRAGGLER = 5.0  # times as long as the others take that a node may take after its last byte
-_SLOW_DISK = 10e6  # bytes a second at which a node is done with its files at least
-_OPENING = 3600.0  # seconds that a node may look at what it has, while it answers otherwise
+_SLOW_DISK_RATE = 10e6  # bytes a second at which a node is done with its files at least
+_START_TIMEOUT = 3600.0  # seconds that a node may look at what it has, while it answers otherwise
 _LEAST_RATE = 100e3  # bytes a second at which a node goes on at least, once half are ready
 _SLOWEST = 100.0  # times as fast as that the slowest ready node may be
 
@@ -134,7 +136,7 @@ def prewarm(settings: PrewarmSettings, *, progress: Progress = silent) -> Prewar
     """
     began = time.monotonic()
     stores = {name: open_store(spec) for name, spec in settings.stores.items()}
-    return _Drive(settings, find(settings, stores), progress, began).run()
+    return _PrewarmDriver(settings, resolve_requests(settings, stores), progress, began).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,7 @@ def preview(settings: PrewarmSettings) -> Preview:
         NotFoundError, ConfigurationError: As `prewarm` does.
     """
     stores = {name: open_store(spec) for name, spec in settings.stores.items()}
-    catalogue = find(settings, stores).catalogue
+    catalogue = resolve_requests(settings, stores).catalogue
     refusals: list[str] = []
     if isinstance(settings.nodes, RayNodes):
         try:
@@ -211,13 +213,13 @@ class _DrivenNode:
     """When it is waited for no longer, whatever it says; 0 until half of the nodes are ready."""
 
 
-class _Drive:
+class _PrewarmDriver:
     def __init__(
-        self, settings: PrewarmSettings, found: Found, progress: Progress, began: float
+        self, settings: PrewarmSettings, found: ResolvedCatalogue, progress: Progress, began: float
     ) -> None:
         self._settings, self._found, self._progress, self._began = settings, found, progress, began
         self._catalogue = found.catalogue
-        self._sizes = found.catalogue.sizes()
+        self._sizes = found.catalogue.list_piece_sizes()
         self._unproven = [  # pieces with a part of which nothing says what it is
             n
             for n, piece in enumerate(self._catalogue.pieces)
@@ -225,17 +227,17 @@ class _Drive:
         ]
         needs = [1] * len(self._sizes)
         for number in self._unproven:
-            needs[number] = _READS
+            needs[number] = _VOTES_NEEDED
         self._tracker = Tracker(self._sizes, settings.limits, needs=needs)
         self._name = secrets.token_hex(8)
         self._key = secrets.token_bytes(32)
-        self._connections = Connections(_SILENT)
+        self._connections = ConnectionPool(_ANSWER_TIMEOUT)
         self._lock = threading.RLock()
         self._news = threading.Condition(self._lock)
         # By `Node.id`: two nodes may have the same name.
         self._members: dict[str, _DrivenNode] = {}
         self._check = EventChecker(self._sizes, len(self._catalogue.files), self._members)
-        self._absent: dict[str, NotStarted] = {}
+        self._absent: dict[str, AbsentNode] = {}
         self._knocking: set[str] = set()  # of the absent ones, those that may yet come
         self._identities: dict[str, list[Node]] = {}  # identity of an agent → its nodes
         self._fatal: errors.MillraceError | None = None
@@ -255,35 +257,35 @@ class _Drive:
         self._blaming: dict[int, dict[str, str]] = {}  # piece → node → why it cannot read it
         self._told: list[Event] = []
         self._threads: list[threading.Thread] = []
-        sources = found.sources(_READABLE_FOR)
-        self._plan = self._planned(sources)
+        sources = found.make_sources(_URL_TTL)
+        self._plan = self._make_run_spec(sources)
         self._referee = Referee(
             self._catalogue,
             sources,
-            self._authorities(),
+            self._read_authorities(),
             is_open=self._is_open,
             is_doubted=self._is_doubted,
-            settled=self._settled,
-            audited=self._judge,
-            failed=self._unread,
-            fault=self._broke,
+            settled=self._handle_settled,
+            audited=self._handle_audit,
+            failed=self._handle_unreadable,
+            fault=self._handle_fault,
         )
 
     def run(self) -> PrewarmReport:
         settings = self._settings
         self._started = time.monotonic()
         try:
-            with agents(settings.nodes, settings.root, self._came) as expected:
+            with connect_agents(settings.nodes, settings.root, self._add_node) as expected:
                 try:
                     self._expected = expected
                     self._wait()
                     self._seconds = time.monotonic() - self._began
                 finally:
-                    self._end()
+                    self._end_runs()
         finally:
             self._referee.close()
             self._connections.close()
-        return self._report()
+        return self._make_report()
 
     # -- the thread that called
 
@@ -292,50 +294,52 @@ class _Drive:
         due = 0.0
         while True:
             with self._lock:
-                self._news.wait(_TICK)
+                self._news.wait(_TICK_INTERVAL)
                 if self._fatal is not None:
                     raise self._fatal
                 self._tick(time.monotonic())
                 self._drop_stragglers()
-                self._check_enough()
-                over = self._over()
+                self._check_quorum()
+                over = self._is_over()
                 if over:
                     self._lose_incomplete()
-                    self._check_enough()
+                    self._check_quorum()
                 told, self._told = self._told, []
                 if over or time.monotonic() >= due:
-                    due = time.monotonic() + _TICK
-                    told.append(self._status())
+                    due = time.monotonic() + _TICK_INTERVAL
+                    told.append(self._record_status())
             for event in told:
                 self._progress(event)
             if over:
                 return
 
     def _tick(self, now: float) -> None:
-        if not self._startup and self._all_came(now):
+        if not self._startup and self._can_start(now):
             self._startup = now - self._started
-            self._take_own_share()
-            self._deal(self._tracker.begin(now))
-        self._deal(self._tracker.tick(now))
+            self._select_own_reads()
+            self._dispatch_orders(self._tracker.begin(now))
+        self._dispatch_orders(self._tracker.tick(now))
 
-    def _all_came(self, now: float) -> bool:
+    def _can_start(self, now: float) -> bool:
         """Tell whether to begin: all are there or known not to be, or long enough was waited."""
         joined = sum(member.joined or bool(member.why) for member in self._members.values())
         enough = joined >= self._settings.least * self._expected
         if enough and joined + len(self._absent) >= self._expected > 0:
             return True
-        return bool(joined) and self._arrival_is_over(now)
+        return bool(joined) and self._is_arrival_over(now)
 
-    def _arrival_is_over(self, now: float) -> bool:
+    def _is_arrival_over(self, now: float) -> bool:
         return now - self._began > self._settings.arrival.total_seconds()
 
-    def _over(self) -> bool:
+    def _is_over(self) -> bool:
         living = [member for member in self._members.values() if not member.why]
-        if not self._startup or not all(map(self._has_all, living)) or self._referee.busy:
+        if not self._startup or not all(map(self._has_all, living)) or self._referee.is_busy:
             return False
         coming = self._knocking & self._absent.keys()
         waited = time.monotonic() - self._began
-        return not coming or waited > min(_LATECOMER, self._settings.arrival.total_seconds())
+        return not coming or waited > min(
+            _LATECOMER_TIMEOUT, self._settings.arrival.total_seconds()
+        )
 
     def _has_all(self, member: _DrivenNode) -> bool:
         """Tell whether nothing more comes to a node: it is ready, or an archive is unusable."""
@@ -348,7 +352,7 @@ class _Drive:
                 origin = self._catalogue.files[number].origin
                 self._lose(member, f"{origin} was not unpacked, all else is there: {why}")
 
-    def _status(self) -> Event:
+    def _record_status(self) -> Event:
         self._curve.append((time.monotonic() - self._began, self._had))
         living = [member for member in self._members.values() if not member.why]
         figures = {
@@ -361,12 +365,12 @@ class _Drive:
         }
         return Event("swarm.progress", "", figures)
 
-    def _check_enough(self) -> None:
-        lost = {self._title(m.node): m.why for m in self._members.values() if m.why}
-        over = self._arrival_is_over(time.monotonic())
+    def _check_quorum(self) -> None:
+        lost = {self._format_name(m.node): m.why for m in self._members.values() if m.why}
+        over = self._is_arrival_over(time.monotonic())
         for absent in self._absent.values():
             if over or absent.id not in self._knocking:
-                lost[self._title(absent)] = absent.why
+                lost[self._format_name(absent)] = absent.why
         if not self._expected or len(lost) > (1 - self._settings.least) * self._expected + 1e-9:
             reasons = "; ".join(f"{name}: {why}" for name, why in sorted(lost.items())[:5])
             raise errors.WorkerError(
@@ -389,12 +393,14 @@ class _Drive:
         compared = len(done) >= max(1, len(members) // 2)
         stalled = self._settings.limits.stall_timeout.total_seconds()
         # How long it takes to be done with the files is no one node's word.
-        working = _STRAGGLER * max(done) if len(done) > 1 else self._catalogue.size / _SLOW_DISK
+        working = (
+            _STRAGGLER * max(done) if len(done) > 1 else self._catalogue.size / _SLOW_DISK_RATE
+        )
         now = time.monotonic()
         for member in slow:
             quiet = now - member.moved
             if compared and member.joined and not member.until:
-                member.until = now + stalled + self._longest(member)
+                member.until = now + stalled + self._compute_time_limit(member)
             if member.until and now > member.until:
                 self._lose(
                     member,
@@ -408,7 +414,7 @@ class _Drive:
                 others = f", the others after {max(done):.0f} s in all" if done else ""
                 self._lose(member, f"it was not ready {quiet:.0f} s after its last byte{others}")
 
-    def _longest(self, member: _DrivenNode) -> float:
+    def _compute_time_limit(self, member: _DrivenNode) -> float:
         """Return the seconds that a node may take for what it lacks, and for all of its files."""
         rates = [
             (one.from_store + one.from_peers) / max(one.seconds, 1e-3)
@@ -416,13 +422,13 @@ class _Drive:
             if one.ready and one.from_store + one.from_peers > 0
         ]
         rate = max(_LEAST_RATE, min(rates) / _SLOWEST if len(rates) > 1 else 0.0)
-        has = sum(self._tracker.held(member.node.id, self._sizes))
+        has = sum(self._tracker.list_held_sizes(member.node.id, self._sizes))
         return (2 * self._catalogue.size - has) / rate
 
     # -- nodes come and go
 
-    def _came(self, node: Node | NotStarted) -> None:
-        if isinstance(node, NotStarted):
+    def _add_node(self, node: Node | AbsentNode) -> None:
+        if isinstance(node, AbsentNode):
             with self._lock:
                 self._absent[node.id] = node
                 self._news.notify_all()
@@ -441,42 +447,44 @@ class _Drive:
     def _follow(self, member: _DrivenNode) -> None:
         """All that has to do with one node: start its run, then hear what happens there."""
         try:
-            if not self._begin(member):
+            if not self._connect_node(member):
                 return
             sender = threading.Thread(
                 target=self._send_orders, args=(member,), name="orders", daemon=True
             )
             sender.start()
-            self._hear(member)
+            self._poll_events(member)
         except Exception as error:  # noqa: BLE001 - a fault of ours must not leave a run hanging
             with self._lock:
                 self._fatal = self._fatal or errors.WorkerError(
-                    f"{self._title(member.node)}: {type(error).__name__}: {error}"
+                    f"{self._format_name(member.node)}: {type(error).__name__}: {error}"
                 )
                 self._news.notify_all()
 
-    def _begin(self, member: _DrivenNode) -> bool:
+    def _connect_node(self, member: _DrivenNode) -> bool:
         with self._lock:
             peers = {m.node.id: m.node for m in self._members.values() if m.joined}
-        known = {each: _place(node) for each, node in peers.items()}
+        known = {each: _pack_endpoint(node) for each, node in peers.items()}
         body = b"\n".join((json.dumps(known).encode(), self._plan))
         while True:
             try:
                 if not self._identify(member):
                     return False
-                have = self._open(member, body)
+                have = self._start_run(member, body)
                 break
-            except (RefusedError, UnfitError, TlsError) as error:
-                if not isinstance(error, RefusedError) or error.status != http.client.LOCKED:
-                    self._lost(member, _why(error))
+            except (HttpStatusError, ProtocolError, TlsError) as error:
+                if not isinstance(error, HttpStatusError) or error.status != http.client.LOCKED:
+                    self._lock_and_lose(member, _describe_refusal(error))
                     return False
-                if not self._knock_again(member, _why(error)):
+                if not self._wait_to_retry(member, _describe_refusal(error)):
                     return False
             except TimeoutError:
-                if not self._knock_again(member, f"it did not answer for {_SILENT:.0f} s"):
+                if not self._wait_to_retry(
+                    member, f"it did not answer for {_ANSWER_TIMEOUT:.0f} s"
+                ):
                     return False
             except (OSError, http.client.HTTPException) as error:
-                if not self._knock_again(
+                if not self._wait_to_retry(
                     member, f"it cannot be reached ({errors.one_line(error)})"
                 ):
                     return False
@@ -484,7 +492,7 @@ class _Drive:
             self._join(member, have, set(peers))
         return True
 
-    def _open(self, member: _DrivenNode, body: bytes) -> list[tuple[int, str]]:
+    def _start_run(self, member: _DrivenNode, body: bytes) -> list[tuple[int, str]]:
         """Start the run on a node, and see that the node answers while it looks at what it has.
 
         Returns:
@@ -496,15 +504,17 @@ class _Drive:
             OSError, http.client.HTTPException: It cannot be reached, or fell silent.
         """
         opened, silent = threading.Event(), threading.Event()
-        connections = Connections(_SILENT)  # of its own: it is broken off when the node is silent
+        connections = ConnectionPool(
+            _ANSWER_TIMEOUT
+        )  # of its own: it is broken off when the node is silent
 
         def watch() -> None:
-            while not opened.wait(_KNOCK):
+            while not opened.wait(_RETRY_INTERVAL):
                 place = member.node.place
                 try:
                     with self._connections.request(place, "GET", "/agent") as answer:
                         read_body(answer, 4096)
-                except RefusedError:
+                except HttpStatusError:
                     continue
                 except (OSError, http.client.HTTPException):
                     silent.set()
@@ -514,7 +524,9 @@ class _Drive:
         watcher = threading.Thread(target=watch, name=f"open-{member.node.name}", daemon=True)
         watcher.start()
         try:
-            said = self._ask(member, "PUT", "", body, timeout=_OPENING, connections=connections)
+            said = self._send_request(
+                member, "PUT", "", body, timeout=_START_TIMEOUT, connections=connections
+            )
             return self._check.read_pieces(said)
         except (OSError, http.client.HTTPException) as error:
             if silent.is_set():
@@ -527,34 +539,35 @@ class _Drive:
     def _identify(self, member: _DrivenNode) -> bool:
         """Ask an agent who it is, as all that follows names it. False if it is another node's."""
         try:
-            place = identify(member.node.place, member.node.key, _SILENT)
+            place = identify(member.node.place, member.node.key, _ANSWER_TIMEOUT)
         except (ValueError, RecursionError):
-            raise UnfitError("no identity") from None
+            raise ProtocolError("no identity") from None
         identity = place.identity
         member.node = replace(member.node, place=place)
         with self._lock:
             same = self._identities.setdefault(identity, [])
-            twin = next((one for one in same if _is_one_agent(one.place, place)), member.node)
+            twin = next((one for one in same if _is_same_agent(one.place, place)), member.node)
             if twin is member.node:
                 same.append(twin)
             is_another = twin.id != member.node.id
             if is_another:
                 self._lose(
                     member,
-                    f"its address leads to the agent of {self._title(twin)}: name each node once",
+                    f"its address leads to the agent of {self._format_name(twin)}: name each node "
+                    "once",
                 )
         return not is_another
 
-    def _knock_again(self, member: _DrivenNode, why: str) -> bool:
+    def _wait_to_retry(self, member: _DrivenNode, why: str) -> bool:
         """Wait a moment, and tell whether to try a host again that did not answer or was busy."""
         with self._lock:
             if self._ending:
                 return False
             node = member.node
-            self._absent[node.id] = NotStarted(node.id, node.name, why)
+            self._absent[node.id] = AbsentNode(node.id, node.name, why)
             self._knocking.add(node.id)
             self._members.pop(node.id, None)
-            self._news.wait(_KNOCK)
+            self._news.wait(_RETRY_INTERVAL)
             return not self._ending
 
     def _join(self, member: _DrivenNode, have: list[tuple[int, str]], known: set[str]) -> None:
@@ -563,24 +576,24 @@ class _Drive:
         self._members[identity] = member
         for other in self._members.values():
             if other.joined and not other.why:
-                other.orders.put({"join": identity, "place": _place(member.node)})
+                other.orders.put({"join": identity, "place": _pack_endpoint(member.node)})
                 if other.node.id not in known:
-                    member.orders.put({"join": other.node.id, "place": _place(other.node)})
+                    member.orders.put({"join": other.node.id, "place": _pack_endpoint(other.node)})
         member.joined, member.moved = True, time.monotonic()
         member.cached = sum(self._sizes[number] for number, _ in have)
         self._had += member.cached
         for number in self._void:
             member.orders.put({"void": number})
-        orders = self._tracker.joined(
+        orders = self._tracker.add_node(
             identity,
             have,
             time.monotonic(),
             zone=member.node.zone,
         )
-        self._deal(orders)
+        self._dispatch_orders(orders)
         self._news.notify_all()
 
-    def _planned(self, sources: list[str]) -> bytes:
+    def _make_run_spec(self, sources: list[str]) -> bytes:
         """Return the body that starts a run on a node, made once: it may be large."""
         settings, limits = self._settings, self._settings.limits
         return json.dumps(
@@ -590,7 +603,7 @@ class _Drive:
                 "key": self._key.hex(),
                 "check": settings.check,
                 "slots": limits.node_store + limits.down + 4,
-                "ca": self._authorities(),
+                "ca": self._read_authorities(),
                 "unpacked": {
                     "bytes": settings.unpacked_bytes,
                     "members": settings.unpacked_members,
@@ -598,11 +611,11 @@ class _Drive:
             }
         ).encode()
 
-    def _authorities(self) -> str | None:
+    def _read_authorities(self) -> str | None:
         files = [spec.ca_file for spec in self._settings.stores.values() if spec.ca_file]
         return "\n".join(file.read_text() for file in files) or None
 
-    def _lost(self, member: _DrivenNode, why: str) -> None:
+    def _lock_and_lose(self, member: _DrivenNode, why: str) -> None:
         with self._lock:
             self._lose(member, why)
 
@@ -611,12 +624,12 @@ class _Drive:
             return
         member.why = why or "it gave no reason"
         member.orders.put(None)
-        self._told.append(Event("node.lost", self._title(member.node), {"why": member.why}))
-        self._had -= sum(self._tracker.held(member.node.id, self._sizes))
-        self._deal(self._tracker.lost(member.node.id, time.monotonic()))
+        self._told.append(Event("node.lost", self._format_name(member.node), {"why": member.why}))
+        self._had -= sum(self._tracker.list_held_sizes(member.node.id, self._sizes))
+        self._dispatch_orders(self._tracker.remove_node(member.node.id, time.monotonic()))
         self._news.notify_all()
 
-    def _title(self, node: Node | NotStarted) -> str:
+    def _format_name(self, node: Node | AbsentNode) -> str:
         """Return the name of a node, with its id where another node has the same name."""
         known = [*(member.node for member in self._members.values()), *self._absent.values()]
         if any(other.name == node.name and other.id != node.id for other in known):
@@ -625,33 +638,33 @@ class _Drive:
 
     # -- talking to a node
 
-    def _ask(
+    def _send_request(
         self,
         member: _DrivenNode,
         method: str,
         tail: str,
         body: bytes = b"",
         *,
-        timeout: float = _SILENT,
-        connections: Connections | None = None,
+        timeout: float = _ANSWER_TIMEOUT,
+        connections: ConnectionPool | None = None,
     ) -> Any:
         path = f"/runs/{self._name}{tail}"
         node = member.node
 
-        def signed() -> dict[str, str]:
-            return {AUTH: sign(node.key, method, path, body, to=node.place.identity)}
+        def sign_headers() -> dict[str, str]:
+            return {AUTH_HEADER: sign(node.key, method, path, body, to=node.place.identity)}
 
         with (connections or self._connections).request(
-            node.place, method, path, signed, body or None, timeout=timeout
+            node.place, method, path, sign_headers, body or None, timeout=timeout
         ) as answer:
-            longest = self._check.longest
+            longest = self._check.max_answer_bytes
             said = read_body(answer, longest)
         if len(said) > longest:
-            raise UnfitError("more than there is to say")
+            raise ProtocolError("more than there is to say")
         try:
             return json.loads(said) if said else None
         except (ValueError, RecursionError):
-            raise UnfitError("no JSON") from None
+            raise ProtocolError("no JSON") from None
 
     def _send_orders(self, member: _DrivenNode) -> None:
         while (order := member.orders.get()) is not None:
@@ -663,31 +676,31 @@ class _Drive:
                     break
                 batch.append(more)
             try:
-                self._ask(member, "POST", "/orders", json.dumps(batch).encode())
-            except (RefusedError, OSError, http.client.HTTPException, UnfitError) as error:
-                self._lost(member, f"it took no orders ({_why(error)})")
+                self._send_request(member, "POST", "/orders", json.dumps(batch).encode())
+            except (HttpStatusError, OSError, http.client.HTTPException, ProtocolError) as error:
+                self._lock_and_lose(member, f"it took no orders ({_describe_refusal(error)})")
                 return
 
-    def _hear(self, member: _DrivenNode) -> None:
+    def _poll_events(self, member: _DrivenNode) -> None:
         after = 0
         while not (self._ending or member.why):
             try:
-                said = self._ask(member, "GET", f"/events?after={after}")
+                said = self._send_request(member, "GET", f"/events?after={after}")
                 events = self._check.read_events(said)
-            except (RefusedError, OSError, http.client.HTTPException) as error:
-                self._lost(member, f"it no longer answers ({_why(error)})")
+            except (HttpStatusError, OSError, http.client.HTTPException) as error:
+                self._lock_and_lose(member, f"it no longer answers ({_describe_refusal(error)})")
                 return
-            except UnfitError as error:
-                self._lost(member, str(error))
+            except ProtocolError as error:
+                self._lock_and_lose(member, str(error))
                 return
             after += len(events)
             with self._lock:
                 for event in events:
-                    self._happened(member, event)
+                    self._handle_event(member, event)
                 if events:
                     self._news.notify_all()
 
-    def _deal(self, orders: list[Order]) -> None:
+    def _dispatch_orders(self, orders: list[Order]) -> None:
         for order in orders:
             told: dict[str, Any] = {"p": order.piece}
             if order.drop:
@@ -705,7 +718,7 @@ class _Drive:
 
     # -- what happened
 
-    def _happened(self, member: _DrivenNode, event: dict[str, Any]) -> None:
+    def _handle_event(self, member: _DrivenNode, event: dict[str, Any]) -> None:
         if member.why or self._ending:
             return
         match event["e"]:
@@ -713,42 +726,46 @@ class _Drive:
                 if self._tracker.lacks(member.node.id):
                     member.moved = time.monotonic()
             case "done":
-                self._done(member, event["p"], event["s"], event["d"], event["b"])
+                self._handle_done(member, event["p"], event["s"], event["d"], event["b"])
             case "had":
-                self._count(member, event["s"], event["b"])
-                self._deal(
-                    self._tracker.ended(member.node.id, event["p"], event["s"], time.monotonic())
+                self._count_bytes(member, event["s"], event["b"])
+                self._dispatch_orders(
+                    self._tracker.cancel_transfer(
+                        member.node.id, event["p"], event["s"], time.monotonic()
+                    )
                 )
             case "failed":
-                self._failed(member, event)
+                self._handle_failed(member, event)
             case "retry":
                 member.failures += 1
             case "files":
-                self._files(member, event["f"])
+                self._handle_files(member, event["f"])
             case "unusable":
                 member.unusable[event["f"]] = event["why"]
             case "mismatch":
-                self._mismatch(member, event["f"], event["d"])
+                self._handle_mismatch(member, event["f"], event["d"])
             case _:
                 self._lose(member, event["why"])
 
-    def _done(self, member: _DrivenNode, number: int, source: str, digest: str, size: int) -> None:
+    def _handle_done(
+        self, member: _DrivenNode, number: int, source: str, digest: str, size: int
+    ) -> None:
         name, now = member.node.id, time.monotonic()
-        self._count(member, source, size)
+        self._count_bytes(member, source, size)
         if source == STORE:
             self._failing.pop(number, None)
         if not self._tracker.has(name, number):
             self._had += size
             member.moved = now
-        self._deal(self._tracker.done(name, number, source, digest, now))
+        self._dispatch_orders(self._tracker.complete_transfer(name, number, source, digest, now))
 
-    def _count(self, member: _DrivenNode, source: str, size: int) -> None:
+    def _count_bytes(self, member: _DrivenNode, source: str, size: int) -> None:
         if source == STORE:
             member.from_store += size
         else:
             member.from_peers += size
 
-    def _failed(self, member: _DrivenNode, event: dict[str, Any]) -> None:
+    def _handle_failed(self, member: _DrivenNode, event: dict[str, Any]) -> None:
         member.failures += 1
         number, source, status = event["p"], event["s"], event["status"]
         now = time.monotonic()
@@ -756,15 +773,19 @@ class _Drive:
         giver = self._members.get(source)
         if wrong and giver is not None and source not in member.accused:
             member.accused.add(source)  # it may say so for ever
-            self._told.append(Event("node.untrusted", self._title(giver.node), {"piece": number}))
+            self._told.append(
+                Event("node.untrusted", self._format_name(giver.node), {"piece": number})
+            )
         if source == STORE:
             since = self._failing.setdefault(number, now)
-            if status in FINAL or now - since > self._settings.patience.total_seconds():
+            if status in FINAL_STATUSES or now - since > self._settings.patience.total_seconds():
                 self._blaming.setdefault(number, {})[member.node.id] = event["why"]
                 self._referee.read(number)  # one node ends no run
-        self._deal(self._tracker.failed(member.node.id, number, source, now, wrong=wrong))
+        self._dispatch_orders(
+            self._tracker.fail_transfer(member.node.id, number, source, now, wrong=wrong)
+        )
 
-    def _store_failed(self, number: int, status: int, why: str) -> None:
+    def _handle_store_failure(self, number: int, status: int, why: str) -> None:
         """End the run if the driver itself finds an object gone, or cannot read it for too long."""
         origins = sorted(
             {self._catalogue.files[s.file].origin for s in self._catalogue.pieces[number]}
@@ -772,7 +793,7 @@ class _Drive:
         where = (
             origins[0] if len(origins) == 1 else f"{origins[0]} or one of {len(origins)} beside it"
         )
-        if status in FINAL:
+        if status in FINAL_STATUSES:
             self._fatal = errors.ChangedError(
                 f"{where} was replaced or removed while it was being read ({status}), so the run "
                 "has stopped rather than mix two versions. Run it again for what is there now."
@@ -781,13 +802,13 @@ class _Drive:
         now = time.monotonic()
         since = self._failing.setdefault(number, now)
         if now - since > self._settings.patience.total_seconds():
-            kind = errors.DeniedError if status in _DENIED else errors.UnavailableError
+            kind = errors.DeniedError if status in _DENIED_STATUSES else errors.UnavailableError
             self._fatal = kind(
                 f"{where} could not be read for {now - since:.0f} s ({why}). Run it again when the "
                 "store answers: what is on the nodes stays."
             )
 
-    def _files(self, member: _DrivenNode, numbers: list[int]) -> None:
+    def _handle_files(self, member: _DrivenNode, numbers: list[int]) -> None:
         if not member.files.issuperset(numbers):
             member.files.update(numbers)
             member.moved = time.monotonic()
@@ -795,11 +816,11 @@ class _Drive:
             member.ready = True
             member.seconds = time.monotonic() - self._began
             figures = {"seconds": round(member.seconds, 2)}
-            self._told.append(Event("node.ready", self._title(member.node), figures))
+            self._told.append(Event("node.ready", self._format_name(member.node), figures))
 
     # -- what the driver reads itself
 
-    def _take_own_share(self) -> None:
+    def _select_own_reads(self) -> None:
         """Choose pieces that the driver reads itself, of those that nothing says anything of.
 
         They are drawn at random, up to a limit: all of them where they are few. Nodes that lie
@@ -807,7 +828,7 @@ class _Drive:
         """
         pieces = [number for number in self._unproven if self._tracker.is_lacked(number)]
         random.SystemRandom().shuffle(pieces)
-        left = _OWN_READS
+        left = _OWN_READ_LIMIT
         for number in pieces:
             left -= self._sizes[number]
             if left < 0:
@@ -822,10 +843,10 @@ class _Drive:
                 return True
             return any(not self._members[name].why for name in self._blaming.get(number, ()))
 
-    def _settled(self, number: int, digest: str) -> None:
+    def _handle_settled(self, number: int, digest: str) -> None:
         with self._lock:
             self._failing.pop(number, None)
-            self._settle({number: digest})
+            self._settle_pieces({number: digest})
             for name, why in self._blaming.pop(number, {}).items():
                 where = self._catalogue.files[self._catalogue.pieces[number][0].file].origin
                 self._lose(
@@ -834,30 +855,32 @@ class _Drive:
                 )
             self._news.notify_all()
 
-    def _settle(self, pieces: dict[int, str]) -> bool:
+    def _settle_pieces(self, pieces: dict[int, str]) -> bool:
         """Tell the tracker what pieces are; returns whether a node had one of them wrong."""
         orders: list[Order] = []
         for number, digest in pieces.items():
-            orders += self._tracker.settled(number, digest, time.monotonic())
-        self._deal(orders)
+            orders += self._tracker.settle_piece(number, digest, time.monotonic())
+        self._dispatch_orders(orders)
         for name in set(self._tracker.quarantined) - self._untrusted:
             self._untrusted.add(name)
-            self._told.append(Event("node.untrusted", self._title(self._members[name].node), {}))
+            self._told.append(
+                Event("node.untrusted", self._format_name(self._members[name].node), {})
+            )
         return any(order.drop for order in orders)
 
-    def _unread(self, number: int, error: FetchError) -> None:
+    def _handle_unreadable(self, number: int, error: FetchError) -> None:
         with self._lock:
-            self._store_failed(number, error.status, str(error))
+            self._handle_store_failure(number, error.status, str(error))
             self._news.notify_all()
 
-    def _broke(self, error: BaseException) -> None:
+    def _handle_fault(self, error: BaseException) -> None:
         with self._lock:
             self._fatal = self._fatal or errors.WorkerError(errors.one_line(error))
             self._news.notify_all()
 
     # -- an object that is not what its digest says
 
-    def _mismatch(self, member: _DrivenNode, number: int, parts: str) -> None:
+    def _handle_mismatch(self, member: _DrivenNode, number: int, parts: str) -> None:
         """Have a file read by the driver, as a node says that its digest does not fit.
 
         The driver reads the file. After that, segments that are right and do not fit are a lie, or
@@ -881,12 +904,12 @@ class _Drive:
                 not self._members[name].why for name in self._mismatched.get(number, ())
             )
 
-    def _judge(self, audit: FileAudit) -> None:
+    def _handle_audit(self, audit: FileAudit) -> None:
         """Settle a file that the driver has read: what differs is replaced everywhere."""
         file = self._catalogue.files[audit.file]
         with self._lock:
             if audit.digest != file.digest and file.sha256:
-                self._give_up(audit.file)
+                self._fail_corrupt(audit.file)
                 self._news.notify_all()
                 return
             if audit.digest != file.digest:  # its ETag is no MD5: it was encrypted by the store
@@ -896,19 +919,19 @@ class _Drive:
                         member.orders.put({"void": audit.file})
             self._audited[audit.file] = audit.parts
             accusers = self._mismatched.pop(audit.file, set())
-            changed = self._settle(audit.pieces)
+            changed = self._settle_pieces(audit.pieces)
             if not changed and audit.file not in self._void:
-                self._count_in_vain(accusers, file.origin)
+                self._count_false_alarms(accusers, file.origin)
             self._news.notify_all()
 
-    def _count_in_vain(self, names: set[str], origin: str) -> None:
+    def _count_false_alarms(self, names: set[str], origin: str) -> None:
         for name in names:
             self._vain[name] = self._vain.get(name, 0) + 1
-            if self._vain[name] >= _IN_VAIN:
+            if self._vain[name] >= _MAX_FALSE_ALARMS:
                 why = f"it finds files wrong that are right in the store, {origin} for one"
                 self._lose(self._members[name], why)
 
-    def _give_up(self, number: int) -> None:
+    def _fail_corrupt(self, number: int) -> None:
         file = self._catalogue.files[number]
         self._fatal = errors.CorruptError(
             f"{file.origin} is not the bytes that its digest {file.sha256} says, also when it is "
@@ -918,34 +941,34 @@ class _Drive:
 
     # -- the end
 
-    def _end(self) -> None:
+    def _end_runs(self) -> None:
         with self._lock:
             self._ending = True
             members = [member for member in self._members.values() if member.joined]
             self._news.notify_all()
         enders = [
-            threading.Thread(target=self._end_one, args=(member,), daemon=True)
+            threading.Thread(target=self._end_run, args=(member,), daemon=True)
             for member in members
         ]
         for thread in enders:
             thread.start()
         for thread in [*enders, *self._threads]:
-            thread.join(_SILENT)
+            thread.join(_ANSWER_TIMEOUT)
 
-    def _end_one(self, member: _DrivenNode) -> None:
+    def _end_run(self, member: _DrivenNode) -> None:
         member.orders.put(None)
         if member.why:
             return
         try:
-            self._ask(member, "DELETE", "")
-        except (RefusedError, OSError, http.client.HTTPException, UnfitError):
+            self._send_request(member, "DELETE", "")
+        except (HttpStatusError, OSError, http.client.HTTPException, ProtocolError):
             return  # it ends the run itself when it hears nothing for a while
 
-    def _report(self) -> PrewarmReport:
+    def _make_report(self) -> PrewarmReport:
         quarantined = set(self._tracker.quarantined)
         nodes = [
             NodeReport(
-                name=self._title(m.node),
+                name=self._format_name(m.node),
                 ready=m.ready and not m.why,
                 why=m.why,
                 cached=m.cached,
@@ -958,7 +981,7 @@ class _Drive:
             for m in self._members.values()
         ]
         nodes += [
-            NodeReport(self._title(m), False, m.why, 0, 0, 0, 0, 0.0, True)  # noqa: FBT003
+            NodeReport(self._format_name(m), False, m.why, 0, 0, 0, 0, 0.0, True)  # noqa: FBT003
             for m in self._absent.values()
         ]
         files = self._catalogue.files
@@ -966,7 +989,7 @@ class _Drive:
         unconfirmed = {
             segment.file
             for number in self._unproven
-            if not self._tracker.is_shown(number)
+            if not self._tracker.is_decided(number)
             for segment in self._catalogue.pieces[number]
             if segment.size
         }
@@ -984,7 +1007,7 @@ class _Drive:
         )
 
 
-def _is_one_agent(one: Endpoint, other: Endpoint) -> bool:
+def _is_same_agent(one: Endpoint, other: Endpoint) -> bool:
     """Tell whether two places that state one identity are of one agent.
 
     Anybody may ask an agent for its identity, and state it. Nobody shows its certificate; over
@@ -994,12 +1017,12 @@ def _is_one_agent(one: Endpoint, other: Endpoint) -> bool:
     return len(fingerprints) == 1 or "" in fingerprints
 
 
-def _place(node: Node) -> list[Any]:
+def _pack_endpoint(node: Node) -> list[Any]:
     place = node.place
     return [place.scheme, place.host, place.port, place.identity, place.fingerprint]
 
 
-def _stated(said: Any) -> str:
+def _read_reason(said: Any) -> str:
     """Return the reason that a refusal states.
 
     Raises:
@@ -1012,12 +1035,12 @@ def _stated(said: Any) -> str:
             raise ValueError("no reason")
 
 
-def _why(error: BaseException) -> str:
+def _describe_refusal(error: BaseException) -> str:
     """Return the reason of a refusal or a broken connection, in one line."""
-    if isinstance(error, RefusedError):
+    if isinstance(error, HttpStatusError):
         text = str(error).partition(" ")[2]
         try:
-            return plain(_stated(json.loads(text)))
+            return plain(_read_reason(json.loads(text)))
         except (ValueError, RecursionError):
             return plain(str(error))
     return errors.one_line(error)

@@ -20,14 +20,14 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from millrace.swarm.rates import Durations, Outrun, Pace, Shares
+from millrace.swarm.rates import Durations, RateComparison, ReadConcurrency, SharedClock
 from millrace.swarm.settings import LimitSettings
 
 STORE = ""
 """The source of a piece that is read from the store."""
 
-_LOOKED_AT = 16  # pieces of a node's queue, and holders of a piece, that one decision looks at
-_FED = 8  # waiting nodes that are offered what one event has freed
+_MAX_CANDIDATES = 16  # pieces of a node's queue, and holders of a piece, that one decision looks at
+_MAX_FILLED = 8  # waiting nodes that are offered what one event has freed
 _VERY_LATE = 4.0  # times what is late
 _SLOW_READER = 3.0  # times as long as the quickest reader of its zone takes
 _SLOW_ZONE = 1.3  # times as long as the quickest zone takes
@@ -39,10 +39,10 @@ _SLOW_READ = 3.0  # and times as long as the quickest reader takes
 _BEHIND = 2.0  # times the pieces that a node fetches at once, that it may be behind another one
 _SLOW_BEHIND = 1.0  # and that a slow reader may be
 _SLOW_ZONE_BEHIND = 0.5  # and that the nodes of a slow zone may be
-_ACCUSERS = 2  # nodes that must say that one gives wrong bytes; one alone may lie
-_REFUSALS = 8  # in a row, after which a node asks a giver no more that has given it nothing
+_MIN_ACCUSERS = 2  # nodes that must say that one gives wrong bytes; one alone may lie
+_MAX_REFUSALS = 8  # in a row, after which a node asks a giver no more that has given it nothing
 _LONGEST_DOUBLING = 10  # failures after which the pause before the next read grows no more
-_WRONG_VOTES = 2  # that cost a node its vote: one may be a bit that flipped in its memory
+_MAX_WRONG_VOTES = 2  # that cost a node its vote: one may be a bit that flipped in its memory
 _HOPELESS = 8  # wrong votes after which a node is of no use: it cannot read what the store has
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
@@ -96,7 +96,7 @@ class _NodeState:
     """Seconds a byte of what it gets from other nodes, smoothed; 0 before the first."""
     one_read: float = 0.0
     """Bytes a second of its last read from the store."""
-    outrun: Outrun = field(default_factory=Outrun)
+    outrun: RateComparison = field(default_factory=RateComparison)
     queue: deque[int] = field(default_factory=deque[int])
     """Pieces that some node has and this one lacks, oldest first."""
     shuns: set[str] = field(default_factory=set[str])
@@ -132,7 +132,7 @@ class _PieceState:
 
 
 @dataclass(frozen=True, slots=True)
-class _Took:
+class _TransferTime:
     """Time that a transfer took.
 
     Attributes:
@@ -147,7 +147,7 @@ class _Took:
 
 
 @dataclass(slots=True)
-class _Late:
+class _LateTransfers:
     """Transfers that take too long.
 
     Attributes:
@@ -202,7 +202,7 @@ class Tracker:
         for piece, votes in zip(self._pieces, needs, strict=False):
             piece.needs = votes
         self._limits = limits or LimitSettings()
-        self._pace = Pace(self._limits.node_store)
+        self._pace = ReadConcurrency(self._limits.node_store)
         self._direct = ""
         self._accusers: dict[str, set[str]] = {}  # of a node → who says that it gives wrong bytes
         self._nodes: dict[str, _NodeState] = {}
@@ -217,7 +217,7 @@ class Tracker:
         self._offered = set(self._unread)  # what is in it
         self._wanted: set[int] = set()  # pieces in `_NodeState.second` that nobody reads yet
         self._delayed: list[int] = []  # failed at the store: read again later
-        self._shares = Shares()
+        self._shares = SharedClock()
         self._hungry: dict[str, None] = {}  # in order, so that the choices are always the same
         self._random = random.Random(seed)
         self._from_store = Durations()
@@ -232,8 +232,8 @@ class Tracker:
         self._begun = True
         for node in self._nodes.values():
             if node.alive:
-                self._feed(node, now)
-        return self._taken()
+                self._fill_slots(node, now)
+        return self._take_orders()
 
     @property
     def nodes(self) -> list[str]:
@@ -255,25 +255,25 @@ class Tracker:
         """Reason why nodes read from the store what others have; empty while they do not."""
         return self._direct
 
-    def is_shown(self, piece: int) -> bool:
+    def is_decided(self, piece: int) -> bool:
         """Tell whether enough votes, or the owner, have decided what a piece is."""
         return bool(self._pieces[piece].digest)
 
     def is_lacked(self, piece: int) -> bool:
         """Tell whether a living node lacks a piece."""
-        return any(not node.have[piece] for node in self._living())
+        return any(not node.have[piece] for node in self._iterate_living())
 
     def is_disputed(self, piece: int) -> bool:
         """Tell whether votes for a piece differ, and the owner has not said what it is."""
         found = self._pieces[piece]
-        votes = {found.said[name] for name in self._voters(found)} | {found.digest}
+        votes = {found.said[name] for name in self._list_voters(found)} | {found.digest}
         return not found.settled and len(votes - {""}) > 1
 
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Tell whether every living node has every piece."""
         return all(node.missing == 0 for node in self._nodes.values() if node.alive)
 
-    def held(self, node: str, sizes: Sequence[int]) -> list[int]:
+    def list_held_sizes(self, node: str, sizes: Sequence[int]) -> list[int]:
         """Return the sizes of the pieces that a node has; of one that never joined, none."""
         known = self._nodes.get(node)
         return [size for size, has in zip(sizes, known.have, strict=True) if has] if known else []
@@ -286,7 +286,7 @@ class Tracker:
         """Tell whether a node has a piece."""
         return bool(self._nodes[node].have[piece])
 
-    def joined(
+    def add_node(
         self, name: str, have: Iterable[tuple[int, str]], now: float, *, zone: str = ""
     ) -> list[Order]:
         """Note that a node has come, with the pieces (and their digests) that it holds already."""
@@ -301,35 +301,37 @@ class Tracker:
             else:
                 self._offer_if_nobody_has(number)
         for number, digest in have:
-            self._has_copy(node, number, digest, vote=True)
-        self._feed(node, now)
-        self._feed_hungry(now)
-        return self._taken()
+            self._note_copy(node, number, digest, vote=True)
+        self._fill_slots(node, now)
+        self._fill_waiting(now)
+        return self._take_orders()
 
-    def done(self, name: str, number: int, source: str, digest: str, now: float) -> list[Order]:
+    def complete_transfer(
+        self, name: str, number: int, source: str, digest: str, now: float
+    ) -> list[Order]:
         """Note that a node has a piece, of this digest.
 
         From another node it is of the digest that was ordered, or the agent says `failed`: one that
         says another digest lies.
         """
         node, piece = self._nodes[name], self._pieces[number]
-        took = self._over(node, number, source, now)
+        took = self._end_transfer(node, number, source, now)
         if took is not None and source != STORE and digest != took.digest:
             self.hopeless.append(name)
-            return self._taken()
+            return self._take_orders()
         if took is not None:
-            self._measure(node, piece, source, took, now)
+            self._measure_transfer(node, piece, source, took, now)
         if not node.alive or node.have[number]:
             self._offer_if_nobody_has(number)
-            return self._taken()
+            return self._take_orders()
         piece.failures = 0
         node.refusals.pop(source, None)
-        self._has_copy(node, number, digest, vote=source == STORE)
-        self._feed(node, now)
-        self._feed_hungry(now)
-        return self._taken()
+        self._note_copy(node, number, digest, vote=source == STORE)
+        self._fill_slots(node, now)
+        self._fill_waiting(now)
+        return self._take_orders()
 
-    def failed(
+    def fail_transfer(
         self, name: str, number: int, source: str, now: float, *, wrong: bool = False
     ) -> list[Order]:
         """Note that a node could not fetch a piece from a source.
@@ -339,11 +341,11 @@ class Tracker:
         Of a transfer that was not ordered, or is over, nothing is believed.
         """
         node, piece = self._nodes[name], self._pieces[number]
-        took = self._over(node, number, source, now)
+        took = self._end_transfer(node, number, source, now)
         if took is None:
-            return self._taken()
+            return self._take_orders()
         if source == STORE:
-            self._read_again(number, now)
+            self._schedule_retry(number, now)
         elif wrong:
             if took.digest == piece.digest:  # else the giver has dropped what was ordered
                 self._accuse(node, self._nodes[source])
@@ -352,34 +354,34 @@ class Tracker:
         if node.alive and not node.have[number] and piece.holders:
             self._enqueue(node, number)
         if node.alive:
-            self._feed(node, now)
-        self._feed_hungry(now)
-        return self._taken()
+            self._fill_slots(node, now)
+        self._fill_waiting(now)
+        return self._take_orders()
 
-    def ended(self, name: str, number: int, source: str, now: float) -> list[Order]:
+    def cancel_transfer(self, name: str, number: int, source: str, now: float) -> list[Order]:
         """Note that a node needs a piece from this source no more: another one was quicker.
 
         Where the node is not known to have the piece, the transfer has failed.
         """
         node = self._nodes[name]
-        took = self._over(node, number, source, now)
+        took = self._end_transfer(node, number, source, now)
         if took is not None and node.alive and not node.have[number]:
             if source == STORE:
-                self._read_again(number, now)
+                self._schedule_retry(number, now)
             if self._pieces[number].holders:
                 self._enqueue(node, number)
         if source != STORE:
             if took is not None:
                 giver, size = self._nodes[source], self._pieces[number].size
-                if took.seconds > self._allowed_fetch(giver, node, size):
+                if took.seconds > self._compute_fetch_timeout(giver, node, size):
                     self._note_refusal(node, giver)
             self._offer_if_nobody_has(number)
         if node.alive:
-            self._feed(node, now)
-        self._feed_hungry(now)
-        return self._taken()
+            self._fill_slots(node, now)
+        self._fill_waiting(now)
+        return self._take_orders()
 
-    def lost(self, name: str, now: float) -> list[Order]:
+    def remove_node(self, name: str, now: float) -> list[Order]:
         """Note that a node is gone, with what it had."""
         node = self._nodes.get(name)
         if node is None or not node.alive:
@@ -391,17 +393,17 @@ class Tracker:
         self._find_least_fetch()
         for number, sources in list(node.down.items()):
             for source in list(sources):
-                self._over(node, number, source, now)
+                self._end_transfer(node, number, source, now)
             self._offer_if_nobody_has(number)
         self._forget_copies(node)
         for other in self._nodes.values():
             if other.alive:
                 for number, sources in list(other.down.items()):
                     if name in sources:
-                        self._over(other, number, name, now)
+                        self._end_transfer(other, number, name, now)
                         self._enqueue(other, number)
-                self._feed(other, now)
-        return self._taken()
+                self._fill_slots(other, now)
+        return self._take_orders()
 
     def tick(self, now: float) -> list[Order]:
         """Time has passed: what was delayed is due, and what is late is ordered elsewhere too."""
@@ -412,13 +414,13 @@ class Tracker:
             else:
                 self._delayed.append(number)
         self._hedge(now)
-        self._look_at_rates(now)
+        self._compare_rates(now)
         for node in self._nodes.values():
             if node.alive:
-                self._feed(node, now)
-        return self._taken()
+                self._fill_slots(node, now)
+        return self._take_orders()
 
-    def settled(self, number: int, digest: str, now: float) -> list[Order]:
+    def settle_piece(self, number: int, digest: str, now: float) -> list[Order]:
         """Note the digest of a piece that the owner has read itself.
 
         Others drop copies that differ.
@@ -430,12 +432,12 @@ class Tracker:
         piece.settled = True
         self._decide(number, digest)
         self._offer_if_nobody_has(number)
-        self._feed_hungry(now)
-        return self._taken()
+        self._fill_waiting(now)
+        return self._take_orders()
 
     # -- what happens to a piece
 
-    def _has_copy(self, node: _NodeState, number: int, digest: str, *, vote: bool) -> None:
+    def _note_copy(self, node: _NodeState, number: int, digest: str, *, vote: bool) -> None:
         """Note that a node has a copy of a piece; `vote`: it did not get it from a node."""
         piece = self._pieces[number]
         node.have[number] = 1
@@ -447,14 +449,14 @@ class Tracker:
         if vote:
             piece.voters.add(node.name)
         if piece.digest == digest:
-            self._holds(node, number)
+            self._add_holder(node, number)
         elif piece.settled or not vote:
-            self._contradict(node, number)
+            self._reject_copy(node, number)
         else:
-            self._weigh(number)
+            self._count_votes(number)
         self._offer_if_nobody_has(number)
 
-    def _holds(self, node: _NodeState, number: int) -> None:
+    def _add_holder(self, node: _NodeState, number: int) -> None:
         """Let others fetch a piece from a node, whose copy is right."""
         piece = self._pieces[number]
         if not node.trusted or node.name in piece.holders:
@@ -469,15 +471,15 @@ class Tracker:
         elif node.zone:
             self._pass_on(node, number)
 
-    def _voters(self, piece: _PieceState) -> list[str]:
+    def _list_voters(self, piece: _PieceState) -> list[str]:
         """Return the nodes whose votes for a piece count."""
         return [name for name in piece.voters if self._nodes[name].trusted]
 
-    def _weigh(self, number: int) -> None:
+    def _count_votes(self, number: int) -> None:
         """Count the votes for a piece: enough for one digest decide, and others are a dispute."""
         piece = self._pieces[number]
         if not (piece.digest or piece.settled):
-            votes = Counter(piece.said[name] for name in self._voters(piece))
+            votes = Counter(piece.said[name] for name in self._list_voters(piece))
             digest, most = votes.most_common(1)[0] if votes else ("", 0)
             if most >= piece.needs:
                 self._decide(number, digest)
@@ -490,11 +492,11 @@ class Tracker:
         piece.digest, piece.holders = digest, []
         for name, said in list(piece.said.items()):
             if said == digest:
-                self._holds(self._nodes[name], number)
+                self._add_holder(self._nodes[name], number)
             elif piece.settled and name in piece.said:
-                self._contradict(self._nodes[name], number)
+                self._reject_copy(self._nodes[name], number)
 
-    def _contradict(self, node: _NodeState, number: int) -> None:
+    def _reject_copy(self, node: _NodeState, number: int) -> None:
         """Have a node drop a copy: the owner says otherwise, or it is of a digest that is undone.
 
         A node whose vote was wrong twice has none any more. One that goes on so is given up: it
@@ -502,11 +504,11 @@ class Tracker:
         """
         piece = self._pieces[number]
         voted = node.name in piece.voters
-        self._lost_copy(node, number)
+        self._drop_copy(node, number)
         self._enqueue(node, number)
         if voted:
             node.wrong_votes += 1
-            if node.wrong_votes >= _WRONG_VOTES:
+            if node.wrong_votes >= _MAX_WRONG_VOTES:
                 self._distrust(node)
             if node.wrong_votes == _HOPELESS:
                 self.hopeless.append(node.name)
@@ -516,11 +518,11 @@ class Tracker:
         for mate in self._zones[node.zone]:
             if not mate.have[number] and number not in mate.down:
                 mate.queue.appendleft(number)
-                self._await(mate)
+                self._mark_waiting(mate)
 
     def _offer_if_nobody_has(self, number: int) -> None:
         piece = self._pieces[number]
-        if piece.reading or self._well_held(number):
+        if piece.reading or self._is_well_held(number):
             return
         if any(node.alive and not node.have[number] for node in self._nodes.values()):
             self._offer_to_read(number)
@@ -537,9 +539,9 @@ class Tracker:
 
     def _enqueue(self, node: _NodeState, number: int) -> None:
         node.queue.append(number)
-        self._await(node)
+        self._mark_waiting(node)
 
-    def _await(self, node: _NodeState) -> None:
+    def _mark_waiting(self, node: _NodeState) -> None:
         self._hungry[node.name] = None
 
     def _forget_copies(self, node: _NodeState) -> None:
@@ -567,22 +569,22 @@ class Tracker:
                 continue
             if node.name in piece.holders:
                 piece.holders.remove(node.name)
-            self._undo(node, number)
+            self._undo_decision(node, number)
             self._offer_if_nobody_has(number)
 
-    def _undo(self, node: _NodeState, number: int) -> None:
+    def _undo_decision(self, node: _NodeState, number: int) -> None:
         piece = self._pieces[number]
         if piece.settled or not piece.digest:
             return
-        votes = sum(piece.said[name] == piece.digest for name in self._voters(piece))
+        votes = sum(piece.said[name] == piece.digest for name in self._list_voters(piece))
         if piece.holders and (piece.needs == 1 or votes >= piece.needs):
             return
         wrong, piece.digest, piece.holders = piece.digest, "", []
         for name, said in list(piece.said.items()):
             voted = name in piece.voters and name != node.name
             if said == wrong and not voted:
-                self._lost_copy(self._nodes[name], number)
-        self._weigh(number)
+                self._drop_copy(self._nodes[name], number)
+        self._count_votes(number)
 
     def _accuse(self, node: _NodeState, giver: _NodeState) -> None:
         """Note that a node was given wrong bytes.
@@ -592,7 +594,7 @@ class Tracker:
         node.shuns.add(giver.name)
         accusers = self._accusers.setdefault(giver.name, set())
         accusers.add(node.name)
-        if len(accusers) >= _ACCUSERS:
+        if len(accusers) >= _MIN_ACCUSERS:
             self._distrust(giver)
 
     def _note_refusal(self, node: _NodeState, giver: _NodeState) -> None:
@@ -603,10 +605,10 @@ class Tracker:
         """
         giver.rates[node.zone] = giver.rates.get(node.zone, 0.0) / 2
         node.refusals[giver.name] += 1
-        if node.refusals[giver.name] >= _REFUSALS:
+        if node.refusals[giver.name] >= _MAX_REFUSALS:
             self._mark_slow(giver)
 
-    def _lost_copy(self, node: _NodeState, number: int) -> None:
+    def _drop_copy(self, node: _NodeState, number: int) -> None:
         piece = self._pieces[number]
         piece.said.pop(node.name, None)
         piece.voters.discard(node.name)
@@ -630,19 +632,19 @@ class Tracker:
         heapq.heappush(self._unread, number)
         for node in self._nodes.values():
             if node.alive and node.reads < self._pace.reads:
-                self._await(node)
+                self._mark_waiting(node)
 
     def _offer_to_vote(self, number: int) -> None:
         """Let a node that lacks a piece read it for a further vote."""
         if number in self._wanted:
             return
         self._wanted.add(number)
-        for node in self._living():
+        for node in self._iterate_living():
             if not node.have[number]:
                 node.second.append(number)
-                self._await(node)
+                self._mark_waiting(node)
 
-    def _read_again(self, number: int, now: float) -> None:
+    def _schedule_retry(self, number: int, now: float) -> None:
         piece = self._pieces[number]
         doublings = min(piece.failures, _LONGEST_DOUBLING)
         pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0**doublings)
@@ -653,34 +655,34 @@ class Tracker:
 
     # -- what a node does next
 
-    def _feed_hungry(self, now: float) -> None:
+    def _fill_waiting(self, now: float) -> None:
         """Offer what has become free to those that wait; to those that lack most first."""
         waiting = [node for name in self._hungry if (node := self._nodes[name]).alive]
-        for node in heapq.nlargest(_FED, waiting, key=lambda node: node.missing):
+        for node in heapq.nlargest(_MAX_FILLED, waiting, key=lambda node: node.missing):
             self._hungry.pop(node.name, None)
-            self._feed(node, now)
+            self._fill_slots(node, now)
 
-    def _feed(self, node: _NodeState, now: float) -> None:
+    def _fill_slots(self, node: _NodeState, now: float) -> None:
         """Fill a node's free slots."""
         if not self._begun:
             return
         limits = self._limits
         while node.reads < self._pace.reads and self._shares.users < limits.store:
-            number = self._next_alone(node, now)
+            number = self._pick_direct_read(node, now)
             if number is None:
-                number = self._next_second(node)
+                number = self._pick_vote_read(node)
             if number is None:
-                number = self._next_unread(node)
+                number = self._pick_unread(node)
             if number is None:
                 break
-            self._order(node, number, STORE, now)
+            self._order_transfer(node, number, STORE, now)
         looked = 0
         down = limits.down if node.fetch_pace else min(limits.down, _FIRST_FETCHES)
-        while node.queue and node.fetches < down and looked < _LOOKED_AT:
+        while node.queue and node.fetches < down and looked < _MAX_CANDIDATES:
             number = node.queue.popleft()
             if node.have[number] or number in node.down:
                 continue
-            source = self._source(node, number)
+            source = self._pick_source(node, number)
             if source is None:
                 holders = self._pieces[number].holders
                 if not node.shuns.issuperset(holders):  # all busy, or better left to a neighbour
@@ -689,16 +691,16 @@ class Tracker:
                     node.alone.append(number)
                 looked += 1
                 continue
-            self._order(node, number, source.name, now)
+            self._order_transfer(node, number, source.name, now)
         if (node.queue and node.fetches < down) or (
             (self._unread or node.alone or node.second) and node.reads < self._pace.reads
         ):
-            self._await(node)
+            self._mark_waiting(node)
 
-    def _next_alone(self, node: _NodeState, now: float) -> int | None:
+    def _pick_direct_read(self, node: _NodeState, now: float) -> int | None:
         """Return a piece that others have, and that this node is to read from the store."""
         for waiting in (node.alone, node.queue) if node.outrun.why else (node.alone,):
-            for _ in range(min(len(waiting), _LOOKED_AT)):
+            for _ in range(min(len(waiting), _MAX_CANDIDATES)):
                 number = waiting.pop()
                 if node.have[number] or number in node.down:
                     continue
@@ -710,12 +712,12 @@ class Tracker:
                 waiting.appendleft(number)  # it failed a moment ago
         return None
 
-    def _next_second(self, node: _NodeState) -> int | None:
+    def _pick_vote_read(self, node: _NodeState) -> int | None:
         """Return a piece with too few votes that this node lacks, and that nobody else reads."""
         may = self._may_read(node)
         passed: list[int] = []
         found = None
-        while node.second and len(passed) < _LOOKED_AT:
+        while node.second and len(passed) < _MAX_CANDIDATES:
             number = node.second.popleft()
             if number not in self._wanted or node.have[number]:
                 continue
@@ -735,21 +737,21 @@ class Tracker:
     def _waits_for_votes(self, number: int) -> bool:
         """Tell whether a piece has a vote, and too few: it is in `_NodeState.second`."""
         piece = self._pieces[number]
-        return not piece.digest and bool(self._voters(piece))
+        return not piece.digest and bool(self._list_voters(piece))
 
     def _is_left_to_untrusted(self, number: int) -> bool:
         """Tell whether no trusted node lacks a piece, so that nobody will vote for it any more."""
-        return all(node.have[number] for node in self._living() if node.trusted)
+        return all(node.have[number] for node in self._iterate_living() if node.trusted)
 
-    def _next_unread(self, node: _NodeState) -> int | None:
+    def _pick_unread(self, node: _NodeState) -> int | None:
         """Return the first piece that nobody has, and that this node does not read already."""
         if not self._may_read(node):
             return None
         passed: list[int] = []
         found = None
-        while self._unread and len(passed) < _LOOKED_AT:
+        while self._unread and len(passed) < _MAX_CANDIDATES:
             number = heapq.heappop(self._unread)
-            if self._well_held(number) or self._waits_for_votes(number):
+            if self._is_well_held(number) or self._waits_for_votes(number):
                 self._offered.discard(number)
                 continue
             if STORE not in node.down.get(number, {}) and not node.have[number]:
@@ -771,22 +773,22 @@ class Tracker:
         leads to its zone), does so only while there is nothing that it could fetch from others
         instead: that takes the same link, and all would wait for what it reads.
         """
-        if not node.trusted and any(other.trusted for other in self._living()):
+        if not node.trusted and any(other.trusted for other in self._iterate_living()):
             return False
         if not (node.fetches or node.queue):
-            return not self._is_tried(node)
+            return not self._is_probing(node)
         return not (
-            self._is_behind(node, _BEHIND) or self._is_tried(node) or self._reads_slowly(node)
+            self._is_behind(node, _BEHIND) or self._is_probing(node) or self._reads_slowly(node)
         )
 
-    def _is_tried(self, node: _NodeState) -> bool:
+    def _is_probing(self, node: _NodeState) -> bool:
         """Tell whether a first read is under way that will show how quick a node's reads are.
 
         The first read of a zone is one node's: all of a zone may have one thin link to the store.
         """
         if node.read_pace:
             return False
-        if self._is_one_of_zones(node) and not self._zone_pace(node.zone):
+        if self._is_one_of_zones(node) and not self._find_zone_pace(node.zone):
             return any(mate.reads for mate in self._zones[node.zone])
         return node.reads > 0
 
@@ -796,7 +798,7 @@ class Tracker:
             nodes for zone, nodes in self._zones.items() if zone != node.zone
         )
 
-    def _zone_pace(self, zone: str) -> float:
+    def _find_zone_pace(self, zone: str) -> float:
         """Return the least `_NodeState.read_pace` of a zone; 0 before its first read."""
         paces = [mate.read_pace for mate in self._zones[zone] if mate.trusted and mate.read_pace]
         return min(paces, default=0.0)
@@ -816,9 +818,11 @@ class Tracker:
         return node.missing - self._least_missing > times * self._limits.down
 
     def _find_quickest(self) -> None:
-        paces = [node.read_pace for node in self._living() if node.trusted and node.read_pace]
+        paces = [
+            node.read_pace for node in self._iterate_living() if node.trusted and node.read_pace
+        ]
         self._quickest = min(paces, default=0.0)
-        missing = (n.missing for n in self._living() if not n.slow)
+        missing = (n.missing for n in self._iterate_living() if not n.slow)
         self._least_missing = min(missing, default=len(self._pieces))
 
     def _find_slow_readers(self, measured: _NodeState) -> None:
@@ -831,22 +835,22 @@ class Tracker:
         self._slow_zones.discard(measured.zone)
         self._slow_readers.discard(measured.name)
         for zone, nodes in self._zones.items():
-            quickest = self._zone_pace(zone) if zone else self._quickest
+            quickest = self._find_zone_pace(zone) if zone else self._quickest
             if zone and quickest > _SLOW_ZONE * self._quickest:
                 self._slow_zones.add(zone)
             for node in nodes:
                 if node.read_pace > _SLOW_READER * quickest:
                     self._slow_readers.add(node.name)
 
-    def _living(self) -> Iterator[_NodeState]:
+    def _iterate_living(self) -> Iterator[_NodeState]:
         return (node for node in self._nodes.values() if node.alive)
 
-    def _well_held(self, number: int) -> bool:
+    def _is_well_held(self, number: int) -> bool:
         """Tell whether some node has a piece from which it comes in time."""
         nodes = self._nodes
         return any(not nodes[name].slow for name in self._pieces[number].holders)
 
-    def _source(self, node: _NodeState, number: int) -> _NodeState | None:
+    def _pick_source(self, node: _NodeState, number: int) -> _NodeState | None:
         """Return the holder to fetch from: near, idle, quick.
 
         None if none has a slot, or none should.
@@ -854,11 +858,11 @@ class Tracker:
         holders = self._pieces[number].holders
         near = False
         best: tuple[tuple[bool, bool, float], _NodeState] | None = None
-        for name in reversed(holders[-_LOOKED_AT:]):
+        for name in reversed(holders[-_MAX_CANDIDATES:]):
             holder = self._nodes[name]
             if not (holder.alive and holder.trusted) or name in node.shuns:
                 continue
-            if node.refusals[name] >= _REFUSALS:
+            if node.refusals[name] >= _MAX_REFUSALS:
                 continue
             same = holder.zone == node.zone
             near = near or same
@@ -870,7 +874,7 @@ class Tracker:
                 best = cost, holder
         if best is None:
             return None
-        if best[0][0] and (near or self._arriving_near(node, number)):
+        if best[0][0] and (near or self._is_arriving_near(node, number)):
             return None  # one copy a zone: the others take it from there
         return best[1]
 
@@ -890,18 +894,18 @@ class Tracker:
         """Tell whether a transfer leaves slots to others: to another zone, or to a slow node."""
         return giver.zone != node.zone or node.fetch_pace > _SLOW_FETCHER * self._least_fetch > 0.0
 
-    def _arriving_near(self, node: _NodeState, number: int) -> bool:
+    def _is_arriving_near(self, node: _NodeState, number: int) -> bool:
         return bool(node.zone) and any(
             number in mate.down for mate in self._zones[node.zone] if mate is not node
         )
 
-    def _order(self, node: _NodeState, number: int, source: str, now: float) -> None:
+    def _order_transfer(self, node: _NodeState, number: int, source: str, now: float) -> None:
         piece = self._pieces[number]
         node.down.setdefault(number, {})[source] = now
         if source == STORE:
             node.reads += 1
-            node.began[number] = self._shares.at(now)
-            self._shares.change(1, now)
+            node.began[number] = self._shares.read(now)
+            self._shares.change_users(1, now)
             piece.reading.add(node.name)
         else:
             node.fetches += 1
@@ -913,7 +917,9 @@ class Tracker:
         node.ordered[number, source] = wanted
         self._orders.append(Order(node.name, number, source, wanted))
 
-    def _over(self, node: _NodeState, number: int, source: str, now: float) -> "_Took | None":
+    def _end_transfer(
+        self, node: _NodeState, number: int, source: str, now: float
+    ) -> "_TransferTime | None":
         """End a transfer; returns how long it took, None if it is not one that is known."""
         sources = node.down.get(number, {})
         since = sources.pop(source, None)
@@ -927,15 +933,15 @@ class Tracker:
             giver = self._nodes[source]
             giver.up -= 1
             giver.yielding.discard((node.name, number))
-            return _Took(now - since, digest)
-        alone = self._shares.at(now) - node.began.pop(number)
+            return _TransferTime(now - since, digest)
+        alone = self._shares.read(now) - node.began.pop(number)
         node.reads -= 1
-        self._shares.change(-1, now)
+        self._shares.change_users(-1, now)
         self._pieces[number].reading.discard(node.name)
-        return _Took(now - since, alone=alone)
+        return _TransferTime(now - since, alone=alone)
 
-    def _measure(
-        self, node: _NodeState, piece: _PieceState, source: str, took: "_Took", now: float
+    def _measure_transfer(
+        self, node: _NodeState, piece: _PieceState, source: str, took: "_TransferTime", now: float
     ) -> None:
         """Learn from a transfer how long one takes on its path."""
         if source == STORE:
@@ -943,8 +949,8 @@ class Tracker:
             return
         seconds = max(took.seconds, 1e-6)
         giver = self._nodes[source]
-        self._path(giver, node).took(piece.size, seconds)
-        node.outrun.given(piece.size)
+        self._find_durations(giver, node).note(piece.size, seconds)
+        node.outrun.note_given(piece.size)
         pace = seconds / max(piece.size, 1)
         before = node.fetch_pace
         node.fetch_pace = 0.7 * before + 0.3 * pace if before else pace
@@ -959,58 +965,58 @@ class Tracker:
         giver.rates[node.zone] = 0.8 * given + 0.2 * rate if given else rate
 
     def _find_least_fetch(self) -> None:
-        paces = [node.fetch_pace for node in self._living() if node.fetch_pace]
+        paces = [node.fetch_pace for node in self._iterate_living() if node.fetch_pace]
         self._least_fetch = min(paces, default=0.0)
 
-    def _measure_read(self, node: _NodeState, size: int, took: "_Took", now: float) -> None:
-        self._from_store.took(size, took.seconds)
-        node.outrun.read(size, now)
+    def _measure_read(self, node: _NodeState, size: int, took: "_TransferTime", now: float) -> None:
+        self._from_store.note(size, took.seconds)
+        node.outrun.note_read(size, now)
         node.one_read = size / max(took.seconds, 1e-6)
         self._note_pace(node, max(took.alone, 1e-6) / max(size, 1))
         if not self._reads_slowly(node):
-            readers = sum(not self._reads_slowly(other) for other in self._living())
-            self._pace.read(size, readers, now)
+            readers = sum(not self._reads_slowly(other) for other in self._iterate_living())
+            self._pace.note_read(size, readers, now)
 
     def _note_pace(self, node: _NodeState, pace: float) -> None:
         node.read_pace = 0.7 * node.read_pace + 0.3 * pace if node.read_pace else pace
         self._find_slow_readers(node)
 
-    def _path(self, giver: _NodeState, node: _NodeState) -> Durations:
+    def _find_durations(self, giver: _NodeState, node: _NodeState) -> Durations:
         """Durations of what a node gets from a zone: its own link, and the zones', set them."""
         return self._from_peers.setdefault((giver.zone, node.name), Durations())
 
-    def _look_at_rates(self, now: float) -> None:
+    def _compare_rates(self, now: float) -> None:
         """See whether the store outruns the nodes, when nothing waits for the store."""
         if not self._limits.direct:
             return
-        supplied = self._unread or self._wanted or self._delayed or self._awaited_from_store()
-        for node in self._living():
+        supplied = self._unread or self._wanted or self._delayed or self._is_awaiting_store()
+        for node in self._iterate_living():
             if supplied:
-                node.outrun.supplied(now)
+                node.outrun.restart(now)
             elif node.fetches and not node.outrun.why:
                 coming = sum(
                     self._pieces[number].size
                     for number, sources in node.down.items()
                     if STORE not in sources
                 )
-                node.outrun.look(node.one_read, coming, now)
+                node.outrun.compare(node.one_read, coming, now)
                 self._direct = self._direct or node.outrun.why
 
-    def _awaited_from_store(self) -> bool:
+    def _is_awaiting_store(self) -> bool:
         """Tell whether a piece that no node has is being read."""
         return any(
             STORE in sources and not self._pieces[number].holders
-            for node in self._living()
+            for node in self._iterate_living()
             for number, sources in node.down.items()
         )
 
     def _hedge(self, now: float) -> None:
         """Order what is late from somewhere else too; whichever comes first counts."""
-        reads, slow_reads, near = _Late(), _Late(), _Late()
-        across: dict[str, _Late] = {}  # by the zone that they go to
+        reads, slow_reads, near = _LateTransfers(), _LateTransfers(), _LateTransfers()
+        across: dict[str, _LateTransfers] = {}  # by the zone that they go to
         crossing: Counter[str] = Counter()
-        for node in self._living():
-            slow = self._is_tried(node) or self._reads_slowly(node)
+        for node in self._iterate_living():
+            slow = self._is_probing(node) or self._reads_slowly(node)
             for number, sources in node.down.items():
                 if len(sources) > 1 or node.have[number]:  # hedged already, or read again
                     continue
@@ -1019,13 +1025,15 @@ class Tracker:
                 size, took = self._pieces[number].size, now - since
                 if giver is None:
                     late = slow_reads if slow else reads
-                    late.note(node, number, source, took, self._allowed_read(size, slow=slow))
+                    late.note(
+                        node, number, source, took, self._compute_read_timeout(size, slow=slow)
+                    )
                     continue
                 late = near
                 if giver.zone != node.zone:
-                    late = across.setdefault(node.zone, _Late())
+                    late = across.setdefault(node.zone, _LateTransfers())
                     crossing[node.zone] += 1
-                allowed = self._allowed_fetch(giver, node, size)
+                allowed = self._compute_fetch_timeout(giver, node, size)
                 late.note(node, number, source, took, allowed)
                 if took > _VERY_LATE * allowed:  # it may go on so for ever
                     self._mark_slow(giver)
@@ -1039,36 +1047,41 @@ class Tracker:
             for node, number, source in late.transfers:
                 self._hedge_one(node, number, source, now)
 
-    def _allowed_read(self, size: int, *, slow: bool) -> float:
+    def _compute_read_timeout(self, size: int, *, slow: bool) -> float:
         """Seconds that a read may take: fewer for a slow reader, as all others wait for it."""
-        allowed = self._from_store.allowed(size)
+        allowed = self._from_store.compute_timeout(size)
         if not slow or not self._quickest:
             return allowed
         quick = self._quickest * size * self._shares.users
         return min(allowed, max(_SLOW_LEAST if self._unread else _SLOW_LAST, _SLOW_READ * quick))
 
-    def _allowed_fetch(self, giver: _NodeState, node: _NodeState, size: int) -> float:
+    def _compute_fetch_timeout(self, giver: _NodeState, node: _NodeState, size: int) -> float:
         """Seconds that a fetch may take on its path.
 
         While nothing is known of the path, several that are slow at once have a slow link.
         """
-        path = self._path(giver, node)
-        return path.allowed(size) * (_VERY_LATE if not path.known and node.fetches > 1 else 1.0)
+        path = self._find_durations(giver, node)
+        return path.compute_timeout(size) * (
+            _VERY_LATE if not path.has_enough and node.fetches > 1 else 1.0
+        )
 
     def _hedge_one(self, node: _NodeState, number: int, source: str, now: float) -> None:
         piece = self._pieces[number]
         if source == STORE:
-            alone = self._shares.at(now) - node.began[number]
+            alone = self._shares.read(now) - node.began[number]
             self._note_pace(node, alone / max(piece.size, 1))
             if not piece.holders:
                 self._offer_to_read(number)  # another node reads it too
                 return
-        elif self._nodes[source].zone == node.zone and self._path(self._nodes[source], node).known:
+        elif (
+            self._nodes[source].zone == node.zone
+            and self._find_durations(self._nodes[source], node).has_enough
+        ):
             self._mark_slow(self._nodes[source])  # other givers serve this node better
-        giver = self._source(node, number)
+        giver = self._pick_source(node, number)
         if giver is not None and giver.name != source and not giver.slow:
-            self._order(node, number, giver.name, now)
+            self._order_transfer(node, number, giver.name, now)
 
-    def _taken(self) -> list[Order]:
+    def _take_orders(self) -> list[Order]:
         orders, self._orders = self._orders, []
         return orders

@@ -19,26 +19,26 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import ChangedError, ConflictError
-from millrace.swarm.journal import Journal, Range, partial_stem, verified
-from millrace.swarm.made import (
+from millrace.swarm.cache_index import (
     CacheCheck,
-    Made,
-    append_made,
-    append_seen,
+    CacheEntry,
+    append_entries,
+    append_identities,
     hash_file,
     identity_of,
-    read_made,
-    recognised,
+    read_index,
+    recognise_file,
 )
-from millrace.swarm.pieces import OURS, Catalogue, File, Segment, digest_of
+from millrace.swarm.journal import Journal, Range, partial_stem, verify_ranges
+from millrace.swarm.pieces import RECORDS_FOLDER, Catalogue, File, Segment, digest_of
 from millrace.swarm.targets import Target, Targets, sync
 
 _BLOCK = 1 << 20
-_FLUSHED = 64 << 20  # bytes after which writing to the disk is begun
+_FLUSH_SIZE = 64 << 20  # bytes after which writing to the disk is begun
 
 
 @dataclass(slots=True)
-class _State:
+class _FileState:
     """One file on its way."""
 
     place: Target
@@ -68,12 +68,12 @@ class _State:
         return "" if self.void else self.file.digest
 
     @property
-    def verified(self) -> bool:
+    def is_verified(self) -> bool:
         """True if all of the file is here, and is what its digest says."""
         return self.final and bool(self.wanted)
 
 
-class Landing:
+class Assembler:
     """The files of a catalogue below a root.
 
     Args:
@@ -98,13 +98,13 @@ class Landing:
     ) -> None:
         self._root, self._catalogue, self._check = root.resolve(), catalogue, check
         self._finished, self._mismatch, self._fault = finished, mismatch, fault
-        self._ours = self._root / OURS
+        self._ours = self._root / RECORDS_FOLDER
         self._digests: list[str] = [""] * len(catalogue.pieces)  # of what is here
         self._being_written: set[int] = set()  # pieces
         self._places = Targets(self._root, catalogue)
         self._states = [
-            _State(place, [None] * n, n, place.file.hasher())
-            for place, n in zip(self._places.of, _segments(catalogue), strict=True)
+            _FileState(place, [None] * n, n, place.file.make_hasher())
+            for place, n in zip(self._places.of, _count_segments(catalogue), strict=True)
         ]
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
@@ -114,7 +114,7 @@ class Landing:
         self._closing = False
         self._complete: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
+            threading.Thread(target=self._run_guarded, args=(work,), name=name, daemon=True)
             for work, name in ((self._finish_all, "finish"), (self._hash_all, "hash"))
         ]
         self._lockfile: int | None = None
@@ -223,7 +223,7 @@ class Landing:
             complete = [
                 segment.file
                 for segment, part in zip(self._catalogue.pieces[number], parts, strict=True)
-                if self._landed(segment, part)
+                if self._note_segment(segment, part)
             ]
             self._arrived.notify_all()
         if complete:
@@ -237,7 +237,7 @@ class Landing:
                 return
             self._digests[number] = ""
             piece = self._catalogue.pieces[number]
-            verified = [s for s in (self._states[each.file] for each in piece) if s.verified]
+            verified = [s for s in (self._states[each.file] for each in piece) if s.is_verified]
             if len(verified) == len(piece):
                 self._fault(
                     ConflictError(
@@ -247,13 +247,13 @@ class Landing:
                 )
             for segment in piece:
                 state = self._states[segment.file]
-                if state.verified:  # another file of this piece is wrong
+                if state.is_verified:  # another file of this piece is wrong
                     continue
                 if state.final:  # taken for whole, as nothing said what it should be
                     self._note_file(state)
-                    self._places.take_back(state.place)
+                    self._places.make_partial(state.place)
                     state.final = False
-                index = self._index(segment)
+                index = self._index_of(segment)
                 if state.digests[index] is not None:
                     state.digests[index] = None
                     state.missing += 1
@@ -270,7 +270,7 @@ class Landing:
             self._complete.put([number])
 
     @contextlib.contextmanager
-    def reading(self, number: int) -> Generator[list[tuple[int, int, int]]]:
+    def open_piece(self, number: int) -> Generator[list[tuple[int, int, int]]]:
         """Yield a piece as open files: descriptor, offset, bytes of each segment, for ``sendfile``.
 
         Raises:
@@ -281,7 +281,7 @@ class Landing:
         opened: list[tuple[int, int, int]] = []
         try:
             opened.extend(
-                (self.open_now(segment.file), segment.start, segment.size)
+                (self.open_current(segment.file), segment.start, segment.size)
                 for segment in self._catalogue.pieces[number]
                 if segment.size
             )
@@ -290,11 +290,11 @@ class Landing:
             for descriptor, _, _ in opened:
                 os.close(descriptor)
 
-    def sequential(self, number: int) -> "Arriving":
+    def open_sequential(self, number: int) -> "ArrivingFile":
         """Return a reader of a file from its beginning, while it is still arriving."""
-        return Arriving(self, number)
+        return ArrivingFile(self, number)
 
-    def wait_for(self, number: int, at: int) -> int:
+    def wait_for_byte(self, number: int, at: int) -> int:
         """Wait until a file's byte is here; returns how many bytes follow it, 0 at its end.
 
         Raises:
@@ -316,34 +316,34 @@ class Landing:
         state = self._states[number]
         self._wait_until(state, lambda: state.final)
 
-    def unallocated(self) -> int:
+    def count_unallocated(self) -> int:
         """Return the bytes that are still to come and for which no room was made on the disk."""
         small = self._catalogue.piece_size
         return sum(s.file.size for s in self._states if not s.final and s.file.size < small)
 
-    def path_now(self, number: int) -> Path:
+    def get_current_path(self, number: int) -> Path:
         """Return the path at which a file's bytes are at the moment."""
         return self._path_of(self._states[number])
 
     # -- inside
 
-    def _path_of(self, state: _State) -> Path:
+    def _path_of(self, state: _FileState) -> Path:
         return state.place.final if state.final else state.place.partial
 
     @property
-    def _record(self) -> Path:
+    def _index_path(self) -> Path:
         return self._ours / "files.jsonl"
 
-    def _wait_until(self, state: _State, there: Callable[[], bool]) -> None:
+    def _wait_until(self, state: _FileState, there: Callable[[], bool]) -> None:
         with self._lock:
             while not there():
                 if self._closing:
                     raise ChangedError(f"The run ended before {state.file.path} was complete.")
                 self._arrived.wait()
 
-    def _landed(self, segment: Segment, part: bytes) -> bool:
+    def _note_segment(self, segment: Segment, part: bytes) -> bool:
         """Note a segment; whether its file is complete now."""
-        state, index = self._states[segment.file], self._index(segment)
+        state, index = self._states[segment.file], self._index_of(segment)
         if state.final:
             return False
         if state.digests[index] is None:
@@ -351,7 +351,7 @@ class Landing:
         state.digests[index] = part
         return state.missing == 0
 
-    def _index(self, segment: Segment) -> int:
+    def _index_of(self, segment: Segment) -> int:
         return segment.start // self._catalogue.piece_size
 
     def _write_segment(self, segment: Segment, data: memoryview) -> None:
@@ -364,43 +364,43 @@ class Landing:
             while at < len(data):
                 at += os.pwrite(descriptor, data[at:], segment.start + at)
             state.unflushed += len(data)
-            if state.unflushed >= _FLUSHED:  # so that the last fsync has little left to do
+            if state.unflushed >= _FLUSH_SIZE:  # so that the last fsync has little left to do
                 state.unflushed = 0
                 os.fdatasync(descriptor)
         finally:
             os.close(descriptor)
 
-    def open_now(self, number: int) -> int:
+    def open_current(self, number: int) -> int:
         """Open a file, under whichever name it has at the moment."""
         try:
-            return os.open(self.path_now(number), os.O_RDONLY | os.O_NOFOLLOW)
+            return os.open(self.get_current_path(number), os.O_RDONLY | os.O_NOFOLLOW)
         except FileNotFoundError:  # it got its final name meanwhile
-            return os.open(self.path_now(number), os.O_RDONLY | os.O_NOFOLLOW)
+            return os.open(self.get_current_path(number), os.O_RDONLY | os.O_NOFOLLOW)
 
     def note_folder(self, folder: Path) -> None:
         """Note a folder for the next run to remove, should this one be killed."""
-        self._journal.note_folder(self._below(folder))
+        self._journal.note_folder(self._make_relative(folder))
 
-    def _note_file(self, state: _State) -> None:
+    def _note_file(self, state: _FileState) -> None:
         if not state.noted and not state.final:
             state.noted = True
-            self._journal.note_file(state.place.object, self._below(state.place.partial))
+            self._journal.note_file(state.place.object, self._make_relative(state.place.partial))
 
-    def _below(self, path: Path) -> str:
+    def _make_relative(self, path: Path) -> str:
         return path.relative_to(self._root).as_posix()
 
     # -- what an earlier run has left
 
     def _find_finished(self) -> None:
-        made = read_made(self._record)
+        made = read_index(self._index_path)
         whole: list[int] = []
-        again: list[Made] = []  # recorded again, as all of their bytes were read
+        again: list[CacheEntry] = []  # recorded again, as all of their bytes were read
         seen: dict[str, tuple[int, ...]] = {}
         for number, state in enumerate(self._states):
             path = state.place.final
             if not os.path.lexists(path):
                 continue
-            known = recognised(
+            known = recognise_file(
                 path, state.file, made.get(state.file.path, []), self._catalogue, self._check
             )
             if known is None:
@@ -409,17 +409,17 @@ class Landing:
             state.missing = sum(digest is None for digest in known.digests)
             state.final = not state.missing
             if state.missing:  # ours, and damaged: what is good of it is kept
-                self._places.take_back(state.place)
+                self._places.make_partial(state.place)
                 continue
             self._places.link(state.place)
             whole.append(number)
             identity = identity_of(path)
             if known.made is not None and (known.hashed or known.made.seen != identity):
                 seen[state.file.path] = identity
-                again += [self._made(state)] if known.hashed else []
+                again += [self._make_entry(state)] if known.hashed else []
         if seen:
-            append_made(self._record, again)
-            append_seen(self._record, seen)
+            append_entries(self._index_path, again)
+            append_identities(self._index_path, seen)
         self._finished(whole)
         self._note_pieces()
 
@@ -436,7 +436,7 @@ class Landing:
             if not path.is_file() or path.is_symlink():
                 continue
             self._places.adopt(state.place, path)
-            found = verified(state.place.partial, ranges, self._spans(state))
+            found = verify_ranges(state.place.partial, ranges, self._list_spans(state))
             for index, digest in found.items():
                 if state.digests[index] is None:
                     state.digests[index] = digest
@@ -453,16 +453,18 @@ class Landing:
         ]
         for state in coming:
             state.noted = True
-        self._others = self._journal.partials_of_others(
+        self._others = self._journal.select_other_partials(
             {state.place.object for state in self._states},
-            {partial_stem(self._below(state.place.partial)) for state in self._states},
-            self._places.room_beside(state.place for state in self._states if not state.final),
+            {partial_stem(self._make_relative(state.place.partial)) for state in self._states},
+            self._places.measure_spare_room(
+                state.place for state in self._states if not state.final
+            ),
         )
-        files = {state.place.object: self._below(state.place.partial) for state in coming}
+        files = {state.place.object: self._make_relative(state.place.partial) for state in coming}
         pieces = [
             (state.place.object, span, digest.hex())
             for state in coming
-            for span, digest in zip(self._spans(state), state.digests, strict=True)
+            for span, digest in zip(self._list_spans(state), state.digests, strict=True)
             if digest is not None
         ]
         for name in self._others:
@@ -470,7 +472,7 @@ class Landing:
             pieces += [(name, span, digest) for span, digest in noted.items()]
         self._journal.begin(files | self._others, pieces)
 
-    def _spans(self, state: _State) -> list[Range]:
+    def _list_spans(self, state: _FileState) -> list[Range]:
         """Return the first byte and size of each segment of a file."""
         size, step = state.file.size, self._catalogue.piece_size
         return [(at, min(step, size - at)) for at in range(0, max(size, 1), step)]
@@ -478,14 +480,14 @@ class Landing:
     def _note_pieces(self) -> None:
         """Note the pieces that are here: those whose segments all are."""
         for number, piece in enumerate(self._catalogue.pieces):
-            parts = [self._states[s.file].digests[self._index(s)] for s in piece]
+            parts = [self._states[s.file].digests[self._index_of(s)] for s in piece]
             known = [part for part in parts if part is not None]
             if len(known) == len(parts):
                 self._digests[number] = digest_of(known)
 
     # -- threads
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _run_guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
         except Exception as error:  # noqa: BLE001 - told to the run, which ends
@@ -503,7 +505,7 @@ class Landing:
             state = self._states[number]
             while state.hashed < state.file.size and state.fresh:
                 try:
-                    ready = self.wait_for(number, state.hashed)
+                    ready = self.wait_for_byte(number, state.hashed)
                 except ChangedError:
                     return
                 if state.final:
@@ -512,8 +514,8 @@ class Landing:
             if state.missing == 0 and not state.final:
                 self._complete.put([number])
 
-    def _hash_more(self, number: int, state: _State, size: int, buffer: memoryview) -> None:
-        descriptor = self.open_now(number)
+    def _hash_more(self, number: int, state: _FileState, size: int, buffer: memoryview) -> None:
+        descriptor = self.open_current(number)
         try:
             while size:
                 got = os.preadv(descriptor, [buffer[: min(size, _BLOCK)]], state.hashed)
@@ -539,7 +541,7 @@ class Landing:
 
     def _finish(self, numbers: list[int]) -> None:
         """Give complete files their final names: checked, on the disk, all of a batch at once."""
-        ready: list[tuple[int, _State]] = []
+        ready: list[tuple[int, _FileState]] = []
         for number in numbers:
             state = self._states[number]
             if state.final or state.missing or not self._is_whole(number, state):
@@ -547,19 +549,20 @@ class Landing:
             ready.append((number, state))
         if not ready:
             return
-        self._places.settle([state.place for _, state in ready])
+        self._places.sync_partials([state.place for _, state in ready])
         # Before the names are there: a file of which no line says that it is ours is never touched.
-        append_made(self._record, [self._made(state) for _, state in ready])
+        append_entries(self._index_path, [self._make_entry(state) for _, state in ready])
         for _, state in ready:
             self._rename(state)
-        append_seen(
-            self._record, {state.file.path: identity_of(state.place.final) for _, state in ready}
+        append_identities(
+            self._index_path,
+            {state.file.path: identity_of(state.place.final) for _, state in ready},
         )
         for folder in {state.place.folder for _, state in ready}:
             sync(folder)
         self._finished([number for number, _ in ready])
 
-    def _is_whole(self, number: int, state: _State) -> bool:
+    def _is_whole(self, number: int, state: _FileState) -> bool:
         """Tell whether a file is what its digest says; False also while that is being found out."""
         file, drops = state.file, state.drops
         if not state.wanted:
@@ -568,7 +571,7 @@ class Landing:
             part = state.digests[0]
             found = part.hex() if part else ""
         elif len(state.digests) == 1 or not state.fresh:
-            found, _ = hash_file(self.path_now(number), file, self._catalogue.piece_size)
+            found, _ = hash_file(self.get_current_path(number), file, self._catalogue.piece_size)
         elif state.hashed < file.size:
             return False  # the thread that hashes comes back with it
         else:
@@ -585,9 +588,9 @@ class Landing:
             self._mismatch(number, digest_of(parts))
         return False
 
-    def _made(self, state: _State) -> Made:
+    def _make_entry(self, state: _FileState) -> CacheEntry:
         file = state.file
-        return Made(
+        return CacheEntry(
             path=file.path,
             size=file.size,
             mtime_ns=self._path_of(state).stat().st_mtime_ns,
@@ -599,7 +602,7 @@ class Landing:
             md5=file.md5,
         )
 
-    def _rename(self, state: _State) -> None:
+    def _rename(self, state: _FileState) -> None:
         with self._lock:  # whoever opens it looks for it under one name or the other
             state.place.partial.rename(state.place.final)
             state.final = True
@@ -607,19 +610,19 @@ class Landing:
         self._places.link(state.place)
 
 
-class Arriving:
+class ArrivingFile:
     """A file read from its beginning while it arrives: what unpacks an archive reads this."""
 
-    def __init__(self, landing: Landing, number: int) -> None:
+    def __init__(self, landing: Assembler, number: int) -> None:
         self._landing, self._number, self._at = landing, number, 0
 
     def read(self, size: int = -1) -> bytes:
         """Return the next bytes, at most so many; waits for them. Empty at the end."""
-        ready = self._landing.wait_for(self._number, self._at)
+        ready = self._landing.wait_for_byte(self._number, self._at)
         size = ready if size < 0 else min(size, ready)
         if size == 0:
             return b""
-        descriptor = self._landing.open_now(self._number)
+        descriptor = self._landing.open_current(self._number)
         try:
             data = os.pread(descriptor, size, self._at)
         finally:
@@ -628,7 +631,7 @@ class Arriving:
         return data
 
 
-def _segments(catalogue: Catalogue) -> list[int]:
+def _count_segments(catalogue: Catalogue) -> list[int]:
     counts = [0] * len(catalogue.files)
     for piece in catalogue.pieces:
         for segment in piece:
