@@ -396,7 +396,7 @@ class Agent:
         """Return the identity, and for a nonce of the driver the proof that it is this agent.
 
         Args:
-            header: `AUTH` header of the request.
+            header: `AUTH_HEADER` header of the request.
             path: Path with its query.
             encrypted: Whether it was asked over TLS: the proof is for the certificate then.
 

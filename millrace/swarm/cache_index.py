@@ -41,7 +41,7 @@ class CacheEntry:
         origin: Its URL.
         sha256: Of the whole, if it was known.
         md5: Of the whole, if the store said it.
-        piece_size: What `digests` are cut by.
+        piece_size: What `hash_segments` are cut by.
         digests: SHA-256 of each segment.
         seen: Size, modification time, change time (both in ns) and inode of the file after its
             bytes were verified; empty if they were not noted.
@@ -75,7 +75,7 @@ class CachedFile:
 
 
 def identity_of(path: Path) -> tuple[int, ...]:
-    """Return what changes when a file is written to or replaced: see `Made.seen`."""
+    """Return what changes when a file is written to or replaced: see `CacheEntry.seen`."""
     stat = path.lstat()
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
@@ -183,7 +183,7 @@ def append_entries(path: Path, made: list[CacheEntry]) -> None:
 
 
 def append_identities(path: Path, seen: dict[str, tuple[int, ...]]) -> None:
-    """Note `Made.seen` of files whose last line says what their bytes are."""
+    """Note `CacheEntry.seen` of files whose last line says what their bytes are."""
     _append(path, [{"path": name, "seen": identity} for name, identity in seen.items()])
 
 

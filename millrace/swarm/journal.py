@@ -6,8 +6,8 @@
 - ``["piece", OBJECT, START, SIZE, SHA256]``: this range of the object was written there;
 - ``["folder", PATH]``: an archive is unpacked into this folder, which goes with the run.
 
-OBJECT names the content of an object of the store: `object_of`. So a piece is known again whatever
-else the next run asks for, and wherever it puts the object.
+OBJECT names the content of an object of the store: `object_id_of`. So a piece is known again
+whatever else the next run asks for, and wherever it puts the object.
 """
 
 import contextlib

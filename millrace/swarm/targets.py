@@ -71,8 +71,8 @@ class Targets:
         free, needed = self._measure_space(places)
         if needed and needed + SPARE_BYTES > free:
             raise NoSpaceError(
-                f"{self._root} has {free} bytes free, and {needed} (and {SPARE_BYTES} to spare) are "
-                "to come: free some, or choose another root."
+                f"{self._root} has {free} bytes free, and {needed} (and {SPARE_BYTES} to spare) "
+                "are to come: free some, or choose another root."
             )
 
     def measure_spare_room(self, places: Iterable[Target]) -> int:

@@ -82,7 +82,7 @@ class _NodeState:
     """Piece and source of those → the digest that was ordered."""
     reads: int = 0
     began: dict[int, float] = field(default_factory=dict[int, float])
-    """Piece → when its read began, by the clock of `Shares`."""
+    """Piece → when its read began, by the clock of `SharedClock`."""
     fetches: int = 0
     up: int = 0
     yielding: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
@@ -185,7 +185,7 @@ class Tracker:
 
     Attributes:
         disputed: Pieces of which nodes have different digests: the owner reads those that still
-            are disputed (`is_disputed`), tells what they are (`settled`), and empties it.
+            are disputed (`is_disputed`), tells what they are (`settle_piece`), and empties it.
         hopeless: Nodes that had too many pieces wrong: the owner says that they are lost, and
             empties it.
     """

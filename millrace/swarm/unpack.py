@@ -77,7 +77,7 @@ def detect(name: str, head: bytes) -> Unpacking:
 
     Args:
         name: Its file name or key.
-        head: Its first bytes: `HEAD` of them, where there are as many.
+        head: Its first bytes: `HEAD_SIZE` of them, where there are as many.
 
     Raises:
         ConfigurationError: It is none that Millrace unpacks.

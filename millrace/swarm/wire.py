@@ -63,7 +63,7 @@ def sign(
     to: str,
     now: float | None = None,
 ) -> str:
-    """Return the `AUTH` header of a request.
+    """Return the `AUTH_HEADER` header of a request.
 
     It has the time, a random number, SHA-256 of the body, and HMAC-SHA256 over these, the request
     and its recipient.
@@ -89,14 +89,14 @@ def check_signature(key: bytes, header: str | None, method: str, path: str, *, t
 
     Args:
         key: Secret that sender and recipient share.
-        header: `AUTH` header of the request, if it has one.
+        header: `AUTH_HEADER` header of the request, if it has one.
         method: HTTP method.
         path: Path with its query.
         to: Identity of the agent that checks.
 
     Raises:
         SignatureError: There is no signature, it was made with another key or for another agent,
-            or at a time that differs by more than `SKEW`.
+            or at a time that differs by more than `MAX_CLOCK_SKEW`.
     """
     if (header or "").count(":") != 3:
         raise SignatureError("the request is not signed")
@@ -200,8 +200,8 @@ class ConnectionPool:
         ca: Certificate authorities to trust for TLS, PEM; the system's by default.
 
     Attributes:
-        received: Bytes of bodies that `fill` has received, or a little less: it grows while they
-            come.
+        received: Bytes of bodies that `read_into` has received, or a little less: it grows while
+            they come.
     """
 
     def __init__(self, timeout: float, *, ca: str | None = None) -> None:
