@@ -28,8 +28,8 @@ from benchmarks.losses import draw
 from millrace.gradients import (
     Codec,
     GatherSettings,
-    Outer,
     OuterKind,
+    OuterOptimizer,
     Participant,
     RunSettings,
     Sender,
@@ -44,7 +44,7 @@ SETTINGS = RunSettings(
     run="run",
     codec=Codec(k=112),
     decay=0.95,
-    outer=Outer(kind=OuterKind.SGD, lr=1.9),
+    outer=OuterOptimizer(kind=OuterKind.SGD, lr=1.9),
     gather=GatherSettings(quorum=WORKERS, look=timedelta(milliseconds=10)),
     steps=5,
 )

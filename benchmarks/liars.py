@@ -33,6 +33,7 @@ from benchmarks.common import Results, show
 from benchmarks.corpus import text
 from benchmarks.losses import draw
 from millrace.gradients import (
+    ChainStart,
     Codec,
     Feedback,
     GatherSettings,
@@ -41,7 +42,6 @@ from millrace.gradients import (
     MergeSettings,
     RunSettings,
     Sender,
-    Start,
     State,
     begin,
     follow,
@@ -178,7 +178,7 @@ def learn(merge: MergeSettings, windows: int, liars: int = 0, lie: str = "") -> 
 
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         store = open_store(Path(folder).as_uri())
-        begin(store, settings.chain, Start(run="run", job="job", step=0, root="", state=""))
+        begin(store, settings.chain, ChainStart(run="run", job="job", step=0, root="", state=""))
         workers = [Sender(f"w{n:02d}", store) for n in range(WORKERS)]
         merged = follow(store, settings, workers, state, until=windows)
         losses = [teachers.loss(state)]

@@ -49,7 +49,7 @@ from tasks.campaigning import (
 from tasks.merging import Aggregated, begin_chain, check_weights
 from tasks.places import check_right, needed, refuse_temporary, spec_of
 from tasks.renting import Attended, RentedBy, giving_back, is_out, needed_stand
-from tasks.words import count
+from tasks.words import format_count
 from tasks.working import Workers
 
 _WARMING = timedelta(hours=1)  # that workers wait for their files
@@ -240,7 +240,8 @@ def _train_epoch(site: _Site, training: Training, epoch: int, crew: Attended | W
         if last < end and alone >= training.follow.idle:
             crew.refuse()
             raise UnavailableError(
-                f"In {count(alone, 'window')} on end nobody's gradient was taken, and {last} of "
+                f"In {format_count(alone, 'window')} on end nobody's gradient was taken, and "
+                f"{last} of "
                 f"{end} windows are merged: see what the workers say."
             )
     if epoch in stands.ended or stands.window > end:

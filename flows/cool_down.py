@@ -7,7 +7,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict, Field
 
-from millrace.checkpoints import CooldownSettings, MemberSettings, SavedSource, Seen
+from millrace.checkpoints import CooldownSettings, EpochStatus, MemberSettings, SavedSource
 from millrace.errors import ConfigurationError, UnavailableError
 from millrace.keys import CheckpointKeys
 from millrace.settings import Duration
@@ -50,7 +50,7 @@ def cool_down(
     settings: CooldownSettings = CooldownSettings(),  # noqa: B008 - frozen
     patience: Duration = timedelta(minutes=30),
     members: list[str] | None = None,
-) -> Seen:
+) -> EpochStatus:
     """End an epoch: the members upload its checkpoint together, and one of them commits it.
 
     Left without `nodes`, the members are elsewhere and end the epoch by themselves, from their

@@ -6,7 +6,7 @@ from blocks import VastCredentials
 from millrace.vast import Rented
 from tasks.places import BucketLocation
 from tasks.renting import list_machines, needed_stand, report_rentals
-from tasks.words import count
+from tasks.words import format_count
 
 
 @flow(name="list-rentals")
@@ -20,6 +20,6 @@ def list_rentals(bucket: BucketLocation, vast: VastCredentials | str = "vast") -
     stand = needed_stand(bucket, vast)
     found = list_machines(stand)
     dollars, hourly = sum(one.cost for one in found), sum(one.instance.dph for one in found)
-    said = f"{count(len(found), 'machine')} rented, ${hourly:.2f} an hour, ${dollars:.2f} so far."
-    report_rentals(said, found)
+    machines = format_count(len(found), "machine")
+    report_rentals(f"{machines} rented, ${hourly:.2f} an hour, ${dollars:.2f} so far.", found)
     return found

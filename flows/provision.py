@@ -28,7 +28,7 @@ from tasks.renting import (
     report_rentals,
 )
 from tasks.reports import bold, write
-from tasks.words import count
+from tasks.words import format_count
 
 
 def rented(parameters: dict[str, Any]) -> RentedBy | None:
@@ -93,7 +93,7 @@ def provision(
     headline = write(
         "{}: {} run, ${:.2f} so far. Give them back with `release`; else they go when their time "
         "is over.",
-        bold(name), count(len(mine), "machine"), dollars,
+        bold(name), format_count(len(mine), "machine"), dollars,
     )  # fmt: skip
     report_rentals(headline, mine, key="provision")
     return mine

@@ -6,7 +6,7 @@ from blocks import VastCredentials
 from millrace.vast import Reaped
 from tasks.places import BucketLocation
 from tasks.renting import reap_machines, report_rentals, stand_of
-from tasks.words import count
+from tasks.words import format_count
 
 
 @flow(name="reap-instances")
@@ -30,7 +30,7 @@ def reap_instances(
         return stand  # pyright: ignore[reportReturnType] - Prefect's way
     found = reap_machines(stand, dry_run=dry_run)
     word = "would be given back" if dry_run else "given back"
-    headline = f"{count(len(found.returned), 'machine')} {word}, {len(found.kept)} stay."
+    headline = f"{format_count(len(found.returned), 'machine')} {word}, {len(found.kept)} stay."
     if found.elsewhere:
         headline += f" Another account pays for {found.elsewhere} more: look with its API key."
     report_rentals(headline, (*found.returned, *found.kept), key="reaper")

@@ -6,7 +6,7 @@ from blocks import VastCredentials
 from tasks.places import BucketLocation
 from tasks.renting import needed_stand, release_machines, report_rentals
 from tasks.reports import bold, write
-from tasks.words import count
+from tasks.words import format_count
 
 
 @flow(name="release", flow_run_name="release-{name}")
@@ -20,6 +20,6 @@ def release(name: str, bucket: BucketLocation, vast: VastCredentials | str = "va
     """
     stand = needed_stand(bucket, vast)
     returned = release_machines(stand, name)
-    gone = count(returned, "machine")
+    gone = format_count(returned, "machine")
     report_rentals(write("{}: {} given back; a listing shows none.", bold(name), gone), [])
     return returned

@@ -19,7 +19,7 @@ from tasks.cleaning import (
     wipe_all,
 )
 from tasks.places import BucketLocation, spec_of
-from tasks.words import count, size
+from tasks.words import format_count, size
 
 _PATIENCE = timedelta(hours=1)
 
@@ -52,7 +52,7 @@ def wipe_bucket(
         return found
     plan = count_all(place)
     wanted = name_to_type(open_store(place, make_folder=False).location)
-    whole = f"{count(plan.objects, 'object')} of `{place.url}`, {size(plan.size)}"
+    whole = f"{format_count(plan.objects, 'object')} of `{place.url}`, {size(plan.size)}"
     if versions:
         whole += describe_versions(found.versions).removesuffix(
             ", which the option versions deletes"

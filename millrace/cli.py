@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from millrace import errors, words
-from millrace.terminal import echo, echo_text, plain_console, plain_table
+from millrace.terminal import echo, echo_text, make_console, make_table
 
 if TYPE_CHECKING:
     from millrace.housekeeping import Cleaned, Finding, Rule, WorkerJunk
-    from millrace.models.dataset import Plan
+    from millrace.models.dataset import DatasetPlan
     from millrace.shards import DatasetStatus, PipelineSettings, ShardReport
     from millrace.storage import Store, StoreSpec, VersionCount
     from millrace.swarm import PrewarmReport
@@ -261,7 +261,10 @@ def run(settings: Path, prefix: str | None, *, use_vast: bool, repair: bool) -> 
         repaired = repair_dataset(config)
         for key in repaired.made:
             echo(f"Made again: {key}")
-        echo(f"{words.count(repaired.shards, 'shard')} verified, {len(repaired.made)} made again.")
+        echo(
+            f"{words.format_count(repaired.shards, 'shard')} verified, {len(repaired.made)} made "
+            f"again."
+        )
     return 0
 
 
@@ -280,8 +283,8 @@ def verify(settings_or_url: str, dataset: str | None, *, quick: bool) -> int:
         echo(f"{store.url_of(fault.key)}: {fault.reason}")
     what = "sizes and SHA-256" if result.digests else "sizes"
     echo(
-        f"{words.count(result.shards - len(result.faults), 'shard')} of {result.shards} as the "
-        "manifest says "
+        f"{words.format_count(result.shards - len(result.faults), 'shard')} of {result.shards} "
+        "as the manifest says "
         f"({what}, {_size(result.size)})."
     )
     return 0 if result.good else 1
@@ -333,7 +336,7 @@ def gc(settings_or_url: str, dataset: str | None, *, delete: bool, min_age: time
     for failure in found.failures:
         echo(f"{store.url_of(failure.key)}: {failure.reason}", err=True)
     done = "Deleted" if found.deleted else "Would delete (with --delete)"
-    echo(f"{done} {words.count(len(found.keys), 'object')}, {_size(found.size)}.")
+    echo(f"{done} {words.format_count(len(found.keys), 'object')}, {_size(found.size)}.")
     return 1 if found.failures else 0
 
 
@@ -349,7 +352,7 @@ def checkpoints(url: str, job: str, *, verify: bool) -> int:
     from millrace.storage import open_store
 
     store = open_store(url, make_folder=False)
-    table = plain_table("step", "files", "bytes", "saved", "run", "state")
+    table = make_table("step", "files", "bytes", "saved", "run", "state")
     faults: list[str] = []
     check = VerifyDepth.DIGESTS if verify else VerifyDepth.SIZES
     for step, found in survey(store, job):
@@ -365,7 +368,7 @@ def checkpoints(url: str, job: str, *, verify: bool) -> int:
         table.add_row(*row)
     if not table.row_count:
         raise errors.NotFoundError(f"{store.url_of(job)} has no checkpoint.")
-    plain_console().print(table)
+    make_console().print(table)
     for fault in faults:
         echo(fault)
     return 1 if faults else 0
@@ -380,12 +383,12 @@ def checkpoints(url: str, job: str, *, verify: bool) -> int:
 @said
 def retain(url: str, job: str, *, last: int, every: int | None, delete: bool) -> int:
     """Remove the checkpoints that no rule keeps. The newest that is verified always stays."""
-    from millrace.checkpoints import Retention, plan_retention
-    from millrace.checkpoints import retain as carry_out
+    from millrace.checkpoints import RetentionSettings, plan_retention
+    from millrace.checkpoints import apply_retention as carry_out
     from millrace.storage import open_store
 
     store = open_store(url, make_folder=False)
-    plan = plan_retention(store, job, Retention(last=last, every=every))
+    plan = plan_retention(store, job, RetentionSettings(last=last, every=every))
     for step, why in sorted(plan.kept.items(), reverse=True):
         echo(f"step {step} stays: {why}")
     for step in reversed(plan.removed):
@@ -447,11 +450,11 @@ def audit_access(settings: Path, *, file: Path | None) -> int:
     pairs = list(dict.fromkeys((one.role, one.right) for one in found.findings))
     seen = {(one.role, one.right, one.operation): one for one in found.findings}
     operations = dict.fromkeys(one.operation for one in found.findings)
-    table = plain_table("operation", *(f"{role} {right}" for role, right in pairs))
+    table = make_table("operation", *(f"{role} {right}" for role, right in pairs))
     for operation in operations:
         cells = [seen.get((*pair, operation)) for pair in pairs]
         table.add_row(operation, *(_audited(one) for one in cells))
-    plain_console().print(table)
+    make_console().print(table)
     for sentence, ones in _by_sentence(found.wrong).items():
         echo(f"{', '.join(ones)}: {sentence}" if len(ones) == 1 else sentence)
     for note in found.notes:
@@ -539,7 +542,7 @@ def clean_run(settings: Path, *, name: str | None) -> int:
             else make_plan(config, progress=progress)
         )
         echo(f"Plan {plan.name}: {plan.objects} objects, {_size(plan.size)}.")
-        progress.of(plan.objects)
+        progress.start_deleting(plan.objects)
         done = execute(config, plan.name, progress=progress)
     _show_cleaning(plan.header.rules, done.objects, done.size, {})
     _show_junk(done.junk)
@@ -583,7 +586,7 @@ def clean_wipe(place: str, *, confirm: str | None, versions: bool, dry_run: bool
         check_name(store.location, confirm)
     with ObjectsBar() as progress:
         plan = plan_wiping(spec)
-        progress.of(plan.objects)
+        progress.start_deleting(plan.objects)
         done = wipe(spec, plan.name, confirm=confirm, versions=versions, progress=progress)
     code = _show_cleaned(done)
     if done.versions:
@@ -646,7 +649,7 @@ def cool_down(settings: Path, *, member: str) -> int:
         f"{_size(cooled.sent)}, verified {_size(cooled.checked)} of others, in "
         f"{cooled.seconds:.1f} s"
     )
-    return 0 if cooled.durable else 1
+    return 0 if cooled.is_durable else 1
 
 
 @main.command()
@@ -656,14 +659,14 @@ def cool_down(settings: Path, *, member: str) -> int:
 def aggregate(settings: Path, *, windows: int | None) -> int:
     """Merge the gradients of a run, window after window, until it is over."""
     from millrace.gradients import AggregatorSettings, aggregate_run
-    from millrace.models.chain import reasons
+    from millrace.models.chain import count_reasons
     from millrace.settings import load
 
     config = load(settings, AggregatorSettings)
     if windows is not None:
         config = config.model_copy(update={"windows": windows})
     for link in aggregate_run(config):
-        out = reasons(link.out.values())
+        out = count_reasons(link.out.values())
         sent = sum(one.size for one in link.taken.values())
         echo(
             f"window {link.window}, step {link.step}: {len(link.taken)} in, {len(link.out)} out"
@@ -685,7 +688,7 @@ def catch_up(url: str, run: str, version: str, to: str) -> int:
     They are saved as a checkpoint of the job RUN below the URL, its tensors in `weights` and, of
     an outer step with momentum, in `moments`.
     """
-    from millrace.gradients import Link, newest_state
+    from millrace.gradients import ChainLink, newest_state
     from millrace.gradients import catch_up as replay
     from millrace.gradients.chain import link_at
     from millrace.gradients.weights import save_weights
@@ -695,7 +698,7 @@ def catch_up(url: str, run: str, version: str, to: str) -> int:
     store, keys = open_store(url, make_folder=False), ChainKeys(run, version)
     state, window = newest_state(store, keys)
     last = replay(store, keys, state, after=window) or link_at(store, keys, window)
-    now = last.window if isinstance(last, Link) else 0
+    now = last.window if isinstance(last, ChainLink) else 0
     saved = save_weights(state, open_store(to), run, step=last.step, window=now)
     echo(
         f"{run} is at step {last.step}, after window {now}: the checkpoint of window {window}, and "
@@ -723,7 +726,10 @@ def prewarm(settings: Path, *, dry_run: bool) -> int:
         seen = preview(config)
         for path, size, origin in seen.files:
             echo(f"{config.root / path}  {_size(size)}  {origin}")
-        files, pieces = words.count(len(seen.files), "file"), words.count(seen.pieces, "piece")
+        files, pieces = (
+            words.format_count(len(seen.files), "file"),
+            words.format_count(seen.pieces, "piece"),
+        )
         echo(f"{files}, {_size(seen.size)}, in {pieces}.")
         for sentence in seen.refusals:
             echo(f"`millrace prewarm` will refuse: {sentence}", err=True)
@@ -826,21 +832,21 @@ def _show_cleaning(
 ) -> None:
     from millrace.housekeeping import describe, saved_a_month
 
-    table = plain_table("rule", "objects", "bytes", "saves a month")
+    table = make_table("rule", "objects", "bytes", "saves a month")
     for place, rule in enumerate(rules):
         its = size.get(place, 0)
         table.add_row(
             describe(rule), f"{keys.get(place, 0)}", _size(its), f"${saved_a_month(its):.2f}"
         )
-    plain_console().print(table)
+    make_console().print(table)
     for why, count in sorted(kept.items()):
         echo(f"{count} stay: {why}")
 
 
 def _show_junk(junk: "Sequence[WorkerJunk]") -> None:
     for one in junk[:20]:
-        whose = f"{words.plain(one.worker)} of {words.plain(one.scope)}"
-        echo(f"{words.count(one.objects, 'object')}, {_size(one.size)}, are junk of {whose}")
+        whose = f"{words.clean_text(one.worker)} of {words.clean_text(one.scope)}"
+        echo(f"{words.format_count(one.objects, 'object')}, {_size(one.size)}, are junk of {whose}")
     if len(junk) > 20:
         echo(f"and junk of {len(junk) - 20} more workers")
 
@@ -863,7 +869,7 @@ def _show_cleaned(done: "Cleaned") -> int:
 
 
 def _show_prewarmed(report: "PrewarmReport") -> None:
-    table = plain_table("node", "ready", "cached", "store", "peers", "failed", "seconds")
+    table = make_table("node", "ready", "cached", "store", "peers", "failed", "seconds")
     for seen in report.nodes:
         state = "yes" if seen.ready else "no"
         table.add_row(
@@ -873,7 +879,7 @@ def _show_prewarmed(report: "PrewarmReport") -> None:
             str(seen.failures),
             f"{seen.seconds:.1f}",
         )
-    plain_console().print(table)
+    make_console().print(table)
     for seen in report.nodes:
         if seen.why:
             echo(f"{seen.name}: {seen.why}")
@@ -886,8 +892,8 @@ def _show_prewarmed(report: "PrewarmReport") -> None:
         echo(f"Nodes also read from the store what others had: {report.direct}.")
     if report.unverified:
         echo(
-            f"{words.count(report.unverified, 'file')} unverified at the source: nothing says what "
-            "the digest should be."
+            f"{words.format_count(report.unverified, 'file')} unverified at the source: nothing "
+            "says what the digest should be."
         )
     if report.unconfirmed:
         echo(
@@ -904,24 +910,28 @@ def _size(size: float) -> str:
     return f"{size:.1f} TB"
 
 
-def _show_plan(made: "Plan", config: "PipelineSettings", largest: int | None) -> None:
-    table = plain_table("partition", "splits", "source bytes")
+def _show_plan(made: "DatasetPlan", config: "PipelineSettings", largest: int | None) -> None:
+    table = make_table("partition", "splits", "source bytes")
     for partition in sorted({split.partition for split in made.splits}):
         own = [split for split in made.splits if split.partition == partition]
         size = sum(split.piece.size for split in own)
         table.add_row(partition, str(len(own)), _size(size))
     echo(
-        f"{made.dataset}: {words.count(made.source.files, 'file')}, {_size(made.source.size)} of "
+        f"{made.dataset}: {words.format_count(made.source.files, 'file')}, "
+        f"{_size(made.source.size)} of "
         f"{made.source.kind} at {made.source.url}"
     )
     if made.source.markers:
-        echo(f"Skipped: {words.count(made.source.markers, 'empty object')} that only show folders.")
-    plain_console().print(table)
+        echo(
+            f"Skipped: {words.format_count(made.source.markers, 'empty object')} that only show "
+            f"folders."
+        )
+    make_console().print(table)
     workers = max(1, config.run.workers)
     memory = made.layout.shard_bytes * (config.run.uploads + 1) * workers
     echo(
         f"Shards of at most {_size(made.layout.shard_bytes)}; "
-        f"at most {_size(memory)} of them in the memory of {words.count(workers, 'worker')}."
+        f"at most {_size(memory)} of them in the memory of {words.format_count(workers, 'worker')}."
     )
     if largest is None:
         echo("A larger row is a shard of its own: each worker may hold one, five times.")
@@ -936,18 +946,18 @@ def _show_report(report: "ShardReport") -> None:
     manifest = report.manifest
     rate = report.bytes_made / report.seconds / 1e6
     echo(
-        f"{report.url}: {words.count(report.samples, 'sample')} in "
-        f"{words.count(len(manifest.shards), 'shard')}, {_size(manifest.size)}, from "
-        f"{words.count(report.splits, 'split')}."
+        f"{report.url}: {words.format_count(report.samples, 'sample')} in "
+        f"{words.format_count(len(manifest.shards), 'shard')}, {_size(manifest.size)}, from "
+        f"{words.format_count(report.splits, 'split')}."
     )
     echo(
-        f"This run made {words.count(report.made, 'shard')}, {_size(report.bytes_made)} in "
+        f"This run made {words.format_count(report.made, 'shard')}, {_size(report.bytes_made)} in "
         f"{report.seconds:.1f} s ({rate:.0f} MB/s)."
     )
     if manifest.quarantined:
         echo(
-            f"{words.count(manifest.quarantined, 'row')} made no sample, and every such row is "
-            f"kept with its reason below {report.url}/quarantine/."
+            f"{words.format_count(manifest.quarantined, 'row')} made no sample, and every such "
+            f"row is kept with its reason below {report.url}/quarantine/."
         )
     echo(f"Sealed by {report.manifest_key}.")
 
@@ -956,10 +966,10 @@ def _show_status(found: "DatasetStatus") -> None:
     state = (
         "sealed"
         if found.sealed
-        else f"{found.ended} of {words.count(len(found.splits), 'split')} ended"
+        else f"{found.ended} of {words.format_count(len(found.splits), 'split')} ended"
     )
     echo(f"{found.dataset}: {state}, from {found.source}")
-    table = plain_table("split", "state", "shards", "samples", "bytes", "quarantined", "held by")
+    table = make_table("split", "state", "shards", "samples", "bytes", "quarantined", "held by")
     for split in found.splits:
         table.add_row(
             split.name,
@@ -970,8 +980,8 @@ def _show_status(found: "DatasetStatus") -> None:
             str(split.quarantined),
             f"{split.host} until {split.until:%H:%M:%S}" if split.until else "",
         )
-    plain_console().print(table)
+    make_console().print(table)
     if found.damaged:
-        echo(f"{words.count(len(found.damaged), 'record')} of its ledger cannot be read:")
+        echo(f"{words.format_count(len(found.damaged), 'record')} of its ledger cannot be read:")
         for sentence in found.damaged[:10]:
             echo(f"  {sentence}")

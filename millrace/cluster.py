@@ -18,7 +18,7 @@ _SETTINGS_FRAME = 4
 
 
 @contextmanager
-def connected(address: str | None) -> Generator[Any]:
+def connect(address: str | None) -> Generator[Any]:
     """Ray's module, connected to a cluster; one that was connected before stays so.
 
     Args:
@@ -27,11 +27,11 @@ def connected(address: str | None) -> Generator[Any]:
     Raises:
         ConfigurationError: Ray is not installed, or there is no such cluster.
     """
-    ray = _ray()
+    ray = _import_ray()
     if ray.is_initialized():
         yield ray
         return
-    _check_address(_resolved(ray, address))
+    _check_address(_resolve_address(ray, address))
     try:
         ray.init(
             address=address or "auto",
@@ -54,17 +54,17 @@ def check_reachable(address: str | None) -> None:
     """Check within seconds that a Ray cluster can be reached; whether it lets us in is not checked.
 
     Args:
-        address: As of `connected`.
+        address: As of `connect`.
 
     Raises:
-        ConfigurationError: As of `connected`.
+        ConfigurationError: As of `connect`.
     """
-    ray = _ray()
+    ray = _import_ray()
     if not ray.is_initialized():
-        _check_address(_resolved(ray, address))
+        _check_address(_resolve_address(ray, address))
 
 
-def _resolved(ray: Any, address: str | None) -> str:
+def _resolve_address(ray: Any, address: str | None) -> str:
     """Return the address that `ray.init` would connect to.
 
     Raises:
@@ -120,15 +120,18 @@ def _check_address(address: str) -> None:
         ) from error
 
 
-def living(ray: Any) -> list[dict[str, Any]]:
+def list_living_nodes(ray: Any) -> list[dict[str, Any]]:
     """Return the nodes that are alive, as Ray describes them."""
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def answering(ray: Any) -> list[dict[str, Any]]:
+def list_answering_nodes(ray: Any) -> list[dict[str, Any]]:
     """Return the living nodes that answer: one that has died may still be listed."""
-    ask = ray.remote(_nothing)
-    asked = [(node, ask.options(max_retries=0, **only_on(node)).remote()) for node in living(ray)]
+    ask = ray.remote(_do_nothing)
+    asked = [
+        (node, ask.options(max_retries=0, **make_node_options(node)).remote())
+        for node in list_living_nodes(ray)
+    ]
     found: list[dict[str, Any]] = []
     for node, answer in asked:
         with suppress(ray.exceptions.RayError):
@@ -137,7 +140,7 @@ def answering(ray: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Do nothing: a node that runs this has answered."""
 
 
@@ -146,7 +149,7 @@ def name_of(node: dict[str, Any]) -> str:
     return f"{node['NodeManagerAddress']}-{node['NodeID'][:6]}"
 
 
-def only_on(node: dict[str, Any]) -> dict[str, Any]:
+def make_node_options(node: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a task or an actor that runs on this node and takes no CPU."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: PLC0415
 
@@ -154,7 +157,7 @@ def only_on(node: dict[str, Any]) -> dict[str, Any]:
     return {"num_cpus": 0, "scheduling_strategy": strategy}
 
 
-def _ray() -> Any:
+def _import_ray() -> Any:
     try:
         import ray  # noqa: PLC0415
     except ImportError as error:

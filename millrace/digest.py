@@ -24,7 +24,7 @@ def sha256_of(blocks: Iterable[Bytes]) -> tuple[str, int]:
     return digest.hexdigest(), size
 
 
-def local_etag(stat: os.stat_result) -> str:
+def make_local_etag(stat: os.stat_result) -> str:
     """Return a substitute for an ETag of a file in a folder: its size and time of change.
 
     Not the inode: a copy that keeps times (rsync -a, cp -p) is the same file elsewhere.
@@ -32,6 +32,6 @@ def local_etag(stat: os.stat_result) -> str:
     return f"{stat.st_size:x}-{stat.st_mtime_ns:x}"
 
 
-def canonical(value: Mapping[str, Any]) -> bytes:
+def dump_canonical_json(value: Mapping[str, Any]) -> bytes:
     """JSON with sorted keys and no spaces: the same record, the same bytes, on any machine."""
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)

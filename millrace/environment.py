@@ -9,7 +9,7 @@ from collections.abc import Mapping
 _PREFIXES = ("AWS_", "GOOGLE_", "HF_")  # obstore, boto3 and huggingface_hub read them themselves
 
 
-def variable(name: str, environ: Mapping[str, str] | None = None) -> str | None:
+def read_variable(name: str, environ: Mapping[str, str] | None = None) -> str | None:
     """Return an environment variable; None if it is unset or empty.
 
     Args:

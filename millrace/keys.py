@@ -11,16 +11,16 @@ from functools import lru_cache
 
 from millrace.errors import ConfigurationError
 
-_OURS = {"shards", "commits", "splits", "quarantine", "lease"}
+_RESERVED_FOLDERS = {"shards", "commits", "splits", "quarantine", "lease"}
 CHECKPOINTS = "checkpoints"
 """The folder of a job that its checkpoints are in."""
-_NO_JOBS = frozenset({*_OURS, CHECKPOINTS})
+_RESERVED_IN_JOBS = frozenset({*_RESERVED_FOLDERS, CHECKPOINTS})
 _GATHERS = "gathers"
 _COOLDOWNS = "cooldowns"
 _MEMBERS = "members"
 _CAMPAIGN = "campaign"
 _PLAN_OF_CAMPAIGN = f"/{_CAMPAIGN}/plan.json"
-_NO_WORKERS = frozenset({*_NO_JOBS, _GATHERS, "epochs"})
+_RESERVED_WORKERS = frozenset({*_RESERVED_IN_JOBS, _GATHERS, "epochs"})
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 _SPLIT = re.compile(r"[a-z]+-[0-9]{5,}")
 _SHARD = re.compile(r"(?P<split>[a-z]+-[0-9]{5,})-(?P<n>[0-9]{6,})")
@@ -34,7 +34,7 @@ INSTALLATION = f"{RENTALS}/installation.json"
 """Who we are among all who rent with the same account: created once."""
 
 
-def common_prefix(keys: Iterable[str]) -> str:
+def find_common_prefix(keys: Iterable[str]) -> str:
     """Return the longest beginning that all of these share, be it a whole folder's name or not."""
     some = list(keys)
     first, last = min(some, default=""), max(some, default="")
@@ -42,7 +42,7 @@ def common_prefix(keys: Iterable[str]) -> str:
     return first[: min(len(first), len(last)) if size is None else size]
 
 
-def checked_name(name: str, *, what: str) -> str:
+def check_name(name: str, *, what: str) -> str:
     """Return a name that is safe as part of a key, on every store we know.
 
     Raises:
@@ -66,7 +66,7 @@ def is_plain(key: str) -> bool:
     return {"", ".", ".."}.isdisjoint(key.split("/")) and "\\" not in key and key.isprintable()
 
 
-def split_name(partition: str, number: int) -> str:
+def make_split_name(partition: str, number: int) -> str:
     """``train-00007``: the name of one split of a dataset."""
     return f"{partition}-{number:05d}"
 
@@ -99,8 +99,8 @@ class DatasetKeys:
     dataset: str
 
     def __post_init__(self) -> None:
-        name = checked_name(self.dataset, what="The dataset's name")
-        taken = sorted(_OURS.intersection(name.split("/")))
+        name = check_name(self.dataset, what="The dataset's name")
+        taken = sorted(_RESERVED_FOLDERS.intersection(name.split("/")))
         if name != self.dataset or taken:
             why = f"has {taken[0]!r} in it" if taken else "begins or ends with '/'"
             raise ConfigurationError(
@@ -242,11 +242,12 @@ class CheckpointKeys:
     job: str
 
     def __post_init__(self) -> None:
-        name = checked_name(self.job, what="The job's name")
-        if name != self.job or _NO_JOBS.intersection(name.split("/")):
+        name = check_name(self.job, what="The job's name")
+        if name != self.job or _RESERVED_IN_JOBS.intersection(name.split("/")):
             raise ConfigurationError(
                 f"The job's name {self.job!r} begins or ends with '/', or has one of "
-                f"{', '.join(sorted(_NO_JOBS))} in it, as objects of ours do: write another."
+                f"{', '.join(sorted(_RESERVED_IN_JOBS))} in it, as objects of ours do: write "
+                f"another."
             )
 
     @property
@@ -340,15 +341,16 @@ class GradientKeys:
 
     def __post_init__(self) -> None:
         for what, name in (("The run's name", self.run), ("The version", self.version)):
-            if checked_name(name, what=what) != name:
+            if check_name(name, what=what) != name:
                 raise ConfigurationError(f"{what} {name!r} begins or ends with '/'.")
 
     def worker(self, uid: str) -> str:
         """Return the prefix of all that a worker writes: its credentials reach no other."""
-        if "/" in checked_name(uid, what="The worker's name") or uid in _NO_WORKERS:
+        if "/" in check_name(uid, what="The worker's name") or uid in _RESERVED_WORKERS:
             raise ConfigurationError(
                 f"The worker's name {uid!r} has a '/' in it, or is one of "
-                f"{', '.join(sorted(_NO_WORKERS))}, as folders of ours are: call it otherwise."
+                f"{', '.join(sorted(_RESERVED_WORKERS))}, as folders of ours are: call it "
+                f"otherwise."
             )
         return f"{self.run}/{uid}/"
 
@@ -362,13 +364,13 @@ class GradientKeys:
 
     def parse(self, key: str) -> tuple[str, int] | None:
         """Return the worker and the window of a gradient's key, or None if it is no gradient's."""
-        return self._parsed(key, "gradient", r"(safetensors|pt)")
+        return self._parse_name(key, "gradient", r"(safetensors|pt)")
 
-    def parse_start(self, key: str) -> tuple[str, int] | None:
+    def parse_start_window(self, key: str) -> tuple[str, int] | None:
         """Likewise of what says with which window a worker began."""
-        return self._parsed(key, "start_window", "json")
+        return self._parse_name(key, "start_window", "json")
 
-    def _parsed(self, key: str, what: str, ending: str) -> tuple[str, int] | None:
+    def _parse_name(self, key: str, what: str, ending: str) -> tuple[str, int] | None:
         pattern = (
             re.escape(self.run)
             + rf"/(?P<uid>[^/]+)/{what}-(?P<window>[0-9]{{9,}})-(?P=uid)-v"
@@ -492,12 +494,13 @@ class RentalKeys:
     name: str
 
     def __post_init__(self) -> None:
-        if checked_name(self.name, what="The rental's name") != self.name or _OURS.intersection(
-            self.name.split("/")
-        ):
+        if check_name(
+            self.name, what="The rental's name"
+        ) != self.name or _RESERVED_FOLDERS.intersection(self.name.split("/")):
             raise ConfigurationError(
                 f"The rental's name {self.name!r} begins or ends with '/', or has one of "
-                f"{', '.join(sorted(_OURS))} in it, as objects of ours do: write another."
+                f"{', '.join(sorted(_RESERVED_FOLDERS))} in it, as objects of ours do: write "
+                f"another."
             )
 
     @property
@@ -532,7 +535,7 @@ class RentalKeys:
         """Return the key of the contract that an attempt came to."""
         return f"{self.attempt(number)}contract.json"
 
-    def left(self, number: int) -> str:
+    def detached(self, number: int) -> str:
         """Return the key of the record that a machine stays though it has no owner."""
         return f"{self.attempt(number)}left.json"
 
@@ -594,11 +597,11 @@ class CampaignKeys:
         """Key of the pinned plan: created once."""
         return f"{self.name}{_PLAN_OF_CAMPAIGN}"
 
-    def reads(self) -> list[str]:
+    def list_read_prefixes(self) -> list[str]:
         """Return the prefixes that a worker reads, besides its dataset's."""
         return [f"{self.run}/{_GATHERS}/", self.notes, f"{self.job}/"]
 
-    def writes(self, number: int | str) -> list[str]:
+    def list_write_prefixes(self, number: int | str) -> list[str]:
         """Return the prefixes that a worker writes: all of them are its own.
 
         Args:
@@ -608,7 +611,7 @@ class CampaignKeys:
         return [
             f"{self.run}/{uid}/",
             f"{self.job}/{_MEMBERS}/{uid}/",
-            f"{leases(self.job)}{_MEMBERS}/{uid}/",
+            f"{lease_prefix(self.job)}{_MEMBERS}/{uid}/",
         ]
 
     def uid(self, number: int | str) -> str:
@@ -659,18 +662,18 @@ class MachineKeys:
 def rental_of(key: str) -> str | None:
     """Return the rental that an attempt's key belongs to; None if it is none's."""
     name, slash, _ = key.removeprefix(f"{RENTALS}/").rpartition("/attempts/")
-    ours = slash and key.startswith(f"{RENTALS}/") and _can_be(RentalKeys, name)
+    ours = slash and key.startswith(f"{RENTALS}/") and _is_valid_name(RentalKeys, name)
     return name if ours else None
 
 
 def campaign_of(key: str) -> str | None:
     """Return the campaign that a key is the plan of; None if it is no campaign's plan."""
     name, found, rest = key.rpartition(_PLAN_OF_CAMPAIGN)
-    ours = found and not rest and _can_be(CampaignKeys, name)
+    ours = found and not rest and _is_valid_name(CampaignKeys, name)
     return name if ours else None
 
 
-def member_name(member: str) -> str:
+def check_member_name(member: str) -> str:
     """Return the name of a member, checked.
 
     Raises:
@@ -678,7 +681,7 @@ def member_name(member: str) -> str:
     """
     if "/" in member:
         raise ConfigurationError(f"The member's name {member!r} has a '/' in it: write another.")
-    return checked_name(member, what="The member's name")
+    return check_name(member, what="The member's name")
 
 
 def member_lease(job: str, member: str) -> LeaseKeys:
@@ -687,7 +690,7 @@ def member_lease(job: str, member: str) -> LeaseKeys:
     Raises:
         ConfigurationError: The name cannot be part of an object's name.
     """
-    return LeaseKeys(job, f"{_MEMBERS}/{member_name(member)}")
+    return LeaseKeys(job, f"{_MEMBERS}/{check_member_name(member)}")
 
 
 def member_scope(job: str, member: str) -> str:
@@ -700,22 +703,22 @@ def member_prefix(job: str, member: str) -> str:
     return f"{member_scope(job, member)}/"
 
 
-def clock_probe(scope: str, holder: str) -> str:
+def clock_probe_key(scope: str, holder: str) -> str:
     """Return the key of an object that is written only to read the store's clock."""
     return f"{scope}/lease/clock/{holder}"
 
 
-def audit_probe(scope: str, nonce: str, name: str) -> str:
+def audit_probe_key(scope: str, nonce: str, name: str) -> str:
     """Return the key of an object that an audit writes and removes."""
     return f"{scope}/_audit-{nonce}-{name}" if scope else f"_audit-{nonce}-{name}"
 
 
-def write_probe(scope: str, nonce: str) -> str:
+def write_probe_key(scope: str, nonce: str) -> str:
     """Return the key of an object that is written and removed to try whether that is allowed."""
     return f"{scope}/_probe-{nonce}" if scope else f"_probe-{nonce}"
 
 
-def leases(scope: str) -> str:
+def lease_prefix(scope: str) -> str:
     """Return the prefix of every lease under a scope."""
     return f"{scope}/lease/"
 
@@ -724,21 +727,21 @@ def parse_lease(scope: str, key: str) -> LeaseKeys | None:
     """Return the lease that a key belongs to; None if it is no lease's, or cannot be read."""
     if not is_plain(key):
         return None
-    keys = LeaseKeys(scope, key.removeprefix(leases(scope)).rpartition("/")[0])
+    keys = LeaseKeys(scope, key.removeprefix(lease_prefix(scope)).rpartition("/")[0])
     return keys if keys.parse(key) else None
 
 
-def cleaning_plan(name: str) -> str:
+def cleaning_plan_key(name: str) -> str:
     """Return the key of the list of objects to delete, one a line."""
     return f"{CLEANING}/{name}/plan.jsonl"
 
 
-def cleaning_outcome(name: str) -> str:
+def cleaning_outcome_key(name: str) -> str:
     """Return the key of a plan's result."""
     return f"{CLEANING}/{name}/outcome.json"
 
 
-class Kind(StrEnum):
+class ObjectKind(StrEnum):
     """Kind of an object of ours."""
 
     GRADIENT = "gradient"
@@ -754,7 +757,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class ClassifiedKey:
     """Object that a key names.
 
     Attributes:
@@ -765,58 +768,60 @@ class Named:
         worker: Name of the worker or member below whose own prefix the object is, where one is.
     """
 
-    kind: Kind
+    kind: ObjectKind
     scope: str
     version: str = ""
     number: int = -1
     worker: str = ""
 
     @property
-    def leases(self) -> str:
+    def lease_scope(self) -> str:
         """The scope of the leases that are held while somebody works on it."""
         if self.version:
             return ChainKeys(self.scope, self.version).job
         return self.scope
 
 
-_PARTS = _NAME.pattern
-_OF_WORKER = re.compile(
-    rf"(?P<scope>{_PARTS})/(?P<uid>[^/]+)/(?P<what>gradient|start_window)-(?P<number>[0-9]{{9,}})"
+_NAME_PATTERN = _NAME.pattern
+_WORKER_KEY = re.compile(
+    rf"(?P<scope>{_NAME_PATTERN})/(?P<uid>[^/]+)/(?P<what>gradient|start_window)-(?P<number>[0-9]{{9,}})"
     r"-(?P=uid)-v(?P<version>[A-Za-z0-9][A-Za-z0-9._-]*)\.(?P<ending>safetensors|pt|json)"
 )
-_OF_CHAIN = re.compile(
-    rf"(?P<scope>{_PARTS})/{_GATHERS}/(?P<version>{_PARTS})/"
+_CHAIN_KEY = re.compile(
+    rf"(?P<scope>{_NAME_PATTERN})/{_GATHERS}/(?P<version>{_NAME_PATTERN})/"
     r"(?:(?P<step>[0-9]{9,})-[0-9a-f]{64}\.npz|chain/(?P<window>[0-9]{9,})\.json"
     r"|windows/(?P<opening>[0-9]{9,})\.json)"
 )
-_OF_JOB = re.compile(rf"(?P<scope>{_PARTS})/{CHECKPOINTS}/step_(?P<number>[0-9]{{9,}})/.+")
-_OF_DATASET = re.compile(
-    rf"(?P<scope>{_PARTS})/(?:(?:plan|manifest|index)\.json|(?:splits|commits)/[^/]+\.jsonl?"
+_CHECKPOINT_KEY = re.compile(
+    rf"(?P<scope>{_NAME_PATTERN})/{CHECKPOINTS}/step_(?P<number>[0-9]{{9,}})/.+"
+)
+_DATASET_KEY = re.compile(
+    rf"(?P<scope>{_NAME_PATTERN})/(?:(?:plan|manifest|index)\.json|(?:splits|commits)/[^/]+\.jsonl?"
     r"|quarantine/[a-z]+-[0-9]{5,}-[0-9]{6,}\.jsonl|shards/[a-z]+-[0-9]{5,}-[0-9]{6,}\.[a-z]+)"
 )
-_OF_MACHINE = re.compile(rf"{MACHINES}/(?P<rental>{_PARTS})/[0-9]{{6,}}/.+")
-_PASSING = re.compile(
-    rf"(?:(?P<scope>{_PARTS})/)?(?:_audit-[0-9a-f]{{16}}-[a-z]+|_probe-[0-9a-f]{{16}}(?:\.bin)?"
+_MACHINE_KEY = re.compile(rf"{MACHINES}/(?P<rental>{_NAME_PATTERN})/[0-9]{{6,}}/.+")
+_PASSING_KEY = re.compile(
+    rf"(?:(?P<scope>{_NAME_PATTERN})/)?(?:_audit-[0-9a-f]{{16}}-[a-z]+|_probe-[0-9a-f]{{16}}(?:\.bin)?"
     rf"|lease/clock/[0-9a-f]{{16}})|{CLEANING}/(?:lease/clock/[0-9a-f]{{16}}"
     r"|[0-9]{8}T[0-9]{6}-[0-9a-f]{8}/(?:plan\.jsonl|outcome\.json))"
 )
 
 
-_RECORD = re.compile(
-    rf"(?P<scope>(?:{RENTALS}/)?{_PARTS})/(?:lease/.+\.(?:json|beat|end)"
+_RECORD_KEY = re.compile(
+    rf"(?P<scope>(?:{RENTALS}/)?{_NAME_PATTERN})/(?:lease/.+\.(?:json|beat|end)"
     rf"|epochs/[0-9]{{6,}}\.json|{_COOLDOWNS}/[0-9]{{6,}}/.+)"
 )
-_OF_MEMBER = re.compile(
-    rf"(?P<scope>{_PARTS})/{_MEMBERS}/(?P<uid>[^/]+)/{_COOLDOWNS}/[0-9]{{6,}}/"
+_MEMBER_KEY = re.compile(
+    rf"(?P<scope>{_NAME_PATTERN})/{_MEMBERS}/(?P<uid>[^/]+)/{_COOLDOWNS}/[0-9]{{6,}}/"
     r"(?:(?P<record>(?:vote|late|result)\.json)|draft\.json|parts/[0-9a-f]{64}\.safetensors)"
 )
 
 
-_KINDS = (
-    (Kind.CHECKPOINT, _OF_JOB),
-    (Kind.DATASET, _OF_DATASET),
-    (Kind.PASSING, _PASSING),
-    (Kind.RECORD, _RECORD),
+_KIND_PATTERNS = (
+    (ObjectKind.CHECKPOINT, _CHECKPOINT_KEY),
+    (ObjectKind.DATASET, _DATASET_KEY),
+    (ObjectKind.PASSING, _PASSING_KEY),
+    (ObjectKind.RECORD, _RECORD_KEY),
 )
 
 
@@ -827,117 +832,121 @@ class WorkerPrefixes:
     A key alone does not prove a prefix: ``data/w1/notes.txt`` may be anybody's. These do:
 
     - a gradient, a start window or a vote, which only the worker itself has credentials to write;
-    - the plan of a campaign, whose workers have the prefixes of `CampaignKeys.writes`.
+    - the plan of a campaign, whose workers have the prefixes of `CampaignKeys.list_write_prefixes`.
 
     A worker can forge such objects below its own prefix only, so the outermost prefix counts.
     """
 
-    _owners: dict[str, Named] = field(default_factory=dict[str, Named])
+    _owners: dict[str, ClassifiedKey] = field(default_factory=dict[str, ClassifiedKey])
     _campaigns: set[str] = field(default_factory=set[str])
 
     def learn(self, key: str) -> None:
         """Take a key of the bucket, or of one beside it, as a proof if it is one."""
         if (campaign := campaign_of(key)) is not None:
             self._campaigns.add(campaign)
-        what = named(key)
+        what = classify_key(key)
         if what is None or not what.worker:
             return
-        junk = Named(Kind.JUNK, what.scope, worker=what.worker)
-        if what.kind in {Kind.GRADIENT, Kind.START_WINDOW}:
+        junk = ClassifiedKey(ObjectKind.JUNK, what.scope, worker=what.worker)
+        if what.kind in {ObjectKind.GRADIENT, ObjectKind.START_WINDOW}:
             self._owners[f"{what.scope}/{what.worker}/"] = junk
             return
         self._owners[member_prefix(what.scope, what.worker)] = junk
-        self._owners[f"{leases(what.scope)}{_MEMBERS}/{what.worker}/"] = junk
+        self._owners[f"{lease_prefix(what.scope)}{_MEMBERS}/{what.worker}/"] = junk
 
-    def find(self, key: str) -> Named | None:
-        """Return `Kind.JUNK` with the worker whose prefix a key is below; None if it is nobody's.
+    def find(self, key: str) -> ClassifiedKey | None:
+        """Return `ObjectKind.JUNK` and the worker whose prefix a key is below, or None.
 
-        Whether Millrace names the key is for `named` to say.
+        Whether Millrace names the key is for `classify_key` to say.
         """
         end = key.find("/")
         while end >= 0:
             if owner := self._owners.get(key[: end + 1]):
                 return owner
-            match = _OF_CAMPAIGN.match(key, end + 1) if key[:end] in self._campaigns else None
+            match = _CAMPAIGN_KEY.match(key, end + 1) if key[:end] in self._campaigns else None
             if match:
                 keys = CampaignKeys(key[:end])
-                return Named(Kind.JUNK, keys.run if match["run"] else keys.job, worker=match["uid"])
+                return ClassifiedKey(
+                    ObjectKind.JUNK, keys.run if match["run"] else keys.job, worker=match["uid"]
+                )
             end = key.find("/", end + 1)
         return None
 
 
-_OF_CAMPAIGN = re.compile(
+_CAMPAIGN_KEY = re.compile(
     rf"(?:(?P<run>run)|model/(?:lease/)?{_MEMBERS})/(?P<uid>worker-[0-9]{{1,9}})/"
 )
 
 
-def named(key: str, workers: WorkerPrefixes | None = None) -> Named | None:
+def classify_key(key: str, workers: WorkerPrefixes | None = None) -> ClassifiedKey | None:
     """Return the kind of any object by its key; None of a key that Millrace does not name.
 
     A checkpoint's and a dataset's objects are told apart by their own keys.
 
     Args:
         key: Key of the object. Any text has an answer; none raises.
-        workers: Prefixes of workers. What Millrace does not name below one is `Kind.JUNK`; left
-            out, such a key has no kind.
+        workers: Prefixes of workers. What Millrace does not name below one is `ObjectKind.JUNK`;
+            left out, such a key has no kind.
     """
-    what = _named(key)
+    what = _classify(key)
     return workers.find(key) if what is None and workers is not None else what
 
 
-def _named(key: str) -> Named | None:
+def _classify(key: str) -> ClassifiedKey | None:
     leaf = key.rpartition("/")[2]
     if leaf.startswith(("gradient-", "start_window-")):
-        return _of_worker(key)
+        return _classify_worker_key(key)
     if key.startswith(f"{MACHINES}/"):
-        return _of_machine(key)
-    if match := _OF_MEMBER.fullmatch(key):
-        kind = Kind.RECORD if match["record"] else Kind.PASSING
-        return Named(kind, match["scope"], worker=match["uid"])
-    match = _OF_CHAIN.fullmatch(key)
-    if match and _can_be(CheckpointKeys, ChainKeys(match["scope"], match["version"]).job):
+        return _classify_machine_key(key)
+    if match := _MEMBER_KEY.fullmatch(key):
+        kind = ObjectKind.RECORD if match["record"] else ObjectKind.PASSING
+        return ClassifiedKey(kind, match["scope"], worker=match["uid"])
+    match = _CHAIN_KEY.fullmatch(key)
+    if match and _is_valid_name(CheckpointKeys, ChainKeys(match["scope"], match["version"]).job):
         kind, number = (
-            (Kind.UPDATE, match["step"])
+            (ObjectKind.UPDATE, match["step"])
             if match["step"]
-            else (Kind.LINK, match["window"])
+            else (ObjectKind.LINK, match["window"])
             if match["window"]
-            else (Kind.OPENING, match["opening"])
+            else (ObjectKind.OPENING, match["opening"])
         )
-        return Named(kind, match["scope"], match["version"], int(number))
-    for kind, pattern in _KINDS:
+        return ClassifiedKey(kind, match["scope"], match["version"], int(number))
+    for kind, pattern in _KIND_PATTERNS:
         match = pattern.fullmatch(key)
-        if match is None or (kind in _CHECKED and not _can_be(_CHECKED[kind], match["scope"])):
+        if match is None or (
+            kind in _KEYS_BY_KIND and not _is_valid_name(_KEYS_BY_KIND[kind], match["scope"])
+        ):
             continue
-        number = int(match["number"]) if kind is Kind.CHECKPOINT else -1
-        return Named(kind, match["scope"] or "", number=number)
+        number = int(match["number"]) if kind is ObjectKind.CHECKPOINT else -1
+        return ClassifiedKey(kind, match["scope"] or "", number=number)
     return None
 
 
-def _of_machine(key: str) -> Named | None:
-    machine = _OF_MACHINE.fullmatch(key)
-    if machine is None or not _can_be(RentalKeys, machine["rental"]):
+def _classify_machine_key(key: str) -> ClassifiedKey | None:
+    machine = _MACHINE_KEY.fullmatch(key)
+    if machine is None or not _is_valid_name(RentalKeys, machine["rental"]):
         return None
-    return Named(Kind.PASSING, RentalKeys(machine["rental"]).scope)
+    return ClassifiedKey(ObjectKind.PASSING, RentalKeys(machine["rental"]).scope)
 
 
-def _of_worker(key: str) -> Named | None:
-    match = _OF_WORKER.fullmatch(key)
-    if match is None or match["uid"] in _NO_WORKERS:
+def _classify_worker_key(key: str) -> ClassifiedKey | None:
+    match = _WORKER_KEY.fullmatch(key)
+    if match is None or match["uid"] in _RESERVED_WORKERS:
         return None
-    kind = Kind.GRADIENT if match["what"] == "gradient" else Kind.START_WINDOW
-    if (match["ending"] == "json") is (kind is Kind.GRADIENT):
+    kind = ObjectKind.GRADIENT if match["what"] == "gradient" else ObjectKind.START_WINDOW
+    if (match["ending"] == "json") is (kind is ObjectKind.GRADIENT):
         return None
-    return Named(kind, match["scope"], match["version"], int(match["number"]), match["uid"])
+    return ClassifiedKey(kind, match["scope"], match["version"], int(match["number"]), match["uid"])
 
 
-_CHECKED: dict[Kind, type[DatasetKeys] | type[CheckpointKeys]] = {
-    Kind.CHECKPOINT: CheckpointKeys,
-    Kind.DATASET: DatasetKeys,
+_KEYS_BY_KIND: dict[ObjectKind, type[DatasetKeys] | type[CheckpointKeys]] = {
+    ObjectKind.CHECKPOINT: CheckpointKeys,
+    ObjectKind.DATASET: DatasetKeys,
 }
 
 
 @lru_cache(maxsize=1024)
-def _can_be(
+def _is_valid_name(
     keys: type[DatasetKeys] | type[CheckpointKeys] | type[RentalKeys] | type[CampaignKeys],
     name: str,
 ) -> bool:

@@ -21,17 +21,17 @@ from typing import ClassVar
 from pydantic import BaseModel, ConfigDict
 
 from millrace import errors
-from millrace.keys import LeaseKeys, clock_probe, leases, parse_lease
-from millrace.processes import started_at
+from millrace.keys import LeaseKeys, clock_probe_key, lease_prefix, parse_lease
+from millrace.processes import read_start_time
 from millrace.records import Record, commit_once, fetch
 from millrace.settings import Duration
 from millrace.storage import Stat, Store, create, delete, head, list_objects, put
 
-LONGEST = timedelta(hours=1)  # that one is believed in, whatever its record says
-SHORTEST = timedelta(seconds=3)  # heartbeats come three times as often, and at most one a second
-_LOOK = 1.0  # seconds between two looks at a lease that another has
-_LEAVING = 3.0  # seconds that leaving waits for leases to be given back
-_RESOLUTION = timedelta(seconds=2)  # of Last-Modified, and of the clock read off it
+MAX_TTL = timedelta(hours=1)  # that one is believed in, whatever its record says
+MIN_TTL = timedelta(seconds=3)  # heartbeats come three times as often, and at most one a second
+_POLL_INTERVAL = 1.0  # seconds between two looks at a lease that another has
+_RELEASE_TIMEOUT = 3.0  # seconds that leaving waits for leases to be given back
+_CLOCK_RESOLUTION = timedelta(seconds=2)  # of Last-Modified, and of the clock read off it
 
 
 class Holder(BaseModel):
@@ -60,18 +60,18 @@ class Holder(BaseModel):
         return cls(
             id=secrets.token_hex(8),
             host=socket.gethostname(),
-            machine=_machine(),
+            machine=_identify_machine(),
             pid=pid,
-            started=started_at(pid) or "",
+            started=read_start_time(pid) or "",
         )
 
     @property
-    def seen_dead(self) -> bool:
+    def is_known_dead(self) -> bool:
         """True if it is known to be gone, because it ran here and its process does not."""
         return (
             self.machine != ""
-            and self.machine == _machine()
-            and (started_at(self.pid) != self.started)
+            and self.machine == _identify_machine()
+            and (read_start_time(self.pid) != self.started)
         )
 
 
@@ -94,27 +94,27 @@ class StoreClock:
     @classmethod
     def read(cls, store: Store, scope: str, holder: Holder) -> "StoreClock":
         """Read the clock. Three requests, that leave nothing behind."""
-        key = clock_probe(scope, holder.id)
+        key = clock_probe_key(scope, holder.id)
         put(store, key, b"")
         # Written at the latest now, perhaps after many tries. A clock that is slow waits for a
         # lease's end; one that is fast takes leases from those who hold them.
-        written = _elapsed()
+        written = _read_boot_clock()
         clock = cls(head(store, key).last_modified, written)
         delete(store, [key])
         return clock
 
     @classmethod
-    def own(cls) -> "StoreClock":
+    def of_this_machine(cls) -> "StoreClock":
         """Return this machine's clock, for callers that may not write."""
-        return cls(datetime.now(UTC), _elapsed())
+        return cls(datetime.now(UTC), _read_boot_clock())
 
     def now(self) -> datetime:
         """Return the time by the store's clock, to about a second."""
-        return self.base + timedelta(seconds=_elapsed() - self.read_at)
+        return self.base + timedelta(seconds=_read_boot_clock() - self.read_at)
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldLease:
     """A lease that another has.
 
     Attributes:
@@ -140,15 +140,15 @@ class Lease:
         """Say that the holder lives. One request; at most one a second."""
         put(self.store, self.keys.beat(self.epoch), self.holder.id.encode())
 
-    def followed(self) -> bool:
+    def is_superseded(self) -> bool:
         """Tell whether another has taken the lease since. One listing.
 
         Raises:
             UnavailableError: The store does not answer.
         """
-        return _newest(self.keys, list_objects(self.store, self.keys.prefix))[0] > self.epoch
+        return _find_newest(self.keys, list_objects(self.store, self.keys.prefix))[0] > self.epoch
 
-    def hurried(self, patience: timedelta) -> "Lease":
+    def with_timeout(self, patience: timedelta) -> "Lease":
         """Return the same lease with short retries, for requests that come again soon."""
         return replace(self, store=self.store.hurried(patience))
 
@@ -162,7 +162,7 @@ class Lease:
 
 def acquire(
     store: Store, keys: LeaseKeys, holder: Holder, ttl: timedelta, clock: StoreClock
-) -> Lease | Held:
+) -> Lease | HeldLease:
     """Take a lease if it is free, given back, or its holder is not heard of.
 
     Args:
@@ -178,27 +178,27 @@ def acquire(
     Raises:
         ConfigurationError: The time is too short for heartbeats.
     """
-    if ttl < SHORTEST:
+    if ttl < MIN_TTL:
         raise errors.ConfigurationError(
-            f"A lease lasts at least {SHORTEST.total_seconds():g} seconds."
+            f"A lease lasts at least {MIN_TTL.total_seconds():g} seconds."
         )
-    number, held = _current(store, keys, clock)
+    number, held = _find_current(store, keys, clock)
     if held is not None:
         return held
     commit = commit_once(store, keys.epoch(number + 1), LeaseEpoch(holder=holder, ttl=ttl))
     if commit.mine:
         return Lease(store, keys, number + 1, holder, ttl)
-    return Held(commit.record.holder, clock.now() + commit.record.ttl)
+    return HeldLease(commit.record.holder, clock.now() + commit.record.ttl)
 
 
 def await_lease(
     store: Store, keys: LeaseKeys, holder: Holder, ttl: timedelta, clock: StoreClock
-) -> Lease | Held:
+) -> Lease | HeldLease:
     """As `acquire`, but who has it must be heard of: it is waited for until it is free, or that.
 
     So whoever was killed is followed, and nobody is who lives.
     """
-    first: Held | None = None
+    first: HeldLease | None = None
     while True:
         got = acquire(store, keys, holder, ttl, clock)
         if isinstance(got, Lease):
@@ -206,23 +206,23 @@ def await_lease(
         first = first or got
         if got.holder.id != first.holder.id or got.until > first.until:
             return got
-        time.sleep(_LOOK)
+        time.sleep(_POLL_INTERVAL)
 
 
-def held_by(store: Store, keys: LeaseKeys, clock: StoreClock) -> Held | None:
+def find_holder(store: Store, keys: LeaseKeys, clock: StoreClock) -> HeldLease | None:
     """Return the holder of a lease now; None if it is free."""
-    return _current(store, keys, clock)[1]
+    return _find_current(store, keys, clock)[1]
 
 
-def _current(store: Store, keys: LeaseKeys, clock: StoreClock) -> tuple[int, Held | None]:
+def _find_current(store: Store, keys: LeaseKeys, clock: StoreClock) -> tuple[int, HeldLease | None]:
     """Return the newest epoch's number (-1 before the first), and its holder if there is one."""
-    number, newest = _newest(keys, list_objects(store, keys.prefix))
-    if not _taken(newest):
+    number, newest = _find_newest(keys, list_objects(store, keys.prefix))
+    if not _is_taken(newest):
         return number, None
-    return number, _held(fetch(store, keys.epoch(number), LeaseEpoch), newest, clock)
+    return number, _find_live_holder(fetch(store, keys.epoch(number), LeaseEpoch), newest, clock)
 
 
-def _newest(keys: LeaseKeys, stats: Iterable[Stat]) -> tuple[int, dict[str, Stat]]:
+def _find_newest(keys: LeaseKeys, stats: Iterable[Stat]) -> tuple[int, dict[str, Stat]]:
     """Return the newest epoch's number (-1 before the first), and the kinds of its objects."""
     epochs: dict[int, dict[str, Stat]] = {-1: {}}
     for stat in stats:
@@ -233,18 +233,20 @@ def _newest(keys: LeaseKeys, stats: Iterable[Stat]) -> tuple[int, dict[str, Stat
     return number, epochs[number]
 
 
-def _taken(newest: Mapping[str, Stat]) -> bool:
+def _is_taken(newest: Mapping[str, Stat]) -> bool:
     """Tell whether an epoch was taken and not given back."""
     return "json" in newest and "end" not in newest
 
 
-def _held(record: LeaseEpoch, newest: Mapping[str, Stat], clock: StoreClock) -> Held | None:
+def _find_live_holder(
+    record: LeaseEpoch, newest: Mapping[str, Stat], clock: StoreClock
+) -> HeldLease | None:
     """Return the holder by the newest epoch, unless nothing was heard of it for too long."""
     heard = max(stat.last_modified for stat in newest.values())
-    until = heard.astimezone(UTC) + min(record.ttl, LONGEST) + _RESOLUTION
-    if record.holder.seen_dead or until < clock.now():
+    until = heard.astimezone(UTC) + min(record.ttl, MAX_TTL) + _CLOCK_RESOLUTION
+    if record.holder.is_known_dead or until < clock.now():
         return None
-    return Held(record.holder, until)
+    return HeldLease(record.holder, until)
 
 
 class Census:
@@ -262,10 +264,10 @@ class Census:
         self, store: Store, scope: str, group: str, clock: StoreClock, *, strict: bool = True
     ) -> None:
         self._store, self._scope, self._clock, self._strict = store, scope, clock, strict
-        self._prefix = f"{leases(scope)}{group}/" if group else leases(scope)
+        self._prefix = f"{lease_prefix(scope)}{group}/" if group else lease_prefix(scope)
         self._records: dict[str, LeaseEpoch] = {}
 
-    def held(self) -> dict[str, Held]:
+    def find_holders(self) -> dict[str, HeldLease]:
         """Return the holder of each lease, by the last part of its name.
 
         A listing, and a GET for each new one.
@@ -279,10 +281,10 @@ class Census:
             keys = parse_lease(self._scope, stat.key)
             if keys is not None:
                 found.setdefault(keys, []).append(stat)
-        held: dict[str, Held] = {}
+        held: dict[str, HeldLease] = {}
         for keys, stats in found.items():
-            number, newest = _newest(keys, stats)
-            if not _taken(newest):
+            number, newest = _find_newest(keys, stats)
+            if not _is_taken(newest):
                 continue
             key = keys.epoch(number)
             try:
@@ -292,7 +294,7 @@ class Census:
                 if self._strict:
                     raise
                 continue
-            who = _held(self._records[key], newest, self._clock)
+            who = _find_live_holder(self._records[key], newest, self._clock)
             if who is not None:
                 held[keys.name.rpartition("/")[2]] = who
         return held
@@ -320,10 +322,10 @@ class Heartbeat:
         self._stop.set()
         # A store that does not answer must not hold up whoever leaves: a lease ends by itself.
         for lease in list(self._leases.values()):
-            thread = threading.Thread(target=_give_back, args=(lease,), daemon=True)
+            thread = threading.Thread(target=_try_release, args=(lease,), daemon=True)
             thread.start()
             self._leaving.append(thread)
-        deadline = time.monotonic() + _LEAVING
+        deadline = time.monotonic() + _RELEASE_TIMEOUT
         for thread in (self._thread, *self._leaving):
             thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -347,17 +349,17 @@ class Heartbeat:
                     return
                 try:
                     # Until the next is due: one that fails for long must not silence the others.
-                    lease.hurried(timedelta(seconds=self._pause)).beat()
+                    lease.with_timeout(timedelta(seconds=self._pause)).beat()
                 except errors.MillraceError:
                     continue  # the next beat may come through; else the lease ends, as it should
 
 
-def _give_back(lease: Lease) -> None:
+def _try_release(lease: Lease) -> None:
     with contextlib.suppress(errors.MillraceError):
-        lease.hurried(timedelta(seconds=2)).release()
+        lease.with_timeout(timedelta(seconds=2)).release()
 
 
-def _machine() -> str:
+def _identify_machine() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
@@ -365,6 +367,6 @@ def _machine() -> str:
         return ""
 
 
-def _elapsed() -> float:
+def _read_boot_clock() -> float:
     """Seconds that also pass while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -4,7 +4,7 @@ import contextlib
 import mmap
 
 
-def anonymous(size: int) -> mmap.mmap:
+def map_anonymous(size: int) -> mmap.mmap:
     """Memory of which no page exists before it is written.
 
     In huge pages where the system has them: with small ones, touching a large buffer for the

@@ -9,30 +9,32 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, prctl(2)
-_PAUSE = 0.01  # seconds until those that were killed are looked for again
-_PATIENCE = 10.0  # seconds that the kernel may take to end them, as while a device is waited for
+_KILL_INTERVAL = 0.01  # seconds until those that were killed are looked for again
+_KILL_TIMEOUT = (
+    10.0  # seconds that the kernel may take to end them, as while a device is waited for
+)
 
 
-def started_at(pid: int) -> str | None:
+def read_start_time(pid: int) -> str | None:
     """Return when a process started, in ticks; None if there is none, or only its remains."""
-    fields = _stat(pid)
+    fields = _read_stat(pid)
     return None if fields is None or fields[0] in {"Z", "X"} else fields[19]
 
 
 def adopt_orphans() -> None:
     """Become the parent of every process below this one whose parent ends. Linux only.
 
-    So `descendants` also finds what a program started in a session of its own, or as a daemon.
+    So `list_descendants` also finds what a program started in a session of its own, or as a daemon.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0)
 
 
-def descendants(pid: int) -> set[int]:
+def list_descendants(pid: int) -> set[int]:
     """Return the processes below one, whatever their sessions; their remains are left out."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        fields = _stat(int(folder.name))
+        fields = _read_stat(int(folder.name))
         if fields is not None:
             children.setdefault(int(fields[1]), []).append(int(folder.name))
     found: set[int] = set()
@@ -41,7 +43,7 @@ def descendants(pid: int) -> set[int]:
         below = [one for one in children.get(waiting.pop(), ()) if one not in found]
         found.update(below)
         waiting += below
-    return {one for one in found if started_at(one) is not None}
+    return {one for one in found if read_start_time(one) is not None}
 
 
 def kill_descendants(spare: Collection[int] = ()) -> None:
@@ -51,11 +53,11 @@ def kill_descendants(spare: Collection[int] = ()) -> None:
         spare: Those that are left alone, with all below them.
     """
 
-    def left() -> set[int]:
-        spared = {below for one in spare for below in (one, *descendants(one))}
-        return descendants(os.getpid()) - spared
+    def find_remaining() -> set[int]:
+        spared = {below for one in spare for below in (one, *list_descendants(one))}
+        return list_descendants(os.getpid()) - spared
 
-    _kill(left)
+    _kill_all(find_remaining)
 
 
 def kill_marked(variable: str, value: str) -> None:
@@ -65,7 +67,7 @@ def kill_marked(variable: str, value: str) -> None:
     """
     wanted = f"{variable}={value}".encode()
 
-    def left() -> set[int]:
+    def find_remaining() -> set[int]:
         found: set[int] = set()
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -74,28 +76,28 @@ def kill_marked(variable: str, value: str) -> None:
                     found.add(int(folder.name))
         return found - {os.getpid()}
 
-    _kill(left)
+    _kill_all(find_remaining)
 
 
 def kill_group() -> None:
     """Kill this process, its group, and what any of it has started in sessions of their own."""
     group = os.getpgrp()
-    own = {pid for pid in descendants(os.getpid()) if _group_of(pid) == group}
+    own = {pid for pid in list_descendants(os.getpid()) if _group_of(pid) == group}
     for pid in own:  # so that none of them starts more meanwhile; they are killed with the group
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGSTOP)
-    _kill(lambda: descendants(os.getpid()) - own)
+    _kill_all(lambda: list_descendants(os.getpid()) - own)
     os.killpg(group, signal.SIGKILL)
 
 
-def _kill(left: Callable[[], set[int]]) -> None:
+def _kill_all(left: Callable[[], set[int]]) -> None:
     """Kill processes until none is left, or for ten seconds."""
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _KILL_TIMEOUT
     while (found := left()) and time.monotonic() < deadline:
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(_PAUSE)
+        time.sleep(_KILL_INTERVAL)
         for pid in found:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)  # an adopted one leaves remains
@@ -108,7 +110,7 @@ def _group_of(pid: int) -> int | None:
         return None
 
 
-def _stat(pid: int) -> list[str] | None:
+def _read_stat(pid: int) -> list[str] | None:
     """Return what the kernel tells of a process, from its state on; None if there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()

@@ -19,10 +19,10 @@ from rich.progress import (
 )
 
 from millrace.progress import Event
-from millrace.terminal import echo, plain_console
-from millrace.words import count, printable
+from millrace.terminal import echo, make_console
+from millrace.words import format_count, replace_unprintable
 
-_EVERY = 5.0  # seconds from one line to the next, where there is no terminal
+_LINE_INTERVAL = 5.0  # seconds from one line to the next, where there is no terminal
 
 
 class _Bar:
@@ -40,25 +40,25 @@ class _Bar:
             self._bar.start()
         return self
 
-    def line(self) -> str:
+    def format_line(self) -> str:
         """Return what the bar shows as one line of text; empty while the total is unknown."""
         task = self._bar.tasks[self._task]
-        return "" if task.total is None else self._line_of(task, task.total)
+        return "" if task.total is None else self._format_task(task, task.total)
 
-    def _line_of(self, task: Task, total: float) -> str:
+    def _format_task(self, task: Task, total: float) -> str:
         """Return what the bar shows of its task, whose total is known, as one line of text."""
         raise NotImplementedError
 
-    def _say(self, text: str) -> None:
+    def _print_above(self, text: str) -> None:
         """Print a line above the bar."""
-        self._bar.console.print(printable(text))
+        self._bar.console.print(replace_unprintable(text))
 
-    def _changed(self) -> None:
-        if self._printed is None or time.monotonic() - self._printed[0] >= _EVERY:
+    def _print_line_if_due(self) -> None:
+        if self._printed is None or time.monotonic() - self._printed[0] >= _LINE_INTERVAL:
             self._print_line()
 
     def _print_line(self) -> None:
-        line = "" if self._bar.console.is_terminal else self.line()
+        line = "" if self._bar.console.is_terminal else self.format_line()
         if line and (self._printed is None or line != self._printed[1]):
             self._printed = (time.monotonic(), line)
             echo(line, err=True)
@@ -84,7 +84,7 @@ class ProgressBar(_Bar):
             MofNCompleteColumn(),
             TextColumn("{task.fields[made]}"),
             TimeElapsedColumn(),
-            console=plain_console(stderr=True),
+            console=make_console(stderr=True),
         )
         self._task = self._bar.add_task("splits", total=None, made="")
         self._shards = self._samples = 0
@@ -100,17 +100,18 @@ class ProgressBar(_Bar):
             case "shard.committed":
                 self._shards += bool(event.figures["samples"])  # else only bad rows were committed
                 self._samples += int(event.figures["samples"])
-                made = f"{count(self._shards, 'shard')}  {count(self._samples, 'sample')}"
+                shards = format_count(self._shards, "shard")
+                made = f"{shards}  {format_count(self._samples, 'sample')}"
                 self._bar.update(self._task, made=made)
             case "split.ended":
                 self._bar.advance(self._task)
             case "worker.lost":
-                self._say(f"A worker {event.figures['how']}; another takes its place.")
+                self._print_above(f"A worker {event.figures['how']}; another takes its place.")
             case _:
                 return
-        self._changed()
+        self._print_line_if_due()
 
-    def _line_of(self, task: Task, total: float) -> str:
+    def _format_task(self, task: Task, total: float) -> str:
         return (
             f"{task.completed:.0f} of {total:.0f} splits, {self._shards} shards, "
             f"{self._samples} samples"
@@ -127,7 +128,7 @@ class BytesBar(_Bar):
             DownloadColumn(),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
-            console=plain_console(stderr=True),
+            console=make_console(stderr=True),
         )
         self._task = self._bar.add_task("bytes", total=None, ready=0, nodes=0)
 
@@ -144,16 +145,16 @@ class BytesBar(_Bar):
                     nodes=figures["nodes"],
                 )
             case "node.lost":
-                self._say(f"{event.subject} is lost: {figures['why']}")
+                self._print_above(f"{event.subject} is lost: {figures['why']}")
             case "node.untrusted":
-                self._say(f"{event.subject} gave wrong bytes, and is asked no more.")
+                self._print_above(f"{event.subject} gave wrong bytes, and is asked no more.")
             case "file.mismatch":
-                self._say(f"{event.subject} came out wrong, and is read again.")
+                self._print_above(f"{event.subject} came out wrong, and is read again.")
             case _:
                 return
-        self._changed()
+        self._print_line_if_due()
 
-    def _line_of(self, task: Task, total: float) -> str:
+    def _format_task(self, task: Task, total: float) -> str:
         return (
             f"{decimal(int(task.completed))} of {decimal(int(total))} on "
             f"{task.fields['ready']} of {task.fields['nodes']} nodes"
@@ -169,11 +170,11 @@ class ObjectsBar(_Bar):
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            console=plain_console(stderr=True),
+            console=make_console(stderr=True),
         )
         self._task = self._bar.add_task("objects seen", total=None)
 
-    def of(self, objects: int) -> None:
+    def start_deleting(self, objects: int) -> None:
         """From now on it counts what is deleted of so many."""
         self._bar.update(self._task, description="deleted", completed=0, total=float(objects))
 
@@ -181,9 +182,9 @@ class ObjectsBar(_Bar):
         """Show an event."""
         if event.name in {"cleaning.seen", "cleaning.deleted"}:
             self._bar.update(self._task, completed=float(event.figures["objects"]))
-            self._changed()
+            self._print_line_if_due()
 
-    def line(self) -> str:
+    def format_line(self) -> str:
         """Return the count also while the total is unknown."""
         task = self._bar.tasks[self._task]
         whole = "" if task.total is None else f" of {task.total:.0f}"

@@ -15,11 +15,11 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from millrace import errors
-from millrace.digest import canonical
+from millrace.digest import dump_canonical_json
 from millrace.storage import Stat, Store, create, list_objects, read
 
-_AT_ONCE = 32
-_NAMED = 3  # damaged records in an error
+_CONCURRENCY = 32
+_MAX_NAMED = 3  # damaged records in an error
 
 
 class RecordPart(BaseModel):
@@ -77,7 +77,7 @@ def commit_once(store: Store, key: str, record: R) -> Commit[R]:
             the record was committed. Calling again finds out.
     """
     nonce = secrets.token_hex(16)
-    body = encoded(record, nonce)
+    body = encode_record(record, nonce)
     if len(body) > record.record_bytes:
         raise errors.ConfigurationError(
             f"{store.url_of(key)} would have {len(body):,} bytes, and readers accept a "
@@ -87,7 +87,7 @@ def commit_once(store: Store, key: str, record: R) -> Commit[R]:
         create(store, key, body)
     except (errors.ExistsError, errors.UnavailableError) as error:
         try:
-            there, its_nonce = _read(store, key, type(record))
+            there, its_nonce = _read_record(store, key, type(record))
         except (errors.NotFoundError, errors.UnavailableError):
             raise error from None
         return Commit(there, mine=its_nonce == nonce)
@@ -104,19 +104,19 @@ def commit_same(store: Store, key: str, record: R) -> Commit[R]:
     if not commit.mine and commit.record != record:
         raise errors.ConflictError(
             f"{store.url_of(key)} was committed by another run, and differs in "
-            f"{', '.join(differences(commit.record, record))}."
+            f"{', '.join(list_differences(commit.record, record))}."
         )
     return commit
 
 
-def differences(one: BaseModel, other: BaseModel) -> list[str]:
+def list_differences(one: BaseModel, other: BaseModel) -> list[str]:
     """Return the names of the fields in which two records of one kind differ."""
     return [
         name for name in type(one).model_fields if getattr(one, name) != getattr(other, name, None)
     ]
 
 
-def changes(old: BaseModel, new: BaseModel, path: str = "") -> dict[str, tuple[Any, Any]]:
+def find_changes(old: BaseModel, new: BaseModel, path: str = "") -> dict[str, tuple[Any, Any]]:
     """Return the old and the new value of each field that differs, by its dotted path.
 
     Args:
@@ -128,7 +128,7 @@ def changes(old: BaseModel, new: BaseModel, path: str = "") -> dict[str, tuple[A
     for name in type(old).model_fields:
         before, after, where = getattr(old, name), getattr(new, name), f"{path}{name}"
         if isinstance(before, BaseModel) and type(before) is type(after):
-            found |= changes(before, after, f"{where}.")
+            found |= find_changes(before, after, f"{where}.")
         elif before != after:
             found[where] = before, after
     return found
@@ -141,14 +141,14 @@ def fetch(store: Store, key: str, kind: type[R]) -> R:
         NotFoundError: None was committed.
         CorruptError: What is there is no such record.
     """
-    return _read(store, key, kind)[0]
+    return _read_record(store, key, kind)[0]
 
 
-def _read(store: Store, key: str, kind: type[R]) -> tuple[R, str]:
-    return decoded(store.url_of(key), kind, read(store, key, largest=kind.record_bytes))
+def _read_record(store: Store, key: str, kind: type[R]) -> tuple[R, str]:
+    return decode_record(store.url_of(key), kind, read(store, key, largest=kind.record_bytes))
 
 
-def committed(
+def iterate_records(
     store: Store,
     prefix: str,
     kind: type[R],
@@ -168,7 +168,7 @@ def committed(
     """
     found = (stat for stat in list_objects(store, prefix) if wanted(stat))
 
-    def pair(stat: Stat) -> list[tuple[Stat, R | errors.CorruptError]]:
+    def read_pair(stat: Stat) -> list[tuple[Stat, R | errors.CorruptError]]:
         try:
             return [(stat, fetch(store, stat.key, kind))]
         except errors.CorruptError as error:
@@ -176,17 +176,19 @@ def committed(
         except errors.NotFoundError:
             return []
 
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="records") as pool:
-        while batch := list(islice(found, _AT_ONCE * 8)):
-            yield from chain.from_iterable(pool.map(pair, batch))
+    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="records") as pool:
+        while batch := list(islice(found, _CONCURRENCY * 8)):
+            yield from chain.from_iterable(pool.map(read_pair, batch))
 
 
-def whole(where: str, found: Iterable[tuple[Stat, R | errors.CorruptError]]) -> Iterator[R]:
-    """Yield the records of `committed`, and refuse them at the end if one is damaged.
+def require_intact(
+    where: str, found: Iterable[tuple[Stat, R | errors.CorruptError]]
+) -> Iterator[R]:
+    """Yield the records of `iterate_records`, and refuse them at the end if one is damaged.
 
     Args:
         where: URL of the prefix.
-        found: Result of `committed`.
+        found: Result of `iterate_records`.
 
     Raises:
         CorruptError: Records are damaged. It has their number, and the first three by name.
@@ -202,13 +204,13 @@ def whole(where: str, found: Iterable[tuple[Stat, R | errors.CorruptError]]) -> 
     if damaged:
         raise errors.CorruptError(
             f"{len(damaged)} of {good + len(damaged)} records below {where} cannot be read: "
-            f"{' '.join(damaged[:_NAMED])}"
+            f"{' '.join(damaged[:_MAX_NAMED])}"
         )
 
 
-def encoded(record: Record, nonce: str) -> bytes:
-    """Return the stored form of a record, which `decoded` reads."""
-    return canonical(
+def encode_record(record: Record, nonce: str) -> bytes:
+    """Return the stored form of a record, which `decode_record` reads."""
+    return dump_canonical_json(
         {
             "kind": record.record_kind,
             "version": record.record_version,
@@ -218,7 +220,7 @@ def encoded(record: Record, nonce: str) -> bytes:
     )
 
 
-def decoded(where: str, kind: type[R], body: bytes) -> tuple[R, str]:
+def decode_record(where: str, kind: type[R], body: bytes) -> tuple[R, str]:
     """Return a record, and the nonce that it was written with.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
-from millrace.environment import variable
+from millrace.environment import read_variable
 from millrace.errors import ConfigurationError
 
 _VARIABLE = re.compile(r"\$(\$?)\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
@@ -178,7 +178,7 @@ def _lookup(match: re.Match[str], environ: Mapping[str, str], missing: list[str]
     escaped, name, default = match.groups()
     if escaped:
         return match.group(0)[1:]
-    if value := variable(name, environ):
+    if value := read_variable(name, environ):
         return value
     if default is not None:
         return default

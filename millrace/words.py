@@ -2,30 +2,38 @@
 
 import unicodedata
 
-LONGEST = 300
+MAX_LENGTH = 300
 """Characters of a text from outside that a line of a report shows."""
-_REPLACED = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # control, format (as bidi), unassigned
+_REPLACED_CATEGORIES = {
+    "Cc",
+    "Cf",
+    "Cs",
+    "Co",
+    "Cn",
+    "Zl",
+    "Zp",
+}  # control, format (as bidi), unassigned
 
 
-def count(number: int, thing: str) -> str:
+def format_count(number: int, thing: str) -> str:
     """Return a number with its noun: ``1 shard``, ``1,200 shards``."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
-def plain(text: str, longest: int = LONGEST) -> str:
+def clean_text(text: str, longest: int = MAX_LENGTH) -> str:
     """Return a text on one line, without what does not print, and cut to a length.
 
     Control characters and those that change the direction of writing become U+FFFD.
     """
     read = text[: 8 * longest]  # a text of megabytes is not gone through
-    shown = printable(" ".join(read.split()))
+    shown = replace_unprintable(" ".join(read.split()))
     if len(shown) <= longest and read == text:
         return shown
     return f"{shown[: longest - 1]}…"
 
 
-def printable(text: str) -> str:
+def replace_unprintable(text: str) -> str:
     """Replace what a terminal or a page would obey; what is written stays as long as it is."""
     if text.isprintable():
         return text
-    return "".join("\ufffd" if unicodedata.category(c) in _REPLACED else c for c in text)
+    return "".join("\ufffd" if unicodedata.category(c) in _REPLACED_CATEGORIES else c for c in text)

@@ -12,7 +12,7 @@ from millrace.housekeeping import (
     audit,
 )
 from tasks.reports import Markdown, bold, bullets, document, publish, table, write
-from tasks.words import count
+from tasks.words import format_count
 
 
 @task(cache_policy=NO_CACHE)
@@ -50,7 +50,7 @@ def describe(found: AuditReport) -> Markdown:
     ]
     columns = ("credentials", "operation", "", "what the store said")
     return document(
-        write("{} tried, {}.", count(len(found.findings), "operation"), verdict),
+        write("{} tried, {}.", format_count(len(found.findings), "operation"), verdict),
         table(("", *operations), rows),
         table(columns, refused) if refused else Markdown(),
         bullets(found.notes),

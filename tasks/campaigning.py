@@ -13,13 +13,13 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from millrace import cluster, errors, gradients
-from millrace.checkpoints.members import derived_epoch, epoch_of
-from millrace.gradients import Link, RunSettings, WindowRules
+from millrace.checkpoints.membership import derive_epoch, read_epoch
+from millrace.gradients import ChainLink, RunSettings, WindowRules
 from millrace.keys import CampaignKeys, DatasetKeys
-from millrace.lease import Heartbeat, Held, Holder, StoreClock, await_lease
-from millrace.models.checkpoint import Epoch
+from millrace.lease import Heartbeat, HeldLease, Holder, StoreClock, await_lease
+from millrace.models.checkpoint import EpochRecord
 from millrace.models.dataset import Manifest
-from millrace.records import Record, changes, commit_once, fetch
+from millrace.records import Record, commit_once, fetch, find_changes
 from millrace.remote import CodeRepository
 from millrace.storage import Store, StoreSpec, delete, exists, open_store
 from millrace.training import TrainingPlan, check_here, check_repository, joined, measured
@@ -37,7 +37,7 @@ from tasks.reports import (
     write,
 )
 from tasks.retries import PAUSES, passing
-from tasks.words import artifact_key, count, duration, size
+from tasks.words import artifact_key, duration, format_count, size
 
 _TTL = timedelta(minutes=1)
 _FAULT = 2000  # characters of what ended a campaign: the last lines of a worker are in it
@@ -142,7 +142,7 @@ def led(place: StoreSpec, name: str) -> Generator[None]:
     store, keys, holder = open_store(place), CampaignKeys(name), Holder.this_process()
     clock = StoreClock.read(store, name, holder)
     held = await_lease(store, keys.lease, holder, _TTL, clock)
-    if isinstance(held, Held):
+    if isinstance(held, HeldLease):
         raise errors.HeldError(
             f"The campaign {name} is led by process {held.holder.pid} on {held.holder.host}, which "
             "lives: leave it to that, or cancel it first."
@@ -169,14 +169,14 @@ def standing_of(place: StoreSpec, run: RunSettings, job: str, epochs: int) -> St
     return Standing(gradients.newest(store, run.chain), frozenset(ended))
 
 
-def _end_of(store: Store, job: str, epoch: int) -> Epoch | None:
+def _end_of(store: Store, job: str, epoch: int) -> EpochRecord | None:
     """Return how an epoch has ended, by its record, or by its votes where that is damaged."""
     try:
-        return epoch_of(store, job, epoch)
+        return read_epoch(store, job, epoch)
     except errors.NotFoundError:
         return None
     except errors.CorruptError:
-        return derived_epoch(store, job, epoch)
+        return derive_epoch(store, job, epoch)
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
@@ -207,7 +207,7 @@ def _pinned(plan: TrainingPlan) -> Pinned:
 
 
 def _refuse_changes(plan: TrainingPlan, pinned: Pinned) -> None:
-    found = changes(pinned, _pinned(plan))
+    found = find_changes(pinned, _pinned(plan))
     free = [f"run.{name}" for name in WindowRules.model_fields]
     said = [
         f"{_field(path)} was {_value(old)}, and is {_value(new)} now"
@@ -373,7 +373,7 @@ def summarize(
     return replace(found, machines=len(rented), dollars=sum(one.cost(now) for one in rented))
 
 
-def _trained(found: Summary, windows: Sequence[Link]) -> Summary:
+def _trained(found: Summary, windows: Sequence[ChainLink]) -> Summary:
     if not windows:
         return found
     taken = [one for link in windows for one in link.taken.values()]
@@ -417,7 +417,7 @@ def _headline(found: Summary, fault: str) -> Markdown:
     if fault:
         again = "Start it again: it goes on from here."
         return write("{}, **is not over**: {} {}", what, escape(fault, _FAULT), again)
-    trained = f": {count(found.windows, 'window')} trained" if found.windows else " is done"
+    trained = f": {format_count(found.windows, 'window')} trained" if found.windows else " is done"
     losses = [found.losses[window] for window in sorted(found.losses)]
     fell = f", the loss from {losses[0]:.3f} to {losses[-1]:.3f}" if len(losses) > 1 else ""
     paid = f", for ${found.dollars:.2f}" if found.machines else ""
@@ -428,7 +428,9 @@ def _rows(found: Summary) -> dict[str, str]:
     """Return what there is, by what it is; a stage that was left out has no row."""
     rows: dict[str, str] = {}
     if found.shards:
-        rows["Dataset"] = f"{count(found.samples, 'sample')} in {count(found.shards, 'shard')}"
+        rows["Dataset"] = (
+            f"{format_count(found.samples, 'sample')} in {format_count(found.shards, 'shard')}"
+        )
     if found.windows:
         rows["Windows"] = f"{found.windows:,}, up to step {found.step:,}"
     if found.gradients:
@@ -443,7 +445,7 @@ def _rows(found: Summary) -> dict[str, str]:
     if found.machines:
         rows["Machines"] = f"{found.machines:,} rented, ${found.dollars:.2f}"
     if found.deleted:
-        rows["Cleaned"] = count(found.deleted, "object")
+        rows["Cleaned"] = format_count(found.deleted, "object")
     return rows
 
 

@@ -13,9 +13,9 @@ from millrace.checkpoints import (
     SavedSource,
     StoreDestination,
     VerifyDepth,
-    bring,
-    checkpoints,
+    copy_checkpoint,
     find_jobs,
+    iterate_checkpoints,
     open_destination,
     survey,
     verify,
@@ -26,7 +26,7 @@ from millrace.storage import StoreSpec, open_store
 from tasks.progress import CheckpointProgress
 from tasks.reports import Markdown, code, document, join, publish, table, write
 from tasks.retries import PAUSES, passing
-from tasks.words import artifact_key, count, duration, rate, size
+from tasks.words import artifact_key, duration, format_count, rate, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,14 @@ def verify_job(place: StoreSpec, job: str, check: VerifyDepth) -> list[SeenCheck
             found.append(SeenCheckpoint(job, step, 0, 0, (str(checkpoint),)))
             continue
         damage = verify(store, checkpoint, check=check)
-        if damage and all(there.step != step for there in checkpoints(store, job)):
+        if damage and all(there.step != step for there in iterate_checkpoints(store, job)):
             continue  # retention has removed it meanwhile
         files, whole = len(checkpoint.parts), checkpoint.size
         found.append(SeenCheckpoint(job, step, files, whole, tuple(damage.values())))
     at_fault = sum(bool(seen.damage) for seen in found)
-    get_run_logger().info("%s: %s, %d damaged", job, count(len(found), "checkpoint"), at_fault)
+    get_run_logger().info(
+        "%s: %s, %d damaged", job, format_count(len(found), "checkpoint"), at_fault
+    )
     return found
 
 
@@ -94,7 +96,7 @@ class SavedCheckpoint:
 def check_destination(place: StoreSpec | HubSpec, job: str) -> None:
     """Refuse a place that a job could not save to, before anything was read."""
     found = open_destination(place).probe(job)
-    if not found.ready:
+    if not found.is_ready:
         raise errors.DeniedError(f"{found.verdict}: {found.reason}")
 
 
@@ -114,7 +116,7 @@ def transfer_checkpoint(
                 sent += int(event.figures["sent"])
             progress(event)
 
-        saved = bring(StoreDestination(origin), wanted, destination, job, progress=tell)
+        saved = copy_checkpoint(StoreDestination(origin), wanted, destination, job, progress=tell)
     return SavedCheckpoint(destination.url, saved, sent, time.monotonic() - began)
 
 
@@ -133,7 +135,7 @@ def describe_saved(saved: SavedCheckpoint) -> Markdown:
             "**Step {:,}** of {} is in {}: {} in {}, every byte verified. This run sent {} of them "
             "in {}{}.",
             found.step, code(found.job), code(saved.place), size(found.size),
-            count(len(found.parts), "file"), size(saved.sent), duration(saved.seconds), pace,
+            format_count(len(found.parts), "file"), size(saved.sent), duration(saved.seconds), pace,
         )
     )  # fmt: skip
 
@@ -156,7 +158,9 @@ def describe(place: str, found: list[SeenCheckpoint], check: VerifyDepth) -> Mar
     verdict = write("**{} damaged**", len(damaged)) if damaged else good
     ordered = sorted(found, key=lambda seen: (seen.job, -seen.step))
     return document(
-        write("{}: {}, {}; {}.", code(place), count(len(found), "checkpoint"), verdict, looked),
+        write(
+            "{}: {}, {}; {}.", code(place), format_count(len(found), "checkpoint"), verdict, looked
+        ),
         table(("job", ">step", ">files", ">bytes", "state"), map(_row, ordered)),
     )
 

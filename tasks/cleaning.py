@@ -30,7 +30,7 @@ from tasks.places import known, named_bucket, skipped, spec_of
 from tasks.progress import CleaningProgress
 from tasks.reports import Markdown, bold, code, document, join, publish, table, write
 from tasks.retries import PAUSES, passing
-from tasks.words import artifact_key, count, duration, size
+from tasks.words import artifact_key, duration, format_count, size
 
 _SHOWN = 50  # keys and errors in a report
 
@@ -95,8 +95,8 @@ def refuse_failures(where: str, failures: tuple[DeleteFailure, ...]) -> None:
     if failures:
         first = "; ".join(f"{one.key}: {one.reason}" for one in failures[:3])
         raise MillraceError(
-            f"{count(len(failures), 'object')} of {where} could not be deleted ({first}). The "
-            "others are gone: correct what the report says, and run it again."
+            f"{format_count(len(failures), 'object')} of {where} could not be deleted ({first}). "
+            "The others are gone: correct what the report says, and run it again."
         )
 
 
@@ -166,7 +166,7 @@ def report_contents(found: Contents) -> None:
     text = document(
         write(
             "**Nothing was deleted.** {} holds {}, {}{}.",
-            code(found.url), count(found.objects, "object"), size(found.size),
+            code(found.url), format_count(found.objects, "object"), size(found.size),
             describe_versions(found.versions),
         ),
         write("Older versions and delete markers stay, and are billed, unless `versions` is on.")
@@ -182,7 +182,10 @@ def describe_versions(found: VersionCount | None) -> str:
         return " (these credentials may not list older versions)"
     if not found:
         return ""
-    older, markers = count(found.versions, "older version"), count(found.markers, "delete marker")
+    older, markers = (
+        format_count(found.versions, "older version"),
+        format_count(found.markers, "delete marker"),
+    )
     return f", and beside them {older} ({size(found.size)}) and {markers}"
 
 
@@ -209,7 +212,7 @@ def describe_plan(plan: CleaningPlan, keys: list[tuple[str, int]]) -> Markdown:
         write(
             "**Nothing was deleted.** Plan {} of {} would delete {}, {}, which saves ${:,.2f} a "
             "month at R2's prices.",
-            code(plan.name), code(plan.header.store), count(plan.objects, "object"),
+            code(plan.name), code(plan.header.store), format_count(plan.objects, "object"),
             size(plan.size), saved_a_month(plan.size),
         ),
         _table(plan.header.rules, plan.totals.objects, plan.totals.size),
@@ -222,18 +225,18 @@ def describe_plan(plan: CleaningPlan, keys: list[tuple[str, int]]) -> Markdown:
 
 def describe_cleaning(plan: CleaningPlan, done: Cleaned) -> Markdown:
     """Return the report of what became of a plan."""
-    errors = bold(count(len(done.failures), "error")) if done.failures else "no errors"
+    errors = bold(format_count(len(done.failures), "error")) if done.failures else "no errors"
     said = [
         write(
             "{}: {} deleted, {}, in {}, {}. That saves ${:,.2f} a month at R2's prices. Plan {}.",
-            code(plan.header.store), count(done.deleted, "object"), size(done.freed),
+            code(plan.header.store), format_count(done.deleted, "object"), size(done.freed),
             duration(done.seconds), errors, saved_a_month(done.freed), code(done.plan),
         )
     ]  # fmt: skip
     if done.versions:
         left = describe_versions(done.versions).removeprefix(", and beside them ")
         said.append(write("{} are left, and billed: the option `versions` deletes them.", left))
-    gone = write("{} of the plan were gone already.", count(done.gone, "object"))
+    gone = write("{} of the plan were gone already.", format_count(done.gone, "object"))
     given_up = write("So many could not be deleted that the rest was not tried.")
     return document(
         join(said, " "),
@@ -258,7 +261,7 @@ def describe_uploads(found: Mapping[str, Aborted]) -> Markdown:
     return document(
         write(
             "{} {}: {}, which cost ${:,.2f} a month at R2's prices.",
-            count(done, "unfinished upload"),
+            format_count(done, "unfinished upload"),
             "aborted" if aborted else write("found; **nothing was aborted**"),
             size(whole),
             saved_a_month(whole),
@@ -271,7 +274,7 @@ def describe_uploads(found: Mapping[str, Aborted]) -> Markdown:
 def _say(plan: CleaningPlan) -> None:
     get_run_logger().info(
         "Plan %s of %s: %s, %s",
-        plan.name, plan.header.store, count(plan.objects, "object"), size(plan.size),
+        plan.name, plan.header.store, format_count(plan.objects, "object"), size(plan.size),
     )  # fmt: skip
 
 

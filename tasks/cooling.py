@@ -7,15 +7,15 @@ from datetime import timedelta
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from millrace.checkpoints import MemberSettings, Seen, watch
-from millrace.checkpoints.over_ray import members_on_ray
+from millrace.checkpoints import EpochStatus, MemberSettings, watch_epoch_end
+from millrace.checkpoints.ray_members import run_members_on_ray
 from millrace.lease import Holder, StoreClock
 from millrace.models.checkpoint import CooldownOutcome, CooldownRecord
 from millrace.storage import StoreSpec, open_store
 from tasks.progress import CheckpointProgress
 from tasks.reports import Markdown, bold, bullets, code, document, publish, table, write
 from tasks.retries import PAUSES, passing
-from tasks.words import artifact_key, count, duration, rate, size
+from tasks.words import artifact_key, duration, format_count, rate, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class EndedEpoch:
         faults: Members that failed, and how.
     """
 
-    seen: Seen
+    seen: EpochStatus
     without: Mapping[str, str]
     faults: Mapping[str, str]
 
@@ -45,8 +45,8 @@ def watch_epoch(
 def race_on_ray(settings: MemberSettings, address: str | None, patience: timedelta) -> EndedEpoch:
     """Have the nodes of a Ray cluster end an epoch with what they have on their disks."""
     log = get_run_logger()
-    with members_on_ray(settings, address) as members:
-        log.info("%s: %s", count(len(members.names), "member"), ", ".join(members.names))
+    with run_members_on_ray(settings, address) as members:
+        log.info("%s: %s", format_count(len(members.names), "member"), ", ".join(members.names))
         for name, why in members.without.items():
             log.warning("%s takes no part: %s", name, why)
         seen = _watched(settings.store, settings.job, settings.epoch, patience)
@@ -55,11 +55,11 @@ def race_on_ray(settings: MemberSettings, address: str | None, patience: timedel
 
 def _watched(
     place: StoreSpec, job: str, epoch: int, patience: timedelta, members: Sequence[str] = ()
-) -> Seen:
+) -> EpochStatus:
     store = open_store(place, make_folder=False)
     clock = StoreClock.read(store, job, Holder.this_process())
     with CheckpointProgress(artifact_key("progress", "cool-down")) as progress:
-        return watch(
+        return watch_epoch_end(
             store, job, epoch, patience=patience, members=members, clock=clock, progress=progress
         )
 
@@ -91,7 +91,7 @@ def describe(place: str, job: str, epoch: int, ended: EndedEpoch) -> Markdown:
     )
 
 
-def _verdict(place: str, job: str, epoch: int, seen: Seen) -> Markdown:
+def _verdict(place: str, job: str, epoch: int, seen: EpochStatus) -> Markdown:
     what = write("Epoch {} of {} in {}", epoch, code(job), code(place))
     if seen.epoch is None:
         return write("{} after {}.", bold(write("{} has not ended", what)), duration(seen.seconds))
@@ -100,7 +100,7 @@ def _verdict(place: str, job: str, epoch: int, seen: Seen) -> Markdown:
         return write("{} at step {:,}: {}.", went_on, seen.epoch.step, seen.epoch.why)
     racers = [one for one in seen.ended.values() if one.sent]
     longest = max((one.seconds for one in racers), default=0.0)
-    uploaders = count(len(racers), "member") + " that lived"
+    uploaders = format_count(len(racers), "member") + " that lived"
     if longest:
         uploaders += f" at {rate(seen.checkpoint.size, longest)}"
     by = "committed by this run"
@@ -109,16 +109,16 @@ def _verdict(place: str, job: str, epoch: int, seen: Seen) -> Markdown:
     return write(
         "{} ended with **step {:,}**: {} in {}, {}, uploaded by {}.",
         what, seen.epoch.step, size(seen.checkpoint.size),
-        count(len(seen.checkpoint.parts), "file"), by, uploaders,
+        format_count(len(seen.checkpoint.parts), "file"), by, uploaders,
     )  # fmt: skip
 
 
-def _row(name: str, seen: Seen, fault: str) -> Sequence[object]:
+def _row(name: str, seen: EpochStatus, fault: str) -> Sequence[object]:
     one = seen.ended.get(name)
     if one is None:
         state = "under way" if name in seen.living else "dead"
         return (code(name), state, "", "", "", fault)
-    replaced = f" {count(one.replaced, 'damaged file')} replaced." if one.replaced else ""
+    replaced = f" {format_count(one.replaced, 'damaged file')} replaced." if one.replaced else ""
     said = fault or write("{}{}", one.reason, replaced)
     return (
         code(name), _outcome(one), size(one.sent), size(one.checked), f"{one.seconds:.1f}", said,

@@ -9,15 +9,15 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from millrace import gradients
-from millrace.gradients import AggregatorSettings, Link, WeightsOf
-from millrace.models.chain import reasons
+from millrace.gradients import AggregatorSettings, ChainLink, WeightsOf
+from millrace.models.chain import count_reasons
 from millrace.progress import Event
 from millrace.storage import StoreSpec, open_store
 from tasks.plot import windows_plot
 from tasks.progress import WindowProgress
 from tasks.reports import Markdown, code, document, picture, publish, table, write
 from tasks.retries import PAUSES, passing
-from tasks.words import artifact_key, count, duration, size
+from tasks.words import artifact_key, duration, format_count, size
 
 _SHOWN = 200  # windows in a report
 _ROWS = 50
@@ -108,7 +108,7 @@ def report_windows(settings: AggregatorSettings, before: int) -> None:
     )
 
 
-def describe(place: str, windows: Sequence[Link], *, skipped: int = 0) -> Markdown:
+def describe(place: str, windows: Sequence[ChainLink], *, skipped: int = 0) -> Markdown:
     """Return the report."""
     if not windows:
         return document(write("{}: no window was merged in this run.", code(place)))
@@ -119,15 +119,16 @@ def describe(place: str, windows: Sequence[Link], *, skipped: int = 0) -> Markdo
     whole = write(
         "{}: **{}** merged, up to window {:,} at step {:,}. {} of {} came to {}, by the rule {}, "
         "applied by {}.",
-        code(place), count(len(windows), "window"), last.window, last.step,
-        count(taken, "gradient"), size(sent), size(merged), code(last.rule), code(last.outer.kind),
+        code(place), format_count(len(windows), "window"), last.window, last.step,
+        format_count(taken, "gradient"), size(sent), size(merged), code(last.rule),
+        code(last.outer.kind),
     )  # fmt: skip
     columns = (
         ">window", ">step", ">in", ">out", "norm, least to most", ">received", ">merged",
         ">gathered in",
     )  # fmt: skip
     hidden = skipped + max(0, len(windows) - _ROWS)
-    earlier = write("{} of this run not shown here.", count(hidden, "earlier window"))
+    earlier = write("{} of this run not shown here.", format_count(hidden, "earlier window"))
     return document(
         whole,
         picture(_picture(windows), "participation and norms of the windows"),
@@ -137,13 +138,13 @@ def describe(place: str, windows: Sequence[Link], *, skipped: int = 0) -> Markdo
     )
 
 
-def _row(link: Link) -> Sequence[object]:
+def _row(link: ChainLink) -> Sequence[object]:
     norms = sorted(one.norm for one in link.taken.values())
     return (
         f"{link.window:,}",
         f"{link.step:,}",
         len(link.taken),
-        reasons(link.out.values()) or "0",
+        count_reasons(link.out.values()) or "0",
         f"{norms[0]:.3g}, {statistics.median(norms):.3g}, {norms[-1]:.3g}" if norms else "",
         size(sum(one.size for one in link.taken.values())),
         size(link.size),
@@ -151,7 +152,7 @@ def _row(link: Link) -> Sequence[object]:
     )
 
 
-def _workers(windows: Sequence[Link]) -> Markdown:
+def _workers(windows: Sequence[ChainLink]) -> Markdown:
     """Tell who was in how often, with what weight, and why not."""
     names = sorted({uid for link in windows for uid in (*link.taken, *link.out)})
     columns = ("worker", ">in", ">mean weight", "out", "the last time, because")
@@ -161,11 +162,11 @@ def _workers(windows: Sequence[Link]) -> Markdown:
         out = [link.out[uid] for link in windows if uid in link.out]
         mean = f"{statistics.fmean(weights):.3g}" if weights else ""
         why = out[-1].sentence if out else ""
-        rows.append((code(uid), len(weights), mean, reasons(out) or "0", why))
+        rows.append((code(uid), len(weights), mean, count_reasons(out) or "0", why))
     return table(columns, rows)
 
 
-def _picture(windows: Sequence[Link]) -> str:
+def _picture(windows: Sequence[ChainLink]) -> str:
     return windows_plot(
         {link.window: len(link.taken) for link in windows},
         {link.window: [one.norm for one in link.taken.values()] for link in windows},

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from xml.sax.saxutils import escape
 
-from millrace.words import plain
+from millrace.words import clean_text
 
 _WIDTH, _HEIGHT = 720, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 36, 44
@@ -136,7 +136,7 @@ def _bars(parts: Sequence[float], *, opacity: float) -> list[str]:
 
 def _text(x: float, y: float, words: str, colour: str = _GREY, anchor: str = "middle") -> str:
     place = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{colour}"'
-    return f"<text {place}>{escape(plain(words, _LONGEST))}</text>"
+    return f"<text {place}>{escape(clean_text(words, _LONGEST))}</text>"
 
 
 def _data_uri(inside: str) -> str:

@@ -16,7 +16,7 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from millrace.errors import one_line
 from millrace.progress import Event
 from tasks.reports import escape
-from tasks.words import count, duration, rate, size
+from tasks.words import duration, format_count, rate, size
 
 logger = logging.getLogger("millrace.flows")
 
@@ -145,9 +145,9 @@ class ShardProgress(LiveProgress):
                 self._splits = int(figures["splits"])
                 self._log.info(
                     "%s of %s planned as %s",
-                    count(int(figures["files"]), "file"),
+                    format_count(int(figures["files"]), "file"),
                     size(int(figures["bytes"])),
-                    count(self._splits, "split"),
+                    format_count(self._splits, "split"),
                 )
             case "splits.left":
                 self._ended = self._splits - int(figures["splits"])
@@ -180,8 +180,9 @@ class ShardProgress(LiveProgress):
         if not self._splits:
             return "Reading the source's listing."
         return (
-            f"{self._ended} of {count(self._splits, 'split')} ended; this run has made "
-            f"{count(self._shards, 'shard')}, {size(self._size)}, at {rate(self._size, seconds)}."
+            f"{self._ended} of {format_count(self._splits, 'split')} ended; this run has made "
+            f"{format_count(self._shards, 'shard')}, {size(self._size)}, at "
+            f"{rate(self._size, seconds)}."
         )
 
 
@@ -221,7 +222,7 @@ class SwarmProgress(LiveProgress):
         left = (self._of - self._had) * seconds / self._moved if self._moved else 0.0
         ahead = f", {duration(left)} to go" if left else ""
         return (
-            f"{self._ready} of {count(self._nodes, 'node')} ready; {size(self._had)} of "
+            f"{self._ready} of {format_count(self._nodes, 'node')} ready; {size(self._had)} of "
             f"{size(self._of)} there, at {rate(self._moved, seconds)}{ahead}."
         )
 
@@ -261,7 +262,7 @@ class CheckpointProgress(LiveProgress):
     def _words(self, seconds: float) -> str:
         if not self._of:
             return "Waiting for the members to say what they have."
-        through = f"; {count(self._members, 'member')} through" if self._members else ""
+        through = f"; {format_count(self._members, 'member')} through" if self._members else ""
         return f"{size(self._there)} of {size(self._of)} there{through}."
 
 
@@ -310,7 +311,7 @@ class WindowProgress(LiveProgress):
         self._log.warning(
             "%s stores %s, %s, below its prefix: more than `gather` allows. Rules of cleaning for "
             "gradients and junk remove what nobody needs.",
-            uid, count(objects, "object"), size(stored),
+            uid, format_count(objects, "object"), size(stored),
         )  # fmt: skip
 
     def _complete(self) -> None:
@@ -324,8 +325,9 @@ class WindowProgress(LiveProgress):
     def _words(self, seconds: float) -> str:
         refused = f", {self._refused} refused" if self._refused else ""
         return (
-            f"{count(self._merged, 'window')} merged by this run, the last is {self._number}; to "
-            f"the next {self._came} of {count(self._workers, 'worker')} came{refused}."
+            f"{format_count(self._merged, 'window')} merged by this run, the last is "
+            f"{self._number}; to "
+            f"the next {self._came} of {format_count(self._workers, 'worker')} came{refused}."
         )
 
 
@@ -363,8 +365,10 @@ class CleaningProgress(LiveProgress):
 
     def _words(self, seconds: float) -> str:
         if not self._of and not self._deleted:
-            return f"{count(self._seen, 'object')} seen."
-        return f"{count(self._deleted, 'object')} of {self._of:,} deleted, {size(self._size)}."
+            return f"{format_count(self._seen, 'object')} seen."
+        return (
+            f"{format_count(self._deleted, 'object')} of {self._of:,} deleted, {size(self._size)}."
+        )
 
 
 class RentalProgress(LiveProgress):
@@ -418,4 +422,6 @@ class RentalProgress(LiveProgress):
         return len(self._ready) / self._of
 
     def _words(self, seconds: float) -> str:
-        return f"{len(self._ready)} of {count(self._of, 'machine')} run, ${self._dollars:.2f}."
+        return (
+            f"{len(self._ready)} of {format_count(self._of, 'machine')} run, ${self._dollars:.2f}."
+        )

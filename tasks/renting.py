@@ -23,7 +23,7 @@ from millrace.errors import (
     NotFoundError,
     one_line,
 )
-from millrace.models.rental import Ending
+from millrace.models.rental import ReturnReason
 from millrace.progress import Event
 from millrace.storage import Right, StoreSpec, open_store
 from millrace.swarm import Host, Hosts
@@ -50,7 +50,7 @@ from tasks.places import block_of, known, named_bucket, skipped, spec_of
 from tasks.progress import RentalProgress
 from tasks.reports import Markdown, code, document, publish, table, write
 from tasks.retries import PAUSES, passing
-from tasks.words import artifact_key, count
+from tasks.words import artifact_key, format_count
 
 RentedBy = tuple[str, Bucket | str, VastCredentials | str]
 """A rental's name, the bucket where it is written down, and who pays."""
@@ -123,8 +123,8 @@ def look_for_offers(settings: RentSettings) -> list[Offer]:
     report_offers(settings.name, settings.count, found)
     if len(found) < settings.count:
         raise NotFoundError(
-            f"Vast.ai has {count(len(found), 'offer')} that fit {settings.name}, which needs "
-            f"{settings.count}: ask for less, or grant more dollars an hour."
+            f"Vast.ai has {format_count(len(found), 'offer')} that fit {settings.name}, which "
+            f"needs {settings.count}: ask for less, or grant more dollars an hour."
         )
     return found
 
@@ -270,7 +270,7 @@ class Attended:
     def _hear(self, event: Event) -> None:
         """Listen to the rental: end it when programs fail of which none has ever worked."""
         self._progress(event)
-        if event.name != "rental.returned" or event.figures["why"] != Ending.FAILED:
+        if event.name != "rental.returned" or event.figures["why"] != ReturnReason.FAILED:
             return
         self._failed.append(str(event.figures["said"]))
         if len(self._failed) < _FAILURES or self._error is not None:
@@ -322,8 +322,8 @@ def nodes_of(rental: str, bucket: Bucket | str, vast: VastCredentials | str) -> 
     ]
     if not hosts:
         raise NotFoundError(
-            f"None of {count(len(machines), 'machine')} of {rental} can be reached: rent them with "
-            f"`ports: [{IDENTITY}]`."
+            f"None of {format_count(len(machines), 'machine')} of {rental} can be reached: rent "
+            f"them with `ports: [{IDENTITY}]`."
         )
     return Hosts(hosts=tuple(hosts))
 
@@ -367,7 +367,7 @@ def giving_back(rented: Callable[[dict[str, Any]], RentedBy | None]) -> FlowStat
             log.info("Nothing of %s is given back, it is gone on with: %s", name, one_line(error))
             return
         if returned:  # else it had given all back by itself
-            log.info("%s of %s given back.", count(returned, "machine"), name)
+            log.info("%s of %s given back.", format_count(returned, "machine"), name)
 
     return give_back
 
@@ -423,7 +423,7 @@ def report_offers(name: str, wanted: int, found: Sequence[Offer]) -> None:
     text = document(
         write(
             "**Nothing was rented.** {} of Vast.ai fit {}, of which it needs {}.",
-            count(len(found), "offer"), code(name), wanted,
+            format_count(len(found), "offer"), code(name), wanted,
         ),
         table(columns, rows) if rows else Markdown(),
     )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import LiteralString
 
 from prefect.artifacts import create_markdown_artifact
 
-from millrace.words import LONGEST, plain
+from millrace.words import MAX_LENGTH, clean_text
 
 _LONGEST_CODE = 200
 _ROWS = 500  # of a table
@@ -33,14 +33,14 @@ class Markdown(str):
     __slots__ = ()
 
 
-def escape(value: object, longest: int = LONGEST) -> Markdown:
+def escape(value: object, longest: int = MAX_LENGTH) -> Markdown:
     """Return a text as Markdown that shows just that text: no link, image, element or table.
 
     Args:
         value: Text from outside.
         longest: Characters that are shown.
     """
-    escaped = _SPECIAL.sub(r"\\\g<0>", plain(str(value), longest))
+    escaped = _SPECIAL.sub(r"\\\g<0>", clean_text(str(value), longest))
     begins = _BEGINNING.match(escaped)
     if begins:
         escaped = f"{begins[0]}\\{escaped[begins.end() :]}"
@@ -57,7 +57,7 @@ def code(value: object, longest: int = _LONGEST_CODE) -> Markdown:
     text = " ".join(str(value).split())
     if len(text) > longest:
         text = f"{text[: longest // 2]}…{text[-(longest // 2 - 1) :]}"
-    text = plain(text, longest)
+    text = clean_text(text, longest)
     return Markdown(f"`{text}`") if _CODE.fullmatch(text) else escape(text, longest)
 
 

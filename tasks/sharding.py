@@ -12,7 +12,7 @@ from tasks.plot import pace_plot
 from tasks.progress import ShardProgress
 from tasks.reports import Markdown, bold, code, document, join, picture, publish, table, write
 from tasks.retries import PAUSES, passing
-from tasks.words import artifact_key, count, duration, rate, size
+from tasks.words import artifact_key, duration, format_count, rate, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,10 @@ def repair_shards(settings: PipelineSettings) -> shards.Repair:
     repaired = shards.repair_dataset(settings)
     get_run_logger().info(
         "%s verified, %d made again: %s",
-        count(repaired.shards, "shard"), len(repaired.made), ", ".join(repaired.made[:20]) or "-",
-    )  # fmt: skip
+        format_count(repaired.shards, "shard"),
+        len(repaired.made),
+        ", ".join(repaired.made[:20]) or "-",
+    )
     return repaired
 
 
@@ -65,18 +67,18 @@ def describe(made: Sharded) -> Markdown:
     report, manifest = made.report, made.report.manifest
     whole = write(
         "{} is complete: {} in {}, {}.",
-        bold(manifest.dataset), count(report.samples, "sample"),
-        count(len(manifest.shards), "shard"), size(manifest.size),
+        bold(manifest.dataset), format_count(report.samples, "sample"),
+        format_count(len(manifest.shards), "shard"), size(manifest.size),
     )  # fmt: skip
     own = (
         "All of it was there before this run." if manifest.shards else "It was allowed to be empty."
     )
     if report.made:
         own = (
-            f"This run made {count(report.made, 'shard')} of them in "
+            f"This run made {format_count(report.made, 'shard')} of them in "
             f"{duration(report.seconds)}, {rate(report.bytes_made, report.seconds)}."
         )
-    own_shards = f"{count(report.made, 'shard')}, {size(report.bytes_made)}"
+    own_shards = f"{format_count(report.made, 'shard')}, {size(report.bytes_made)}"
     aside = f"{manifest.quarantined:,}"
     rows: list[tuple[object, object]] = [
         ("Splits", f"{report.splits:,}"),
@@ -86,7 +88,7 @@ def describe(made: Sharded) -> Markdown:
             for partition, samples in manifest.samples.items()
         ),
         ("Bytes", f"{manifest.size:,}"),
-        ("Made by this run", f"{own_shards}, {count(report.samples_made, 'sample')}"),
+        ("Made by this run", f"{own_shards}, {format_count(report.samples_made, 'sample')}"),
         ("Rate of this run", rate(report.bytes_made, report.seconds) if report.made else "-"),
         (
             "Rows put aside",

@@ -9,7 +9,7 @@ from millrace.shards import Verification
 from millrace.storage import StoreSpec, exists, open_store
 from tasks.reports import Markdown, code, document, publish, table, write
 from tasks.retries import PAUSES, passing
-from tasks.words import count, size
+from tasks.words import format_count, size
 
 _SHOWN = 100  # shards at fault in a report
 
@@ -27,7 +27,7 @@ def verify_shards(place: StoreSpec, dataset: str, *, digests: bool) -> Verificat
     """Hold every shard of a dataset against its manifest."""
     found = shards.verify(open_store(place, make_folder=False), dataset, digests=digests)
     get_run_logger().info(
-        "%s: %s, %d at fault", dataset, count(found.shards, "shard"), len(found.faults)
+        "%s: %s, %d at fault", dataset, format_count(found.shards, "shard"), len(found.faults)
     )
     return found
 
@@ -43,7 +43,7 @@ def report_verifications(place: str, found: dict[str, Verification]) -> None:
 def describe(place: str, found: dict[str, Verification]) -> Markdown:
     """Return the report."""
     faults = [(code(fault.key), fault.reason) for seen in found.values() for fault in seen.faults]
-    verdict = f"{count(len(faults), 'shard')} at fault" if faults else "every shard is there"
+    verdict = f"{format_count(len(faults), 'shard')} at fault" if faults else "every shard is there"
     rows = [
         (
             dataset, f"{seen.shards:,}", size(seen.size),
@@ -52,7 +52,7 @@ def describe(place: str, found: dict[str, Verification]) -> Markdown:
         for dataset, seen in found.items()
     ]  # fmt: skip
     return document(
-        write("{}: {}, {}.", code(place), count(len(found), "sealed dataset"), verdict),
+        write("{}: {}, {}.", code(place), format_count(len(found), "sealed dataset"), verdict),
         table(("dataset", ">shards", ">bytes", "looked at", ">at fault"), rows),
         table(("shard", "what is wrong"), faults, _SHOWN) if faults else Markdown(),
     )

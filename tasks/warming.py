@@ -8,12 +8,12 @@ from prefect.cache_policies import NO_CACHE
 
 from millrace import swarm
 from millrace.swarm import NodeReport, PrewarmReport, PrewarmSettings
-from millrace.words import plain
+from millrace.words import clean_text
 from tasks.plot import pace_plot
 from tasks.progress import SwarmProgress
 from tasks.reports import Markdown, code, document, picture, publish, table, write
 from tasks.retries import PAUSES, passing
-from tasks.words import artifact_key, count, duration, rate, size
+from tasks.words import artifact_key, duration, format_count, rate, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ def describe(warmed: Warmed) -> Markdown:
     moved = sum(node.from_store + node.from_peers for node in report.nodes)
     whole = write(
         "**{} of {}** {} all of {}, {}, after {}. {} left the store, {} reached the nodes, at {}.",
-        ready, count(len(report.nodes), "node"), "has" if ready == 1 else "have",
-        count(report.files, "file"), size(report.size), duration(report.seconds),
+        ready, format_count(len(report.nodes), "node"), "has" if ready == 1 else "have",
+        format_count(report.files, "file"), size(report.size), duration(report.seconds),
         size(report.store_bytes), size(moved), rate(moved, report.seconds),
     )  # fmt: skip
     columns = (
@@ -63,7 +63,7 @@ def describe(warmed: Warmed) -> Markdown:
     direct = write("Nodes also read from the store what others had: {}.", report.direct)
     unverified = write(
         "{} unverified at the source: nothing says what the digest should be.",
-        count(report.unverified, "file"),
+        format_count(report.unverified, "file"),
     )
     unconfirmed = write(
         "Of {} of them a part was read by one node alone, which nobody has confirmed. Give their "
@@ -87,6 +87,6 @@ def describe(warmed: Warmed) -> Markdown:
 def _row(node: NodeReport) -> Sequence[object]:
     state = "yes" if node.ready else f"no: {node.why}"
     if not node.trusted:
-        state = f"{plain(state)} (gave wrong bytes)"
+        state = f"{clean_text(state)} (gave wrong bytes)"
     sizes = [size(n) for n in (node.cached, node.from_store, node.from_peers)]
     return (code(node.name), state, *sizes, f"{node.failures:,}", f"{node.seconds:.1f}")

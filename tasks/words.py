@@ -2,9 +2,9 @@
 
 import re
 
-from millrace.words import count
+from millrace.words import format_count
 
-__all__ = ["artifact_key", "count", "duration", "rate", "size"]
+__all__ = ["artifact_key", "duration", "format_count", "rate", "size"]
 
 
 def size(count: float) -> str:

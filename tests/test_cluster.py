@@ -35,7 +35,7 @@ def test_an_address_where_nobody_listens_is_refused_at_once():
         address = f"127.0.0.1:{server.getsockname()[1]}"
     with (
         pytest.raises(ConfigurationError, match=f"There is no Ray cluster at {address}"),
-        cluster.connected(address),
+        cluster.connect(address),
     ):
         pass
 
@@ -44,7 +44,7 @@ def test_an_address_where_another_server_listens_is_refused_at_once():
     with (
         answering(b"HTTP/1.1 400 Bad Request\r\n\r\n") as address,
         pytest.raises(ConfigurationError, match="the server there is not Ray's"),
-        cluster.connected(address),
+        cluster.connect(address),
     ):
         pass
 
@@ -52,7 +52,7 @@ def test_an_address_where_another_server_listens_is_refused_at_once():
 def test_the_address_in_the_environment_is_checked_too(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
-    with pytest.raises(ConfigurationError, match="There is no Ray"), cluster.connected(None):
+    with pytest.raises(ConfigurationError, match="There is no Ray"), cluster.connect(None):
         pass
 
 
@@ -74,7 +74,7 @@ def test_a_cluster_of_this_machine_that_has_ended_is_refused_at_once(kept):
         address = f"127.0.0.1:{server.getsockname()[1]}"
     kept.write_text(address)
     said = f"There is no Ray cluster at {address}"
-    with pytest.raises(ConfigurationError, match=said), cluster.connected(None):
+    with pytest.raises(ConfigurationError, match=said), cluster.connect(None):
         pass
     with pytest.raises(ConfigurationError, match=said):
         cluster.check_reachable("auto")
@@ -90,6 +90,6 @@ def test_a_machine_that_is_in_no_cluster_is_refused_at_once(kept):
 def test_what_is_no_address_is_refused_with_a_sentence(address):
     with (
         pytest.raises(ConfigurationError, match="not the address of a Ray"),
-        cluster.connected(address),
+        cluster.connect(address),
     ):
         pass

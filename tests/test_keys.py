@@ -7,24 +7,24 @@ from millrace.keys import (
     CampaignKeys,
     ChainKeys,
     CheckpointKeys,
+    ClassifiedKey,
     CooldownKeys,
     DatasetKeys,
     GradientKeys,
-    Kind,
     LeaseKeys,
     MachineKeys,
-    Named,
+    ObjectKind,
     RentalKeys,
     ShardName,
     WorkerPrefixes,
-    checked_name,
-    named,
+    check_name,
+    classify_key,
+    make_split_name,
     parse_lease,
     rental_of,
-    split_name,
 )
 
-SPLITS = st.builds(split_name, st.sampled_from(["train", "val"]), st.integers(0, 200_000))
+SPLITS = st.builds(make_split_name, st.sampled_from(["train", "val"]), st.integers(0, 200_000))
 
 
 @given(SPLITS, st.integers(0, 2_000_000))
@@ -40,7 +40,7 @@ def test_what_is_built_is_parsed_back(split, n):
 @given(st.lists(st.integers(0, 99_999), min_size=2, max_size=5))
 def test_a_listing_is_in_the_order_of_the_numbers(numbers):
     keys = DatasetKeys("d")
-    named = {keys.commit(ShardName(split_name("train", 0), n)): n for n in numbers}
+    named = {keys.commit(ShardName(make_split_name("train", 0), n)): n for n in numbers}
     assert [named[key] for key in sorted(named)] == sorted(set(numbers))
 
 
@@ -53,7 +53,7 @@ def test_what_is_not_ours_is_not_parsed(key):
 @pytest.mark.parametrize("name", ["", "../up", "a//b", "a b", ".hidden", "a/../b", "x" * 201, "ä"])
 def test_a_name_that_some_store_would_change_is_refused(name):
     with pytest.raises(errors.ConfigurationError, match="letters, digits"):
-        checked_name(name, what="The dataset's name")
+        check_name(name, what="The dataset's name")
 
 
 def test_a_leases_keys_are_parsed_back():
@@ -95,26 +95,26 @@ def keys(draw: st.DrawFn) -> str:
 @given(keys())
 def test_no_key_that_anybody_may_write_fails_a_parser(key):
     parsers = [
-        named, rental_of, ShardName.parse, DatasetKeys("a").parse_commit,
+        classify_key, rental_of, ShardName.parse, DatasetKeys("a").parse_commit,
         DatasetKeys("a").parse_end, LeaseKeys("a", "owner").parse, CheckpointKeys("a").parse_folder,
         CheckpointKeys("a").parse_part, GradientKeys("a", "1").parse,
-        GradientKeys("a", "1").parse_start,
+        GradientKeys("a", "1").parse_start_window,
         CheckpointKeys("a").parse_epoch, lambda key: CooldownKeys("a", 0).parse_part("b", key),
         RentalKeys("a").parse, lambda key: parse_lease("a", key),
     ]  # fmt: skip
     for parse in parsers:
         parse(key)
-    what = named(key)
+    what = classify_key(key)
     if what is not None and what.version:
-        assert ChainKeys(what.scope, what.version).job == what.leases
+        assert ChainKeys(what.scope, what.version).job == what.lease_scope
 
 
 def test_what_a_member_uploads_for_its_owner_is_used_once_and_its_votes_stay():
     keys = CooldownKeys("c/model", 3)
     for key in (keys.vote("m"), keys.late("m"), keys.result("m")):
-        assert named(key) == Named(Kind.RECORD, "c/model", worker="m")
+        assert classify_key(key) == ClassifiedKey(ObjectKind.RECORD, "c/model", worker="m")
     for key in (keys.draft("m"), keys.part("m", "a" * 64)):
-        assert named(key) == Named(Kind.PASSING, "c/model", worker="m")
+        assert classify_key(key) == ClassifiedKey(ObjectKind.PASSING, "c/model", worker="m")
 
 
 def test_what_a_worker_writes_below_its_own_prefix_beside_our_names_is_its_junk():
@@ -123,7 +123,7 @@ def test_what_a_worker_writes_below_its_own_prefix_beside_our_names_is_its_junk(
     proofs = [keys.gradient("w1", 3), cooldown.vote("m"), CampaignKeys("team/c").plan]
     for key in proofs:
         workers.learn(key)
-    mine = Named(Kind.JUNK, "runs/one", worker="w1")
+    mine = ClassifiedKey(ObjectKind.JUNK, "runs/one", worker="w1")
     for rest in (
         "x",
         "a/b",
@@ -136,20 +136,24 @@ def test_what_a_worker_writes_below_its_own_prefix_beside_our_names_is_its_junk(
         "y/gradient-000000003-w1-v1.pth",
         "gradient-000000003-w2-v1.safetensors",
     ):
-        assert named(f"runs/one/w1/{rest}", workers) == mine
+        assert classify_key(f"runs/one/w1/{rest}", workers) == mine
     for prefix in ("jobs/a/members/m/", "jobs/a/lease/members/m/"):
-        assert named(f"{prefix}x", workers) == Named(Kind.JUNK, "jobs/a", worker="m")
-    for prefix in CampaignKeys("team/c").writes(7):
+        assert classify_key(f"{prefix}x", workers) == ClassifiedKey(
+            ObjectKind.JUNK, "jobs/a", worker="m"
+        )
+    for prefix in CampaignKeys("team/c").list_write_prefixes(7):
         scope = "team/c/run" if "/run/" in prefix else "team/c/model"
-        assert named(f"{prefix}x", workers) == Named(Kind.JUNK, scope, worker="worker-7")
+        assert classify_key(f"{prefix}x", workers) == ClassifiedKey(
+            ObjectKind.JUNK, scope, worker="worker-7"
+        )
     for key in [
         *proofs[:2],
         LeaseKeys("team/c/model", "members/worker-7").epoch(0),
         CooldownKeys("team/c/model", 0).part("worker-7", "a" * 64),
-        CampaignKeys("team/c").writes(7)[0] + "_probe-0123456789abcdef",
+        CampaignKeys("team/c").list_write_prefixes(7)[0] + "_probe-0123456789abcdef",
     ]:
-        assert named(key, workers) == named(key)
-        assert named(key) is not None
+        assert classify_key(key, workers) == classify_key(key)
+        assert classify_key(key) is not None
     for key in (
         "runs/one/w2/x",
         "runs/one/w1",
@@ -164,7 +168,7 @@ def test_what_a_worker_writes_below_its_own_prefix_beside_our_names_is_its_junk(
         "team/c/campaign/notes.txt",
         "team/d/run/worker-7/x",
     ):
-        assert named(key, workers) is None
+        assert classify_key(key, workers) is None
 
 
 def test_a_worker_cannot_put_its_junk_down_to_another():
@@ -176,13 +180,13 @@ def test_a_worker_cannot_put_its_junk_down_to_another():
     ):
         workers.learn(key)
     for rest in ("c/run/worker-2/x", "c/model/members/worker-3/x"):
-        found = named(f"c/run/worker-1/{rest}", workers)
-        assert found == Named(Kind.JUNK, "c/run", worker="worker-1")
+        found = classify_key(f"c/run/worker-1/{rest}", workers)
+        assert found == ClassifiedKey(ObjectKind.JUNK, "c/run", worker="worker-1")
 
 
 def test_a_number_in_digits_of_another_script_is_none_of_ours():
     assert CheckpointKeys("a").parse_folder("step_٣٣٣٣٣٣٣٣٣") is None
-    assert named("a/checkpoints/step_٣٣٣٣٣٣٣٣٣/metadata.json") is None
+    assert classify_key("a/checkpoints/step_٣٣٣٣٣٣٣٣٣/metadata.json") is None
 
 
 @pytest.mark.parametrize("name", ["members/a//", "members/../a/", "members/./a/", "members/a\n/"])

@@ -9,7 +9,7 @@ import pytest
 
 from millrace import errors
 from millrace.keys import LeaseKeys
-from millrace.lease import Heartbeat, Held, Holder, Lease, StoreClock, acquire, held_by
+from millrace.lease import Heartbeat, HeldLease, Holder, Lease, StoreClock, acquire, find_holder
 from millrace.storage import list_objects, open_store
 
 TTL = timedelta(seconds=30)
@@ -35,13 +35,13 @@ def test_a_lease_is_held_by_one(store, clock):
     mine = acquire(store, KEYS, Holder.this_process(), TTL, clock)
     assert isinstance(mine, Lease)
     theirs = acquire(store, KEYS, Holder.this_process(), TTL, clock)
-    assert isinstance(theirs, Held)
+    assert isinstance(theirs, HeldLease)
     assert theirs.holder == mine.holder
-    assert held_by(store, KEYS, clock).holder == mine.holder
+    assert find_holder(store, KEYS, clock).holder == mine.holder
 
 
 def test_of_many_at_once_one_gets_it(store, clock):
-    def attempt(_: int) -> Lease | Held:
+    def attempt(_: int) -> Lease | HeldLease:
         return acquire(store, KEYS, Holder.this_process(), TTL, clock)
 
     with ThreadPoolExecutor(16) as pool:
@@ -53,7 +53,7 @@ def test_given_back_it_is_free_and_the_epoch_moves_on(store, clock):
     first = acquire(store, KEYS, Holder.this_process(), TTL, clock)
     first.release()
     first.release()
-    assert held_by(store, KEYS, clock) is None
+    assert find_holder(store, KEYS, clock) is None
     second = acquire(store, KEYS, Holder.this_process(), TTL, clock)
     assert (first.epoch, second.epoch) == (0, 1)
 
@@ -61,24 +61,24 @@ def test_given_back_it_is_free_and_the_epoch_moves_on(store, clock):
 def test_a_holder_that_is_not_heard_of_is_followed(store, clock):
     elsewhere = Holder.this_process().model_copy(update={"machine": "another"})
     acquire(store, KEYS, elsewhere, TTL, clock)
-    assert isinstance(acquire(store, KEYS, Holder.this_process(), TTL, later(clock, 29)), Held)
+    assert isinstance(acquire(store, KEYS, Holder.this_process(), TTL, later(clock, 29)), HeldLease)
     assert isinstance(acquire(store, KEYS, Holder.this_process(), TTL, later(clock, 40)), Lease)
 
 
 def test_a_heartbeat_keeps_it(store, clock):
     elsewhere = Holder.this_process().model_copy(update={"machine": "another"})
     lease = acquire(store, KEYS, elsewhere, TTL, clock)
-    before = held_by(store, KEYS, clock).until
+    before = find_holder(store, KEYS, clock).until
     lease.beat()
-    assert held_by(store, KEYS, clock).until > before
+    assert find_holder(store, KEYS, clock).until > before
 
 
 def test_a_neighbour_that_died_is_followed_at_once(store, clock):
     code = "from millrace.lease import Holder; print(Holder.this_process().model_dump_json())"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     dead = Holder.model_validate_json(child.stdout)
-    assert dead.seen_dead
-    assert not Holder.this_process().seen_dead
+    assert dead.is_known_dead
+    assert not Holder.this_process().is_known_dead
     acquire(store, KEYS, dead, TTL, clock)
     assert isinstance(acquire(store, KEYS, Holder.this_process(), TTL, clock), Lease)
 
@@ -87,8 +87,8 @@ def test_leaving_the_heartbeat_gives_back_what_is_held(store, clock):
     with Heartbeat(TTL) as heartbeat:
         lease = acquire(store, KEYS, Holder.this_process(), TTL, clock)
         heartbeat.keep(lease)
-        assert held_by(store, KEYS, clock) is not None
-    assert held_by(store, KEYS, clock) is None
+        assert find_holder(store, KEYS, clock) is not None
+    assert find_holder(store, KEYS, clock) is None
 
 
 def test_the_clock_is_the_stores(store):

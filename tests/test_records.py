@@ -7,7 +7,14 @@ import pytest
 
 import millrace
 from millrace import errors
-from millrace.records import Record, commit_once, commit_same, committed, fetch, whole
+from millrace.records import (
+    Record,
+    commit_once,
+    commit_same,
+    fetch,
+    iterate_records,
+    require_intact,
+)
 from millrace.storage import create, list_objects, open_store, put
 from tests.servers.faults import Fault
 from tests.stores import spec_of
@@ -64,7 +71,7 @@ def test_committed_reads_only_what_is_wanted_in_order(store):
     for i in range(300):
         commit_once(store, f"r/{i:05d}", Thing(name=str(i)))
     create(store, "r/x", b"no record")
-    found = committed(store, "r/", Thing, wanted=lambda stat: not stat.key.endswith("x"))
+    found = iterate_records(store, "r/", Thing, wanted=lambda stat: not stat.key.endswith("x"))
     assert [record.name for _, record in found] == [str(i) for i in range(300)]
 
 
@@ -73,14 +80,14 @@ def test_a_damaged_record_hides_no_other_and_is_named(store):
         commit_once(store, f"r/{i}", Thing(name=str(i)))
     for key, body in (("r/1", b"nonsense"), ("r/3", bytes(Thing.record_bytes + 1))):
         put(store, key, body)
-    found = list(committed(store, "r/", Thing, wanted=lambda _: True))
+    found = list(iterate_records(store, "r/", Thing, wanted=lambda _: True))
     assert [one.name for _, one in found if isinstance(one, Thing)] == ["0", "2", "4"]
     damaged = {stat.key: str(one) for stat, one in found if isinstance(one, errors.CorruptError)}
     assert damaged.keys() == {"r/1", "r/3"}
     assert all(key in sentence for key, sentence in damaged.items())
     seen = []
     with pytest.raises(errors.CorruptError, match=r"2 of 5 records below here .*r/1 is .*r/3 has "):
-        seen.extend(one.name for one in whole("here", found))
+        seen.extend(one.name for one in require_intact("here", found))
     assert seen == ["0", "2", "4"]
 
 

@@ -5,146 +5,155 @@ from typing import TYPE_CHECKING, Any
 from millrace.extras import import_module_of
 
 if TYPE_CHECKING:
-    from millrace.checkpoints.choosing import Choice
-    from millrace.checkpoints.contents import Content, saved_content
-    from millrace.checkpoints.cooldown import Cooled, cool_down, epochs_without
+    from millrace.checkpoints.checkpointers import SelectionRule
+    from millrace.checkpoints.contents import Content, content_of
+    from millrace.checkpoints.cooldown import (
+        EpochResult,
+        cool_down,
+        count_epochs_without_checkpoint,
+    )
     from millrace.checkpoints.destinations import (
         Destination,
         HubSpec,
         StoreDestination,
-        bring,
+        copy_checkpoint,
         open_destination,
     )
     from millrace.checkpoints.epochs import EpochSaver
     from millrace.checkpoints.find import (
         VerifyDepth,
-        checkpoint_of,
-        checkpoints,
         find_jobs,
-        latest,
-        newest,
+        find_newest,
+        find_newest_verified,
+        iterate_checkpoints,
+        list_steps,
         quarantine,
-        steps,
+        read_checkpoint,
         survey,
         verify,
     )
-    from millrace.checkpoints.loading import Loaded, load, load_into
+    from millrace.checkpoints.loading import LoadedCheckpoint, load, load_into
     from millrace.checkpoints.member import MemberSettings, SavedSource, end_epoch
-    from millrace.checkpoints.members import Membership
-    from millrace.checkpoints.probing import Probe, ProbeVerdict, probe
+    from millrace.checkpoints.membership import Membership
+    from millrace.checkpoints.probing import ProbeResult, ProbeVerdict, probe
     from millrace.checkpoints.ranks import Ranks
     from millrace.checkpoints.retention import (
         Removal,
-        Retained,
         RetentionPlan,
+        RetentionResult,
+        apply_retention,
         pin,
         plan_retention,
-        retain,
         unpin,
     )
-    from millrace.checkpoints.saving import Saver, Saving
-    from millrace.checkpoints.settings import CooldownSettings, OnTimeout, Retention, SaveSettings
-    from millrace.checkpoints.watching import Seen, watch
+    from millrace.checkpoints.saving import PendingSave, Saver
+    from millrace.checkpoints.settings import (
+        CooldownSettings,
+        OnTimeout,
+        RetentionSettings,
+        SaveSettings,
+    )
+    from millrace.checkpoints.watching import EpochStatus, watch_epoch_end
     from millrace.models.checkpoint import CooldownOutcome
 
 __all__ = [
-    "Choice",
     "Content",
     "CooldownOutcome",
     "CooldownSettings",
-    "Cooled",
     "Destination",
+    "EpochResult",
     "EpochSaver",
+    "EpochStatus",
     "HubSpec",
-    "Loaded",
+    "LoadedCheckpoint",
     "MemberSettings",
     "Membership",
     "OnTimeout",
-    "Probe",
+    "PendingSave",
+    "ProbeResult",
     "ProbeVerdict",
     "Ranks",
     "Removal",
-    "Retained",
-    "Retention",
     "RetentionPlan",
+    "RetentionResult",
+    "RetentionSettings",
     "SaveSettings",
     "SavedSource",
     "Saver",
-    "Saving",
-    "Seen",
+    "SelectionRule",
     "StoreDestination",
     "VerifyDepth",
-    "bring",
-    "checkpoint_of",
-    "checkpoints",
+    "apply_retention",
+    "content_of",
     "cool_down",
+    "copy_checkpoint",
+    "count_epochs_without_checkpoint",
     "end_epoch",
-    "epochs_without",
     "find_jobs",
-    "latest",
+    "find_newest",
+    "find_newest_verified",
+    "iterate_checkpoints",
+    "list_steps",
     "load",
     "load_into",
-    "newest",
     "open_destination",
     "pin",
     "plan_retention",
     "probe",
     "quarantine",
-    "retain",
-    "saved_content",
-    "steps",
+    "read_checkpoint",
     "survey",
     "unpin",
     "verify",
-    "watch",
+    "watch_epoch_end",
 ]
 
-_ROOMS = {
-    "Choice": "choosing",
+_MODULES = {
+    "SelectionRule": "checkpointers",
     "Content": "contents",
     "CooldownSettings": "settings",
-    "Cooled": "cooldown",
+    "EpochResult": "cooldown",
     "Destination": "destinations",
     "HubSpec": "destinations",
     "EpochSaver": "epochs",
-    "Loaded": "loading",
+    "LoadedCheckpoint": "loading",
     "MemberSettings": "member",
-    "Membership": "members",
+    "Membership": "membership",
     "OnTimeout": "settings",
     "CooldownOutcome": "cooldown",
-    "Probe": "probing",
+    "ProbeResult": "probing",
     "Ranks": "ranks",
     "Removal": "retention",
-    "Retained": "retention",
-    "Retention": "settings",
+    "RetentionResult": "retention",
+    "RetentionSettings": "settings",
     "RetentionPlan": "retention",
     "SaveSettings": "settings",
     "SavedSource": "member",
     "Saver": "saving",
-    "Saving": "saving",
-    "Seen": "watching",
+    "PendingSave": "saving",
+    "EpochStatus": "watching",
     "StoreDestination": "destinations",
     "ProbeVerdict": "probing",
-    "bring": "destinations",
+    "copy_checkpoint": "destinations",
     "cool_down": "cooldown",
     "end_epoch": "member",
-    "epochs_without": "cooldown",
+    "count_epochs_without_checkpoint": "cooldown",
     "load": "loading",
     "load_into": "loading",
     "open_destination": "destinations",
     "pin": "retention",
     "plan_retention": "retention",
     "probe": "probing",
-    "retain": "retention",
-    "saved_content": "contents",
+    "apply_retention": "retention",
+    "content_of": "contents",
     "unpin": "retention",
-    "watch": "watching",
+    "watch_epoch_end": "watching",
 }
 
 
 def __getattr__(name: str) -> Any:
     # Imported when asked for: whoever lists, verifies or retains does not need torch.
     if name in __all__:
-        module = f"millrace.checkpoints.{_ROOMS.get(name, 'find')}"
+        module = f"millrace.checkpoints.{_MODULES.get(name, 'find')}"
         return getattr(import_module_of(module, "torch"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

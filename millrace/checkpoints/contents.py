@@ -12,7 +12,7 @@ from millrace import errors
 from millrace.checkpoints.find import root_of, with_digest
 from millrace.digest import sha256
 from millrace.keys import CheckpointKeys
-from millrace.memory import anonymous
+from millrace.memory import map_anonymous
 from millrace.models.checkpoint import Checkpoint, Part, TensorRecord
 from millrace.storage import Store, read_into
 
@@ -33,7 +33,7 @@ class Content:
     root: str
     body: Callable[[int], memoryview] = field(repr=False)
 
-    def record(self, checkpoint: Checkpoint, job: str) -> Checkpoint:
+    def make_metadata(self, checkpoint: Checkpoint, job: str) -> Checkpoint:
         """Return the metadata that commits this content as another job's checkpoint."""
         there = {"job": job, "parts": self.parts, "root": self.root}
         return with_digest(checkpoint.model_copy(update=there))
@@ -44,7 +44,7 @@ class Content:
         return sum(part.size for part in self.parts)
 
 
-def saved_content(store: Store, checkpoint: Checkpoint) -> Content:
+def content_of(store: Store, checkpoint: Checkpoint) -> Content:
     """Return the content of a checkpoint that was saved elsewhere: its files are read one by one.
 
     Args:
@@ -52,14 +52,14 @@ def saved_content(store: Store, checkpoint: Checkpoint) -> Content:
         checkpoint: Which.
     """
 
-    def body(number: int) -> memoryview:
+    def read_file(number: int) -> memoryview:
         part = checkpoint.parts[number]
-        return read_part(store, checkpoint.job, part, memoryview(anonymous(part.size)))
+        return read_part(store, checkpoint.job, part, memoryview(map_anonymous(part.size)))
 
-    return content(checkpoint.step, checkpoint.parts, checkpoint.tensors, body)
+    return make_content(checkpoint.step, checkpoint.parts, checkpoint.tensors, read_file)
 
 
-def content(
+def make_content(
     step: int,
     parts: tuple[Part, ...],
     tensors: Mapping[str, TensorRecord],
@@ -70,7 +70,7 @@ def content(
     return Content(there, tensors, root_of(there, tensors), body)
 
 
-def plain_json(value: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
+def normalise_json(value: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
     """Return a value as it comes back from JSON; numpy's scalars become plain numbers.
 
     Args:
@@ -82,8 +82,8 @@ def plain_json(value: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
     """
     whole = dict(value or {})
     try:
-        json.dumps(whole, allow_nan=False, default=_plain_number)  # orjson writes NaN as null
-        return orjson.loads(orjson.dumps(whole, default=_plain_number))
+        json.dumps(whole, allow_nan=False, default=_convert_number)  # orjson writes NaN as null
+        return orjson.loads(orjson.dumps(whole, default=_convert_number))
     except (TypeError, ValueError, RecursionError) as error:
         raise errors.ConfigurationError(
             f"The {what} of a checkpoint is not JSON ({errors.one_line(error)}): give dicts with "
@@ -91,7 +91,7 @@ def plain_json(value: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
         ) from error
 
 
-def _plain_number(value: object) -> Any:
+def _convert_number(value: object) -> Any:
     if isinstance(value, np.bool_ | np.integer | np.floating):
         return cast("Any", value).item()
     if isinstance(value, float):

@@ -5,10 +5,10 @@ from contextlib import suppress
 from threading import Event as Flag
 from typing import Any, Self
 
-from millrace.checkpoints.cooldown import Cooled, cool_down
-from millrace.checkpoints.members import Membership
+from millrace.checkpoints.cooldown import EpochResult, cool_down
+from millrace.checkpoints.membership import Membership
 from millrace.checkpoints.settings import CooldownSettings
-from millrace.checkpoints.snapshot import Memory
+from millrace.checkpoints.snapshot import SnapshotBuffers
 from millrace.progress import Progress, silent
 
 
@@ -33,8 +33,8 @@ class EpochSaver:
         self._membership = membership
         self._settings = settings or CooldownSettings()
         self._progress = progress
-        self._memory = Memory()
-        self._last: Cooled | None = None
+        self._memory = SnapshotBuffers()
+        self._last: EpochResult | None = None
         self._cancel = Flag()
 
     def end(
@@ -47,7 +47,7 @@ class EpochSaver:
         position: Mapping[str, Any] | None = None,
         notes: Mapping[str, str] | None = None,
         seed: int | None = None,
-    ) -> Cooled:
+    ) -> EpochResult:
         """Copy the state, and end the epoch with it; an upload still under way is waited for.
 
         Args:
@@ -63,8 +63,8 @@ class EpochSaver:
             ConfigurationError: Something in the state cannot be saved; its path is named.
             UnavailableError, DeniedError: The store does not answer, or not to us.
         """
-        self.settle()
-        content = self._memory.snapshot(state, self._settings.save.part_bytes).content(step)
+        self.wait()
+        content = self._memory.snapshot(state, self._settings.save.part_bytes).make_content(step)
         self._last = cool_down(
             self._membership,
             content,
@@ -79,7 +79,7 @@ class EpochSaver:
         )
         return self._last
 
-    def settle(self) -> Cooled | None:
+    def wait(self) -> EpochResult | None:
         """Wait for what goes on in the background; what the last epoch came to."""
         if self._last is not None and self._last.rest is not None:
             self._last = self._last.rest.result()
@@ -96,7 +96,7 @@ class EpochSaver:
         if kind is not None:
             self.cancel()
             with suppress(Exception):  # what was raised in the block says more
-                self.settle()
+                self.wait()
         else:
-            self.settle()
+            self.wait()
         self._memory.clear()

@@ -9,14 +9,14 @@ from contextlib import suppress
 from enum import StrEnum
 
 from millrace import errors
-from millrace.digest import canonical, sha256
+from millrace.digest import dump_canonical_json, sha256
 from millrace.keys import CHECKPOINTS, CheckpointKeys
 from millrace.models.checkpoint import Checkpoint, Part, Quarantine, TensorRecord
 from millrace.progress import Event, Progress, silent
-from millrace.records import Commit, commit_once, decoded, fetch
+from millrace.records import Commit, commit_once, decode_record, fetch
 from millrace.storage import Store, copy, create, delete, difference, list_folders, read
 
-_AT_ONCE = 4
+_CONCURRENCY = 4
 
 
 class VerifyDepth(StrEnum):
@@ -45,7 +45,7 @@ def find_jobs(store: Store, prefix: str = "", *, deepest: int = 8) -> Iterator[s
             yield from find_jobs(store, f"{keys.job}/", deepest=deepest - 1)
 
 
-def steps(store: Store, job: str) -> list[int]:
+def list_steps(store: Store, job: str) -> list[int]:
     """Return the steps of which there is anything, oldest first; not all are complete.
 
     One listing.
@@ -55,7 +55,7 @@ def steps(store: Store, job: str) -> list[int]:
     return sorted(step for step in found if step is not None)
 
 
-def checkpoint_of(store: Store, job: str, step: int) -> Checkpoint:
+def read_checkpoint(store: Store, job: str, step: int) -> Checkpoint:
     """Return the checkpoint of a step, as it was committed. Its files are not looked at.
 
     Raises:
@@ -63,10 +63,10 @@ def checkpoint_of(store: Store, job: str, step: int) -> Checkpoint:
         CorruptError: What is there is not the checkpoint of this job and step.
     """
     key = CheckpointKeys(job).metadata(step)
-    return checked(store.url_of(key), fetch(store, key, Checkpoint), job, step)
+    return check_metadata(store.url_of(key), fetch(store, key, Checkpoint), job, step)
 
 
-def checked(where: str, found: Checkpoint, job: str, step: int) -> Checkpoint:
+def check_metadata(where: str, found: Checkpoint, job: str, step: int) -> Checkpoint:
     """Return a checkpoint's metadata, once it is known to be of this job and step.
 
     Raises:
@@ -89,7 +89,7 @@ def with_digest(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _digest_of(checkpoint: Checkpoint) -> str:
-    return sha256(canonical(checkpoint.model_dump(mode="json", exclude={"digest"})))
+    return sha256(dump_canonical_json(checkpoint.model_dump(mode="json", exclude={"digest"})))
 
 
 def commit_checkpoint(store: Store, made: Checkpoint) -> Commit[Checkpoint]:
@@ -109,7 +109,7 @@ def commit_checkpoint(store: Store, made: Checkpoint) -> Commit[Checkpoint]:
     try:
         commit = commit_once(store, key, sealed)
         if not commit.mine:
-            checked(store.url_of(key), commit.record, made.job, made.step)
+            check_metadata(store.url_of(key), commit.record, made.job, made.step)
     except errors.VersionError:
         raise
     except errors.CorruptError as error:
@@ -137,23 +137,23 @@ def survey(store: Store, job: str) -> Iterator[tuple[int, Checkpoint | errors.Co
 
     Their files are not looked at.
     """
-    for step in reversed(steps(store, job)):
+    for step in reversed(list_steps(store, job)):
         try:
-            yield step, checkpoint_of(store, job, step)
+            yield step, read_checkpoint(store, job, step)
         except errors.NotFoundError:
             continue  # on its way, or what is left of one
         except errors.CorruptError as error:
             yield step, error
 
 
-def checkpoints(store: Store, job: str) -> Iterator[Checkpoint]:
+def iterate_checkpoints(store: Store, job: str) -> Iterator[Checkpoint]:
     """Return the complete checkpoints of a job, newest first. Their files are not looked at."""
     return (found for _, found in survey(store, job) if isinstance(found, Checkpoint))
 
 
-def newest(store: Store, job: str) -> Checkpoint | None:
+def find_newest(store: Store, job: str) -> Checkpoint | None:
     """Return the newest complete checkpoint, if there is one. Its files are not looked at."""
-    return next(checkpoints(store, job), None)
+    return next(iterate_checkpoints(store, job), None)
 
 
 def verify(
@@ -170,16 +170,16 @@ def verify(
         UnavailableError: The store failed for longer than its time budget: nothing is known.
     """
 
-    def look(part: Part) -> str:
-        damage = _damage(store, checkpoint.job, part, check)
-        return damage and _damage(store, checkpoint.job, part, check)
+    def check_part(part: Part) -> str:
+        damage = _find_damage(store, checkpoint.job, part, check)
+        return damage and _find_damage(store, checkpoint.job, part, check)
 
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="verify") as pool:
-        found = zip(checkpoint.parts, pool.map(look, checkpoint.parts), strict=True)
+    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="verify") as pool:
+        found = zip(checkpoint.parts, pool.map(check_part, checkpoint.parts), strict=True)
         return {part.sha256: damage for part, damage in found if damage}
 
 
-def latest(
+def find_newest_verified(
     store: Store, job: str, *, check: VerifyDepth = VerifyDepth.DIGESTS, progress: Progress = silent
 ) -> Checkpoint | None:
     """Return the newest checkpoint that is verified; None if there is none.
@@ -202,7 +202,7 @@ def latest(
         if isinstance(found, errors.CorruptError):
             progress(Event("checkpoint.damaged", "", {"step": step, "damage": str(found)}))
             try:
-                found = checkpoint_of(store, job, step)  # damaged on its way, perhaps
+                found = read_checkpoint(store, job, step)  # damaged on its way, perhaps
             except (errors.NotFoundError, errors.CorruptError):
                 continue
         damage = verify(store, found, check=check)
@@ -241,7 +241,7 @@ def quarantine_metadata(store: Store, job: str, step: int, damage: str) -> Check
     except errors.NotFoundError:
         return None
     try:
-        return checked(where, decoded(where, Checkpoint, body)[0], job, step)
+        return check_metadata(where, decode_record(where, Checkpoint, body)[0], job, step)
     except errors.VersionError:
         raise
     except errors.CorruptError:
@@ -254,7 +254,7 @@ def quarantine_metadata(store: Store, job: str, step: int, damage: str) -> Check
     with suppress(errors.NotFoundError):
         again = read(store, key, largest=Checkpoint.record_bytes)
         if again != body:  # another process has saved the step meanwhile
-            return checkpoint_of(store, job, step)
+            return read_checkpoint(store, job, step)
         failures = delete(store, [key])
         if failures:
             raise errors.DeniedError(
@@ -281,7 +281,7 @@ def quarantine(store: Store, checkpoint: Checkpoint, damage: dict[str, str]) -> 
     record = Quarantine(checkpoint=checkpoint, damage=tuple(damage.values()))
     commit_once(store, keys.quarantine(checkpoint.step, checkpoint.root), record)
     try:
-        if checkpoint_of(store, checkpoint.job, checkpoint.step) != checkpoint:
+        if read_checkpoint(store, checkpoint.job, checkpoint.step) != checkpoint:
             return
     except (errors.NotFoundError, errors.CorruptError):
         return
@@ -307,10 +307,10 @@ def root_of(parts: Iterable[Part], tensors: Mapping[str, TensorRecord]) -> str:
         "parts": [[part.sha256, part.size] for part in parts],
         "tensors": {name: record.model_dump(mode="json") for name, record in tensors.items()},
     }
-    return sha256(canonical(content))
+    return sha256(dump_canonical_json(content))
 
 
-def _damage(store: Store, job: str, part: Part, check: VerifyDepth) -> str:
+def _find_damage(store: Store, job: str, part: Part, check: VerifyDepth) -> str:
     """Return the damage of a file, as a sentence; empty if there is none."""
     key = CheckpointKeys(job).part(part.step, part.sha256)
     found = difference(store, key, part.size, part.sha256 if check is VerifyDepth.DIGESTS else None)

@@ -9,29 +9,29 @@ import torch
 
 from millrace import errors
 from millrace.checkpoints.contents import read_part
-from millrace.checkpoints.find import VerifyDepth, checkpoint_of, latest
+from millrace.checkpoints.find import VerifyDepth, find_newest_verified, read_checkpoint
 from millrace.checkpoints.parts import dtype_of, read_boxes
-from millrace.checkpoints.pieces import piece_of
+from millrace.checkpoints.tensor_shards import local_shard_of
 from millrace.checkpoints.tree import (
     SKELETON,
-    array_names,
+    find_array_names,
+    flatten_state,
     is_skeleton,
-    own_rank,
-    put_together,
-    taken_apart,
+    parse_own_name,
+    unflatten_state,
 )
-from millrace.memory import anonymous
+from millrace.memory import map_anonymous
 from millrace.models.checkpoint import Checkpoint, Chunk, TensorRecord
 from millrace.progress import Progress, silent
 from millrace.storage import Store
 
-_AT_ONCE = 4
+_CONCURRENCY = 4
 
-Rows = Mapping[str, tuple[int, int]]
+RowRanges = Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint in memory.
 
     Attributes:
@@ -51,12 +51,12 @@ def load(
     *,
     step: int | None = None,
     only: Callable[[str], bool] = lambda _: True,
-    rows: Rows | None = None,
+    rows: RowRanges | None = None,
     rank: int | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     progress: Progress = silent,
-) -> Loaded:
+) -> LoadedCheckpoint:
     """Load a checkpoint; only the files that hold what is asked for are read.
 
     Memory is that of the tensors, and of four files. What several ranks saved comes back whole.
@@ -84,23 +84,23 @@ def load(
         raise errors.ConfigurationError(f"{dtype} is no floating type: choose one, or none.")
     some = dict(rows or {})
 
-    def wanted(checkpoint: Checkpoint) -> dict[str, _Wanted]:
+    def select_tensors(checkpoint: Checkpoint) -> dict[str, _TensorRequest]:
         # Of the skeleton it is known which tensors numpy arrays are, which stay as they were.
-        fixed = _arrays(store, checkpoint) if dtype is not None else set[str]()
+        fixed = _find_array_names(store, checkpoint) if dtype is not None else set[str]()
         return {
-            name: _some_rows(
+            name: _request_rows(
                 name,
                 record,
                 some.get(name),
                 device,
-                None if name in fixed or own_rank(name) is not None else dtype,
+                None if name in fixed or parse_own_name(name) is not None else dtype,
             )
             for name, record in checkpoint.tensors.items()
             if is_skeleton(name) or only(name)
-            if own_rank(name) is None or _is_own(name, rank)
+            if parse_own_name(name) is None or _is_own(name, rank)
         }
 
-    return _loaded(store, job, step, wanted, rank, progress)
+    return _load(store, job, step, select_tensors, rank, progress)
 
 
 def load_into(
@@ -111,7 +111,7 @@ def load_into(
     step: int | None = None,
     rank: int | None = None,
     progress: Progress = silent,
-) -> Loaded:
+) -> LoadedCheckpoint:
     """Load a checkpoint into the tensors of a state, which may be distributed in another way.
 
     Of a DTensor only this rank's shard is read, wherever its bytes were on how many ranks before.
@@ -134,84 +134,84 @@ def load_into(
         CorruptError: Of the step that was asked for, a file is not the bytes that were saved.
         ConfigurationError: A tensor is not in the checkpoint, or has another shape or type there.
     """
-    given = {name: tensor for name, tensor in taken_apart(state).items() if name != SKELETON}
+    given = {name: tensor for name, tensor in flatten_state(state).items() if name != SKELETON}
 
-    def wanted(checkpoint: Checkpoint) -> dict[str, _Wanted]:
+    def select_tensors(checkpoint: Checkpoint) -> dict[str, _TensorRequest]:
         made = {
-            name: _to_fill(name, tensor, checkpoint.tensors.get(name))
+            name: _request_shard(name, tensor, checkpoint.tensors.get(name))
             for name, tensor in given.items()
         }
         for name, record in checkpoint.tensors.items():
             if name == SKELETON or _is_own(name, rank):
-                made[name] = _some_rows(name, record, None, "cpu")
+                made[name] = _request_rows(name, record, None, "cpu")
         return made
 
-    return _loaded(store, job, step, wanted, rank, progress)
+    return _load(store, job, step, select_tensors, rank, progress)
 
 
-def _loaded(
+def _load(
     store: Store,
     job: str,
     step: int | None,
-    wanted: "Callable[[Checkpoint], dict[str, _Wanted]]",
+    wanted: "Callable[[Checkpoint], dict[str, _TensorRequest]]",
     rank: int | None,
     progress: Progress,
-) -> Loaded:
+) -> LoadedCheckpoint:
     if step is not None:
-        found = checkpoint_of(store, job, step)
-        return _read(store, found, wanted(found), rank)
-    found = latest(store, job, check=VerifyDepth.SIZES, progress=progress)
+        found = read_checkpoint(store, job, step)
+        return _read_state(store, found, wanted(found), rank)
+    found = find_newest_verified(store, job, check=VerifyDepth.SIZES, progress=progress)
     try:
         if found is not None:
-            return _read(store, found, wanted(found), rank)
+            return _read_state(store, found, wanted(found), rank)
     except errors.CorruptError:  # or its bytes were changed on their way, and it is found again
-        found = latest(store, job, check=VerifyDepth.DIGESTS, progress=progress)
+        found = find_newest_verified(store, job, check=VerifyDepth.DIGESTS, progress=progress)
         if found is not None:
-            return _read(store, found, wanted(found), rank)
+            return _read_state(store, found, wanted(found), rank)
     raise errors.NotFoundError(f"{store.url_of(job)} has no checkpoint that can be loaded.")
 
 
-def _read(
-    store: Store, checkpoint: Checkpoint, wanted: "dict[str, _Wanted]", rank: int | None
-) -> Loaded:
-    _fill(store, checkpoint, wanted.values())
+def _read_state(
+    store: Store, checkpoint: Checkpoint, wanted: "dict[str, _TensorRequest]", rank: int | None
+) -> LoadedCheckpoint:
+    _fill_tensors(store, checkpoint, wanted.values())
     state: dict[str, torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}
     for name, tensor in wanted.items():
         content = tensor.content.cpu() if is_skeleton(name) else tensor.content
-        mine = own_rank(name)
+        mine = parse_own_name(name)
         if mine is None:
             state[name] = content
         else:
             own[mine[1]] = content
-    return Loaded(checkpoint, put_together(state), put_together(own) if own else {})
+    return LoadedCheckpoint(checkpoint, unflatten_state(state), unflatten_state(own) if own else {})
 
 
-def _fill(store: Store, checkpoint: Checkpoint, wanted: "Iterable[_Wanted]") -> None:
+def _fill_tensors(store: Store, checkpoint: Checkpoint, wanted: "Iterable[_TensorRequest]") -> None:
     """Read the files that hold some of these tensors, and fill the tensors."""
-    by_part: dict[int, list[tuple[_Wanted, Chunk]]] = {}
+    by_part: dict[int, list[tuple[_TensorRequest, Chunk]]] = {}
     for tensor in wanted:
-        for chunk in tensor.chunks():
+        for chunk in tensor.iterate_chunks():
             by_part.setdefault(chunk.part, []).append((tensor, chunk))
 
     largest = max((checkpoint.parts[number].size for number in by_part), default=0)
-    free = [memoryview(anonymous(largest)) for _ in range(min(_AT_ONCE, len(by_part)))]
+    free = [memoryview(map_anonymous(largest)) for _ in range(min(_CONCURRENCY, len(by_part)))]
 
-    def fill(number: int) -> None:
+    def fill_from_part(number: int) -> None:
         part, asked = checkpoint.parts[number], by_part[number]
         # A buffer that goes round, and a copy: quicker than new memory that the tensors could keep.
         buffer = free.pop()
         boxes = read_boxes(read_part(store, checkpoint.job, part, buffer))
         for tensor, chunk in asked:
-            tensor.fill(chunk, boxes.get(chunk.name))
+            tensor.copy_chunk(chunk, boxes.get(chunk.name))
         free.append(buffer)
 
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="part") as pool:
-        list(pool.map(fill, sorted(by_part)))
+    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="part") as pool:
+        list(pool.map(fill_from_part, sorted(by_part)))
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _TensorRequest:
     """A tensor that is being loaded, or a box of it.
 
     Attributes:
@@ -229,13 +229,13 @@ class _Wanted:
     box: torch.Tensor
     content: torch.Tensor
 
-    def chunks(self) -> Iterator[Chunk]:
+    def iterate_chunks(self) -> Iterator[Chunk]:
         """Yield the boxes in the checkpoint that some of it lies in."""
         for chunk in self.record.chunks:
-            if all(low < high for low, high in self._overlap(chunk, chunk.start)):
+            if all(low < high for low, high in self._find_overlap(chunk, chunk.start)):
                 yield chunk
 
-    def fill(self, chunk: Chunk, found: torch.Tensor | None) -> None:
+    def copy_chunk(self, chunk: Chunk, found: torch.Tensor | None) -> None:
         """Take from a box in the checkpoint what is wanted of it."""
         if (
             found is None
@@ -243,41 +243,41 @@ class _Wanted:
             or found.dtype != dtype_of(self.record.dtype)
         ):
             raise errors.CorruptError(f"{self.name} is not in the file that should hold it.")
-        here, there = self._overlap(chunk, self.start), self._overlap(chunk, chunk.start)
-        self.box[_slices(here)].copy_(found[_slices(there)])
+        here, there = self._find_overlap(chunk, self.start), self._find_overlap(chunk, chunk.start)
+        self.box[_to_slices(here)].copy_(found[_to_slices(there)])
 
-    def _overlap(self, chunk: Chunk, origin: tuple[int, ...]) -> list[tuple[int, int]]:
+    def _find_overlap(self, chunk: Chunk, origin: tuple[int, ...]) -> list[tuple[int, int]]:
         """Return where the two boxes are one, in each dimension, counted from a place."""
         axes = zip(chunk.start, chunk.shape, self.start, self.box.shape, origin, strict=True)
         return [(max(a, b) - at, min(a + n, b + m) - at) for a, n, b, m, at in axes]
 
 
-def _slices(box: list[tuple[int, int]]) -> tuple[slice, ...]:
+def _to_slices(box: list[tuple[int, int]]) -> tuple[slice, ...]:
     return tuple(slice(*edges) for edges in box)
 
 
 def _is_own(name: str, rank: int | None) -> bool:
-    own = own_rank(name)
+    own = parse_own_name(name)
     return own is not None and own[0] == rank
 
 
-def _arrays(store: Store, checkpoint: Checkpoint) -> set[str]:
+def _find_array_names(store: Store, checkpoint: Checkpoint) -> set[str]:
     """Return the names of the tensors that are numpy arrays in the state."""
     record = checkpoint.tensors.get(SKELETON)
     if record is None:
         return set()
-    skeleton = _some_rows(SKELETON, record, None, "cpu")
-    _fill(store, checkpoint, [skeleton])
-    return array_names(skeleton.content)
+    skeleton = _request_rows(SKELETON, record, None, "cpu")
+    _fill_tensors(store, checkpoint, [skeleton])
+    return find_array_names(skeleton.content)
 
 
-def _some_rows(
+def _request_rows(
     name: str,
     record: TensorRecord,
     rows: tuple[int, int] | None,
     device: torch.device | str,
     dtype: torch.dtype | None = None,
-) -> _Wanted:
+) -> _TensorRequest:
     first, shape = 0, record.shape
     if rows is not None:
         first, stop = rows
@@ -289,10 +289,12 @@ def _some_rows(
     saved = dtype_of(record.dtype)
     kind = dtype if dtype is not None and saved.is_floating_point else saved
     content = torch.empty(shape, dtype=kind, device=device)
-    return _Wanted(name, record, (first, *(0,) * (len(shape) - 1))[: len(shape)], content, content)
+    return _TensorRequest(
+        name, record, (first, *(0,) * (len(shape) - 1))[: len(shape)], content, content
+    )
 
 
-def _to_fill(name: str, tensor: torch.Tensor, record: TensorRecord | None) -> _Wanted:
+def _request_shard(name: str, tensor: torch.Tensor, record: TensorRecord | None) -> _TensorRequest:
     if record is None:
         raise errors.ConfigurationError(f"The checkpoint has no {name}: leave it out of the state.")
     said = dtype_of(record.dtype), record.shape
@@ -301,5 +303,5 @@ def _to_fill(name: str, tensor: torch.Tensor, record: TensorRecord | None) -> _W
             f"{name} is {tensor.dtype} of the shape {list(tensor.shape)}, and in the checkpoint "
             f"{said[0]} of {list(said[1])}: give a tensor like that."
         )
-    piece = piece_of(name, tensor)
-    return _Wanted(name, record, piece.start, piece.local, tensor)
+    piece = local_shard_of(name, tensor)
+    return _TensorRequest(name, record, piece.start, piece.local, tensor)

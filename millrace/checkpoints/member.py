@@ -5,10 +5,10 @@ from datetime import timedelta
 from pydantic import BaseModel, ConfigDict, Field
 
 from millrace import errors
-from millrace.checkpoints.contents import saved_content
-from millrace.checkpoints.cooldown import Cooled, cool_down
-from millrace.checkpoints.find import checkpoint_of, newest
-from millrace.checkpoints.members import Membership
+from millrace.checkpoints.contents import content_of
+from millrace.checkpoints.cooldown import EpochResult, cool_down
+from millrace.checkpoints.find import find_newest, read_checkpoint
+from millrace.checkpoints.membership import Membership
 from millrace.checkpoints.settings import CooldownSettings
 from millrace.models.checkpoint import Checkpoint
 from millrace.progress import Progress, silent
@@ -33,8 +33,8 @@ class SavedSource(StoreSettings):
         """
         store = open_store(self.store, make_folder=False)
         if self.step is not None:
-            return store, checkpoint_of(store, self.job, self.step)
-        found = newest(store, self.job)
+            return store, read_checkpoint(store, self.job, self.step)
+        found = find_newest(store, self.job)
         if found is None:
             raise errors.NotFoundError(f"{store.url_of(self.job)} has no checkpoint.")
         return store, found
@@ -68,7 +68,7 @@ class MemberSettings(BaseModel):
     )
 
 
-def end_epoch(settings: MemberSettings, member: str, *, progress: Progress = silent) -> Cooled:
+def end_epoch(settings: MemberSettings, member: str, *, progress: Progress = silent) -> EpochResult:
     """End an epoch, as one of its members, with what this member has on its disk.
 
     Every file is verified when it is read.
@@ -85,10 +85,10 @@ def end_epoch(settings: MemberSettings, member: str, *, progress: Progress = sil
     """
     source, checkpoint = settings.source.open()
     with Membership(open_store(settings.store), settings.job, member, settings.ttl) as one:
-        one.gather(settings.members, settings.epoch, settings.arrival)
+        one.wait_for_members(settings.members, settings.epoch, settings.arrival)
         cooled = cool_down(
             one,
-            saved_content(source, checkpoint),
+            content_of(source, checkpoint),
             epoch=settings.epoch,
             run=checkpoint.run,
             position=checkpoint.position,

@@ -14,13 +14,13 @@ from typing import Any
 import orjson
 import torch
 
-from millrace.checkpoints.pieces import Piece
+from millrace.checkpoints.tensor_shards import TensorShard
 from millrace.errors import ConfigurationError, CorruptError
 
 _LENGTH = struct.Struct("<Q")
-_LONGEST_HEADER = 100_000_000  # bytes, safetensors' own limit
-_RESERVED = "__metadata__"  # what safetensors keeps for text
-_NAMES = {
+_MAX_HEADER_SIZE = 100_000_000  # bytes, safetensors' own limit
+_RESERVED_NAME = "__metadata__"  # what safetensors keeps for text
+_DTYPES_BY_NAME = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -38,7 +38,7 @@ _NAMES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_DTYPES = {dtype: name for name, dtype in _NAMES.items()}
+_NAMES_BY_DTYPE = {dtype: name for name, dtype in _DTYPES_BY_NAME.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class PartLayout:
     size: int
 
 
-def laid_out(pieces: Mapping[str, Piece], part_bytes: int) -> list[PartLayout]:
+def lay_out_parts(pieces: Mapping[str, TensorShard], part_bytes: int) -> list[PartLayout]:
     """Lay pieces of tensors out in parts, in their order; a large one is cut by rows.
 
     Args:
@@ -92,14 +92,14 @@ def laid_out(pieces: Mapping[str, Piece], part_bytes: int) -> list[PartLayout]:
     parts: list[PartLayout] = []
     waiting: list[Box] = []
     room = part_bytes
-    for box in _boxes(pieces, part_bytes):
+    for box in _iterate_boxes(pieces, part_bytes):
         if waiting and box.size > room:
-            parts.append(_layout(waiting))
+            parts.append(_make_layout(waiting))
             waiting, room = [], part_bytes
         waiting.append(box)
         room -= box.size
     if waiting:
-        parts.append(_layout(waiting))
+        parts.append(_make_layout(waiting))
     return parts
 
 
@@ -110,19 +110,19 @@ def dtype_of(name: str) -> torch.dtype:
         CorruptError: None is.
     """
     try:
-        return _NAMES[name]
+        return _DTYPES_BY_NAME[name]
     except KeyError:
         raise CorruptError(f"A checkpoint's tensor is of the unknown type {name!r}.") from None
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name_of(dtype: torch.dtype) -> str:
     """Return safetensors' name of a type.
 
     Raises:
         ConfigurationError: It has no name for it.
     """
     try:
-        return _DTYPES[dtype]
+        return _NAMES_BY_DTYPE[dtype]
     except KeyError:
         raise ConfigurationError(f"safetensors has no name for {dtype}: convert it.") from None
 
@@ -134,15 +134,15 @@ def read_boxes(body: memoryview) -> dict[str, torch.Tensor]:
         CorruptError: It is no safetensors file, or its header does not describe it.
     """
     try:
-        return dict(_views(body))
+        return dict(_iterate_views(body))
     except (struct.error, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise CorruptError(f"A part of a checkpoint is no safetensors file: {error}") from error
 
 
-def _boxes(pieces: Mapping[str, Piece], part_bytes: int) -> Iterator[Box]:
+def _iterate_boxes(pieces: Mapping[str, TensorShard], part_bytes: int) -> Iterator[Box]:
     for tensor, piece in pieces.items():
         local, (first, *inner) = piece.local, piece.start or (0,)
-        if local.dtype not in _DTYPES:
+        if local.dtype not in _NAMES_BY_DTYPE:
             raise ConfigurationError(
                 f"{tensor} is of type {local.dtype}, which safetensors has no name for: convert it."
             )
@@ -153,11 +153,11 @@ def _boxes(pieces: Mapping[str, Piece], part_bytes: int) -> Iterator[Box]:
         for at in range(0, max(rows, 1), max(step, 1)):
             start = (first + at, *inner) if shape else ()
             box = (min(step, rows - at), *shape[1:]) if shape else ()
-            name = _box_name(tensor, start, box, piece.shape)
+            name = _format_box_name(tensor, start, box, piece.shape)
             yield Box(tensor, name, local.dtype, start, box, 0, prod(box) * width)
 
 
-def _box_name(
+def _format_box_name(
     tensor: str, start: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]
 ) -> str:
     """Return the name of a box: ``w``, or as Python cuts it, ``w[0:8,16:32]``."""
@@ -167,7 +167,7 @@ def _box_name(
     return f"{tensor}[{slices}]" if slices else tensor
 
 
-def _layout(boxes: list[Box]) -> PartLayout:
+def _make_layout(boxes: list[Box]) -> PartLayout:
     # The widest types first, as safetensors does: so that each lies at a multiple of its width.
     ordered = sorted(boxes, key=lambda box: -box.dtype.itemsize)
     header: dict[str, Any] = {}
@@ -175,11 +175,11 @@ def _layout(boxes: list[Box]) -> PartLayout:
     at = 0
     for box in ordered:
         name = box.name
-        while name in header or name == _RESERVED:  # ``w[0:8]`` may be a tensor's own name too
+        while name in header or name == _RESERVED_NAME:  # ``w[0:8]`` may be a tensor's own name too
             name += "#"
         named.append(replace(box, name=name))
         header[name] = {
-            "dtype": name_of(box.dtype),
+            "dtype": dtype_name_of(box.dtype),
             "shape": box.shape,
             "data_offsets": (at, at + box.size),
         }
@@ -195,13 +195,13 @@ def _layout(boxes: list[Box]) -> PartLayout:
     return PartLayout(head, tuple(placed), offset)
 
 
-def _views(body: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
+def _iterate_views(body: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
     (length,) = _LENGTH.unpack_from(body)
-    if length > _LONGEST_HEADER:
+    if length > _MAX_HEADER_SIZE:
         raise ValueError("its header is too long")
     header: dict[str, Any] = orjson.loads(body[_LENGTH.size : _LENGTH.size + length])
     data = body[_LENGTH.size + length :]
-    header.pop(_RESERVED, None)
+    header.pop(_RESERVED_NAME, None)
     end = 0
     for name, said in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, stop = said["data_offsets"]

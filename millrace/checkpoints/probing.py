@@ -16,12 +16,12 @@ from datetime import timedelta
 from enum import StrEnum
 
 from millrace import errors
-from millrace.keys import CheckpointKeys, write_probe
+from millrace.keys import CheckpointKeys, write_probe_key
 from millrace.storage import Backend, Store, answer_of, create, delete, list_objects, put, read
 
-SAMPLE = 4 << 20
+SAMPLE_SIZE = 4 << 20
 """Bytes by which the rate is measured."""
-PATIENCE = timedelta(seconds=20)
+REQUEST_TIMEOUT = timedelta(seconds=20)
 """How long each request of a probe is tried, by default."""
 
 
@@ -46,7 +46,7 @@ class ProbeVerdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class ProbeResult:
     """Result of a probe.
 
     Attributes:
@@ -63,7 +63,7 @@ class Probe:
     expected: float = 0.0
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """True if the verdict is a yes."""
         return self.verdict is ProbeVerdict.READY
 
@@ -74,8 +74,8 @@ def probe(
     *,
     size: int = 0,
     within: timedelta | None = None,
-    patience: timedelta = PATIENCE,
-) -> Probe:
+    patience: timedelta = REQUEST_TIMEOUT,
+) -> ProbeResult:
     """Try what a save does, and leave nothing behind.
 
     Args:
@@ -85,53 +85,53 @@ def probe(
         within: The time that it may take, such as the cooldown.
         patience: How long each request is tried.
     """
-    key = write_probe(CheckpointKeys(job).job, secrets.token_hex(8))
+    key = write_probe_key(CheckpointKeys(job).job, secrets.token_hex(8))
     hurried = store.hurried(patience)
     folder = store.location.bucket if store.location.backend is Backend.FILE else None
-    tried = _tried_at_google if store.location.backend is Backend.GS else _tried
-    return probed(
+    tried = _try_save_at_google if store.location.backend is Backend.GS else _try_save
+    return run_probe(
         store.url, lambda: tried(hurried, job, key), size=size, within=within, folder=folder
     )
 
 
-def probed(
+def run_probe(
     url: str,
     tried: Callable[[], float],
     *,
     size: int,
     within: timedelta | None,
     folder: str | None = None,
-) -> Probe:
+) -> ProbeResult:
     """Return the verdict on a destination, from the results of trying it.
 
     Args:
         url: Where it is.
-        tried: Tries it, under `understood`; returns the bytes a second of an upload.
+        tried: Tries it, under `translate_errors`; returns the bytes a second of an upload.
         size: As of `probe`.
         within: As of `probe`.
         folder: Whose disk must have room, if it is one of this machine.
     """
     try:
         rate = tried()
-    except FailedError as failed:
-        return Probe(failed.verdict, str(failed))
+    except ProbeFailedError as failed:
+        return ProbeResult(failed.verdict, str(failed))
     expected = size / rate
     free = None if folder is None else shutil.disk_usage(folder).free
     if free is not None and free < size:
         reason = f"{url} has room for {free:,} bytes, and a checkpoint has {size:,}."
-        return Probe(ProbeVerdict.NO_SPACE, reason, rate, expected)
+        return ProbeResult(ProbeVerdict.NO_SPACE, reason, rate, expected)
     if within is not None and expected > within.total_seconds():
         reason = (
             f"At {rate / 1e6:.1f} MB/s a checkpoint of {size:,} bytes takes {expected:.0f} s, and "
             f"{within.total_seconds():.0f} s are allowed: let the cooldown last longer, or more "
             "members upload."
         )
-        return Probe(ProbeVerdict.TOO_SLOW, reason, rate, expected)
+        return ProbeResult(ProbeVerdict.TOO_SLOW, reason, rate, expected)
     reason = f"{url} takes, gives back, overwrites and deletes objects."
-    return Probe(ProbeVerdict.READY, reason, rate, expected)
+    return ProbeResult(ProbeVerdict.READY, reason, rate, expected)
 
 
-class FailedError(Exception):
+class ProbeFailedError(Exception):
     """The verdict is out, and is no yes."""
 
     def __init__(self, verdict: ProbeVerdict, reason: str) -> None:
@@ -139,26 +139,26 @@ class FailedError(Exception):
         self.verdict = verdict
 
 
-def _tried(store: Store, job: str, key: str) -> float:
+def _try_save(store: Store, job: str, key: str) -> float:
     """Do what a save does; bytes a second of the upload."""
-    with understood(ProbeVerdict.DENIED):
+    with translate_errors(ProbeVerdict.DENIED):
         next(list_objects(store, f"{job}/"), None)
-    body, other = os.urandom(SAMPLE), secrets.token_bytes(16)
-    with understood(ProbeVerdict.READ_ONLY):
+    body, other = os.urandom(SAMPLE_SIZE), secrets.token_bytes(16)
+    with translate_errors(ProbeVerdict.READ_ONLY):
         try:
             began = time.monotonic()
             create(store, key, body)
             rate = len(body) / max(time.monotonic() - began, 1e-6)
-            check_same(store.url_of(key), read(store, key, largest=SAMPLE), body)
+            check_same(store.url_of(key), read(store, key, largest=SAMPLE_SIZE), body)
             put(store, key, other)
-            check_same(store.url_of(key), read(store, key, largest=SAMPLE), other)
+            check_same(store.url_of(key), read(store, key, largest=SAMPLE_SIZE), other)
         except BaseException:
             with suppress(errors.MillraceError):
                 delete(store, [key])
             raise
         failures = delete(store, [key])
     if failures:
-        raise FailedError(
+        raise ProbeFailedError(
             ProbeVerdict.READ_ONLY,
             f"{store.url_of(key)} could not be deleted ({failures[0].reason}): allow it, or what "
             "no checkpoint needs any more stays forever. Delete this object by hand.",
@@ -166,28 +166,28 @@ def _tried(store: Store, job: str, key: str) -> float:
     return rate
 
 
-def _tried_at_google(store: Store, job: str, key: str) -> float:
+def _try_save_at_google(store: Store, job: str, key: str) -> float:
     """Return the verdict, with permissions that Google lacks, also those for a large part."""
     try:
-        rate = _tried(store, job, key)
-    except FailedError as failed:
+        rate = _try_save(store, job, key)
+    except ProbeFailedError as failed:
         if failed.verdict not in (ProbeVerdict.DENIED, ProbeVerdict.READ_ONLY):
             raise
         with suppress(errors.MillraceError):  # it refuses to say that, too
-            if lacking := _ungranted(store):
-                raise _lacking(failed.verdict, str(failed), lacking) from failed
+            if lacking := _find_missing_permissions(store):
+                raise _make_permission_error(failed.verdict, str(failed), lacking) from failed
         raise
     try:
-        lacking = _ungranted(store)
+        lacking = _find_missing_permissions(store)
     except errors.MillraceError:
         return rate  # what was tried came through, and nobody knows better
     if lacking and all("multipart" in name for name in lacking):
         reason = f"{store.url} takes small objects, and no large ones."
-        raise _lacking(ProbeVerdict.READ_ONLY, reason, lacking)
+        raise _make_permission_error(ProbeVerdict.READ_ONLY, reason, lacking)
     return rate  # if it lacks what was done a moment ago, the grant is on a prefix
 
 
-def _ungranted(store: Store) -> frozenset[str]:
+def _find_missing_permissions(store: Store) -> frozenset[str]:
     try:
         from millrace.storage.permissions import WRITING, granted  # noqa: PLC0415
     except ImportError as error:
@@ -198,16 +198,18 @@ def _ungranted(store: Store) -> frozenset[str]:
     return WRITING - granted(store)
 
 
-def _lacking(verdict: ProbeVerdict, reason: str, permissions: Iterable[str]) -> FailedError:
+def _make_permission_error(
+    verdict: ProbeVerdict, reason: str, permissions: Iterable[str]
+) -> ProbeFailedError:
     names = ", ".join(sorted(permissions))
     advice = f"On the bucket the credentials lack {names}: grant Storage Object User there."
-    return FailedError(verdict, f"{reason} {advice}")
+    return ProbeFailedError(verdict, f"{reason} {advice}")
 
 
 def check_same(url: str, body: bytes, written: bytes) -> None:
     """Refuse a place that gives back something else than it was given."""
     if body != written:
-        raise FailedError(
+        raise ProbeFailedError(
             ProbeVerdict.WRONG,
             f"{url} is not what was written a moment ago: this store is broken, or "
             "something between here and there changes bytes or keeps old ones.",
@@ -215,7 +217,7 @@ def check_same(url: str, body: bytes, written: bytes) -> None:
 
 
 @contextmanager
-def understood(denied: ProbeVerdict) -> Generator[None]:
+def translate_errors(denied: ProbeVerdict) -> Generator[None]:
     """Tell apart why a store does not do what it is asked."""
     try:
         yield
@@ -223,4 +225,4 @@ def understood(denied: ProbeVerdict) -> Generator[None]:
         said = ProbeVerdict(answer_of(error).value)
         advice = " Create it, or correct the URL." if said is ProbeVerdict.NOT_FOUND else ""
         verdict = denied if said is ProbeVerdict.DENIED else said
-        raise FailedError(verdict, f"{error}{advice}") from error
+        raise ProbeFailedError(verdict, f"{error}{advice}") from error

@@ -16,18 +16,18 @@ import torch
 
 from millrace import errors
 from millrace.checkpoints.find import (
-    checkpoint_of,
     commit_checkpoint,
+    read_checkpoint,
     root_of,
 )
-from millrace.checkpoints.pieces import covered_once
-from millrace.checkpoints.tree import own_rank
-from millrace.keys import CheckpointKeys, checked_name
-from millrace.models.checkpoint import Checkpoint, Part, Share, TensorRecord
-from millrace.records import commit_same, committed, whole
+from millrace.checkpoints.tensor_shards import is_covered_once
+from millrace.checkpoints.tree import parse_own_name
+from millrace.keys import CheckpointKeys, check_name
+from millrace.models.checkpoint import Checkpoint, Part, RankShare, TensorRecord
+from millrace.records import commit_same, iterate_records, require_intact
 from millrace.storage import Store, list_objects
 
-_LOOK = 1.0  # seconds
+_POLL_INTERVAL = 1.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Ranks:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world:
             raise errors.ConfigurationError(f"There is no rank {self.rank} of {self.world}.")
-        if "/" in checked_name(self.attempt, what="The attempt"):
+        if "/" in check_name(self.attempt, what="The attempt"):
             raise errors.ConfigurationError(f"The attempt {self.attempt!r} has a '/' in it.")
 
     @classmethod
@@ -69,7 +69,7 @@ class Ranks:
         return cls(dist.get_rank(group), dist.get_world_size(group), attempt)
 
 
-def save_together(store: Store, ranks: Ranks, share: Share, within: timedelta) -> Checkpoint:
+def commit_together(store: Store, ranks: Ranks, share: RankShare, within: timedelta) -> Checkpoint:
     """Commit what this rank has saved, whose files are there, and wait for the others.
 
     Args:
@@ -89,13 +89,15 @@ def save_together(store: Store, ranks: Ranks, share: Share, within: timedelta) -
     keys = CheckpointKeys(share.job)
     commit_same(store, keys.share(share.step, ranks.attempt, ranks.rank), share)
     deadline = time.monotonic() + within.total_seconds()
-    made = _joined(store, ranks, share)
+    made = _merge_if_complete(store, ranks, share)
     while made is None:
-        there = _there(store, share)
+        there = _find_committed(store, share)
         if there is not None:
             return there
         if time.monotonic() > deadline:
-            made = _joined(store, ranks, share)  # the last one may have died after its commit
+            made = _merge_if_complete(
+                store, ranks, share
+            )  # the last one may have died after its commit
             if made is None:
                 raise errors.UnavailableError(
                     f"Not all {ranks.world} ranks have saved their share of step {share.step} of "
@@ -103,14 +105,14 @@ def save_together(store: Store, ranks: Ranks, share: Share, within: timedelta) -
                     "what became of the others, and save the next one."
                 )
         else:
-            time.sleep(_LOOK)
+            time.sleep(_POLL_INTERVAL)
     return commit_checkpoint(store, made).record
 
 
-def _there(store: Store, share: Share) -> Checkpoint | None:
+def _find_committed(store: Store, share: RankShare) -> Checkpoint | None:
     """Return the checkpoint of the step, if another rank has committed it."""
     try:
-        return checkpoint_of(store, share.job, share.step)
+        return read_checkpoint(store, share.job, share.step)
     except errors.NotFoundError:
         return None
     except errors.VersionError:
@@ -119,24 +121,24 @@ def _there(store: Store, share: Share) -> Checkpoint | None:
         return None  # of a save before this one: the rank that commits moves it away
 
 
-def has(checkpoint: Checkpoint, share: Share) -> bool:
+def has_share(checkpoint: Checkpoint, share: RankShare) -> bool:
     """Tell whether a checkpoint is made of this share, among others."""
     digests = {part.sha256 for part in checkpoint.parts}
     return digests.issuperset(part.sha256 for part in share.parts)
 
 
-def _joined(store: Store, ranks: Ranks, share: Share) -> Checkpoint | None:
+def _merge_if_complete(store: Store, ranks: Ranks, share: RankShare) -> Checkpoint | None:
     keys = CheckpointKeys(share.job)
     prefix = keys.shares(share.step, ranks.attempt)
     wanted = {keys.share(share.step, ranks.attempt, rank) for rank in range(ranks.world)}
     if wanted - {stat.key for stat in list_objects(store, prefix)}:
         return None
-    found = committed(store, prefix, Share, wanted=lambda stat: stat.key in wanted)
-    shares = list(whole(store.url_of(prefix), found))
-    return assembled(sorted(shares, key=lambda one: one.rank))
+    found = iterate_records(store, prefix, RankShare, wanted=lambda stat: stat.key in wanted)
+    shares = list(require_intact(store.url_of(prefix), found))
+    return merge_shares(sorted(shares, key=lambda one: one.rank))
 
 
-def assembled(shares: Sequence[Share]) -> Checkpoint:
+def merge_shares(shares: Sequence[RankShare]) -> Checkpoint:
     """Return the checkpoint that the shares of all ranks make up.
 
     Args:
@@ -160,13 +162,13 @@ def assembled(shares: Sequence[Share]) -> Checkpoint:
             )
             before = tensors.get(name)
             if before is not None and (before.dtype, before.shape) != (record.dtype, record.shape):
-                raise _unlike(name, share)
-            if before is None and share is not first and own_rank(name) is None:
-                raise _unlike(name, share)
+                raise _make_mismatch_error(name, share)
+            if before is None and share is not first and parse_own_name(name) is None:
+                raise _make_mismatch_error(name, share)
             there = before.chunks if before else ()
             tensors[name] = record.model_copy(update={"chunks": (*there, *chunks)})
     for name, record in tensors.items():
-        if not covered_once(record.shape, record.chunks):
+        if not is_covered_once(record.shape, record.chunks):
             raise errors.ConfigurationError(
                 f"The ranks' shards of {name} do not make up a whole: each element must be on one "
                 "rank, or on replicas that the mesh knows of. Give DTensors of one mesh."
@@ -185,7 +187,7 @@ def assembled(shares: Sequence[Share]) -> Checkpoint:
     )
 
 
-def _unlike(name: str, share: Share) -> errors.ConfigurationError:
+def _make_mismatch_error(name: str, share: RankShare) -> errors.ConfigurationError:
     return errors.ConfigurationError(
         f"Rank {share.rank} has {name}, and rank 0 has not, or has another: give a state of the "
         "same form on all ranks, and what a rank alone has as `own`."

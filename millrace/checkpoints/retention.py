@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from millrace import errors
-from millrace.checkpoints.find import VerifyDepth, checkpoint_of, survey, verify
-from millrace.checkpoints.members import derived_epoch, epoch_of
-from millrace.checkpoints.settings import Retention
+from millrace.checkpoints.find import VerifyDepth, read_checkpoint, survey, verify
+from millrace.checkpoints.membership import derive_epoch, read_epoch
+from millrace.checkpoints.settings import RetentionSettings
 from millrace.keys import CheckpointKeys
 from millrace.models.checkpoint import Checkpoint, Pin
-from millrace.records import commit_once, committed
+from millrace.records import commit_once, iterate_records
 from millrace.storage import DeleteFailure, Stat, Store, delete, list_objects
 
-_AT_ONCE = 32  # records
+_CONCURRENCY = 32  # records
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class RetentionPlan:
     """
 
     job: str
-    rules: Retention
+    rules: RetentionSettings
     kept: dict[int, str]
     removed: tuple[int, ...]
     removals: tuple[Removal, ...]
@@ -71,7 +71,7 @@ class RetentionPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Retained:
+class RetentionResult:
     """Result of a retention plan.
 
     Attributes:
@@ -93,7 +93,7 @@ def pin(store: Store, job: str, step: int, why: str) -> None:
     Raises:
         NotFoundError: There is none.
     """
-    checkpoint_of(store, job, step)
+    read_checkpoint(store, job, step)
     commit_once(store, CheckpointKeys(job).pin(step), Pin(job=job, step=step, why=why))
 
 
@@ -105,7 +105,7 @@ def unpin(store: Store, job: str, step: int) -> None:
 def plan_retention(
     store: Store,
     job: str,
-    rules: Retention | None = None,
+    rules: RetentionSettings | None = None,
     *,
     check: VerifyDepth = VerifyDepth.DIGESTS,
     also: Mapping[int, str] | None = None,
@@ -116,23 +116,23 @@ def plan_retention(
     Args:
         store: Where the job is.
         job: Which.
-        rules: By default `Retention()`.
+        rules: By default `RetentionSettings()`.
         check: How thoroughly the newest is verified, without which nothing older goes.
         also: Further steps that stay, and why.
         now: By the store's clock; by default when the newest of its objects was written.
     """
-    rules = rules or Retention()
+    rules = rules or RetentionSettings()
     keys = CheckpointKeys(job)
     stats = list(list_objects(store, keys.prefix))
-    complete, unreadable = _records(store, job)
+    complete, unreadable = _read_checkpoints(store, job)
     kept = dict.fromkeys(unreadable, "it cannot be read, so nobody knows what it is")
-    kept |= _kept(store, keys, complete, rules, check)
+    kept |= _select_kept(store, keys, complete, rules, check)
     kept |= {step: why for step, why in (also or {}).items() if step in complete.keys() - kept}
     removed = tuple(sorted(step for step in complete if step not in kept))
     if unreadable:
-        return RetentionPlan(job, rules, kept | dict.fromkeys(removed, _UNKNOWN), (), ())
-    named = _files(keys, complete.values())
-    needed = _files(keys, (complete[step] for step in kept))
+        return RetentionPlan(job, rules, kept | dict.fromkeys(removed, _UNREADABLE_REASON), (), ())
+    named = _list_part_keys(keys, complete.values())
+    needed = _list_part_keys(keys, (complete[step] for step in kept))
     unneeded = named - needed
     metadata = {keys.metadata(step): step for step in removed}
     horizon = now or max((stat.last_modified for stat in stats), default=None)
@@ -153,7 +153,7 @@ def plan_retention(
     return RetentionPlan(job, rules, kept, removed, (*first, *then))
 
 
-def retain(store: Store, plan: RetentionPlan) -> Retained:
+def apply_retention(store: Store, plan: RetentionPlan) -> RetentionResult:
     """Remove what a plan says, but for what somebody needs by now.
 
     Broken off at any time, it can be called again with the same plan, or a new one.
@@ -173,13 +173,15 @@ def retain(store: Store, plan: RetentionPlan) -> Retained:
         failures = delete(store, [removal.key for removal in going if removal.key not in metadata])
     failed = {failure.key for failure in failures}
     gone = [removal for removal in going if removal.key not in failed]
-    return Retained(len(gone), sum(removal.size for removal in gone), skipped, tuple(failures))
+    return RetentionResult(
+        len(gone), sum(removal.size for removal in gone), skipped, tuple(failures)
+    )
 
 
-_UNKNOWN = "another checkpoint cannot be read, and may refer to its files"
+_UNREADABLE_REASON = "another checkpoint cannot be read, and may refer to its files"
 
 
-def _records(store: Store, job: str) -> tuple[dict[int, Checkpoint], list[int]]:
+def _read_checkpoints(store: Store, job: str) -> tuple[dict[int, Checkpoint], list[int]]:
     """Return the complete checkpoints by their steps, and the steps with unreadable metadata."""
     complete: dict[int, Checkpoint] = {}
     unreadable: list[int] = []
@@ -191,11 +193,11 @@ def _records(store: Store, job: str) -> tuple[dict[int, Checkpoint], list[int]]:
     return complete, unreadable
 
 
-def _kept(
+def _select_kept(
     store: Store,
     keys: CheckpointKeys,
     complete: dict[int, Checkpoint],
-    rules: Retention,
+    rules: RetentionSettings,
     check: VerifyDepth,
 ) -> dict[int, str]:
     """Return the reason for each step that is kept."""
@@ -206,10 +208,10 @@ def _kept(
             kept[step] = "the newest that is verified"
             break
         kept[step] = "newer than all that are verified"
-    for number, step in _named_by_epochs(store, keys):
+    for number, step in _iterate_epoch_steps(store, keys):
         if step in complete:
             kept.setdefault(step, f"epoch {number} names it")
-    for step, why in _pinned(store, keys, complete):
+    for step, why in _iterate_pinned(store, keys, complete):
         kept.setdefault(step, why)
     for step in newest_first[: rules.last]:
         kept.setdefault(step, f"one of the last {rules.last}")
@@ -220,33 +222,35 @@ def _kept(
     return kept
 
 
-def _named_by_epochs(store: Store, keys: CheckpointKeys) -> Iterator[tuple[int, int]]:
+def _iterate_epoch_steps(store: Store, keys: CheckpointKeys) -> Iterator[tuple[int, int]]:
     """Return the numbers of the epochs that have ended, with the steps of their checkpoints.
 
     Where an epoch's record is damaged, the votes of its members tell the step.
     """
 
-    def one(number: int) -> tuple[int, int] | None:
+    def read_step(number: int) -> tuple[int, int] | None:
         try:
-            return number, epoch_of(store, keys.job, number).step
+            return number, read_epoch(store, keys.job, number).step
         except errors.NotFoundError:
             return None
         except errors.CorruptError:
-            derived = derived_epoch(store, keys.job, number)
+            derived = derive_epoch(store, keys.job, number)
             return None if derived is None else (number, derived.step)
 
     parsed = (keys.parse_epoch(stat.key) for stat in list_objects(store, keys.epochs))
     numbers = (number for number in parsed if number is not None)
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="epochs") as pool:
-        yield from (found for found in pool.map(one, numbers) if found is not None)
+    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="epochs") as pool:
+        yield from (found for found in pool.map(read_step, numbers) if found is not None)
 
 
-def _pinned(
+def _iterate_pinned(
     store: Store, keys: CheckpointKeys, complete: Iterable[int]
 ) -> Iterator[tuple[int, str]]:
     """Return the pinned steps, each with the reason. A pin that cannot be read is one."""
     by_key = {keys.pin(step): step for step in complete}
-    for stat, pin in committed(store, keys.prefix, Pin, wanted=lambda stat: stat.key in by_key):
+    for stat, pin in iterate_records(
+        store, keys.prefix, Pin, wanted=lambda stat: stat.key in by_key
+    ):
         step = by_key[stat.key]
         if isinstance(pin, errors.CorruptError):
             yield step, "it has a pin, which cannot be read"
@@ -254,7 +258,7 @@ def _pinned(
             yield step, f"pinned: {pin.why}"
 
 
-def _files(keys: CheckpointKeys, checkpoints: Iterable[Checkpoint]) -> set[str]:
+def _list_part_keys(keys: CheckpointKeys, checkpoints: Iterable[Checkpoint]) -> set[str]:
     """Return the keys of all files that checkpoints name."""
     return {
         keys.part(part.step, part.sha256) for checkpoint in checkpoints for part in checkpoint.parts

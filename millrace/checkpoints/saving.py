@@ -15,19 +15,19 @@ from types import TracebackType
 from typing import Any, Self
 
 from millrace import errors
-from millrace.checkpoints.contents import plain_json
-from millrace.checkpoints.find import check_content, commit_checkpoint, newest
-from millrace.checkpoints.ranks import Ranks, assembled, has, save_together
+from millrace.checkpoints.contents import normalise_json
+from millrace.checkpoints.find import check_content, commit_checkpoint, find_newest
+from millrace.checkpoints.ranks import Ranks, commit_together, has_share, merge_shares
 from millrace.checkpoints.settings import SaveSettings
-from millrace.checkpoints.snapshot import Memory, Snapshot
+from millrace.checkpoints.snapshot import Snapshot, SnapshotBuffers
 from millrace.digest import sha256
 from millrace.keys import CheckpointKeys
-from millrace.models.checkpoint import Checkpoint, Part, Share
+from millrace.models.checkpoint import Checkpoint, Part, RankShare
 from millrace.progress import Event, Progress, silent
 from millrace.storage import Store, create, difference, kept_sha256, list_objects, put
 
 
-class Saving:
+class PendingSave:
     """A checkpoint on its way.
 
     Attributes:
@@ -56,7 +56,7 @@ class Saving:
         finally:
             self._asked = self._future.done()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until it is over; raise what went wrong if nobody has heard it yet."""
         error = self._future.exception()
         if error is not None and not self._asked:
@@ -90,8 +90,8 @@ class Saver:
         self._store, self._keys, self._ranks = store, CheckpointKeys(job), ranks
         self._settings = settings or SaveSettings()
         self._progress, self._telling = progress, threading.Lock()
-        self._memory = Memory()
-        self._under_way: Saving | None = None
+        self._memory = SnapshotBuffers()
+        self._under_way: PendingSave | None = None
         self._known: dict[str, Part] | None = None
         self._proved: set[Part] = set()
         self._pool = ThreadPoolExecutor(self._settings.uploads, thread_name_prefix="part")
@@ -107,7 +107,7 @@ class Saver:
         notes: Mapping[str, str] | None = None,
         mine: Callable[[str], bool] | None = None,
         own: Mapping[str, Any] | None = None,
-    ) -> Saving:
+    ) -> PendingSave:
         """Copy a state, and save the copy while the caller goes on.
 
         Where several ranks save together, each calls it, with a state of the same form: of DTensors
@@ -130,9 +130,9 @@ class Saver:
             MillraceError: The save before this one failed, and nobody has asked for its result.
         """
         began = time.monotonic()
-        where, said = plain_json(position, "position"), plain_json(notes, "notes")
+        where, said = normalise_json(position, "position"), normalise_json(notes, "notes")
         if self._under_way is not None:
-            self._under_way.settle()
+            self._under_way.wait()
         copied = self._memory.snapshot(
             state,
             self._settings.part_bytes,
@@ -142,7 +142,7 @@ class Saver:
         )
         held = timedelta(seconds=time.monotonic() - began)
         future = self._finisher.submit(self._finish, copied, step, run, where, said)
-        self._under_way = Saving(step, held, future)
+        self._under_way = PendingSave(step, held, future)
         return self._under_way
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class Saver:
         """
         try:
             if self._under_way is not None:
-                self._under_way.settle()
+                self._under_way.wait()
         finally:
             self._finisher.shutdown()
             self._pool.shutdown()
@@ -185,8 +185,8 @@ class Saver:
         notes: dict[str, str],
     ) -> Checkpoint:
         began = time.monotonic()
-        there = dict(self._there(step))
-        known = self._referable()
+        there = dict(self._iterate_existing(step))
+        known = self._find_reusable()
 
         def upload(body: memoryview) -> Part:
             return self._upload(step, body, there, known)
@@ -195,7 +195,7 @@ class Saver:
         wait(futures)  # also if one fails: the next save writes where the others read
         parts = tuple(future.result() for future in futures)
         self._proved = set(parts)
-        share = Share(
+        share = RankShare(
             job=self._keys.job,
             step=step,
             rank=self._ranks.rank if self._ranks else 0,
@@ -206,17 +206,17 @@ class Saver:
             position=position,
             notes=notes,
         )
-        checkpoint = self._committed(share)
+        checkpoint = self._commit(share)
         if self._settings.refer:
             self._known = {part.sha256: part for part in checkpoint.parts}
         figures = {
             "bytes": sum(part.size for part in parts),
             "seconds": round(time.monotonic() - began, 3),
         }
-        self._tell(Event("checkpoint.saved", self._keys.metadata(step), figures))
+        self._emit(Event("checkpoint.saved", self._keys.metadata(step), figures))
         return checkpoint
 
-    def _committed(self, share: Share) -> Checkpoint:
+    def _commit(self, share: RankShare) -> Checkpoint:
         """Return the checkpoint, once its metadata is there.
 
         Raises:
@@ -224,26 +224,26 @@ class Saver:
         """
         key = self._keys.metadata(share.step)
         if self._ranks is None:
-            made = assembled([share])
+            made = merge_shares([share])
             there = commit_checkpoint(self._store, made).record
             return check_content(self._store.url_of(key), there, made.root)
-        there = save_together(self._store, self._ranks, share, self._settings.ranks_within)
+        there = commit_together(self._store, self._ranks, share, self._settings.ranks_within)
         # What the others have is not known here: it is this one if it is made of this share.
-        root = there.root if has(there, share) else ""
+        root = there.root if has_share(there, share) else ""
         return check_content(self._store.url_of(key), there, root)
 
-    def _there(self, step: int) -> Iterator[tuple[str, int]]:
+    def _iterate_existing(self, step: int) -> Iterator[tuple[str, int]]:
         """Yield the digests and sizes of files that an earlier save of this step has left there."""
         for stat in list_objects(self._store, self._keys.parts(step)):
             found = self._keys.parse_part(stat.key)
             if found is not None:
                 yield found[1], stat.size
 
-    def _referable(self) -> dict[str, Part]:
+    def _find_reusable(self) -> dict[str, Part]:
         if not self._settings.refer:
             return {}
         if self._known is None:
-            before = newest(self._store, self._keys.job)
+            before = find_newest(self._store, self._keys.job)
             self._known = {part.sha256: part for part in before.parts} if before else {}
         return self._known
 
@@ -253,13 +253,13 @@ class Saver:
         digest = sha256(body)
         sent = 0
         part = known.get(digest)
-        if part is None or not self._is_right(part):
+        if part is None or not self._is_intact(part):
             part = Part(step=step, sha256=digest, size=len(body))
-            sent = self._brought(part, body, there.get(digest))
-        self._tell(Event("checkpoint.part", digest, {"bytes": len(body), "sent": sent}))
+            sent = self._ensure_uploaded(part, body, there.get(digest))
+        self._emit(Event("checkpoint.part", digest, {"bytes": len(body), "sent": sent}))
         return part
 
-    def _brought(self, part: Part, body: memoryview, size: int | None) -> int:
+    def _ensure_uploaded(self, part: Part, body: memoryview, size: int | None) -> int:
         """Create a file, or prove that what is there is this one; return the bytes sent.
 
         Args:
@@ -275,12 +275,12 @@ class Saver:
                 size = part.size  # by another saver, or by a try whose answer was lost
             else:
                 return len(body)
-        if size == part.size and self._is_right(part):
+        if size == part.size and self._is_intact(part):
             return 0
         put(self._store, key, body)  # only these bytes can stand there: a power cut left others
         return len(body)
 
-    def _is_right(self, part: Part) -> bool:
+    def _is_intact(self, part: Part) -> bool:
         """Tell whether a file is there with these bytes: proved once a saver.
 
         The store is asked for its digest; where it keeps none, the file is read.
@@ -291,6 +291,6 @@ class Saver:
         kept = kept_sha256(self._store, key) == part.sha256
         return not difference(self._store, key, part.size, None if kept else part.sha256)
 
-    def _tell(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         with self._telling:
             self._progress(event)

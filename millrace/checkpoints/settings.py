@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
-from millrace.checkpoints.choosing import Choice
+from millrace.checkpoints.checkpointers import SelectionRule
 from millrace.checkpoints.find import VerifyDepth
 from millrace.settings import Duration
 
@@ -36,7 +36,7 @@ class SaveSettings(BaseModel):
     )
 
 
-class Retention(BaseModel):
+class RetentionSettings(BaseModel):
     """Rules for which checkpoints are kept: those that any rule keeps. All others are removed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -71,8 +71,8 @@ class CooldownSettings(BaseModel):
         gt=timedelta(0),
         description="Longest time for the checkpoint, from when the first member was there.",
     )
-    choice: Choice = Field(
-        default=Choice.SPREAD,
+    choice: SelectionRule = Field(
+        default=SelectionRule.SPREAD,
         description="Rule by which checkpointers are chosen: `spread` has at least two and "
         "replaces who is gone at once; "
         "`psyche` is Psyche's selection.",

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from millrace.checkpoints.contents import Content, content
-from millrace.checkpoints.parts import Box, PartLayout, laid_out, name_of, read_boxes
-from millrace.checkpoints.pieces import Piece, is_distributed, piece_of
-from millrace.checkpoints.tree import is_skeleton, own_name, taken_apart
+from millrace.checkpoints.contents import Content, make_content
+from millrace.checkpoints.parts import Box, PartLayout, dtype_name_of, lay_out_parts, read_boxes
+from millrace.checkpoints.tensor_shards import TensorShard, is_distributed, local_shard_of
+from millrace.checkpoints.tree import flatten_state, is_skeleton, make_own_name
 from millrace.digest import sha256
 from millrace.errors import ConfigurationError, CorruptError
-from millrace.memory import anonymous
+from millrace.memory import map_anonymous
 from millrace.models.checkpoint import Chunk, Part, TensorRecord
 
-_AT_ONCE = 4
+_CONCURRENCY = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,19 @@ class Snapshot:
         for layout, buffer in zip(self.layouts, self.buffers, strict=True):
             yield memoryview(buffer)[: layout.size]
 
-    def content(self, step: int) -> Content:
+    def make_content(self, step: int) -> Content:
         """Return the content to be saved at a step. Every file is hashed, four at a time."""
         files = tuple(self.files)
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="digest") as pool:
+        with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="digest") as pool:
             digests = list(pool.map(sha256, files))
         parts = tuple(
             Part(step=step, sha256=digest, size=len(body))
             for digest, body in zip(digests, files, strict=True)
         )
-        return content(step, parts, self.tensors, files.__getitem__)
+        return make_content(step, parts, self.tensors, files.__getitem__)
 
 
-class Memory:
+class SnapshotBuffers:
     """Memory that snapshots are copied into, kept from one to the next: new memory is slow."""
 
     def __init__(self) -> None:
@@ -83,20 +83,21 @@ class Memory:
             ConfigurationError: Something in the state cannot be saved; its path is named.
         """
         held = {
-            name: _held(name, tensor, rank, mine) for name, tensor in taken_apart(state).items()
+            name: _select_shard(name, tensor, rank, mine)
+            for name, tensor in flatten_state(state).items()
         }
-        for name, tensor in taken_apart(own).items() if own else ():
-            held[own_name(rank or 0, name)] = piece_of(name, tensor)
+        for name, tensor in flatten_state(own).items() if own else ():
+            held[make_own_name(rank or 0, name)] = local_shard_of(name, tensor)
         pieces = {name: piece for name, piece in held.items() if piece.mine}
         # A skeleton in a file of its own: whoever loads a part of the state reads all of it.
         small = {name: piece for name, piece in pieces.items() if is_skeleton(name)}
         large = {name: piece for name, piece in pieces.items() if name not in small}
-        layouts = (*laid_out(large, part_bytes), *laid_out(small, part_bytes))
+        layouts = (*lay_out_parts(large, part_bytes), *lay_out_parts(small, part_bytes))
         for number, layout in enumerate(layouts):
             if number == len(self._buffers):
-                self._buffers.append(anonymous(layout.size))
+                self._buffers.append(map_anonymous(layout.size))
             elif len(self._buffers[number]) < layout.size:
-                self._buffers[number] = anonymous(layout.size)
+                self._buffers[number] = map_anonymous(layout.size)
             buffer = self._buffers[number]
             buffer[: len(layout.head)] = layout.head
             for box in layout.boxes:
@@ -104,18 +105,18 @@ class Memory:
         del self._buffers[len(layouts) :]
         for layout, buffer in zip(layouts, self._buffers, strict=True):
             _check_readable(layout, memoryview(buffer)[: layout.size])
-        return Snapshot(layouts, _recorded(layouts, held), tuple(self._buffers))
+        return Snapshot(layouts, _make_tensor_records(layouts, held), tuple(self._buffers))
 
     def clear(self) -> None:
         """Let go of it."""
         self._buffers.clear()
 
 
-def _held(
+def _select_shard(
     name: str, tensor: torch.Tensor, rank: int | None, mine: Callable[[str], bool] | None
-) -> Piece:
+) -> TensorShard:
     """Return the part of a tensor that this process holds, and whether this process saves it."""
-    piece = piece_of(name, tensor)
+    piece = local_shard_of(name, tensor)
     if not is_distributed(tensor):
         its = not rank if mine is None or is_skeleton(name) else mine(name)
         if its and tensor.is_meta:
@@ -129,7 +130,7 @@ def _held(
     return piece
 
 
-def _copy_box(piece: Piece, box: Box, buffer: mmap) -> None:
+def _copy_box(piece: TensorShard, box: Box, buffer: mmap) -> None:
     if not box.size:
         return
     whole = tuple(piece.local.shape) == box.shape
@@ -161,8 +162,8 @@ def _check_readable(layout: PartLayout, file: memoryview) -> None:
             )
 
 
-def _recorded(
-    layouts: tuple[PartLayout, ...], held: Mapping[str, Piece]
+def _make_tensor_records(
+    layouts: tuple[PartLayout, ...], held: Mapping[str, TensorShard]
 ) -> dict[str, TensorRecord]:
     chunks: dict[str, list[Chunk]] = {name: [] for name in held}
     for number, layout in enumerate(layouts):
@@ -171,7 +172,7 @@ def _recorded(
             chunks[box.tensor].append(chunk)
     return {
         name: TensorRecord(
-            dtype=name_of(piece.local.dtype), shape=piece.shape, chunks=tuple(chunks[name])
+            dtype=dtype_name_of(piece.local.dtype), shape=piece.shape, chunks=tuple(chunks[name])
         )
         for name, piece in held.items()
     }

@@ -17,21 +17,21 @@ import orjson
 import torch
 
 from millrace import errors
-from millrace.checkpoints.pieces import is_distributed
+from millrace.checkpoints.tensor_shards import is_distributed
 from millrace.errors import ConfigurationError, CorruptError
 
 SKELETON = "#state"
 """The name of the tensor of bytes that the skeleton is stored as."""
 
-_OWN = "#own-"
+_OWN_PREFIX = "#own-"
 _INT64 = 1 << 63
-_DEEPEST = 100  # levels; the JSON library writes 254, and a dict takes two
-_LONGEST_PATH = 200  # characters of a path in a message
-_SEQUENCES = {list, tuple, torch.Size}
-_PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+_MAX_DEPTH = 100  # levels; the JSON library writes 254, and a dict takes two
+_MAX_PATH_LENGTH = 200  # characters of a path in a message
+_SEQUENCE_TYPES = {list, tuple, torch.Size}
+_PLAIN_TENSOR_TYPES = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
-def taken_apart(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def flatten_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of a state by their paths (``model.layers.0.weight``), and its skeleton.
 
     A tensor that stands in two places is there once, unless it is distributed. Tensors are not
@@ -46,9 +46,9 @@ def taken_apart(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             path is named.
     """
     tensors: dict[str, torch.Tensor] = {}
-    skeleton = orjson.dumps(_Apart(tensors).node(state, ""))
+    skeleton = orjson.dumps(_StateFlattener(tensors).make_node(state, ""))
     tensors[SKELETON] = torch.frombuffer(bytearray(skeleton), dtype=torch.uint8)
-    different = _difference(state, put_together(tensors), "")
+    different = _find_difference(state, unflatten_state(tensors), "")
     if different:
         raise ConfigurationError(
             f"{different} would not come back as it is: give plain tensors, numbers and text."
@@ -56,121 +56,124 @@ def taken_apart(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def put_together(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the state that `taken_apart` took apart; what is missing in it is left out.
+def unflatten_state(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the state that `flatten_state` took apart; what is missing in it is left out.
 
     Raises:
         CorruptError: The skeleton is none.
     """
     try:
         skeleton = orjson.loads(tensors[SKELETON].numpy().tobytes())
-        return _together(skeleton, tensors)
+        return _restore_node(skeleton, tensors)
     except (KeyError, ValueError, TypeError, IndexError) as error:
         raise CorruptError(
             f"The skeleton of a checkpoint's state is not readable: {error}"
         ) from error
 
 
-def array_names(skeleton: torch.Tensor) -> set[str]:
+def find_array_names(skeleton: torch.Tensor) -> set[str]:
     """Return the names of the tensors that numpy arrays are stored as.
 
     Raises:
         CorruptError: The skeleton is none.
     """
 
-    def found(node: Any) -> Iterator[str]:
+    def iterate_names(node: Any) -> Iterator[str]:
         if isinstance(node, list):
             tag, *rest = cast("list[Any]", node)
             if tag == "n":
                 yield rest[0]
             elif tag in {"d", "l", "u"}:
                 for item in rest:
-                    yield from found(["l", *item] if tag == "d" else item)
+                    yield from iterate_names(["l", *item] if tag == "d" else item)
 
     try:
-        return set(found(orjson.loads(skeleton.numpy().tobytes())))
+        return set(iterate_names(orjson.loads(skeleton.numpy().tobytes())))
     except (ValueError, TypeError, IndexError) as error:
         raise CorruptError(
             f"The skeleton of a checkpoint's state is not readable: {error}"
         ) from error
 
 
-def own_name(rank: int, name: str) -> str:
+def make_own_name(rank: int, name: str) -> str:
     """Return the name that a tensor of one rank alone has in the checkpoint of all."""
-    return f"{_OWN}{rank:06d}.{name}"
+    return f"{_OWN_PREFIX}{rank:06d}.{name}"
 
 
-def own_rank(name: str) -> tuple[int, str] | None:
-    """Return the rank and the name that `own_name` made this name of; None if it did not."""
-    if not name.startswith(_OWN):
+def parse_own_name(name: str) -> tuple[int, str] | None:
+    """Return the rank and the name that `make_own_name` made this name of; None if it did not."""
+    if not name.startswith(_OWN_PREFIX):
         return None
-    rank, _, inner = name.removeprefix(_OWN).partition(".")
+    rank, _, inner = name.removeprefix(_OWN_PREFIX).partition(".")
     return int(rank), inner
 
 
 def is_skeleton(name: str) -> bool:
     """Tell whether a tensor is a skeleton: of the state, or of the part that one rank alone has."""
-    own = own_rank(name)
+    own = parse_own_name(name)
     return (own[1] if own else name) == SKELETON
 
 
-class _Apart:
+class _StateFlattener:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
         self._names: dict[tuple[Any, ...], str] = {}
         self._around: list[int] = []  # the ids of what is being taken apart, outermost first
 
-    def node(self, value: Any, path: str) -> Any:
+    def make_node(self, value: Any, path: str) -> Any:
         match value:
             case torch.Tensor():
-                return ["t", self._named(value, path)]
+                return ["t", self._register_tensor(value, path)]
             case np.ndarray():
-                return ["n", self._named(_from_numpy(cast("Any", value), path), path)]
-            case _ if isinstance(value, Mapping) or type(value) in _SEQUENCES:
-                return self._inner(value, path)
+                return ["n", self._register_tensor(_from_numpy(cast("Any", value), path), path)]
+            case _ if isinstance(value, Mapping) or type(value) in _SEQUENCE_TYPES:
+                return self._make_container_node(value, path)
             case _:
-                return _leaf(value, path)
+                return _make_leaf_node(value, path)
 
-    def _inner(self, value: Any, path: str) -> Any:
+    def _make_container_node(self, value: Any, path: str) -> Any:
         if id(value) in self._around:
             raise ConfigurationError(
-                f"{_shown(path)} is a {type(value).__name__} that contains itself, which a "
+                f"{_format_path(path)} is a {type(value).__name__} that contains itself, which a "
                 "checkpoint does not hold: leave it out."
             )
-        if len(self._around) == _DEEPEST:
+        if len(self._around) == _MAX_DEPTH:
             raise ConfigurationError(
-                f"{_shown(path)} is nested more than {_DEEPEST} levels deep, which a checkpoint "
-                "does not hold: flatten the state."
+                f"{_format_path(path)} is nested more than {_MAX_DEPTH} levels deep, which a "
+                "checkpoint does not hold: flatten the state."
             )
         self._around.append(id(value))
         try:
             if isinstance(value, Mapping):
-                return self._pairs(cast("Mapping[Any, Any]", value), path)
+                return self._make_dict_node(cast("Mapping[Any, Any]", value), path)
             items = cast("list[Any]", value)
-            inner = (self.node(item, _below(path, number)) for number, item in enumerate(items))
+            inner = (
+                self.make_node(item, _join_path(path, number)) for number, item in enumerate(items)
+            )
             return ["l" if isinstance(value, list) else "u", *inner]
         finally:
             self._around.pop()
 
-    def _pairs(self, value: Mapping[Any, Any], path: str) -> list[Any]:
+    def _make_dict_node(self, value: Mapping[Any, Any], path: str) -> list[Any]:
         pairs = [
-            (_key(key, path), self.node(item, _below(path, key))) for key, item in value.items()
+            (_make_key_node(key, path), self.make_node(item, _join_path(path, key)))
+            for key, item in value.items()
         ]
         seen = [orjson.dumps(key) for key, _ in pairs]
         if len(set(seen)) < len(seen):
             key = next(key for key, said in zip(value, seen, strict=True) if seen.count(said) > 1)
             raise ConfigurationError(
-                f"{_shown(path)} has the key {key!r} twice once keys are plain numbers and text: "
-                "rename one of them."
+                f"{_format_path(path)} has the key {key!r} twice once keys are plain numbers and "
+                "text: rename one of them."
             )
         return ["d", *pairs]
 
-    def _named(self, tensor: torch.Tensor, path: str) -> str:
+    def _register_tensor(self, tensor: torch.Tensor, path: str) -> str:
         spread = is_distributed(tensor)
-        plain = (spread or type(tensor) in _PLAIN) and tensor.layout is torch.strided
+        plain = (spread or type(tensor) in _PLAIN_TENSOR_TYPES) and tensor.layout is torch.strided
         if not plain or tensor.is_quantized:
             raise ConfigurationError(
-                f"{_shown(path)} is a {type(tensor).__name__} that is sharded by other "
+                f"{_format_path(path)} is a {type(tensor).__name__} that is sharded by other "
                 "means than DTensor, sparse or quantized, which a checkpoint does not hold: give "
                 "the plain tensors that it is made of, or DTensors."
             )
@@ -180,7 +183,7 @@ class _Apart:
         here = not spread and not tensor.is_meta and tensor.numel()
         if here and place in self._names:
             return self._names[place]
-        name = f"#{path}" if path.startswith(_OWN) else path
+        name = f"#{path}" if path.startswith(_OWN_PREFIX) else path
         while name in self._tensors or name == SKELETON:
             name += "#"
         self._tensors[name] = tensor
@@ -188,20 +191,20 @@ class _Apart:
         return name
 
 
-def _below(path: str, name: object) -> str:
-    name = _plain(name)
+def _join_path(path: str, name: object) -> str:
+    name = _to_plain(name)
     if isinstance(name, int) and not -_INT64 <= name < _INT64:
         name = hex(name)  # Python refuses to write some in decimal
     return f"{path}.{name}" if path else str(name)
 
 
-def _shown(path: str) -> str:
+def _format_path(path: str) -> str:
     """Return a path as an error message names it."""
     whole = path.encode("utf-8", "backslashreplace").decode() or "The state"
-    return whole if len(whole) <= _LONGEST_PATH else f"{whole[:_LONGEST_PATH]}..."
+    return whole if len(whole) <= _MAX_PATH_LENGTH else f"{whole[:_MAX_PATH_LENGTH]}..."
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Return a number or text of any class as Python's own; anything else as it is."""
     if isinstance(value, np.bool_ | np.integer | np.floating):
         value = cast("Any", value).item()
@@ -219,14 +222,14 @@ def _plain(value: Any) -> Any:
             return value
 
 
-def _leaf(value: Any, path: str) -> Any:
+def _make_leaf_node(value: Any, path: str) -> Any:
     """Return the node of a value that contains no other."""
-    value = _plain(value)
+    value = _to_plain(value)
     match value:
         case None | bool():
             return value
         case str():
-            return _text(value, path)
+            return _check_text(value, path)
         case int():
             return value if -_INT64 <= value < _INT64 else ["i", hex(value)]
         case float() if type(value) is float:  # not a longdouble, which has more digits
@@ -237,31 +240,32 @@ def _leaf(value: Any, path: str) -> Any:
             return ["y", str(value).removeprefix("torch.")]
         case _:
             raise ConfigurationError(
-                f"{_shown(path)} is a {type(value).__name__}, which a checkpoint does not hold: "
+                f"{_format_path(path)} is a {type(value).__name__}, which a checkpoint does not "
+                f"hold: "
                 "give tensors, numpy arrays, numbers, text, bytes, and dicts, lists and tuples of "
                 "them."
             )
 
 
-def _key(key: Any, path: str) -> Any:
+def _make_key_node(key: Any, path: str) -> Any:
     """Return the node of a dict's key, which is a key again when the checkpoint is loaded."""
     if type(key) in {tuple, torch.Size}:
-        return ["u", *(_key(item, path) for item in key)]
+        return ["u", *(_make_key_node(item, path) for item in key)]
     if isinstance(key, torch.Tensor | np.ndarray):
         raise ConfigurationError(
-            f"{_shown(path)} has a {type(cast('Any', key)).__name__} as a key, which a checkpoint "
-            "does not hold: use numbers, text, bytes, or tuples of them."
+            f"{_format_path(path)} has a {type(cast('Any', key)).__name__} as a key, which a "
+            "checkpoint does not hold: use numbers, text, bytes, or tuples of them."
         )
-    return _leaf(key, _below(path, key))
+    return _make_leaf_node(key, _join_path(path, key))
 
 
-def _text(value: str, path: str) -> str:
+def _check_text(value: str, path: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise ConfigurationError(
-            f"{_shown(path)} is text with a lone surrogate ({value[error.start]!a}), which UTF-8 "
-            "cannot hold: decode it without `surrogateescape`, or give bytes."
+            f"{_format_path(path)} is text with a lone surrogate ({value[error.start]!a}), which "
+            "UTF-8 cannot hold: decode it without `surrogateescape`, or give bytes."
         ) from None
     return value
 
@@ -269,42 +273,42 @@ def _text(value: str, path: str) -> str:
 def _from_numpy(value: "np.ndarray[Any, Any]", path: str) -> torch.Tensor:
     if isinstance(value, np.ma.MaskedArray):
         raise ConfigurationError(
-            f"{_shown(path)} is a masked array, which a checkpoint does not hold: give its "
+            f"{_format_path(path)} is a masked array, which a checkpoint does not hold: give its "
             "data and its mask."
         )
     try:
         return torch.from_numpy(np.array(value))  # pyright: ignore[reportUnknownMemberType]
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"{_shown(path)} is a numpy array of {value.dtype} ({errors.one_line(error)}), which a "
-            "checkpoint does not hold: convert it."
+            f"{_format_path(path)} is a numpy array of {value.dtype} ({errors.one_line(error)}), "
+            "which a checkpoint does not hold: convert it."
         ) from error
 
 
-def _difference(given: Any, back: Any, path: str) -> str:
+def _find_difference(given: Any, back: Any, path: str) -> str:
     """Return the path of the first value that differs from the one given; empty if none does."""
     kind = cast("type[Any]", type(back))
     if isinstance(given, Mapping):
         items = list(cast("Mapping[Any, Any]", given).items())
         found = list(cast("dict[Any, Any]", back).items()) if kind is dict else []
         pairs = [
-            (one, other, _below(path, key))
+            (one, other, _join_path(path, key))
             for (key, item), its in zip(items, found, strict=False)
             for one, other in ((key, its[0]), (item, its[1]))
         ]
         same = kind is dict and len(found) == len(items)
-    elif type(given) in _SEQUENCES:
+    elif type(given) in _SEQUENCE_TYPES:
         wanted = list if isinstance(given, list) else tuple
         inner: list[Any] = [*given]
         there: list[Any] = [*back] if kind is wanted else []
         both = zip(inner, there, strict=False)
-        pairs = [(one, other, _below(path, at)) for at, (one, other) in enumerate(both)]
+        pairs = [(one, other, _join_path(path, at)) for at, (one, other) in enumerate(both)]
         same = kind is wanted and len(there) == len(inner)
     else:
         pairs, same = [], _is_same(given, back)
     if not same:
-        return _shown(path)
-    different = (_difference(*pair) for pair in pairs)
+        return _format_path(path)
+    different = (_find_difference(*pair) for pair in pairs)
     return next(filter(None, different), "")
 
 
@@ -314,7 +318,7 @@ def _is_same(given: Any, back: Any) -> bool:
         one, other = cast("Any", given), back
         kind = torch.Tensor if isinstance(given, torch.Tensor) else np.ndarray
         return isinstance(back, kind) and (other.dtype, other.shape) == (one.dtype, one.shape)
-    plain = _plain(given)
+    plain = _to_plain(given)
     if isinstance(plain, float) and math.isnan(plain):
         return isinstance(back, float) and math.isnan(back)
     return type(back) is type(plain) and back == plain
@@ -323,16 +327,18 @@ def _is_same(given: Any, back: Any) -> bool:
 _ABSENT = object()
 
 
-def _together(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:  # noqa: PLR0911 - one a tag
+def _restore_node(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:  # noqa: PLR0911 - one a tag
     if not isinstance(node, list):
         return node
     tag, *rest = cast("list[Any]", node)
     match tag:
         case "d":
-            items = ((_together(key, tensors), _together(item, tensors)) for key, item in rest)
+            items = (
+                (_restore_node(key, tensors), _restore_node(item, tensors)) for key, item in rest
+            )
             return {key: item for key, item in items if item is not _ABSENT}
         case "l" | "u":
-            found = (_together(item, tensors) for item in rest)
+            found = (_restore_node(item, tensors) for item in rest)
             inner = [None if item is _ABSENT else item for item in found]
             return inner if tag == "l" else tuple(inner)
         case "t":

@@ -7,27 +7,27 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from millrace import errors
-from millrace.checkpoints.collecting import Collector
-from millrace.checkpoints.find import checkpoint_of
-from millrace.checkpoints.members import (
-    Statements,
-    census_of,
+from millrace.checkpoints.collector import Collector
+from millrace.checkpoints.find import read_checkpoint
+from millrace.checkpoints.membership import (
+    VoteTally,
     commit_epoch,
+    find_epoch_end,
     has_checkpoint,
-    moved_on,
+    make_census,
     read_roster,
 )
 from millrace.keys import CheckpointKeys, CooldownKeys
 from millrace.lease import StoreClock
-from millrace.models.checkpoint import Checkpoint, CooldownRecord, Epoch, Roster
+from millrace.models.checkpoint import Checkpoint, CooldownRecord, EpochRecord, Roster
 from millrace.progress import Event, Progress, silent
 from millrace.storage import Store, list_objects
 
-_LOOK = 1.0  # seconds
+_POLL_INTERVAL = 1.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class EpochStatus:
     """The end of an epoch, as it is seen from outside.
 
     Attributes:
@@ -39,7 +39,7 @@ class Seen:
         seconds: How long it was watched.
     """
 
-    epoch: Epoch | None
+    epoch: EpochRecord | None
     checkpoint: Checkpoint | None
     members: tuple[str, ...]
     living: frozenset[str]
@@ -47,7 +47,7 @@ class Seen:
     seconds: float = 0.0
 
 
-def watch(
+def watch_epoch_end(
     store: Store,
     job: str,
     epoch: int,
@@ -56,7 +56,7 @@ def watch(
     members: Collection[str] = (),
     clock: StoreClock | None = None,
     progress: Progress = silent,
-) -> Seen:
+) -> EpochStatus:
     """Wait until an epoch has ended, and its members are through.
 
     If all of them died after the checkpoint was committed and before the epoch was, this commits
@@ -80,94 +80,103 @@ def watch(
         UnavailableError: The store does not answer.
     """
     began = time.monotonic()
-    watched = _Watched(store, job, epoch, clock or StoreClock.own(), members)
+    watched = _EpochWatcher(store, job, epoch, clock or StoreClock.of_this_machine(), members)
     while True:
         spent = time.monotonic() - began
-        seen = watched.look(spent, last=spent > patience.total_seconds())
-        there, of = watched.sizes()
+        seen = watched.poll(spent, last=spent > patience.total_seconds())
+        there, of = watched.measure_progress()
         figures = {"bytes": there, "of": of, "members": len(seen.ended)}
         progress(Event("cooldown.progress", job, figures))
         over = seen.epoch is not None and not seen.living
         if over or spent > patience.total_seconds():
-            watched.sweep()
+            watched.delete_uploads()
             return seen
-        time.sleep(_LOOK)
+        time.sleep(_POLL_INTERVAL)
 
 
-class _Watched:
+class _EpochWatcher:
     def __init__(
         self, store: Store, job: str, epoch: int, clock: StoreClock, members: Collection[str]
     ) -> None:
         self._store, self._keys = store, CheckpointKeys(job)
         self._cooldown = CooldownKeys(job, epoch)
-        self._census = census_of(store, job, clock)
-        self._heard = Statements(store, self._cooldown)
+        self._census = make_census(store, job, clock)
+        self._heard = VoteTally(store, self._cooldown)
         self._collector = Collector(store, job, epoch, members) if members else None
         self._roster: Roster | None = None
 
-    def look(self, seconds: float, *, last: bool = False) -> Seen:
+    def poll(self, seconds: float, *, last: bool = False) -> EpochStatus:
         """Look once, and commit what can be committed.
 
         Args:
             seconds: Seconds since the first look.
             last: Whether no other look follows.
         """
-        held = frozenset(self._census.held())
-        members = self._members(held)
-        self._heard.hear(members, late=self._collector is not None)
+        held = frozenset(self._census.find_holders())
+        members = self._list_members(held)
+        self._heard.read_new(members, late=self._collector is not None)
         living = held & frozenset(members)
         job, number = self._keys.job, self._cooldown.epoch
-        epoch = moved_on(self._store, job, number)
+        epoch = find_epoch_end(self._store, job, number)
         if self._collector is not None:
-            epoch = self._collected(self._collector, living, epoch, last=last)
+            epoch = self._collect(self._collector, living, epoch, last=last)
         else:
             working = living - self._heard.ended.keys()
-            epoch = epoch or (None if working else self._finished(members))
+            epoch = epoch or (None if working else self._end_for_dead_members(members))
         checkpoint = None
         if epoch is not None and epoch.root is not None:
             with suppress(errors.NotFoundError, errors.CorruptError):
-                checkpoint = checkpoint_of(self._store, self._keys.job, epoch.step)
+                checkpoint = read_checkpoint(self._store, self._keys.job, epoch.step)
         going = living - self._heard.ended.keys()
-        return Seen(epoch, checkpoint, members, going, dict(self._heard.ended), round(seconds, 1))
+        return EpochStatus(
+            epoch, checkpoint, members, going, dict(self._heard.ended), round(seconds, 1)
+        )
 
-    def sizes(self) -> tuple[int, int]:
+    def measure_progress(self) -> tuple[int, int]:
         """Bytes of the files that are there, and of all."""
-        claim, _ = self._heard.favourite()
+        claim, _ = self._heard.find_favourite()
         if claim is None:
             return 0, 0
         stats = list_objects(self._store, self._keys.parts(claim.step))
         return min(claim.size, sum(stat.size for stat in stats)), claim.size
 
-    def sweep(self) -> None:
+    def delete_uploads(self) -> None:
         """Remove what members have uploaded for this to copy."""
         if self._collector is not None and self._roster is not None:
-            self._collector.sweep(self._roster)
+            self._collector.delete_uploads(self._roster)
 
-    def _members(self, held: Collection[str]) -> tuple[str, ...]:
+    def _list_members(self, held: Collection[str]) -> tuple[str, ...]:
         if self._roster is None:
             if self._collector is not None:
-                self._roster = self._collector.roster(held)
+                self._roster = self._collector.obtain_roster(held)
             else:
                 with suppress(errors.NotFoundError, errors.CorruptError):
                     self._roster = read_roster(self._store, self._keys.job, self._cooldown.epoch)
         return self._roster.members if self._roster is not None else ()
 
-    def _collected(
-        self, collector: Collector, living: Collection[str], epoch: Epoch | None, *, last: bool
-    ) -> Epoch | None:
+    def _collect(
+        self,
+        collector: Collector,
+        living: Collection[str],
+        epoch: EpochRecord | None,
+        *,
+        last: bool,
+    ) -> EpochRecord | None:
         if self._roster is not None:
             if epoch is None:
                 epoch = collector.advance(self._roster, self._heard, living)
             elif epoch.root is None:  # members may go on in the background
-                collector.finish(self._roster, self._heard, living)
+                collector.finish_checkpoint(self._roster, self._heard, living)
         if epoch is None and last:
-            epoch = collector.without("it had not ended when the owner's time was over")
+            epoch = collector.end_without_checkpoint(
+                "it had not ended when the owner's time was over"
+            )
         return epoch
 
-    def _finished(self, members: tuple[str, ...]) -> Epoch | None:
+    def _end_for_dead_members(self, members: tuple[str, ...]) -> EpochRecord | None:
         """End the epoch for its dead members, if they have committed the checkpoint."""
-        said = self._heard.agreed(members, members)
+        said = self._heard.find_majority(members, members)
         job, number = self._keys.job, self._cooldown.epoch
         if said is None or not has_checkpoint(self._store, job, said.step, said.root):
             return None
-        return commit_epoch(self._store, said.end(job, number))
+        return commit_epoch(self._store, said.make_epoch_record(job, number))

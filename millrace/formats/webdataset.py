@@ -9,7 +9,7 @@ import tarfile
 from functools import lru_cache
 
 from millrace.formats.base import BadSampleError
-from millrace.memory import anonymous
+from millrace.memory import map_anonymous
 from millrace.models.sample import LargeFile, Sample
 
 EXTENSION = "tar"
@@ -36,7 +36,7 @@ class TarEncoder:
 
     def __init__(self, capacity: int = 1 << 20) -> None:
         self._capacity = capacity
-        self._buffer = anonymous(capacity)
+        self._buffer = map_anonymous(capacity)
         self._end = 0
         self.samples = 0
 
@@ -84,14 +84,14 @@ class TarEncoder:
     def reset(self) -> None:
         """Begin the next tar file in the same buffer; one that has grown is given back."""
         if len(self._buffer) > self._capacity:
-            self._buffer = anonymous(self._capacity)
+            self._buffer = map_anonymous(self._capacity)
         self._end = 0
         self.samples = 0
 
     def _reserve(self, size: int) -> None:
         if size > len(self._buffer):
             # A new buffer, not a longer one: whoever uploaded from the old may still look at it.
-            larger = anonymous(max(size, 2 * len(self._buffer)))
+            larger = map_anonymous(max(size, 2 * len(self._buffer)))
             larger[: self._end] = self._buffer[: self._end]
             self._buffer = larger
 

@@ -16,7 +16,7 @@ from millrace.gradients.settings import (
     WeightsOf,
     WindowRules,
 )
-from millrace.models.chain import Link, Outer, OuterKind, Start
+from millrace.models.chain import ChainLink, ChainStart, OuterKind, OuterOptimizer
 from millrace.models.gradient import Codec, GradientHeader, Refusal, Support, Transform
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ __all__ = [
     "AggregatorSettings",
     "Beginning",
     "ChainError",
+    "ChainLink",
+    "ChainStart",
     "CodeError",
     "Codec",
     "Decoder",
@@ -61,14 +63,13 @@ __all__ = [
     "Gathered",
     "GradientEncoder",
     "GradientHeader",
-    "Link",
     "Mask",
     "MergeRule",
     "MergeSettings",
     "Merged",
     "Out",
-    "Outer",
     "OuterKind",
+    "OuterOptimizer",
     "Participant",
     "Payload",
     "PayloadError",
@@ -77,7 +78,6 @@ __all__ = [
     "RunRules",
     "RunSettings",
     "Sender",
-    "Start",
     "State",
     "Step",
     "Support",

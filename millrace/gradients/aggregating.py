@@ -13,7 +13,14 @@ from millrace.gradients.settings import BY_PLACE, MergeSettings
 from millrace.gradients.spread import Spread, here
 from millrace.gradients.state import State
 from millrace.keys import ChainKeys
-from millrace.models.chain import LeftOut, Link, Outer, Start, Taken, Update
+from millrace.models.chain import (
+    ChainLink,
+    ChainStart,
+    ExcludedWorker,
+    MergedWorker,
+    OuterOptimizer,
+    Update,
+)
 from millrace.models.gradient import Refusal
 from millrace.progress import Event, Progress, silent
 from millrace.records import commit_once
@@ -31,9 +38,9 @@ class Step:
         merge: By which rule it is merged.
     """
 
-    before: Start | Link
+    before: ChainStart | ChainLink
     step: int
-    outer: Outer
+    outer: OuterOptimizer
     merge: MergeSettings
 
 
@@ -46,7 +53,7 @@ def aggregate(
     *,
     threads: int = 1,
     progress: Progress = silent,
-) -> Link:
+) -> ChainLink:
     """Merge what was gathered, apply it to the weights, and commit the window's link.
 
     If nobody's gradient was taken, or the rule cannot merge so few, the link says so and the
@@ -74,13 +81,14 @@ def aggregate(
     model.check(step.before)
     keys = ChainKeys(window.keys.run, window.keys.version)
     out = {
-        uid: LeftOut(reason=one.reason, sentence=one.sentence) for uid, one in gathered.out.items()
+        uid: ExcludedWorker(reason=one.reason, sentence=one.sentence)
+        for uid, one in gathered.out.items()
     }
     payloads = dict(gathered.taken)
     if step.merge.rule in BY_PLACE:
         for uid in apart(model.places(sorted(payloads))):
             sentence = "It has other places than most, and the rule needs the same of all."
-            out[uid] = LeftOut(reason=Refusal.PLACES, sentence=sentence)
+            out[uid] = ExcludedWorker(reason=Refusal.PLACES, sentence=sentence)
             del payloads[uid]
     weights: Weights | None = None
     updates: tuple[Update, ...] = ()
@@ -90,14 +98,14 @@ def aggregate(
             weights = weights_of(payloads, step.merge, products=products)
     except errors.ConfigurationError as error:  # the window is over; the next may have more
         for uid in payloads:
-            out[uid] = LeftOut(reason=Refusal.QUORUM, sentence=str(error))
+            out[uid] = ExcludedWorker(reason=Refusal.QUORUM, sentence=str(error))
     if weights is not None:
         updates = model.merge(store, keys, step.step, window.codec, step.merge, weights, step.outer)
     for update in updates:
         figures = {"window": window.number, "bytes": update.size}
         progress(Event("update.stored", update.key, figures))
     names, shapes = names_and_shapes(window.shapes)
-    link = Link(
+    link = ChainLink(
         run=window.keys.run,
         window=window.number,
         step=step.step,
@@ -122,12 +130,12 @@ def aggregate(
     return commit.record
 
 
-def _taken(payloads: Mapping[str, Payload], weights: Weights | None) -> dict[str, Taken]:
+def _taken(payloads: Mapping[str, Payload], weights: Weights | None) -> dict[str, MergedWorker]:
     """Return the workers that are in, with the weight of each."""
     if weights is None:
         return {}
     return {
-        uid: Taken(
+        uid: MergedWorker(
             weight=float(weight),
             norm=payloads[uid].norm,
             sha256=payloads[uid].sha256,

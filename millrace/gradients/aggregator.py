@@ -7,8 +7,8 @@ from types import TracebackType
 
 from millrace import errors
 from millrace.checkpoints.find import VerifyDepth
-from millrace.checkpoints.retention import plan_retention, retain
-from millrace.checkpoints.settings import Retention
+from millrace.checkpoints.retention import apply_retention, plan_retention
+from millrace.checkpoints.settings import RetentionSettings
 from millrace.gradients.chain import newest
 from millrace.gradients.gathering import Sender
 from millrace.gradients.running import follow
@@ -16,13 +16,15 @@ from millrace.gradients.settings import AggregatorSettings
 from millrace.gradients.spread import Placing, Spread, placed_here, placed_on_ray
 from millrace.gradients.weights import begin_run, newest_weights, weights_of_checkpoint
 from millrace.keys import ChainKeys, LeaseKeys
-from millrace.lease import Heartbeat, Held, Holder, Lease, StoreClock, await_lease
-from millrace.models.chain import Link
+from millrace.lease import Heartbeat, HeldLease, Holder, Lease, StoreClock, await_lease
+from millrace.models.chain import ChainLink
 from millrace.progress import Progress, silent
 from millrace.storage import Store, open_store
 
 
-def aggregate_run(settings: AggregatorSettings, *, progress: Progress = silent) -> Iterator[Link]:
+def aggregate_run(
+    settings: AggregatorSettings, *, progress: Progress = silent
+) -> Iterator[ChainLink]:
     """Merge window after window of a run, until it is over. Killed at any moment, call it again.
 
     The weights are those of the newest checkpoint that the chain names, and of the links after it.
@@ -112,7 +114,7 @@ def _leased(store: Store, keys: ChainKeys, ttl: timedelta) -> Lease:
     holder = Holder.this_process()
     clock = StoreClock.read(store, keys.job, holder)
     held = await_lease(store, LeaseKeys(keys.job, "aggregator"), holder, ttl, clock)
-    if isinstance(held, Held):
+    if isinstance(held, HeldLease):
         raise errors.HeldError(
             f"{keys.run} is aggregated by process {held.holder.pid} on {held.holder.host}, "
             "which lives: leave it to that, or stop it first."
@@ -165,10 +167,10 @@ class _Keeper:
         self, store: Store, keys: ChainKeys, model: Spread, settings: AggregatorSettings
     ) -> None:
         self._store, self._job, self._model = store, keys.job, model
-        self._every, self._rules = settings.every, Retention(last=settings.keep)
-        self._unsaved: Link | None = None
+        self._every, self._rules = settings.every, RetentionSettings(last=settings.keep)
+        self._unsaved: ChainLink | None = None
 
-    def keep(self, link: Link) -> None:
+    def keep(self, link: ChainLink) -> None:
         self._unsaved = link
         if link.window % self._every == 0:
             self._save(link)
@@ -195,7 +197,7 @@ class _Keeper:
         finally:
             self._model.close()
 
-    def _save(self, link: Link) -> None:
+    def _save(self, link: ChainLink) -> None:
         self._clear()
         self._model.save(self._store, self._job, step=link.step, window=link.window)
         self._unsaved = None
@@ -204,4 +206,4 @@ class _Keeper:
         """Remove what the last checkpoint, once it is there, makes needless."""
         if self._model.saved() is not None:
             plan = plan_retention(self._store, self._job, self._rules, check=VerifyDepth.SIZES)
-            retain(self._store, plan)
+            apply_retention(self._store, plan)

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from millrace import errors
-from millrace.digest import canonical, sha256
+from millrace.digest import dump_canonical_json, sha256
 from millrace.gradients.chunks import Chunks, chunks_of
 from millrace.gradients.merging import Merged
 from millrace.gradients.state import State
 from millrace.keys import ChainKeys, is_plain
-from millrace.models.chain import Link, Start, Update
+from millrace.models.chain import ChainLink, ChainStart, Update
 from millrace.models.gradient import Codec
 from millrace.progress import Event, Progress, silent
 from millrace.records import commit_once, fetch
@@ -46,7 +46,7 @@ class ChainError(errors.CorruptError):
     """A link is missing or broken: nothing after it can be applied."""
 
 
-def begin(store: Store, keys: ChainKeys, start: Start) -> Start:
+def begin(store: Store, keys: ChainKeys, start: ChainStart) -> ChainStart:
     """Commit the first link of a run, or find it.
 
     Raises:
@@ -97,9 +97,9 @@ def store_update(store: Store, keys: ChainKeys, step: int, body: bytes, tensors:
     return Update(key=key, sha256=digest, size=len(body), tensors=tensors)
 
 
-def digest_of(link: Start | Link) -> str:
+def digest_of(link: ChainStart | ChainLink) -> str:
     """Return the digest by which the next link names this one."""
-    return sha256(canonical(link.model_dump(mode="json")))
+    return sha256(dump_canonical_json(link.model_dump(mode="json")))
 
 
 def newest(store: Store, keys: ChainKeys) -> int:
@@ -108,7 +108,7 @@ def newest(store: Store, keys: ChainKeys) -> int:
     return max((number for number in numbers if number is not None), default=-1)
 
 
-def links(store: Store, keys: ChainKeys, *, after: int = 0) -> Iterator[Link]:
+def links(store: Store, keys: ChainKeys, *, after: int = 0) -> Iterator[ChainLink]:
     """Yield the links of a run, in order, each checked against the one before.
 
     Args:
@@ -127,7 +127,7 @@ def links(store: Store, keys: ChainKeys, *, after: int = 0) -> Iterator[Link]:
         yield before
 
 
-def link_at(store: Store, keys: ChainKeys, window: int) -> Start | Link:
+def link_at(store: Store, keys: ChainKeys, window: int) -> ChainStart | ChainLink:
     """Return the link of a window, by itself; of window 0 the first.
 
     Raises:
@@ -136,7 +136,7 @@ def link_at(store: Store, keys: ChainKeys, window: int) -> Start | Link:
         CorruptError: It is none.
     """
     try:
-        return fetch(store, keys.link(window), Link if window else Start)
+        return fetch(store, keys.link(window), ChainLink if window else ChainStart)
     except errors.NotFoundError:
         if newest(store, keys) >= 0:
             raise _missing(store, keys, window) from None
@@ -144,14 +144,16 @@ def link_at(store: Store, keys: ChainKeys, window: int) -> Start | Link:
         raise errors.NotFoundError(f"{where} has no link: the run has not begun.") from None
 
 
-def link_after(store: Store, keys: ChainKeys, window: int, before: Start | Link) -> Link:
+def link_after(
+    store: Store, keys: ChainKeys, window: int, before: ChainStart | ChainLink
+) -> ChainLink:
     """Return the link of a window, checked against the one before.
 
     Raises:
         ChainError: It is missing, or does not name the one before.
     """
     try:
-        link = fetch(store, keys.link(window), Link)
+        link = fetch(store, keys.link(window), ChainLink)
     except errors.NotFoundError:
         raise _missing(store, keys, window) from None
     except errors.CorruptError as error:
@@ -164,7 +166,7 @@ def link_after(store: Store, keys: ChainKeys, window: int, before: Start | Link)
     return link
 
 
-def check_tensors(link: Link, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_tensors(link: ChainLink, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check that a link is of the tensors that the weights have, before any of it is read.
 
     Args:
@@ -183,7 +185,7 @@ def check_tensors(link: Link, shapes: Mapping[str, tuple[int, ...]]) -> None:
         )
 
 
-def check_state(link: Start | Link, digest: str) -> None:
+def check_state(link: ChainStart | ChainLink, digest: str) -> None:
     """Prove that weights are those that a link leads to.
 
     Args:
@@ -194,7 +196,7 @@ def check_state(link: Start | Link, digest: str) -> None:
         ChainError: They are not.
     """
     if link.state and digest != link.state:
-        where = f"After window {link.window}" if isinstance(link, Link) else "At the beginning"
+        where = f"After window {link.window}" if isinstance(link, ChainLink) else "At the beginning"
         raise ChainError(
             f"{where} of {link.run} the weights are not those it records: they were others before. "
             "Load the checkpoint that the chain begins with."
@@ -202,7 +204,7 @@ def check_state(link: Start | Link, digest: str) -> None:
 
 
 def merged_of(
-    store: Store, link: Link, names: Container[str] | None = None
+    store: Store, link: ChainLink, names: Container[str] | None = None
 ) -> Iterator[dict[str, tuple[Merged, ...]]]:
     """Yield the merged gradients of a link, one object at a time, all of it checked.
 
@@ -233,7 +235,7 @@ def merged_of(
 
 def _read_update(
     store: Store,
-    link: Link,
+    link: ChainLink,
     update: Update,
     tensors: Mapping[str, tuple[int, tuple[int, ...]]],
     most: int,
@@ -268,14 +270,14 @@ def _read_update(
             if any(one.compress_type != zipfile.ZIP_STORED for one in arrays.zip.infolist()):
                 raise ValueError("it is compressed")
             return {
-                name: _runs(arrays, number, shape, link.codec.of(name))
+                name: _runs(arrays, number, shape, link.codec.for_tensor(name))
                 for name, (number, shape) in tensors.items()
             }
     except _UNREADABLE as error:
         raise ChainError(f"{where}: {store.url_of(update.key)} is no update: {error}.") from error
 
 
-def apply_link(store: Store, link: Link, state: State, progress: Progress = silent) -> None:
+def apply_link(store: Store, link: ChainLink, state: State, progress: Progress = silent) -> None:
     """Change the weights by one link, in place, and prove that they are what they should be.
 
     Args:
@@ -298,7 +300,7 @@ def apply_link(store: Store, link: Link, state: State, progress: Progress = sile
 
 def catch_up(
     store: Store, keys: ChainKeys, state: State, *, after: int = 0, progress: Progress = silent
-) -> Link | None:
+) -> ChainLink | None:
     """Apply all links behind a window.
 
     Args:
@@ -315,7 +317,7 @@ def catch_up(
         ChainError: One is missing or broken. The weights are those of the window before it, unless
             it says otherwise.
     """
-    last: Link | None = None
+    last: ChainLink | None = None
     for link in links(store, keys, after=after):
         apply_link(store, link, state, progress)
         last = link

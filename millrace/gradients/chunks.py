@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
-from millrace.models.gradient import CHUNK, Codec, Transform
+from millrace.models.gradient import CHUNK_SIZE, Codec, Transform
 
 TILE = 64
 """Rows and columns that a tile has at most."""
@@ -70,15 +70,15 @@ def chunks_of(shape: tuple[int, ...], codec: Codec) -> tuple[Chunks, ...]:
             (count, run * tiles.height * tiles.width)
             for tiles in tiles_of(shape)
             for count, run in _even(
-                tiles.rows * tiles.columns, CHUNK // (tiles.height * tiles.width)
+                tiles.rows * tiles.columns, CHUNK_SIZE // (tiles.height * tiles.width)
             )
         ]
     else:
-        sizes = _even(prod(shape), CHUNK)
+        sizes = _even(prod(shape), CHUNK_SIZE)
     found: list[Chunks] = []
     first = 0
     for count, size in sizes:
-        k = max(1, min(size, round(codec.k * size / CHUNK)))
+        k = max(1, min(size, round(codec.k * size / CHUNK_SIZE)))
         found.append(Chunks(first, count, size, k))
         first += count * size
     return tuple(found)

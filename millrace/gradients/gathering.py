@@ -186,7 +186,7 @@ def gather(
             f"{wanted} gradients are wanted of {len(everybody)} workers."
         )
     gathering = _Gathering(window, workers, reserves, settings, wanted, reading, progress)
-    return gathering.run(clock or StoreClock.own())
+    return gathering.run(clock or StoreClock.of_this_machine())
 
 
 @dataclass(frozen=True, slots=True)

@@ -331,7 +331,7 @@ def _merged_buffer(
     stays non-negative. `MergeRule.MEDIAN` and `TRIMMED` judge each value by itself. Of two workers
     the median is their mean: what one of them sends cannot be bounded.
     """
-    codec = codec.of(name)
+    codec = codec.for_tensor(name)
     counted = np.flatnonzero(weights.shares)
     senders = [gradients[weights.workers[number]][name] for number in counted]
     runs = [run.chunks for run in senders[0]]

@@ -15,7 +15,7 @@ from safetensors.numpy import save as pack
 from torch import distributed
 
 from millrace import errors
-from millrace.checkpoints.pieces import is_distributed
+from millrace.checkpoints.tensor_shards import is_distributed
 from millrace.gradients.chain import link_after, link_at, newest
 from millrace.gradients.compress import Feedback, GradientEncoder
 from millrace.gradients.payload import Shapes, identity_of, payload_bytes
@@ -26,8 +26,8 @@ from millrace.gradients.spread import Spread, shares_of
 from millrace.gradients.state import State, state_of
 from millrace.gradients.together import Together
 from millrace.gradients.weights import newest_weights
-from millrace.models.chain import Link, Start
-from millrace.models.gradient import BUFFERS, Codec
+from millrace.models.chain import ChainLink, ChainStart
+from millrace.models.gradient import BUFFER_NAMES, Codec
 from millrace.progress import Event, Progress, silent
 from millrace.records import fetch
 from millrace.storage import Store, exists, put
@@ -266,7 +266,7 @@ class Participant:
             raise errors.ConfigurationError(
                 f"The buffer {name} has values that are not finite: leave this window out."
             )
-        return GradientEncoder(self._settings.codec.of(name), self._threads).encode(values)
+        return GradientEncoder(self._settings.codec.for_tensor(name), self._threads).encode(values)
 
     def _change(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         whole = torch.from_numpy(self._model.held.weights[name])  # pyright: ignore[reportUnknownMemberType]
@@ -289,7 +289,7 @@ class Participant:
         put(self._store, self._settings.gradients.gradient(self._uid, number), body)
         return [len(body), identity_of(body)]
 
-    def apply(self, model: torch.nn.Module, *, patience: timedelta | None = None) -> Link:
+    def apply(self, model: torch.nn.Module, *, patience: timedelta | None = None) -> ChainLink:
         """Wait until this window is merged, and give the model the weights of all.
 
         Args:
@@ -302,7 +302,7 @@ class Participant:
         """
         self._wait(patience)
         self.load(model)
-        assert isinstance(self._before, Link)
+        assert isinstance(self._before, ChainLink)
         return self._before
 
     def _wait(self, patience: timedelta | None = None) -> None:
@@ -404,14 +404,14 @@ class Participant:
             self._settle(link)
         self._before, self._number = link, number
 
-    def _settle(self, link: Start | Link) -> None:
+    def _settle(self, link: ChainStart | ChainLink) -> None:
         """Keep what was submitted for a window if nobody has it: it is sent with what is next."""
-        taken = link.taken.get(self._uid) if isinstance(link, Link) else None
+        taken = link.taken.get(self._uid) if isinstance(link, ChainLink) else None
         if taken is None or taken.sha256 != self._sha256:
             self._feedback.give_back()
 
 
-def weights_of_model(model: torch.nn.Module, *, buffers: Sequence[str] = BUFFERS) -> State:
+def weights_of_model(model: torch.nn.Module, *, buffers: Sequence[str] = BUFFER_NAMES) -> State:
     """Return the weights of a model as a run has them: what is trained, and buffers, in float32.
 
     Of a model that is sharded, all ranks call it, and each has all of it in memory.

@@ -17,7 +17,7 @@ import orjson
 from pydantic import ValidationError
 
 from millrace import errors
-from millrace.digest import canonical, sha256
+from millrace.digest import dump_canonical_json, sha256
 from millrace.gradients import kernels
 from millrace.gradients.shared import Mask
 from millrace.gradients.tensors import CodeError, Sparse, largest, unpacked, values_of
@@ -76,7 +76,7 @@ class Expected:
     def size(self) -> int:
         """Bytes that it has at most."""
         codec = self.codec
-        bodies = sum(largest(shape, codec.of(name)) for name, shape in self.shapes.items())
+        bodies = sum(largest(shape, codec.for_tensor(name)) for name, shape in self.shapes.items())
         return self.header_size + bodies
 
     @property
@@ -142,7 +142,7 @@ class Tensors:
 
 def fingerprint(shapes: Shapes) -> str:
     """Return a fingerprint of a model: the digest of its tensors' names and shapes."""
-    return sha256(canonical({name: list(shape) for name, shape in shapes.items()}))
+    return sha256(dump_canonical_json({name: list(shape) for name, shape in shapes.items()}))
 
 
 def payload_bytes(
@@ -184,7 +184,7 @@ def payload_bytes(
         body=_of_all(sha256(bodies[name]) for name in names),
     )
     whole = header.model_copy(update={"digest": _digest_of(header)})
-    return _safetensors(canonical(whole.model_dump()).decode(), bodies)
+    return _safetensors(dump_canonical_json(whole.model_dump()).decode(), bodies)
 
 
 def _safetensors(said: str, bodies: Mapping[str, bytes]) -> bytes:
@@ -356,9 +356,9 @@ def check_tensors(
         piece = body[begin - at : end - at]
         digests[name] = sha256(piece)
         try:
-            runs = unpacked(piece, expected.shapes[name], codec.of(name), mask=mask)
+            runs = unpacked(piece, expected.shapes[name], codec.for_tensor(name), mask=mask)
             if codec.is_buffer(name):
-                _check_range(name, runs, codec.of(name))
+                _check_range(name, runs, codec.for_tensor(name))
         except CodeError as error:
             fault = fault or f"{name}: {error}"
             continue
@@ -420,7 +420,7 @@ def _of_all(digests: Iterable[str]) -> str:
 
 def _digest_of(header: GradientHeader) -> str:
     """Return the digest of all fields of a header but itself."""
-    return sha256(canonical(header.model_dump(mode="json", exclude={"digest"})))
+    return sha256(dump_canonical_json(header.model_dump(mode="json", exclude={"digest"})))
 
 
 def _compare(header: GradientHeader, expected: Expected) -> None:

@@ -17,8 +17,8 @@ import torch
 from millrace import errors
 from millrace.checkpoints.loading import load
 from millrace.checkpoints.ranks import Ranks
-from millrace.checkpoints.saving import Saver, Saving
-from millrace.checkpoints.tree import is_skeleton, taken_apart
+from millrace.checkpoints.saving import PendingSave, Saver
+from millrace.checkpoints.tree import flatten_state, is_skeleton
 from millrace.gradients.chain import merged_of, store_update, update_bytes
 from millrace.gradients.merging import (
     Gradients,
@@ -33,7 +33,7 @@ from millrace.gradients.merging import (
 from millrace.gradients.payload import Expected, Opened, Shapes, Tensors, read_tensors
 from millrace.gradients.state import Array, State, state_of
 from millrace.keys import ChainKeys
-from millrace.models.chain import Link, Outer, Update
+from millrace.models.chain import ChainLink, OuterOptimizer, Update
 from millrace.models.checkpoint import Checkpoint
 from millrace.models.gradient import Codec
 from millrace.progress import Progress, silent
@@ -77,7 +77,7 @@ class Portion:
         self._fetched: list[dict[str, tuple[Merged, ...]]] = []
         self._lock = threading.Lock()
         self._saver: Saver | None = None
-        self._saving: Saving | None = None
+        self._saving: PendingSave | None = None
 
     # -- the weights
 
@@ -106,7 +106,7 @@ class Portion:
         loaded = load(store, job, step=step, only=wanted.__contains__)
         found = {
             name.removeprefix(prefix): tensor
-            for name, tensor in taken_apart(loaded.state).items()
+            for name, tensor in flatten_state(loaded.state).items()
             if not is_skeleton(name)
         }
         self._state = state_of(found)
@@ -119,7 +119,7 @@ class Portion:
         """As `State.digests`."""
         return self._state.digests()
 
-    def fetch(self, store: Store, link: Link) -> None:
+    def fetch(self, store: Store, link: ChainLink) -> None:
         """Read what a link has of these tensors, to be applied when all portions have read theirs.
 
         Raises:
@@ -127,7 +127,7 @@ class Portion:
         """
         self._fetched = list(merged_of(store, link, self._names))
 
-    def apply(self, link: Link) -> None:
+    def apply(self, link: ChainLink) -> None:
         """Apply what was fetched."""
         fetched, self._fetched = self._fetched, []
         for merged in fetched:
@@ -186,7 +186,7 @@ class Portion:
         codec: Codec,
         settings: MergeSettings,
         weights: Weights,
-        outer: Outer,
+        outer: OuterOptimizer,
     ) -> list[Update]:
         """Merge what was received, store it, and apply it: one object's tensors at a time.
 

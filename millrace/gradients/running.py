@@ -15,7 +15,7 @@ from millrace.gradients.settings import Opening, RunSettings
 from millrace.gradients.spread import Spread, here
 from millrace.gradients.state import State
 from millrace.lease import Holder, StoreClock
-from millrace.models.chain import Link
+from millrace.models.chain import ChainLink
 from millrace.progress import Event, Progress, silent
 from millrace.records import commit_once
 from millrace.storage import Store, head
@@ -32,7 +32,7 @@ def follow(
     until: int | None = None,
     threads: int = 1,
     progress: Progress = silent,
-) -> Iterator[Link]:
+) -> Iterator[ChainLink]:
     """Aggregate window after window. Killed at any moment, it can be called again.
 
     Windows that are merged already are applied from the chain. One to which fewer than the quorum

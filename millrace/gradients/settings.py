@@ -11,8 +11,8 @@ from typing import ClassVar, Self
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 from millrace.keys import ChainKeys, GradientKeys
-from millrace.models.chain import Outer
-from millrace.models.gradient import CHUNK, Codec, Support
+from millrace.models.chain import OuterOptimizer
+from millrace.models.gradient import CHUNK_SIZE, Codec, Support
 from millrace.records import Record
 from millrace.settings import Duration
 from millrace.storage import StoreSettings, StoreSpec
@@ -190,8 +190,9 @@ class RunRules(WindowRules):
         le=1,
         description="Factor of the values that a worker has not sent, from one window to the next.",
     )
-    outer: Outer = Field(
-        default=Outer(), description="Settings of the optimizer that applies merged gradients."
+    outer: OuterOptimizer = Field(
+        default=OuterOptimizer(),
+        description="Settings of the optimizer that applies merged gradients.",
     )
     merge: MergeSettings = Field(default=MergeSettings(), description="Settings of the merge.")
     steps: int = Field(default=30, ge=1, description="Steps of a worker in each window.")
@@ -199,7 +200,7 @@ class RunRules(WindowRules):
     @model_validator(mode="after")
     def _merge_can_work(self) -> Self:
         codec = self.codec
-        own_places = codec.support is Support.LARGEST and codec.k < CHUNK
+        own_places = codec.support is Support.LARGEST and codec.k < CHUNK_SIZE
         if self.merge.rule in BY_PLACE and own_places:
             raise ValueError(
                 f"{self.merge.rule} judges each place by itself, and the workers send different "

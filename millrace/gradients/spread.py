@@ -27,7 +27,7 @@ from millrace.gradients.portion import Portion
 from millrace.gradients.settings import MergeSettings
 from millrace.gradients.state import State, digest_of_all
 from millrace.keys import ChainKeys
-from millrace.models.chain import Link, Outer, Start, Update
+from millrace.models.chain import ChainLink, ChainStart, OuterOptimizer, Update
 from millrace.models.checkpoint import Checkpoint
 from millrace.models.gradient import Codec
 from millrace.progress import Progress, silent
@@ -97,7 +97,7 @@ class Spread:
         digests = self._all(Portion.digests)
         return digest_of_all({name: one for part in digests for name, one in part.items()})
 
-    def check(self, link: Start | Link) -> None:
+    def check(self, link: ChainStart | ChainLink) -> None:
         """Prove that the weights are those that a link leads to.
 
         Raises:
@@ -106,7 +106,7 @@ class Spread:
         if link.state:
             check_state(link, self.digest())
 
-    def replay(self, store: Store, link: Link) -> None:
+    def replay(self, store: Store, link: ChainLink) -> None:
         """Apply a link, and prove that the weights are those it leads to.
 
         Raises:
@@ -154,7 +154,7 @@ class Spread:
         codec: Codec,
         settings: MergeSettings,
         weights: Weights,
-        outer: Outer,
+        outer: OuterOptimizer,
     ) -> tuple[Update, ...]:
         """As `Portion.merge`."""
         parts = self._all(Portion.merge, store, keys, step, codec, settings, weights, outer)
@@ -240,8 +240,8 @@ def placed_on_ray(address: str, *, values: int, threads: int | None = None) -> G
         ConfigurationError: There is no such cluster.
     """
     actors: list[Any] = []
-    with cluster.connected(address) as ray:
-        answering = cluster.answering(ray)
+    with cluster.connect(address) as ray:
+        answering = cluster.list_answering_nodes(ray)
         nodes = [node for node in answering if node["Resources"].get("CPU")] or answering
         if not nodes:
             raise errors.ConfigurationError("No node of the Ray cluster answers: start some.")
@@ -253,7 +253,7 @@ def placed_on_ray(address: str, *, values: int, threads: int | None = None) -> G
             shares = shares_of(shapes, objects_of(shapes, values), len(nodes))
             portions: list[Ask] = []
             for number, (node, names) in enumerate(zip(nodes, shares, strict=False)):
-                options = {"max_concurrency": _CALLS, **cluster.only_on(node)}
+                options = {"max_concurrency": _CALLS, **cluster.make_node_options(node)}
                 actor = holder.options(**options)
                 rank = (number, len(shares))
                 actors.append(actor.remote(names, rank=rank, threads=threads))

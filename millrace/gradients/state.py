@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace import errors
-from millrace.digest import canonical, sha256
+from millrace.digest import dump_canonical_json, sha256
 from millrace.gradients import kernels
 from millrace.gradients.chunks import matrix_of, tiles_of
 from millrace.gradients.merging import Merged, dense_of
 from millrace.gradients.transform import basis_of
-from millrace.models.chain import Outer, OuterKind
+from millrace.models.chain import OuterKind, OuterOptimizer
 from millrace.models.gradient import Codec, Transform
 
 _AT_ONCE = 4
@@ -39,7 +39,7 @@ class State:
     weights: dict[str, Array]
     moments: dict[str, Array] = field(default_factory=dict[str, Array])
 
-    def apply(self, name: str, runs: Sequence[Merged], codec: Codec, outer: Outer) -> None:
+    def apply(self, name: str, runs: Sequence[Merged], codec: Codec, outer: OuterOptimizer) -> None:
         """Change a tensor by what was merged of it, in place; set a buffer to it.
 
         The moment of a buffer stays zero: weights and moments have the same names.
@@ -50,7 +50,7 @@ class State:
         weight = self.weights.get(name)
         if weight is None:
             raise errors.ConfigurationError(f"The weights have no {name}.")
-        change = dense_change(runs, weight.shape, codec.of(name))
+        change = dense_change(runs, weight.shape, codec.for_tensor(name))
         if codec.is_buffer(name):
             weight[...] = change
             if outer.kind is OuterKind.NESTEROV:
@@ -89,12 +89,12 @@ class State:
 
 def digest_of_all(digests: Mapping[str, str]) -> str:
     """Return the digest of weights, from those of their tensors, as `State.digests` has them."""
-    return sha256(canonical(dict(digests)))
+    return sha256(dump_canonical_json(dict(digests)))
 
 
 def _digest(tensor: Array) -> str:
     content = sha256(np.ascontiguousarray(tensor, dtype="<f4").data)
-    return sha256(canonical({"shape": list(tensor.shape), "sha256": content}))
+    return sha256(dump_canonical_json({"shape": list(tensor.shape), "sha256": content}))
 
 
 def state_of(tensors: Mapping[str, Any], names: Sequence[str] | None = None) -> State:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 
 from millrace import errors
-from millrace.checkpoints.pieces import piece_of
+from millrace.checkpoints.tensor_shards import local_shard_of
 
 T = TypeVar("T")
 distributed: Any = torch.distributed
@@ -77,7 +77,7 @@ class Together:
             distributed.broadcast(sent, group=self._group, group_src=owner)
             whole = sent
         assert whole is not None
-        piece = piece_of("", into)
+        piece = local_shard_of("", into)
         ends = zip(piece.start, piece.local.shape, strict=True)
         piece.local.copy_(whole[tuple(slice(start, start + size) for start, size in ends)])
 

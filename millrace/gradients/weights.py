@@ -11,10 +11,16 @@ from functools import partial
 from typing import TypeVar
 
 from millrace import errors
-from millrace.checkpoints.find import VerifyDepth, checkpoint_of, checkpoints, steps, verify
+from millrace.checkpoints.find import (
+    VerifyDepth,
+    iterate_checkpoints,
+    list_steps,
+    read_checkpoint,
+    verify,
+)
 from millrace.checkpoints.parts import dtype_of
 from millrace.checkpoints.retention import pin
-from millrace.checkpoints.tree import own_rank
+from millrace.checkpoints.tree import parse_own_name
 from millrace.gradients.chain import ChainError, begin, link_at
 from millrace.gradients.payload import Shapes
 from millrace.gradients.portion import KINDS, WINDOW
@@ -22,16 +28,18 @@ from millrace.gradients.spread import Placing, Spread, here, placed_here
 from millrace.gradients.state import State
 from millrace.gradients.together import Together
 from millrace.keys import ChainKeys
-from millrace.models.chain import Link, Start
+from millrace.models.chain import ChainLink, ChainStart
 from millrace.models.checkpoint import Checkpoint
-from millrace.models.gradient import BUFFERS, last_part
+from millrace.models.gradient import BUFFER_NAMES, last_part_of
 from millrace.progress import Event, Progress, silent
 from millrace.storage import Store
 
 S = TypeVar("S", bound=Spread)
 
 
-def begin_run(store: Store, keys: ChainKeys, weights: State | Spread, *, step: int = 0) -> Start:
+def begin_run(
+    store: Store, keys: ChainKeys, weights: State | Spread, *, step: int = 0
+) -> ChainStart:
     """Save the weights that a run begins with, and commit its first link.
 
     Killed at any moment, or called by several with the same weights, it can be called again.
@@ -53,9 +61,11 @@ def begin_run(store: Store, keys: ChainKeys, weights: State | Spread, *, step: i
             model.load_state(store, keys.job, step)
             if model.digest() != digest:
                 raise
-            root = checkpoint_of(store, keys.job, step).root
+            root = read_checkpoint(store, keys.job, step).root
     pin(store, keys.job, step, "The chain begins with it.")
-    return begin(store, keys, Start(run=keys.run, job=keys.job, step=step, root=root, state=digest))
+    return begin(
+        store, keys, ChainStart(run=keys.run, job=keys.job, step=step, root=root, state=digest)
+    )
 
 
 def save_weights(
@@ -139,9 +149,9 @@ def newest_weights(
 
     ranks.each(lambda: link_at(store, keys, 0))
     model: S | None = None
-    for step in reversed(ranks.first(lambda: steps(store, keys.job))):
+    for step in reversed(ranks.first(lambda: list_steps(store, keys.job))):
         try:
-            found = ranks.each(partial(checkpoint_of, store, keys.job, step))
+            found = ranks.each(partial(read_checkpoint, store, keys.job, step))
         except errors.NotFoundError:
             continue  # on its way, or what is left of one
         except errors.CorruptError as error:
@@ -154,7 +164,7 @@ def newest_weights(
                 model = place(shapes)
             model.load_state(store, keys.job, step)
             model.check(link)
-            return model, link.window if isinstance(link, Link) else 0
+            return model, link.window if isinstance(link, ChainLink) else 0
         except (errors.CorruptError, errors.NotFoundError) as error:
             passed(step, error)
     raise ChainError(
@@ -246,7 +256,7 @@ def _unlike(found: Checkpoint, tensors: str) -> errors.ConfigurationError:
 
 
 def _asked(store: Store, job: str, step: int | None) -> Iterable[Checkpoint]:
-    return checkpoints(store, job) if step is None else [checkpoint_of(store, job, step)]
+    return iterate_checkpoints(store, job) if step is None else [read_checkpoint(store, job, step)]
 
 
 def _shapes(found: Checkpoint, prefix: str) -> Shapes:
@@ -258,12 +268,12 @@ def _shapes(found: Checkpoint, prefix: str) -> Shapes:
         name.removeprefix(prefix): record.shape
         for name, record in found.tensors.items()
         if name.startswith(prefix)
-        and own_rank(name) is None
-        and (dtype_of(record.dtype).is_floating_point or last_part(name) in BUFFERS)
+        and parse_own_name(name) is None
+        and (dtype_of(record.dtype).is_floating_point or last_part_of(name) in BUFFER_NAMES)
     }
 
 
-def _link_of(store: Store, keys: ChainKeys, found: Checkpoint) -> Start | Link:
+def _link_of(store: Store, keys: ChainKeys, found: Checkpoint) -> ChainStart | ChainLink:
     """Return the link that a checkpoint names as that of its weights."""
     window = found.position.get(WINDOW)
     if not isinstance(window, int):

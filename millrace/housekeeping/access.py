@@ -15,7 +15,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from millrace import errors
-from millrace.keys import audit_probe
+from millrace.keys import audit_probe_key
 from millrace.settings import Duration
 from millrace.storage import (
     Answer,
@@ -254,7 +254,7 @@ class _Trial:
         store = self._store(role, self.right)
         nonce = secrets.token_hex(8)
         names = ("planted", "put", "new", "parts")  # R2 takes one write a second to each
-        keys = {name: audit_probe(role.scope, nonce, name) for name in names}
+        keys = {name: audit_probe_key(role.scope, nonce, name) for name in names}
         planter = self._store(role, Right.WRITE) if role.write else None
         if why := self._unreachable(store, role):
             for operation in self._tried(store, planter, keys, planted=False):
@@ -369,7 +369,7 @@ class _Trial:
         """Try to list and to write where nobody should; the first that says no is raised."""
         refused: errors.MillraceError | None = None
         for store in stores:
-            key = audit_probe("", secrets.token_hex(8), "outside")
+            key = audit_probe_key("", secrets.token_hex(8), "outside")
             for attempt in (
                 lambda store=store, key=key: put(store, key, _BODY),
                 lambda store=store: next(list_objects(store, ""), None),

@@ -22,7 +22,13 @@ from millrace.housekeeping.planning import Judge
 from millrace.housekeeping.plans import Entry, Tally, WorkerJunk, open_plan
 from millrace.housekeeping.protection import Guard, clock_of
 from millrace.housekeeping.rules import CleanSettings
-from millrace.keys import Kind, Named, cleaning_outcome, common_prefix, named
+from millrace.keys import (
+    ClassifiedKey,
+    ObjectKind,
+    classify_key,
+    cleaning_outcome_key,
+    find_common_prefix,
+)
 from millrace.progress import Event, Progress, silent
 from millrace.storage import (
     Backend,
@@ -39,12 +45,12 @@ from millrace.storage import (
 
 _BATCH = 1000
 _AT_ONCE = 8
-_WHOLE = {Kind.CHECKPOINT, Kind.DATASET}
+_WHOLE = {ObjectKind.CHECKPOINT, ObjectKind.DATASET}
 _ENOUGH = 1000  # failures after which nothing more is tried
 _CHANGED = "it was written since the plan was made"
 _BEFORE = "what has to go before it is still there"
 _NAMED = "Millrace names it by now"
-_Unit = tuple[Kind, str, int]
+_Unit = tuple[ObjectKind, str, int]
 
 
 class Still(Protocol):
@@ -211,7 +217,7 @@ class _Work:
     progress: Progress
     sum: _Sum = field(default_factory=_Sum)
     pending: deque[Future[_Done]] = field(default_factory=deque[Future[_Done]])
-    broken: set[tuple[Kind, str]] = field(default_factory=set[tuple[Kind, str]])
+    broken: set[tuple[ObjectKind, str]] = field(default_factory=set[tuple[ObjectKind, str]])
 
     def group(self, unit: _Unit | None, entries: Iterable[Entry]) -> None:
         """Delete what goes by itself, or one phase of what goes whole."""
@@ -258,7 +264,7 @@ def _write_down(store: Store, cleaned: Cleaned) -> None:
         "given_up": cleaned.given_up,
         "seconds": round(cleaned.seconds, 3),
     }
-    put(store, cleaning_outcome(cleaned.plan), orjson.dumps(body, option=orjson.OPT_INDENT_2))
+    put(store, cleaning_outcome_key(cleaned.plan), orjson.dumps(body, option=orjson.OPT_INDENT_2))
 
 
 class _Still:
@@ -274,7 +280,7 @@ class _Still:
         self._judge.guard.look_again()
 
     def __call__(self, entry: Entry) -> str:
-        what = named(entry.stat.key)
+        what = classify_key(entry.stat.key)
         if entry.junk:
             self._look_around()
             # Another release may have made the plan.
@@ -285,17 +291,17 @@ class _Still:
         if unit != self._unit:
             # Looked at anew before each phase: a checkpoint may have come that names its files.
             self._unit = unit
-            of = self._of_job if what.kind is Kind.CHECKPOINT else self._of_dataset
+            of = self._of_job if what.kind is ObjectKind.CHECKPOINT else self._of_dataset
             self._stays = of(what.scope, entry.phase)
         return self._live(what, entry.phase) or self._stays(entry.stat.key)
 
-    def _live(self, what: Named, phase: int) -> str:
+    def _live(self, what: ClassifiedKey, phase: int) -> str:
         """Say who works on what an object is a part of."""
         guard = self._judge.guard
         if why := guard.live(what.scope):
             return why
         # Without a phase it is an orphan, which no manifest names and nobody trains on.
-        return guard.needed_by(what.scope) if what.kind is Kind.DATASET and phase else ""
+        return guard.needed_by(what.scope) if what.kind is ObjectKind.DATASET and phase else ""
 
     def _look_around(self) -> None:
         if not self._looked:
@@ -325,7 +331,7 @@ class _Still:
 
 def _unit(entry: Entry) -> _Unit | None:
     """Return the unit that an object is deleted with, as a whole."""
-    what = named(entry.stat.key)
+    what = classify_key(entry.stat.key)
     if what is None or what.kind not in _WHOLE:
         return None
     return what.kind, what.scope, entry.phase
@@ -354,7 +360,7 @@ def _listed(store: Store, keys: list[str]) -> dict[str, Stat]:
         return dict(_heads(store, keys))
     wanted, last = set(keys), keys[-1]
     found: dict[str, Stat] = {}
-    prefix = common_prefix((keys[0], last))
+    prefix = find_common_prefix((keys[0], last))
     exact = any(key.endswith("/") for key in keys)
     for stat in list_objects(store, prefix, after=keys[0][:-1], exact=exact):
         if stat.key in wanted:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 from millrace import errors
-from millrace.checkpoints import Retention, RetentionPlan, VerifyDepth, plan_retention
+from millrace.checkpoints import RetentionPlan, RetentionSettings, VerifyDepth, plan_retention
 from millrace.checkpoints.retention import Removal
 from millrace.housekeeping.plans import CleaningPlan, Entry, PlanHeader, Tally, write_plan
 from millrace.housekeeping.protection import Guard, Survey, clock_of, steps_of, youngest_of
@@ -14,15 +14,15 @@ from millrace.housekeeping.rules import OBJECTS, CleanSettings, Rule, What, in_v
 from millrace.keys import (
     ChainKeys,
     CheckpointKeys,
+    ClassifiedKey,
     DatasetKeys,
-    Kind,
-    Named,
-    common_prefix,
-    leases,
-    named,
+    ObjectKind,
+    classify_key,
+    find_common_prefix,
+    lease_prefix,
 )
-from millrace.models.dataset import Manifest, Plan
-from millrace.models.ledger import named_by
+from millrace.models.dataset import DatasetPlan, Manifest
+from millrace.models.ledger import find_referenced_keys
 from millrace.progress import Event, Progress, silent
 from millrace.records import fetch
 from millrace.storage import Stat, Store, list_objects, open_store
@@ -106,20 +106,20 @@ class Judge:
 
     def entries(self, tally: Tally, progress: Progress = silent) -> Iterator[Entry]:
         """Yield the objects to delete, in order. Those that are kept are counted."""
-        whole: set[tuple[Kind, str]] = set()
-        prefix = common_prefix(rule.prefix for rule in self.rules)
+        whole: set[tuple[ObjectKind, str]] = set()
+        prefix = find_common_prefix(rule.prefix for rule in self.rules)
         for stat in listed(self.store, prefix, progress):
-            what = named(stat.key, self.survey.workers)
-            if what is not None and what.kind in {Kind.CHECKPOINT, Kind.DATASET}:
+            what = classify_key(stat.key, self.survey.workers)
+            if what is not None and what.kind in {ObjectKind.CHECKPOINT, ObjectKind.DATASET}:
                 if (what.kind, what.scope) not in whole:
                     whole.add((what.kind, what.scope))
-                    of = self._of_job if what.kind is Kind.CHECKPOINT else self._of_dataset
+                    of = self._of_job if what.kind is ObjectKind.CHECKPOINT else self._of_dataset
                     yield from of(what.scope, tally)
                 continue
             place = self._taking(stat, what)
             if place is None:
                 continue
-            junk = what if what is not None and what.kind is Kind.JUNK else None
+            junk = what if what is not None and what.kind is ObjectKind.JUNK else None
             if why := self.junk_stays(stat.key, junk) if junk else self.guard.why(stat.key, what):
                 tally.kept[why] += 1
             else:
@@ -182,7 +182,7 @@ class Judge:
         found = (one.stat for one in plan.removals if one.orphan and not self.guard.pins(one.key))
         return {stat.key for stat in found if not self.is_new(_as_old_as(stat, youngest))}
 
-    def junk_stays(self, key: str, junk: Named) -> str:
+    def junk_stays(self, key: str, junk: ClassifiedKey) -> str:
         """Return why a worker's junk stays: a pin, or a lease of its run or job; empty if it goes.
 
         The run's aggregators hold leases, one for each version; `look_around` has found them.
@@ -206,7 +206,7 @@ class Judge:
         """Return the keys that the records of a dataset name by now."""
         keys = DatasetKeys(dataset)
         try:
-            return named_by(self.store, keys, fetch(self.store, keys.plan, Plan))
+            return find_referenced_keys(self.store, keys, fetch(self.store, keys.plan, DatasetPlan))
         except errors.NotFoundError:
             return set()  # nothing is named any more
 
@@ -217,7 +217,7 @@ class Judge:
 
     def _retention(self, job: str, needed: Mapping[int, str], check: VerifyDepth) -> RetentionPlan:
         """Plan the retention, if only these steps and the newest verified one are needed."""
-        newest = Retention(last=1, grace=timedelta(0))
+        newest = RetentionSettings(last=1, grace=timedelta(0))
         return plan_retention(self.store, job, newest, check=check, also=needed, now=_ANY_AGE)
 
     def _taking_one(self, what: What, stat: Stat, name: str) -> int | None:
@@ -226,7 +226,7 @@ class Judge:
             self.rules, what, lambda rule: self._fits(rule, stat) and rule.name in {"", name}
         )
 
-    def _taking(self, stat: Stat, what: Named | None) -> int | None:
+    def _taking(self, stat: Stat, what: ClassifiedKey | None) -> int | None:
         """Return the index of the first rule that takes an object that is deleted by itself."""
         if what is None:
             return self._taking_other(stat)
@@ -289,7 +289,7 @@ class Judge:
     def _of_job(self, job: str, tally: Tally) -> Iterator[Entry]:
         keys = CheckpointKeys(job)
         for one, place in self.removals(job, tally):
-            what = named(one.key)
+            what = classify_key(one.key)
             first = what is not None and one.key == keys.metadata(what.number)
             yield Entry(one.stat, place, 0 if first else 1)
 
@@ -309,7 +309,7 @@ class Judge:
         if whole is None and not orphans:
             return
         try:
-            plan = fetch(self.store, keys.plan, Plan)
+            plan = fetch(self.store, keys.plan, DatasetPlan)
         except (errors.NotFoundError, errors.CorruptError):
             return  # nobody knows what it is: it only looks like a dataset
         if plan.dataset != dataset:
@@ -339,7 +339,7 @@ class Judge:
             (
                 (keys.manifest, keys.index),  # then nobody takes it for complete
                 (keys.commits,),  # then a run that goes on makes each shard again
-                (keys.shards, keys.quarantined, keys.listings, leases(keys.dataset)),
+                (keys.shards, keys.quarantined, keys.listings, lease_prefix(keys.dataset)),
                 (keys.plan,),
             ),
             start=1,
@@ -349,7 +349,7 @@ class Judge:
                     if prefix.endswith("/") or stat.key == prefix:
                         yield phase, stat
 
-    def _orphans(self, keys: DatasetKeys, plan: Plan, tally: Tally) -> Iterator[Entry]:
+    def _orphans(self, keys: DatasetKeys, plan: DatasetPlan, tally: Tally) -> Iterator[Entry]:
         """Yield the objects that the ledger of a sealed dataset does not name.
 
         An open one may go on.
@@ -359,7 +359,7 @@ class Judge:
         except (errors.NotFoundError, errors.CorruptError):
             return
         try:
-            names = named_by(self.store, keys, plan)
+            names = find_referenced_keys(self.store, keys, plan)
         except errors.CorruptError as error:
             tally.kept[f"{keys.dataset}: {error}"] += 1
             return
@@ -368,7 +368,7 @@ class Judge:
                 place = self._taking_one(What.ORPHANS, stat, keys.dataset)
                 if stat.key in names or place is None:
                     continue
-                if why := self.guard.why(stat.key, named(stat.key)):
+                if why := self.guard.why(stat.key, classify_key(stat.key)):
                     tally.kept[why] += 1
                 else:
                     yield Entry(stat, place)
@@ -376,7 +376,7 @@ class Judge:
 
 def _as_old_as(stat: Stat, youngest: Mapping[int, datetime]) -> Stat:
     """Return a file of a step, as old as the youngest of that step, which may be in use."""
-    what = named(stat.key)
+    what = classify_key(stat.key)
     when = youngest.get(what.number, stat.last_modified) if what else stat.last_modified
     return replace(stat, last_modified=when)
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from millrace import errors
 from millrace.checkpoints import VerifyDepth
 from millrace.housekeeping.rules import Rule
-from millrace.keys import Kind, Named, cleaning_plan
+from millrace.keys import ClassifiedKey, ObjectKind, cleaning_plan_key
 from millrace.storage import Stat, Store, open_writer, stream
 
 _PART = 8 << 20
@@ -101,7 +101,7 @@ class Entry:
     stat: Stat
     rule: int
     phase: int = 0
-    junk: Named | None = None
+    junk: ClassifiedKey | None = None
 
     def line(self) -> bytes:
         """As it stands in a plan."""
@@ -137,7 +137,7 @@ class CleaningPlan:
     @property
     def key(self) -> str:
         """Key of the object."""
-        return cleaning_plan(self.name)
+        return cleaning_plan_key(self.name)
 
     @property
     def objects(self) -> int:
@@ -197,7 +197,7 @@ def write_plan(
         entries: What goes. Whatever they raise leaves no plan.
         tally: Of what is kept the entries are counting themselves.
     """
-    with open_writer(store, cleaning_plan(name), part=_PART, concurrency=2) as writer:
+    with open_writer(store, cleaning_plan_key(name), part=_PART, concurrency=2) as writer:
         writer.write(header.model_dump_json().encode() + b"\n")
         lines: list[bytes] = []
         for entry in entries:
@@ -221,8 +221,8 @@ def open_plan(store: Store, name: str) -> Generator[tuple[PlanHeader, Iterator[E
         CorruptError: It is none.
         ConfigurationError: It is another store's.
     """
-    where = store.url_of(cleaning_plan(name))
-    blocks = stream(store, cleaning_plan(name))
+    where = store.url_of(cleaning_plan_key(name))
+    blocks = stream(store, cleaning_plan_key(name))
     lines = _lines(blocks)
     try:
         try:
@@ -284,11 +284,11 @@ def _entries(where: str, lines: Iterator[bytes]) -> Iterator[Entry]:
     raise errors.CorruptError(f"{where} has no end: make a new plan.")
 
 
-def _junk(data: dict[str, Any]) -> Named | None:
+def _junk(data: dict[str, Any]) -> ClassifiedKey | None:
     if "junk" not in data:
         return None
     scope, worker = data["junk"]
-    return Named(Kind.JUNK, scope, worker=worker)
+    return ClassifiedKey(ObjectKind.JUNK, scope, worker=worker)
 
 
 def _lines(blocks: Iterator[bytes]) -> Generator[bytes]:

@@ -17,14 +17,14 @@ from millrace.keys import (
     CampaignKeys,
     ChainKeys,
     CheckpointKeys,
-    Kind,
-    Named,
+    ClassifiedKey,
+    ObjectKind,
     WorkerPrefixes,
     campaign_of,
-    named,
+    classify_key,
 )
 from millrace.lease import Census, Holder, StoreClock
-from millrace.models.chain import Link, Start
+from millrace.models.chain import ChainLink, ChainStart
 from millrace.models.checkpoint import Checkpoint
 from millrace.records import fetch
 from millrace.storage import Stat, Store, list_objects, read
@@ -46,7 +46,7 @@ def clock_of(store: Store, other: StoreClock | None = None) -> StoreClock:
     try:
         return StoreClock.read(store, CLEANING, Holder.this_process())
     except errors.DeniedError:
-        own = StoreClock.own()
+        own = StoreClock.of_this_machine()
         return min(own, other or own, key=StoreClock.now)
 
 
@@ -109,7 +109,7 @@ class Guard:
         """Forget what leases said: before each batch that is deleted they are read anew."""
         self._live.clear()
 
-    def why(self, key: str, what: Named | None) -> str:
+    def why(self, key: str, what: ClassifiedKey | None) -> str:
         """Return the reason why an object stays; empty if nothing protects it.
 
         Raises:
@@ -120,8 +120,8 @@ class Guard:
             return "it is pinned"
         if what is None:
             return self.live(key.rpartition("/")[0])
-        live = self.live(what.leases)
-        if live or what.kind not in {Kind.UPDATE, Kind.LINK, Kind.OPENING}:
+        live = self.live(what.lease_scope)
+        if live or what.kind not in {ObjectKind.UPDATE, ObjectKind.LINK, ObjectKind.OPENING}:
             return live
         return self._needed(what)
 
@@ -176,12 +176,12 @@ class Guard:
     def _holders(self, scope: str) -> Iterator[str]:
         for number, (store, clock) in enumerate(self._stores):
             census = self._census.setdefault((number, scope), Census(store, scope, "", clock))
-            for held in census.held().values():
+            for held in census.find_holders().values():
                 yield f"{scope} is worked on by {held.holder.host} (process {held.holder.pid})"
 
-    def _needed(self, what: Named) -> str:
+    def _needed(self, what: ClassifiedKey) -> str:
         """Return the reason why an object of a chain is needed."""
-        if what.kind is Kind.LINK and what.number == 0:
+        if what.kind is ObjectKind.LINK and what.number == 0:
             return f"{what.scope} begins with it"
         chain = (what.scope, what.version)
         if chain not in self._heads:
@@ -189,9 +189,9 @@ class Guard:
         head = self._heads[chain]
         if isinstance(head, str):
             return head
-        if what.kind is Kind.UPDATE and what.number > head.step:
+        if what.kind is ObjectKind.UPDATE and what.number > head.step:
             return f"{what.scope} goes on from step {head.step}, its newest checkpoint"
-        if what.kind is not Kind.UPDATE and what.number >= head.window:
+        if what.kind is not ObjectKind.UPDATE and what.number >= head.window:
             return f"{what.scope} goes on from window {head.window}, its newest checkpoint"
         return ""
 
@@ -220,7 +220,7 @@ def _head(store: Store, keys: ChainKeys, check: VerifyDepth) -> Head | str:
         if not isinstance(window, int):
             continue
         try:
-            link = fetch(store, keys.link(window), Link if window else Start)
+            link = fetch(store, keys.link(window), ChainLink if window else ChainStart)
         except (errors.NotFoundError, errors.CorruptError):
             continue
         if link.step == step and not verify(store, found, check=check):
@@ -237,7 +237,7 @@ class _Unread:
         url: URL of the object.
     """
 
-    what: Named
+    what: ClassifiedKey
     url: str
 
 
@@ -261,11 +261,11 @@ class Survey:
     _kept: dict[str, str] = field(default_factory=dict[str, str])
     _runs: set[str] = field(default_factory=set[str])
     _campaigns: set[str] = field(default_factory=set[str])
-    _newest: dict[tuple[Kind, str, str], list[int]] = field(
-        default_factory=dict[tuple[Kind, str, str], list[int]]
+    _newest: dict[tuple[ObjectKind, str, str], list[int]] = field(
+        default_factory=dict[tuple[ObjectKind, str, str], list[int]]
     )
 
-    def is_last(self, what: Named, count: int) -> bool:
+    def is_last(self, what: ClassifiedKey, count: int) -> bool:
         """Tell whether an object is of the newest so many windows or steps of its run."""
         newest = self._newest.get((what.kind, what.scope, what.version), [])
         return what.number in newest[:count]
@@ -282,10 +282,10 @@ class Survey:
             store: Which.
             keep: The most that a rule keeps of the newest.
         """
-        heaps: dict[tuple[Kind, str, str], tuple[list[int], set[int]]] = {}
+        heaps: dict[tuple[ObjectKind, str, str], tuple[list[int], set[int]]] = {}
         for stat in list_objects(store):
             what = self._note(store, stat)
-            if what is None or what.number < 0 or what.kind is Kind.CHECKPOINT:
+            if what is None or what.number < 0 or what.kind is ObjectKind.CHECKPOINT:
                 continue
             heap, there = heaps.setdefault((what.kind, what.scope, what.version), ([], set()))
             if not keep or what.number in there or (len(heap) == keep and what.number < heap[0]):
@@ -321,25 +321,29 @@ class Survey:
             if campaign:
                 trusted = CampaignKeys(campaign).run == scope
             else:
-                trusted = self._runs.isdisjoint(above) and bool(guard.live(one.what.leases))
+                trusted = self._runs.isdisjoint(above) and bool(guard.live(one.what.lease_scope))
             if trusted:
                 self.unknown = said
 
-    def _note(self, store: Store, stat: Stat) -> Named | None:
+    def _note(self, store: Store, stat: Stat) -> ClassifiedKey | None:
         """Note what an object says of workers and chains; return what its key means."""
         self.workers.learn(stat.key)
         if campaign := campaign_of(stat.key):
             self._campaigns.add(campaign)
-        what = named(stat.key)
+        what = classify_key(stat.key)
         if what is not None and what.version:
             self._runs.add(what.scope)
-        if what is not None and what.kind in {Kind.UPDATE, Kind.LINK, Kind.OPENING}:
+        if what is not None and what.kind in {
+            ObjectKind.UPDATE,
+            ObjectKind.LINK,
+            ObjectKind.OPENING,
+        }:
             self.versions[what.scope].add(what.version)
-        if what is not None and what.kind is Kind.LINK and what.number == 0:
+        if what is not None and what.kind is ObjectKind.LINK and what.number == 0:
             self._begins(store, what)
         return what
 
-    def _begins(self, store: Store, what: Named) -> None:
+    def _begins(self, store: Store, what: ClassifiedKey) -> None:
         key = ChainKeys(what.scope, what.version).link(0)
         try:
             start = _start(store, key)
@@ -356,17 +360,17 @@ def _above(name: str) -> Iterator[str]:
         name = name.rpartition("/")[0]
 
 
-def _start(store: Store, key: str) -> Start | _Begun:
+def _start(store: Store, key: str) -> ChainStart | _Begun:
     """Return the start of a chain, also one that another version of Millrace wrote.
 
     Raises:
         CorruptError: The object does not say which checkpoint the chain begins with.
     """
     try:
-        return fetch(store, key, Start)
+        return fetch(store, key, ChainStart)
     except errors.VersionError as error:
         try:
-            body = read(store, key, largest=Start.record_bytes)
+            body = read(store, key, largest=ChainStart.record_bytes)
             return _Begun.model_validate(orjson.loads(body)["record"])
         except (orjson.JSONDecodeError, ValidationError, KeyError, TypeError):
             raise error from None
@@ -377,7 +381,7 @@ def steps_of(stats: Iterable[Stat], job: str) -> dict[int, Stat]:
     keys = CheckpointKeys(job)
     steps: dict[int, Stat] = {}
     for stat in stats:
-        what = named(stat.key)
+        what = classify_key(stat.key)
         if what is not None and stat.key == keys.metadata(what.number):
             steps[what.number] = stat
     return dict(sorted(steps.items(), reverse=True))
@@ -387,7 +391,7 @@ def youngest_of(stats: Iterable[Stat]) -> dict[int, datetime]:
     """Return when the youngest object of each step of a job was written."""
     found: dict[int, datetime] = {}
     for stat in stats:
-        what = named(stat.key)
+        what = classify_key(stat.key)
         if what is not None and what.number >= 0:
             found[what.number] = max(stat.last_modified, found.get(what.number, stat.last_modified))
     return found

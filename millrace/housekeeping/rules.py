@@ -12,7 +12,7 @@ from packaging.version import InvalidVersion, Version
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from millrace.checkpoints import VerifyDepth
-from millrace.keys import Kind
+from millrace.keys import ObjectKind
 from millrace.settings import Duration
 from millrace.storage import StoreSpec
 
@@ -44,13 +44,13 @@ class What(StrEnum):
 
 
 OBJECTS = {
-    Kind.GRADIENT: What.GRADIENTS,
-    Kind.START_WINDOW: What.START_WINDOWS,
-    Kind.UPDATE: What.GATHERS,
-    Kind.LINK: What.GATHERS,
-    Kind.OPENING: What.GATHERS,
-    Kind.PASSING: What.PASSING,
-    Kind.JUNK: What.JUNK,
+    ObjectKind.GRADIENT: What.GRADIENTS,
+    ObjectKind.START_WINDOW: What.START_WINDOWS,
+    ObjectKind.UPDATE: What.GATHERS,
+    ObjectKind.LINK: What.GATHERS,
+    ObjectKind.OPENING: What.GATHERS,
+    ObjectKind.PASSING: What.PASSING,
+    ObjectKind.JUNK: What.JUNK,
 }
 """What goes by itself, each object as a rule says."""
 _VERSIONED = {What.GRADIENTS, What.START_WINDOWS, What.GATHERS}

@@ -19,7 +19,7 @@ from millrace.housekeeping.plans import (
 )
 from millrace.housekeeping.protection import Guard, clock_of
 from millrace.housekeeping.uploads import abort_uploads
-from millrace.keys import CLEANING, Kind, RentalKeys, named, rental_of
+from millrace.keys import CLEANING, ObjectKind, RentalKeys, classify_key, rental_of
 from millrace.lease import StoreClock
 from millrace.progress import Progress, silent
 from millrace.storage import (
@@ -74,7 +74,7 @@ def survey_wiping(spec: StoreSpec, *, progress: Progress = silent) -> Contents:
     """
     store = open_store(spec, make_folder=False)
     # This machine's clock: to read the store's takes a write.
-    guard = Guard([store], (), VerifyDepth.SIZES, StoreClock.own())
+    guard = Guard([store], (), VerifyDepth.SIZES, StoreClock.of_this_machine())
     objects = size = 0
     for entry in _all(store, guard, progress):
         objects += 1
@@ -173,8 +173,8 @@ class _Unheld:
 
     def note(self, key: str) -> None:
         """Remember the scopes that there are, which objects of other kinds may lie below."""
-        if what := named(key):
-            self._scopes |= {what.scope, what.leases}
+        if what := classify_key(key):
+            self._scopes |= {what.scope, what.lease_scope}
 
     def look_again(self) -> None:
         self._guard.look_again()
@@ -184,9 +184,9 @@ class _Unheld:
         return self.why
 
     def _held(self, key: str) -> str:
-        what = named(key)
+        what = classify_key(key)
         if what is not None and what.scope:
-            if (why := self._guard.live(what.leases)) or what.kind is not Kind.DATASET:
+            if (why := self._guard.live(what.lease_scope)) or what.kind is not ObjectKind.DATASET:
                 return why
             return self._guard.needed_by(what.scope)
         folders = (str(folder) for folder in PurePosixPath(key).parents)
@@ -230,8 +230,8 @@ def _all(store: Store, guard: Guard, progress: Progress) -> Iterator[Entry]:
     out: dict[str, set[int]] = {}
     for stat in listed(store, "", progress):
         _note(stat.key, out)
-        what = named(stat.key)
-        if what is not None and what.kind is Kind.RECORD and what.scope not in seen:
+        what = classify_key(stat.key)
+        if what is not None and what.kind is ObjectKind.RECORD and what.scope not in seen:
             seen.add(what.scope)
             if why := guard.live(what.scope):
                 raise errors.HeldError(f"{why}: end it before {store.url} is wiped.")

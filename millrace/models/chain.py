@@ -19,7 +19,7 @@ class OuterKind(StrEnum):
     SIGN = "sign"  # DeMo, 2411.19870
 
 
-class Outer(RecordPart):
+class OuterOptimizer(RecordPart):
     """The outer step: the same for all who apply it."""
 
     kind: OuterKind = Field(
@@ -29,7 +29,7 @@ class Outer(RecordPart):
     momentum: float = Field(default=0.9, ge=0, lt=1, description="Momentum of `nesterov`.")
 
 
-class Start(Record):
+class ChainStart(Record):
     """The first link: the weights that the run begins with.
 
     Attributes:
@@ -48,7 +48,7 @@ class Start(Record):
     state: str
 
 
-class Taken(RecordPart):
+class MergedWorker(RecordPart):
     """A worker whose gradient is in a merge.
 
     Attributes:
@@ -66,7 +66,7 @@ class Taken(RecordPart):
     tokens: int
 
 
-class LeftOut(RecordPart):
+class ExcludedWorker(RecordPart):
     """A worker whose gradient is not.
 
     Attributes:
@@ -94,13 +94,13 @@ class Update(RecordPart):
     tensors: int
 
 
-def reasons(out: Iterable[LeftOut]) -> str:
+def count_reasons(out: Iterable[ExcludedWorker]) -> str:
     """Count the workers that are out by reason: ``2 late, 1 norm``; empty if none is."""
     counts = Counter(str(one.reason) for one in out)
     return ", ".join(f"{number} {reason}" for reason, number in sorted(counts.items()))
 
 
-class Link(Record):
+class ChainLink(Record):
     """Result of a window.
 
     Attributes:
@@ -131,10 +131,10 @@ class Link(Record):
     codec: Codec
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    outer: Outer
+    outer: OuterOptimizer
     rule: str
-    taken: dict[str, Taken]
-    out: dict[str, LeftOut]
+    taken: dict[str, MergedWorker]
+    out: dict[str, ExcludedWorker]
     seconds: float
     previous: str
     state: str

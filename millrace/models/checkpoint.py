@@ -8,7 +8,7 @@ from millrace.records import Record, RecordPart
 
 # 300,000 boxes of tensors with names of 80 bytes. A model of 671e9 parameters with 45,000 tensors
 # and two moments of Adam has 31 MiB; one of 70e9, cut over 64 ranks, 17 MiB.
-_METADATA_BYTES = 64 << 20
+_MAX_METADATA_SIZE = 64 << 20
 
 
 class Part(RecordPart):
@@ -73,7 +73,7 @@ class Checkpoint(Record):
     """
 
     record_kind: ClassVar[str] = "checkpoint"
-    record_bytes: ClassVar[int] = _METADATA_BYTES
+    record_bytes: ClassVar[int] = _MAX_METADATA_SIZE
     record_version: ClassVar[int] = 2  # with the digest of all fields
 
     job: str
@@ -93,7 +93,7 @@ class Checkpoint(Record):
         return sum(part.size for part in self.parts)
 
 
-class Share(Record):
+class RankShare(Record):
     """Files of a checkpoint that one of several ranks has saved.
 
     Attributes:
@@ -109,7 +109,7 @@ class Share(Record):
     """
 
     record_kind: ClassVar[str] = "checkpoint-share"
-    record_bytes: ClassVar[int] = _METADATA_BYTES
+    record_bytes: ClassVar[int] = _MAX_METADATA_SIZE
     job: str
     step: int
     rank: int
@@ -121,7 +121,7 @@ class Share(Record):
     notes: dict[str, str]
 
 
-class Epoch(Record):
+class EpochRecord(Record):
     """An epoch that has ended, and the checkpoint that it ended with.
 
     Attributes:
@@ -163,7 +163,7 @@ class Roster(Record):
     seed: int
 
 
-class Claim(Record):
+class Vote(Record):
     """Statement of a member: the content of an epoch's checkpoint.
 
     Attributes:
@@ -183,18 +183,18 @@ class Claim(Record):
     size: int
 
     @property
-    def said(self) -> tuple[int, str, str]:
+    def agreement_key(self) -> tuple[int, str, str]:
         """Fields that members in agreement have alike."""
         return self.step, self.root, self.rest
 
-    def end(self, job: str, epoch: int, member: str = "") -> Epoch:
+    def make_epoch_record(self, job: str, epoch: int, member: str = "") -> EpochRecord:
         """Return the end of an epoch with the checkpoint that this is about."""
-        return Epoch(
+        return EpochRecord(
             job=job, epoch=epoch, step=self.step, root=self.root, rest=self.rest, member=member
         )
 
 
-class Late(Record):
+class LateVote(Record):
     """A member's vote to end an epoch without a checkpoint.
 
     Attributes:
@@ -268,7 +268,7 @@ class Quarantine(Record):
     """
 
     record_kind: ClassVar[str] = "checkpoint-quarantine"
-    record_bytes: ClassVar[int] = _METADATA_BYTES
+    record_bytes: ClassVar[int] = _MAX_METADATA_SIZE
     record_version: ClassVar[int] = 2  # as of `Checkpoint`
 
     checkpoint: Checkpoint | None

@@ -8,10 +8,10 @@ from millrace.errors import ConfigurationError
 from millrace.keys import DatasetKeys, is_plain
 from millrace.records import Record, RecordPart
 
-_INDEX_BYTES = 256 << 20  # a million splits or shards, of 150 to 250 bytes each
+_MAX_INDEX_SIZE = 256 << 20  # a million splits or shards, of 150 to 250 bytes each
 
 
-def _checked_key(key: str) -> str:
+def _check_key(key: str) -> str:
     """Refuse a key that leads out of the folder that objects are written below.
 
     Raises:
@@ -22,7 +22,7 @@ def _checked_key(key: str) -> str:
     return key
 
 
-ObjectKey = Annotated[str, AfterValidator(_checked_key)]
+ObjectKey = Annotated[str, AfterValidator(_check_key)]
 """A key that a record names, which readers use as a path, too."""
 
 
@@ -64,7 +64,7 @@ class ByteRange(RecordPart):
         """Bytes of the source that this split covers."""
         return self.end - self.start
 
-    def through(self, cursor: int) -> float:
+    def fraction_before(self, cursor: int) -> float:
         """Return the fraction that lies before a cursor, from 0 to 1."""
         return min(1.0, max(0.0, (cursor - self.start) / self.size))
 
@@ -85,12 +85,12 @@ class FileGroup(RecordPart):
     samples: int
     size: int
 
-    def through(self, cursor: int) -> float:
+    def fraction_before(self, cursor: int) -> float:
         """Return the fraction that lies before a cursor, from 0 to 1."""
         return cursor / self.samples
 
 
-Piece = Annotated[ByteRange | FileGroup, Field(discriminator="kind")]
+SourceRange = Annotated[ByteRange | FileGroup, Field(discriminator="kind")]
 
 
 class Split(RecordPart):
@@ -104,7 +104,7 @@ class Split(RecordPart):
 
     name: str
     partition: str
-    piece: Piece
+    piece: SourceRange
 
 
 class SourceRecord(RecordPart):
@@ -129,7 +129,7 @@ class SourceRecord(RecordPart):
     markers: int = 0
 
 
-class Layout(RecordPart):
+class ShardLayout(RecordPart):
     """Settings that decide the bytes of the shards, besides the samples.
 
     Attributes:
@@ -145,7 +145,7 @@ class Layout(RecordPart):
     shard_samples: int
 
 
-class Plan(Record):
+class DatasetPlan(Record):
     """Cut of a dataset: a pure function of the source at its revision and these settings.
 
     Attributes:
@@ -160,10 +160,10 @@ class Plan(Record):
     """
 
     record_kind: ClassVar[str] = "dataset-plan"
-    record_bytes: ClassVar[int] = _INDEX_BYTES
+    record_bytes: ClassVar[int] = _MAX_INDEX_SIZE
     dataset: str
     source: SourceRecord
-    layout: Layout
+    layout: ShardLayout
     seed: int | None
     holdout: float
     split_bytes: int
@@ -249,7 +249,7 @@ class Manifest(Record):
     """
 
     record_kind: ClassVar[str] = "dataset-manifest"
-    record_bytes: ClassVar[int] = _INDEX_BYTES
+    record_bytes: ClassVar[int] = _MAX_INDEX_SIZE
     dataset: str
     plan: str
     format: str
@@ -259,7 +259,7 @@ class Manifest(Record):
     quarantined: int
 
     @model_validator(mode="after")
-    def _own_shards(self) -> Self:
+    def _check_shard_keys(self) -> Self:
         try:
             below = DatasetKeys(self.dataset).shards
         except ConfigurationError as error:

@@ -8,13 +8,13 @@ from pydantic import Field, FiniteFloat
 
 from millrace.records import Record, RecordPart
 
-CHUNK = 4096
+CHUNK_SIZE = 4096
 """Values that a chunk has at most: as many as its indices can count in 12 bits."""
 
-BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+BUFFER_NAMES = ("running_mean", "running_var", "num_batches_tracked")
 """Last parts of the names of BatchNorm's buffers."""
 
-_RANGES = {"running_var": (0.0, math.inf), "num_batches_tracked": (0.0, 2.0**53)}
+_BUFFER_RANGES = {"running_var": (0.0, math.inf), "num_batches_tracked": (0.0, 2.0**53)}
 
 
 class Transform(StrEnum):
@@ -50,13 +50,13 @@ class Codec(RecordPart):
         "the window, the same for all workers, and need not be sent: for `median` and `trimmed "
         "mean`.",
     )
-    k: int = Field(default=64, ge=1, le=CHUNK, description="Values that are sent, of 4096.")
+    k: int = Field(default=64, ge=1, le=CHUNK_SIZE, description="Values that are sent, of 4096.")
     bits: Literal[2, 4, 8, 16, 32] = Field(
         default=2,
         description="Bits of each, its sign among them; 16 are a float16, 32 a float32.",
     )
     buffers: tuple[str, ...] = Field(
-        default=BUFFERS,
+        default=BUFFER_NAMES,
         description="Names of the model's buffers, or the last parts of their names: by default "
         "those of BatchNorm. Buffers are sent whole and averaged; neither the feedback nor the "
         "outer step changes them.",
@@ -64,24 +64,29 @@ class Codec(RecordPart):
 
     def is_buffer(self, name: str) -> bool:
         """Return whether a tensor is a buffer, by its name."""
-        return name in self.buffers or last_part(name) in self.buffers
+        return name in self.buffers or last_part_of(name) in self.buffers
 
-    def of(self, name: str) -> "Codec":
+    def for_tensor(self, name: str) -> "Codec":
         """Return how one tensor is compressed: a buffer whole, in float32."""
         if not self.is_buffer(name):
             return self
-        whole = {"transform": Transform.NONE, "support": Support.SHARED, "k": CHUNK, "bits": 32}
+        whole = {
+            "transform": Transform.NONE,
+            "support": Support.SHARED,
+            "k": CHUNK_SIZE,
+            "bits": 32,
+        }
         return self.model_copy(update=whole)
 
 
-def last_part(name: str) -> str:
+def last_part_of(name: str) -> str:
     """Return the last part of a tensor's name: ``running_var`` of ``layer.1.running_var``."""
     return name.rpartition(".")[2]
 
 
 def range_of(name: str) -> tuple[float, float]:
     """Return the least and the largest value that a buffer may have, by the buffer's name."""
-    return _RANGES.get(last_part(name), (-math.inf, math.inf))
+    return _BUFFER_RANGES.get(last_part_of(name), (-math.inf, math.inf))
 
 
 class GradientHeader(RecordPart):

@@ -3,32 +3,32 @@
 from collections.abc import Iterator
 
 from millrace.keys import DatasetKeys
-from millrace.models.dataset import FileGroup, Plan, ShardCommit
-from millrace.records import committed, whole
+from millrace.models.dataset import DatasetPlan, FileGroup, ShardCommit
+from millrace.records import iterate_records, require_intact
 from millrace.storage import Store
 
 
-def ledger(store: Store, keys: DatasetKeys, split: str = "") -> Iterator[ShardCommit]:
+def iterate_commits(store: Store, keys: DatasetKeys, split: str = "") -> Iterator[ShardCommit]:
     """Yield the commits of a split, or of the whole dataset, in the listing's order.
 
     Raises:
         CorruptError: Commits are damaged: after all others.
     """
     prefix = keys.commits_of(split) if split else keys.commits
-    found = committed(
+    found = iterate_records(
         store, prefix, ShardCommit, wanted=lambda stat: keys.parse_commit(stat.key) is not None
     )
-    return whole(store.url_of(prefix), found)
+    return require_intact(store.url_of(prefix), found)
 
 
-def named_by(store: Store, keys: DatasetKeys, plan: Plan) -> set[str]:
+def find_referenced_keys(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> set[str]:
     """Return the keys of all shards, quarantines and listings that a dataset's records name.
 
     Raises:
         CorruptError: Commits are damaged, so it is unknown what they name.
     """
     names: set[str] = set()
-    for entry in ledger(store, keys):
+    for entry in iterate_commits(store, keys):
         names.update(key for key in (entry.key, entry.quarantine) if key)
     pieces = (split.piece for split in plan.splits)
     names.update(piece.listing for piece in pieces if isinstance(piece, FileGroup))

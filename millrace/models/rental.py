@@ -69,7 +69,7 @@ class Contract(Record):
     instance: int
 
 
-class Left(Record):
+class DetachRecord(Record):
     """Record that a machine stays until its time is over, though nobody holds its rental.
 
     Attributes:
@@ -81,7 +81,7 @@ class Left(Record):
     at: datetime
 
 
-class Ending(StrEnum):
+class ReturnReason(StrEnum):
     """Reason why a machine is given back."""
 
     DONE = "done"  # its program ended well
@@ -95,7 +95,7 @@ class Ending(StrEnum):
     REAPED = "reaped"  # it had no living owner
 
 
-class Returned(Record):
+class ReturnRecord(Record):
     """Record that nothing is left of an attempt: a listing of all machines showed none.
 
     Attributes:
@@ -107,7 +107,7 @@ class Returned(Record):
 
     record_kind: ClassVar[str] = "rental-returned"
 
-    why: Ending
+    why: ReturnReason
     said: str = ""
     cost: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     ended: datetime

@@ -6,10 +6,10 @@ from datetime import timedelta
 from itertools import islice
 
 from millrace import errors
-from millrace.keys import DatasetKeys, LeaseKeys, leases
-from millrace.lease import Census, Heartbeat, Held, Holder, StoreClock, acquire
-from millrace.models.dataset import Plan
-from millrace.models.ledger import named_by
+from millrace.keys import DatasetKeys, LeaseKeys, lease_prefix
+from millrace.lease import Census, Heartbeat, HeldLease, Holder, StoreClock, acquire
+from millrace.models.dataset import DatasetPlan
+from millrace.models.ledger import find_referenced_keys
 from millrace.progress import Event, Progress, silent
 from millrace.records import fetch
 from millrace.storage import (
@@ -71,7 +71,7 @@ def collect_garbage(
     """
     keys = DatasetKeys(dataset)
     try:
-        plan = fetch(store, keys.plan, Plan)
+        plan = fetch(store, keys.plan, DatasetPlan)
     except errors.NotFoundError:
         raise errors.NotFoundError(
             f"{store.url_of(dataset)} has no plan, so nothing can be told from garbage: correct "
@@ -88,7 +88,7 @@ def collect_garbage(
         # Held until all is deleted: a run that resumed meanwhile could commit what is found here.
         for split in _unended(store, keys, plan):
             lease = acquire(store, LeaseKeys(dataset, split), holder, _CLAIM, clock)
-            if isinstance(lease, Held):
+            if isinstance(lease, HeldLease):
                 raise _conflict(dataset, lease.holder)
             heartbeat.keep(lease)
             claimed.add(split)
@@ -126,7 +126,7 @@ def _refuse_others(census: Census, dataset: str, holder: Holder, claimed: set[st
     Raises:
         ConflictError: It is so.
     """
-    held = census.held()
+    held = census.find_holders()
     for one in held.values():
         if one.holder.id != holder.id:
             raise _conflict(dataset, one.holder)
@@ -144,17 +144,17 @@ def _conflict(dataset: str, holder: Holder) -> errors.ConflictError:
     )
 
 
-def _unended(store: Store, keys: DatasetKeys, plan: Plan) -> list[str]:
+def _unended(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> list[str]:
     if exists(store, keys.manifest):
         return []
     ended = {keys.parse_end(stat.key) for stat in list_objects(store, keys.commits)}
     return [split.name for split in plan.splits if split.name not in ended]
 
 
-def _unnamed(store: Store, keys: DatasetKeys, plan: Plan) -> Iterator[Stat]:
-    named = named_by(store, keys, plan)
+def _unnamed(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> Iterator[Stat]:
+    named = find_referenced_keys(store, keys, plan)
     prefixes = [keys.shards, keys.quarantined, keys.listings]
     if exists(store, keys.manifest):
-        prefixes.append(leases(keys.dataset))
+        prefixes.append(lease_prefix(keys.dataset))
     for prefix in prefixes:
         yield from (stat for stat in list_objects(store, prefix) if stat.key not in named)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from millrace import errors, settings
 from millrace.keys import DatasetKeys
-from millrace.models.dataset import Manifest, Plan
+from millrace.models.dataset import DatasetPlan, Manifest
 from millrace.progress import Event, Progress, silent
 from millrace.records import fetch
 from millrace.shards.plan import check_pinned, make_plan, pin_plan
@@ -52,7 +52,7 @@ class ShardReport:
         return sum(self.manifest.samples.values())
 
 
-def plan_dataset(config: PipelineSettings) -> Plan:
+def plan_dataset(config: PipelineSettings) -> DatasetPlan:
     """Plan how a dataset would be cut: reads the source's listing, writes nothing.
 
     Raises:
@@ -86,7 +86,7 @@ class Preflight:
 _PREFLIGHT = timedelta(seconds=10)  # that the destination may take to answer
 
 
-def check_destination(config: PipelineSettings) -> tuple[Plan, Preflight]:
+def check_destination(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]:
     """Plan a dataset, and find out by reading whether it can be made. Writes nothing.
 
     Raises:
@@ -156,7 +156,7 @@ def shard_dataset(
     except errors.ChangedError:
         if not (repair and exists(store, keys.manifest)):
             raise
-        plan = fetch(store, keys.plan, Plan)
+        plan = fetch(store, keys.plan, DatasetPlan)
     progress(
         Event(
             "plan.committed",
@@ -222,7 +222,7 @@ def _refuse_overlap(source: Store, target: Store, dataset: str) -> None:
         )
 
 
-def _jobs(config: PipelineSettings, plan: Plan) -> list[Job]:
+def _jobs(config: PipelineSettings, plan: DatasetPlan) -> list[Job]:
     digest = plan_digest(plan)
     return [
         Job(

@@ -12,15 +12,15 @@ from millrace import errors
 from millrace.formats import webdataset
 from millrace.keys import DatasetKeys, LeaseKeys
 from millrace.lease import Census, Heartbeat, Holder, Lease, StoreClock, acquire
-from millrace.models.dataset import FileGroup, FileRef, Layout, Plan
+from millrace.models.dataset import DatasetPlan, FileGroup, FileRef, ShardLayout
 from millrace.progress import Event, Progress, silent
-from millrace.records import commit_once, differences, fetch
+from millrace.records import commit_once, fetch, list_differences
 from millrace.shards.settings import CutSettings
 from millrace.sources import Cut, SourceSettings, cut
 from millrace.sources.files import difference_of
 from millrace.sources.folder import LISTING_BYTES, decode_listing
 from millrace.storage import Store, create, delete, exists, list_objects, put, read
-from millrace.words import count
+from millrace.words import format_count
 
 _CLAIM = timedelta(seconds=30)
 _LOOK = 1.0  # seconds between two looks at a removal that another run does
@@ -32,7 +32,7 @@ _ROWS = {"rows": "2", "json": "orjson-3"}
 
 def make_plan(
     keys: DatasetKeys, source: SourceSettings, source_store: Store, settings: CutSettings
-) -> tuple[Plan, Cut]:
+) -> tuple[DatasetPlan, Cut]:
     """Cut the source and describe the result. Reads the source's listing, writes nothing.
 
     Returns:
@@ -47,10 +47,10 @@ def make_plan(
         seed=settings.seed,
         holdout=settings.holdout,
     )
-    plan = Plan(
+    plan = DatasetPlan(
         dataset=keys.dataset,
         source=pieces.record,
-        layout=Layout(
+        layout=ShardLayout(
             format="webdataset",
             writer={**webdataset.WRITER, **_ROWS},
             shard_bytes=settings.shard_bytes,
@@ -66,7 +66,7 @@ def make_plan(
 
 
 def check_pinned(
-    store: Store, keys: DatasetKeys, plan: Plan, listings: Mapping[str, bytes]
+    store: Store, keys: DatasetKeys, plan: DatasetPlan, listings: Mapping[str, bytes]
 ) -> bool:
     """Check by reading that `pin_plan` would not refuse a plan. Writes nothing.
 
@@ -91,10 +91,10 @@ def check_pinned(
 def pin_plan(
     store: Store,
     keys: DatasetKeys,
-    plan: Plan,
+    plan: DatasetPlan,
     listings: Mapping[str, bytes],
     progress: Progress = silent,
-) -> Plan:
+) -> DatasetPlan:
     """Commit the plan, or find that it is the one that was committed before.
 
     A plan that differs is replaced as long as nothing was committed by it and no run works by it.
@@ -123,9 +123,9 @@ def pin_plan(
             return there
 
 
-def _committed_plan(store: Store, keys: DatasetKeys) -> Plan | None:
+def _committed_plan(store: Store, keys: DatasetKeys) -> DatasetPlan | None:
     try:
-        return fetch(store, keys.plan, Plan)
+        return fetch(store, keys.plan, DatasetPlan)
     except errors.NotFoundError:
         return None
 
@@ -145,7 +145,7 @@ def _keep(store: Store, listings: Mapping[str, bytes]) -> None:
 def _removed(
     store: Store,
     keys: DatasetKeys,
-    there: Plan,
+    there: DatasetPlan,
     progress: Progress,
     difference: errors.MillraceError,
 ) -> bool:
@@ -161,7 +161,7 @@ def _removed(
     if _has_commits(store, keys):
         return False
     with _claimed(store, keys) as (holder, clock, _):
-        held = Census(store, keys.dataset, "", clock).held()
+        held = Census(store, keys.dataset, "", clock).find_holders()
         others = [one.holder for one in held.values() if one.holder.id != holder.id]
         if others:
             raise errors.ConflictError(
@@ -231,7 +231,9 @@ def _has_commits(store: Store, keys: DatasetKeys) -> bool:
     return next(list_objects(store, keys.commits), None) is not None or exists(store, keys.manifest)
 
 
-def _check_same(store: Store, there: Plan, ours: Plan, listings: Mapping[str, bytes]) -> None:
+def _check_same(
+    store: Store, there: DatasetPlan, ours: DatasetPlan, listings: Mapping[str, bytes]
+) -> None:
     differing = [
         f"{name} ({_short(a)}, now {_short(b)})"
         for name, a, b in _fields(there, ours)
@@ -256,8 +258,8 @@ def _check_same(store: Store, there: Plan, ours: Plan, listings: Mapping[str, by
         now = (ref for body in _listed(ours, listings) for ref in body)
         raise errors.ChangedError(
             f"The source {ours.source.url} has changed since {ours.dataset} was planned: "
-            f"{_changes(then, now)} ({count(there.source.files, 'file')} of "
-            f"{there.source.size} bytes then, {count(ours.source.files, 'file')} of "
+            f"{_changes(then, now)} ({format_count(there.source.files, 'file')} of "
+            f"{there.source.size} bytes then, {format_count(ours.source.files, 'file')} of "
             f"{ours.source.size} now). Put it back, or shard it under another dataset name."
         )
     if there.splits != ours.splits:
@@ -277,7 +279,7 @@ class _Stored:
         return read(self._store, key, largest=LISTING_BYTES)
 
 
-def _listed(plan: Plan, bodies: "Mapping[str, bytes] | _Stored") -> Iterator[list[FileRef]]:
+def _listed(plan: DatasetPlan, bodies: "Mapping[str, bytes] | _Stored") -> Iterator[list[FileRef]]:
     """Yield the files of each split of a plan."""
     for split in plan.splits:
         if isinstance(split.piece, FileGroup):
@@ -300,12 +302,12 @@ def _changes(then: dict[str, FileRef], now: Iterable[FileRef]) -> str:
             found[file.path] = difference_of(then[file.path], file.size)
     found |= {path: "is gone" for path in then if path not in seen}
     named = [f"{path} {what}" for path, what in sorted(found.items())[:_NAMED]]
-    more = [f"{count(len(found) - _NAMED, 'more file')}"] if len(found) > _NAMED else []
+    more = [f"{format_count(len(found) - _NAMED, 'more file')}"] if len(found) > _NAMED else []
     return ", ".join(named + more) or "empty files came or went"
 
 
 def _fields(there: Any, ours: Any) -> list[tuple[str, Any, Any]]:
-    return [(n, getattr(there, n), getattr(ours, n)) for n in differences(there, ours)]
+    return [(n, getattr(there, n), getattr(ours, n)) for n in list_differences(there, ours)]
 
 
 def _short(value: object) -> str:

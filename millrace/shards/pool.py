@@ -24,7 +24,7 @@ import orjson
 
 from millrace import errors
 from millrace.keys import DatasetKeys, LeaseKeys
-from millrace.lease import Heartbeat, Held, Holder, Lease, StoreClock, acquire
+from millrace.lease import Heartbeat, HeldLease, Holder, Lease, StoreClock, acquire
 from millrace.models.dataset import SplitEnd
 from millrace.progress import Event, Progress
 from millrace.shards.worker import Job, run_job
@@ -88,7 +88,7 @@ class _Claims:
     clock: StoreClock
     heartbeat: Heartbeat
 
-    def claim(self, split: str) -> Lease | Held:
+    def claim(self, split: str) -> Lease | HeldLease:
         keys = LeaseKeys(self.keys.dataset, split)
         lease = acquire(self.store, keys, self.holder, self.ttl, self.clock)
         if isinstance(lease, Lease):

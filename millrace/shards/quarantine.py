@@ -8,8 +8,8 @@ import orjson
 
 from millrace import errors
 from millrace.keys import DatasetKeys
-from millrace.models.dataset import Plan, ShardCommit
-from millrace.models.ledger import ledger
+from millrace.models.dataset import DatasetPlan, ShardCommit
+from millrace.models.ledger import iterate_commits
 from millrace.progress import Event, Progress
 from millrace.shards.seal import plan_digest
 from millrace.shards.settings import ExecutionSettings
@@ -38,7 +38,7 @@ class QuarantineLimit:
     """
 
     def __init__(
-        self, store: Store, keys: DatasetKeys, plan: Plan, settings: ExecutionSettings
+        self, store: Store, keys: DatasetKeys, plan: DatasetPlan, settings: ExecutionSettings
     ) -> None:
         self._store, self._keys, self._settings = store, keys, settings
         self._plan = plan_digest(plan)
@@ -48,7 +48,7 @@ class QuarantineLimit:
         self._read = 0.0  # bytes of the source
         self._good = self._bad = 0
 
-    def resume(self, plan: Plan) -> None:
+    def resume(self, plan: DatasetPlan) -> None:
         """Count what earlier runs have committed. One GET a commit.
 
         Raises:
@@ -56,10 +56,10 @@ class QuarantineLimit:
             ConflictError: A run with a plan that was replaced has committed since.
         """
         pieces = {split.name: split.piece for split in plan.splits}
-        for entry in ledger(self._store, self._keys):
+        for entry in iterate_commits(self._store, self._keys):
             check_plan([entry], self._plan)
             self._add(entry.samples, entry.quarantined)
-            self._advance(entry.split, pieces[entry.split].through(entry.next))
+            self._advance(entry.split, pieces[entry.split].fraction_before(entry.next))
         self._stop_early()
 
     def watch(self, progress: Progress) -> Progress:

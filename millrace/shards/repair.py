@@ -9,8 +9,8 @@ from millrace.digest import sha256
 from millrace.formats.base import BadSampleError
 from millrace.formats.webdataset import TarEncoder
 from millrace.keys import DatasetKeys
-from millrace.models.dataset import Layout, Plan, ShardCommit, Split
-from millrace.models.ledger import ledger
+from millrace.models.dataset import DatasetPlan, ShardCommit, ShardLayout, Split
+from millrace.models.ledger import iterate_commits
 from millrace.progress import Event, Progress, silent
 from millrace.records import fetch
 from millrace.shards.seal import LostShard
@@ -54,9 +54,9 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = silent) -> 
     found = verify(store, config.dataset, progress=progress)
     if found.good:
         return Repair(found.shards, ())
-    plan = fetch(store, keys.plan, Plan)
+    plan = fetch(store, keys.plan, DatasetPlan)
     sealed_shards = {shard.key: shard for shard in sealed(store, keys).shards}
-    entries = {entry.key: entry for entry in ledger(store, keys)}
+    entries = {entry.key: entry for entry in iterate_commits(store, keys)}
     lost: list[LostShard] = []
     for fault in found.faults:
         entry = entries.get(fault.key)
@@ -75,7 +75,7 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = silent) -> 
 
 def remake_shards(
     store: Store,
-    plan: Plan,
+    plan: DatasetPlan,
     source_store: Store,
     lost: Iterable[LostShard],
     *,
@@ -102,7 +102,9 @@ def remake_shards(
         progress(Event("shard.repaired", key, {"bytes": entry.size}))
 
 
-def _made_again(source: Source, split: Split, layout: Layout, entry: ShardCommit) -> memoryview:
+def _made_again(
+    source: Source, split: Split, layout: ShardLayout, entry: ShardCommit
+) -> memoryview:
     encoder = TarEncoder(layout.shard_bytes)
     for row in source.rows(split.piece, entry.start):
         if not isinstance(row, BadRow):

@@ -7,10 +7,17 @@ from typing import NamedTuple
 import orjson
 
 from millrace import errors
-from millrace.digest import canonical, sha256
+from millrace.digest import dump_canonical_json, sha256
 from millrace.keys import DatasetKeys
-from millrace.models.dataset import Manifest, ManifestShard, Plan, ShardCommit, Split, SplitEnd
-from millrace.models.ledger import ledger
+from millrace.models.dataset import (
+    DatasetPlan,
+    Manifest,
+    ManifestShard,
+    ShardCommit,
+    Split,
+    SplitEnd,
+)
+from millrace.models.ledger import iterate_commits
 from millrace.progress import Event, Progress
 from millrace.records import commit_same, fetch
 from millrace.shards.split import check_plan, check_whole
@@ -27,7 +34,7 @@ class LostShard(NamedTuple):
 def seal(
     store: Store,
     keys: DatasetKeys,
-    plan: Plan,
+    plan: DatasetPlan,
     progress: Progress,
     *,
     check: Callable[[Iterable[ShardCommit]], None] = lambda _: None,
@@ -50,7 +57,7 @@ def seal(
     Raises:
         ConflictError: The ledger is not whole, or another manifest is there.
     """
-    entries = sorted(ledger(store, keys), key=lambda e: (e.split, e.n))
+    entries = sorted(iterate_commits(store, keys), key=lambda e: (e.split, e.n))
     with ThreadPoolExecutor(32) as pool:
 
         def end(split: Split) -> SplitEnd:
@@ -112,19 +119,19 @@ def wids_index(manifest: Manifest, keys: DatasetKeys) -> bytes:
     return orjson.dumps(index, option=orjson.OPT_INDENT_2)
 
 
-def plan_digest(plan: Plan) -> str:
+def plan_digest(plan: DatasetPlan) -> str:
     """SHA-256 of a plan: which one a manifest was made by."""
-    return sha256(canonical(plan.model_dump(mode="json")))
+    return sha256(dump_canonical_json(plan.model_dump(mode="json")))
 
 
-def _check_still_pinned(store: Store, keys: DatasetKeys, plan: Plan) -> None:
+def _check_still_pinned(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> None:
     """Refuse to complete a dataset whose plan was replaced since this run has read it.
 
     A plan is replaced only after its deletion, if there are no commits then. All commits of this
     plan are made by now: so either this finds that it was deleted, or the other finds them.
     """
     try:
-        pinned = fetch(store, keys.plan, Plan)
+        pinned = fetch(store, keys.plan, DatasetPlan)
     except errors.NotFoundError:
         pinned = None
     if pinned != plan:
@@ -147,7 +154,7 @@ def _check(entries: list[ShardCommit], ends: list[SplitEnd]) -> None:
             )
 
 
-def _manifest(keys: DatasetKeys, plan: Plan, entries: list[ShardCommit]) -> Manifest:
+def _manifest(keys: DatasetKeys, plan: DatasetPlan, entries: list[ShardCommit]) -> Manifest:
     partitions = {split.name: split.partition for split in plan.splits}
     samples = dict.fromkeys(sorted(set(partitions.values())), 0)
     for entry in entries:

@@ -19,8 +19,8 @@ from millrace.digest import sha256, sha256_of
 from millrace.formats.base import BadSampleError, ShardEncoder
 from millrace.formats.webdataset import EXTENSION, TarEncoder
 from millrace.keys import DatasetKeys, ShardName
-from millrace.models.dataset import Layout, ShardCommit, Split, SplitEnd
-from millrace.models.ledger import ledger
+from millrace.models.dataset import ShardCommit, ShardLayout, Split, SplitEnd
+from millrace.models.ledger import iterate_commits
 from millrace.progress import Event, Progress
 from millrace.records import commit_same, fetch
 from millrace.sources import BadRow, Row, Source
@@ -31,7 +31,7 @@ def run_split(
     store: Store,
     source: Source,
     keys: DatasetKeys,
-    layout: Layout,
+    layout: ShardLayout,
     split: Split,
     *,
     plan: str,
@@ -62,7 +62,7 @@ def run_split(
     last = _last_commit(store, keys, split.name)
     check_plan([last] if last else [], plan)
     cursor, number = (last.next, last.n + 1) if last else (0, 0)
-    opened = {"cursor": cursor, "commits": number, "through": split.piece.through(cursor)}
+    opened = {"cursor": cursor, "commits": number, "through": split.piece.fraction_before(cursor)}
     progress(Event("split.opened", split.name, opened))
     with _Shipping(store, keys, split, layout, plan, number, uploads, progress) as shipping:
         batch = shipping.begin(cursor)
@@ -74,7 +74,7 @@ def run_split(
     return _end(store, keys, split.name, plan, shipping.number, shipping.cursor, progress)
 
 
-def _take(batch: "_Batch", row: Row, layout: Layout, shipping: "_Shipping") -> "_Batch":
+def _take(batch: "_Batch", row: Row, layout: ShardLayout, shipping: "_Shipping") -> "_Batch":
     """Add a row to a batch; returns the batch that the next row belongs to."""
     if not isinstance(row, BadRow):
         try:
@@ -137,7 +137,7 @@ class _Shipping:
         store: Store,
         keys: DatasetKeys,
         split: Split,
-        layout: Layout,
+        layout: ShardLayout,
         plan: str,
         number: int,
         uploads: int,
@@ -266,7 +266,7 @@ class _Shipping:
             "bytes": commit.size,
             "quarantined": commit.quarantined,
             "split": commit.split,
-            "through": self._split.piece.through(commit.next),
+            "through": self._split.piece.fraction_before(commit.next),
         }
         self.progress(Event("shard.committed", commit.key or str(batch.name), figures))
 
@@ -338,7 +338,7 @@ def _end(
     progress: Progress,
 ) -> SplitEnd:
     """Commit that a split has no more rows, held against what was read of it."""
-    entries = sorted(ledger(store, keys, split), key=lambda entry: entry.n)
+    entries = sorted(iterate_commits(store, keys, split), key=lambda entry: entry.n)
     check_plan(entries, plan)
     check_whole(entries, split)
     if len(entries) != commits or (entries and entries[-1].next != cursor):

@@ -6,9 +6,9 @@ from enum import StrEnum
 
 from millrace import errors
 from millrace.keys import DatasetKeys, LeaseKeys
-from millrace.lease import Held, Holder, StoreClock, held_by
-from millrace.models.dataset import Plan, ShardCommit, SplitEnd
-from millrace.records import committed, fetch
+from millrace.lease import HeldLease, Holder, StoreClock, find_holder
+from millrace.models.dataset import DatasetPlan, ShardCommit, SplitEnd
+from millrace.records import fetch, iterate_records
 from millrace.storage import Store, exists, list_folders
 
 _DEEPEST = 4
@@ -96,14 +96,14 @@ def status(store: Store, dataset: str) -> DatasetStatus:
     """
     keys = DatasetKeys(dataset)
     try:
-        plan = fetch(store, keys.plan, Plan)
+        plan = fetch(store, keys.plan, DatasetPlan)
     except errors.NotFoundError:
         raise errors.NotFoundError(
             f"{store.url_of(dataset)} has no plan: nothing was ever sharded under this name."
         ) from None
     damaged: list[str] = []
     ends: set[str] = set()
-    for _, end in committed(
+    for _, end in iterate_records(
         store, keys.commits, SplitEnd, wanted=lambda s: keys.parse_end(s.key) is not None
     ):
         if isinstance(end, errors.CorruptError):
@@ -111,7 +111,7 @@ def status(store: Store, dataset: str) -> DatasetStatus:
         else:
             ends.add(end.split)
     entries: dict[str, list[ShardCommit]] = {split.name: [] for split in plan.splits}
-    for _, entry in committed(
+    for _, entry in iterate_records(
         store, keys.commits, ShardCommit, wanted=lambda s: keys.parse_commit(s.key) is not None
     ):
         if isinstance(entry, errors.CorruptError):
@@ -121,16 +121,18 @@ def status(store: Store, dataset: str) -> DatasetStatus:
     clock: StoreClock | None = None
     splits: list[SplitStatus] = []
     for name, own in entries.items():
-        held: Held | None = None
+        held: HeldLease | None = None
         if name not in ends:
             clock = clock or _clock(store, dataset)
-            held = held_by(store, LeaseKeys(dataset, name), clock)
+            held = find_holder(store, LeaseKeys(dataset, name), clock)
         splits.append(_split(name, own, ended=name in ends, held=held))
     sealed = exists(store, keys.manifest)
     return DatasetStatus(dataset, plan.source.url, sealed, tuple(splits), tuple(damaged))
 
 
-def _split(name: str, own: list[ShardCommit], *, ended: bool, held: Held | None) -> SplitStatus:
+def _split(
+    name: str, own: list[ShardCommit], *, ended: bool, held: HeldLease | None
+) -> SplitStatus:
     state = SplitState.WAITING
     if ended:
         state = SplitState.ENDED
@@ -153,4 +155,4 @@ def _clock(store: Store, dataset: str) -> StoreClock:
     try:
         return StoreClock.read(store, dataset, Holder.this_process())
     except errors.DeniedError:
-        return StoreClock.own()
+        return StoreClock.of_this_machine()

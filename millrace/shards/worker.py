@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from millrace import errors
 from millrace.keys import DatasetKeys
-from millrace.models.dataset import Layout, SourceRecord, Split, SplitEnd
+from millrace.models.dataset import ShardLayout, SourceRecord, Split, SplitEnd
 from millrace.progress import Event, Progress
 from millrace.shards.split import run_split
 from millrace.sources import open_source
@@ -32,7 +32,7 @@ class Job(BaseModel):
 
     dataset: str
     plan: str
-    layout: Layout
+    layout: ShardLayout
     source: SourceRecord
     source_store: StoreSpec
     store: StoreSpec

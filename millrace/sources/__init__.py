@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from millrace import errors
 from millrace.digest import sha256
-from millrace.keys import DatasetKeys, split_name
-from millrace.models.dataset import ByteRange, FileGroup, Piece, SourceRecord, Split
+from millrace.keys import DatasetKeys, make_split_name
+from millrace.models.dataset import ByteRange, FileGroup, SourceRange, SourceRecord, Split
 from millrace.models.sample import BadRow, Row, Sample
 from millrace.sources.base import Source
 from millrace.sources.files import is_local, list_files
@@ -169,7 +169,7 @@ def cut(
                             "choose a smaller `split_files`."
                         )
                     digest = sha256(listing)
-                    key = keys.listing(split_name(partition, i), digest)
+                    key = keys.listing(make_split_name(partition, i), digest)
                     size = sum(groups.sizes[place] for place in batch)
                     piece = FileGroup(listing=key, sha256=digest, samples=len(batch), size=size)
                     listed[key] = batch
@@ -197,8 +197,8 @@ def open_source(
             return Folder(store, dataset, any_version=any_version)
 
 
-def _split(partition: str, number: int, piece: Piece) -> Split:
-    return Split(name=split_name(partition, number), partition=partition, piece=piece)
+def _split(partition: str, number: int, piece: SourceRange) -> Split:
+    return Split(name=make_split_name(partition, number), partition=partition, piece=piece)
 
 
 def _ranges(files: FileTable, split_bytes: int, *, local: bool) -> list[ByteRange]:

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from typing import Protocol
 
-from millrace.models.dataset import Piece
+from millrace.models.dataset import SourceRange
 from millrace.models.sample import Row
 
 
 class Source(Protocol):
     """Interface between the sharding engine and a source."""
 
-    def rows(self, piece: Piece, cursor: int) -> Iterator[Row]:
+    def rows(self, piece: SourceRange, cursor: int) -> Iterator[Row]:
         """Yield the rows of a piece from a cursor on; 0 is its beginning.
 
         Seeking is O(1): nothing before the cursor is read.

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from millrace import errors
-from millrace.digest import local_etag
+from millrace.digest import make_local_etag
 from millrace.models.dataset import FileRef
 from millrace.sources.table import FileTable
 from millrace.storage import Backend, Store, head, list_objects, read, stream
@@ -178,7 +178,7 @@ def _check(store: Store, file: FileRef, descriptor: int) -> None:
     if not file.etag:
         return
     now = os.fstat(descriptor)
-    if now.st_size != file.size or local_etag(now) != file.etag:
+    if now.st_size != file.size or make_local_etag(now) != file.etag:
         raise changed(store, file, difference_of(file, now.st_size))
 
 
@@ -225,4 +225,4 @@ def _walk(folder: str, taken: Callable[[str], bool]) -> Iterator[tuple[str, int,
             except FileNotFoundError:  # a link that leads nowhere is no file
                 continue
             if stat.S_ISREG(found.st_mode):
-                yield path, found.st_size, local_etag(found)
+                yield path, found.st_size, make_local_etag(found)

@@ -13,7 +13,7 @@ import orjson
 
 from millrace import errors
 from millrace.digest import sha256
-from millrace.models.dataset import FileGroup, FileRef, Piece
+from millrace.models.dataset import FileGroup, FileRef, SourceRange
 from millrace.models.sample import BadRow, LargeFile, Row, Sample
 from millrace.sources.files import file_blocks, of_any_version, read_ahead
 from millrace.sources.table import FileTable, path_bytes, path_text, shown, unreadable
@@ -168,7 +168,7 @@ class Folder:
         self._store = store
         self._dataset = dataset
 
-    def rows(self, piece: Piece, cursor: int) -> Iterator[Row]:
+    def rows(self, piece: SourceRange, cursor: int) -> Iterator[Row]:
         """Yield the samples of a piece from the cursor-th on.
 
         The files of a sample of more than 32 MiB are `LargeFile`: they are read by whoever

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from millrace import errors
-from millrace.models.dataset import ByteRange, FileRef, Piece
+from millrace.models.dataset import ByteRange, FileRef, SourceRange
 from millrace.models.sample import BadRow, Row, Sample
 from millrace.sources.files import file_blocks, of_any_version
 from millrace.storage import Store
@@ -50,7 +50,7 @@ class JsonLines:
         self._columns = tuple((columns or {}).items())
         self._block = block
 
-    def rows(self, piece: Piece, cursor: int) -> Iterator[Row]:
+    def rows(self, piece: SourceRange, cursor: int) -> Iterator[Row]:
         """Yield the rows that begin in a byte range, from a byte offset of the file on."""
         if not isinstance(piece, ByteRange):
             raise errors.ConfigurationError(f"JSON lines are cut by bytes, not {piece.kind}.")

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 from obstore.store import GCSStore, LocalStore, MemoryStore, ObjectStore, S3Store
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from millrace.environment import drop_empty_variables, variable
+from millrace.environment import drop_empty_variables, read_variable
 from millrace.errors import ConfigurationError, NotFoundError
 from millrace.settings import Duration
 
@@ -308,7 +308,9 @@ def open_store(
         )
     if patience is not None:
         spec = spec.model_copy(update={"patience": patience})
-    location = Location.parse(spec.url, account_id=spec.account_id or variable("R2_ACCOUNT_ID"))
+    location = Location.parse(
+        spec.url, account_id=spec.account_id or read_variable("R2_ACCOUNT_ID")
+    )
     if location.backend in {Backend.S3, Backend.R2, Backend.GS}:
         drop_empty_variables()
         spec = _with_environment(spec, location)
@@ -333,8 +335,8 @@ def _with_environment(spec: StoreSpec, location: Location) -> StoreSpec:
     sends nothing by plain HTTP to an endpoint that it has found.
     """
     if location.backend is Backend.S3 and not spec.endpoint:
-        endpoint = variable("AWS_ENDPOINT_URL_S3") or variable("AWS_ENDPOINT_URL")
-        region = spec.region or variable("AWS_REGION") or variable("AWS_DEFAULT_REGION")
+        endpoint = read_variable("AWS_ENDPOINT_URL_S3") or read_variable("AWS_ENDPOINT_URL")
+        region = spec.region or read_variable("AWS_REGION") or read_variable("AWS_DEFAULT_REGION")
         spec = spec.model_copy(update={"endpoint": endpoint, "region": region})
     if spec.endpoint and not _ENDPOINT.match(spec.endpoint):
         raise ConfigurationError(

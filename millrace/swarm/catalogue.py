@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from millrace import errors
-from millrace.digest import local_etag
+from millrace.digest import make_local_etag
 from millrace.keys import DatasetKeys
 from millrace.models.dataset import Manifest
 from millrace.records import fetch
@@ -177,7 +177,7 @@ def _resolve_shards(
 def _make_file(request: Request, store: Store, stat: Stat, destination: str) -> File:
     md5 = None
     if store.location.backend is Backend.FILE:
-        etag = local_etag((Path(store.location.bucket) / stat.key).stat())
+        etag = make_local_etag((Path(store.location.bucket) / stat.key).stat())
     elif stat.etag:
         etag, md5 = stat.etag, _MD5.fullmatch(stat.etag)
     else:

@@ -31,7 +31,7 @@ from millrace.swarm.wire import (
     read_body,
     sign,
 )
-from millrace.words import plain
+from millrace.words import clean_text
 
 _URL_TTL = timedelta(hours=24)  # that signed URLs are valid
 _ANSWER_TIMEOUT = 6.0  # seconds without an answer after which a node is lost
@@ -1040,7 +1040,7 @@ def _describe_refusal(error: BaseException) -> str:
     if isinstance(error, HttpStatusError):
         text = str(error).partition(" ")[2]
         try:
-            return plain(_read_reason(json.loads(text)))
+            return clean_text(_read_reason(json.loads(text)))
         except (ValueError, RecursionError):
-            return plain(str(error))
+            return clean_text(str(error))
     return errors.one_line(error)

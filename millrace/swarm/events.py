@@ -5,7 +5,7 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any, cast
 
 from millrace.swarm.tracker import STORE
-from millrace.words import plain
+from millrace.words import clean_text
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 _LONGEST_SENTENCE = 500  # characters that are kept
@@ -136,5 +136,5 @@ def _check_digest(value: Any) -> str:
 
 def _check_sentence(value: Any) -> str:
     if isinstance(value, str):
-        return plain(value, _LONGEST_SENTENCE)
+        return clean_text(value, _LONGEST_SENTENCE)
     raise ProtocolError("a reason without words")

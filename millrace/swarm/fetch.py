@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
-from millrace.digest import local_etag
+from millrace.digest import make_local_etag
 from millrace.swarm.pieces import Catalogue, Segment
 from millrace.swarm.wire import AUTH_HEADER, ConnectionPool, Endpoint, HttpStatusError, sign
 
@@ -119,7 +119,7 @@ class StoreReader:
     def _read_local(self, path: Path, segment: Segment, into: memoryview) -> None:
         file = self._catalogue.files[segment.file]
         with path.open("rb", buffering=0) as opened:
-            if local_etag(os.fstat(opened.fileno())) != file.etag:
+            if make_local_etag(os.fstat(opened.fileno())) != file.etag:
                 raise FetchError("another content", http.client.PRECONDITION_FAILED)
             at = 0
             while at < len(into):

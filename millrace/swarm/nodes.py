@@ -101,7 +101,7 @@ class _RayAgents:
         self._stack = ExitStack()
 
     def __enter__(self) -> int:
-        self._ray = self._stack.enter_context(cluster.connected(self._settings.address))
+        self._ray = self._stack.enter_context(cluster.connect(self._settings.address))
         expected = self._start_missing()
         watcher = threading.Thread(target=self._watch, name="cluster", daemon=True)
         watcher.start()
@@ -119,7 +119,7 @@ class _RayAgents:
 
     def _start_missing(self) -> int:
         """Start an agent on every living node that has none."""
-        living = cluster.living(self._ray)
+        living = cluster.list_living_nodes(self._ray)
         for node in living:
             if node["NodeID"] not in self._actors:
                 self._start(node)
@@ -134,7 +134,7 @@ class _RayAgents:
         zone = node.get("Labels", {}).get(self._settings.zone_label, "")
         key = secrets.token_bytes(32)
         options: dict[str, Any] = {
-            **cluster.only_on(node),
+            **cluster.make_node_options(node),
             "max_restarts": 0,
             "max_concurrency": 2,
         }

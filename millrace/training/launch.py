@@ -15,7 +15,7 @@ from pathlib import Path
 
 from millrace import errors
 from millrace.keys import CampaignKeys
-from millrace.processes import descendants, kill_descendants
+from millrace.processes import kill_descendants, list_descendants
 from millrace.settings import load
 from millrace.storage import exists, open_store
 from millrace.swarm.agent import Agent
@@ -93,7 +93,7 @@ def _code(command: Sequence[str], environ: Mapping[str, str]) -> int:
     What the command started and left running is killed. A rank in a session of its own would keep
     its GPU and its ports from the next try.
     """
-    before = descendants(os.getpid())
+    before = list_descendants(os.getpid())
     try:
         done = subprocess.run(command, env=dict(environ), stdin=subprocess.DEVNULL, check=False)
     except OSError as error:

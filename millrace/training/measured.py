@@ -8,7 +8,7 @@ from millrace import errors
 from millrace.gradients.settings import RunSettings
 from millrace.keys import GradientKeys
 from millrace.models.gradient import StartWindow
-from millrace.records import decoded
+from millrace.records import decode_record
 from millrace.storage import Store, head, list_objects, read_range
 
 _LARGEST = 4096  # bytes of what one says
@@ -56,12 +56,12 @@ def measured(
     found: defaultdict[int, list[float]] = defaultdict(list)
     for uid in workers:
         for stat in list_objects(store, f"{keys.worker(uid)}start_window-"):
-            parsed = keys.parse_start(stat.key)
+            parsed = keys.parse_start_window(stat.key)
             if parsed is None or not 1 <= parsed[1] <= last or stat.size > _LARGEST:
                 continue
             try:
                 body = read_range(store, stat.key, 0, _LARGEST)
-                said, _ = decoded(store.url_of(stat.key), StartWindow, body)
+                said, _ = decode_record(store.url_of(stat.key), StartWindow, body)
             except (errors.CorruptError, errors.NotFoundError):
                 continue
             value = said.measured.get(name)

@@ -68,10 +68,10 @@ def training_program(
         files={_WORKER: worker_file(plan, store, "{slot}")},
         ports=(PORT,) if plan.warm else (),
     )
-    reads = keys.reads()
+    reads = keys.list_read_prefixes()
     if plan.dataset is not None:
         reads.append(f"{plan.dataset}/")
-    writes = keys.writes("{slot}")
+    writes = keys.list_write_prefixes("{slot}")
     return program, (
         *(Reach(prefix=prefix) for prefix in reads),
         *(Reach(prefix=prefix, right=Right.WRITE) for prefix in writes),

@@ -13,7 +13,7 @@ from typing import IO, Any, Self
 
 from millrace import errors
 from millrace.checkpoints.epochs import EpochSaver
-from millrace.checkpoints.members import Membership
+from millrace.checkpoints.membership import Membership
 from millrace.digest import sha256_of
 from millrace.gradients.participant import Participant, Turn
 from millrace.keys import CampaignKeys, DatasetKeys

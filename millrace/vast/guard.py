@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from millrace.processes import started_at
+from millrace.processes import read_start_time
 
 if TYPE_CHECKING:
     from millrace.vast.settings import StandSettings
@@ -44,7 +44,7 @@ class RentalGuard:
     def __init__(self, settings: StandSettings, rental: str, *, grace: float = GRACE) -> None:
         self._told = {
             "grace": grace,
-            "owner": [os.getpid(), started_at(os.getpid())],
+            "owner": [os.getpid(), read_start_time(os.getpid())],
             "rental": rental,
             "store": settings.store.reveal(),
             "account": {
@@ -81,7 +81,7 @@ class RentalGuard:
 def watch(told: dict[str, Any]) -> None:
     """Wait for the end of an owner, and give back what no other has by then."""
     pid, since = told["owner"]
-    while started_at(pid) == since:
+    while read_start_time(pid) == since:
         time.sleep(_LOOK)
     time.sleep(told["grace"])
     _give_back(told)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from millrace import errors
 from millrace.keys import INSTALLATION, RENTALS, RentalKeys, rental_of
-from millrace.models.rental import Contract, Installation, Intent, Returned
+from millrace.models.rental import Contract, Installation, Intent, ReturnRecord
 from millrace.records import Record, commit_once, fetch
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 from millrace.vast.instances import Instance
@@ -43,7 +43,7 @@ class Attempt:
     number: int
     intent: Intent
     contract: Contract | None = None
-    returned: Returned | None = None
+    returned: ReturnRecord | None = None
     left: bool = False
 
     @property
@@ -148,7 +148,7 @@ def _attempts(store: Store, prefix: str, *, returned: bool = True) -> Iterator[t
                 number,
                 intent,
                 _read(store, keys.contract(number), Contract) if "contract" in parts else None,
-                _read(store, keys.returned(number), Returned) if "returned" in parts else None,
+                _read(store, keys.returned(number), ReturnRecord) if "returned" in parts else None,
                 "left" in parts,
             ),
         )

@@ -22,7 +22,7 @@ from pydantic import BaseModel
 
 from millrace import errors
 from millrace.keys import MachineKeys
-from millrace.processes import adopt_orphans, descendants, kill_descendants
+from millrace.processes import adopt_orphans, kill_descendants, list_descendants
 from millrace.storage import Store, StoreSpec, create, exists, list_objects, open_store, put, read
 from millrace.vast.traffic import STATE, count_traffic
 from millrace.vast.wire import (
@@ -84,7 +84,7 @@ class GuestProgram:
 
     def _attend(self, printed: IO[bytes]) -> int:
         """Start the program, and tell how it is until it ends."""
-        before = descendants(os.getpid())
+        before = list_descendants(os.getpid())
         ours = {"PYTHONUNBUFFERED": "1", "PWD": str(self._folder)}
         environment = {**environment_of(os.environ, self._order), **ours}
         venv = self._folder / ".venv" / "bin"

@@ -9,7 +9,7 @@ from millrace import errors
 from millrace.keys import RentalKeys
 from millrace.lease import (
     Heartbeat,
-    Held,
+    HeldLease,
     Holder,
     Lease,
     StoreClock,
@@ -40,7 +40,7 @@ def own(
     clock = StoreClock.read(store, keys.scope, holder)
     seek = await_lease if wait else acquire
     lease = seek(store, keys.lease, holder, _TTL, clock)
-    if isinstance(lease, Held):
+    if isinstance(lease, HeldLease):
         raise errors.HeldError(
             f"{keys.name} is held by {lease.holder.host} (process {lease.holder.pid}): end that, "
             "or wait until it was not heard of for three minutes."

@@ -10,8 +10,8 @@ from datetime import datetime, timedelta
 
 from millrace import errors
 from millrace.keys import RENTALS, MachineKeys, RentalKeys
-from millrace.lease import Census, Held, Holder, StoreClock
-from millrace.models.rental import Ending
+from millrace.lease import Census, HeldLease, Holder, StoreClock
+from millrace.models.rental import ReturnReason
 from millrace.progress import Event, Progress, silent
 from millrace.storage import Store, delete, exists, open_store
 from millrace.vast.api import Vast
@@ -159,11 +159,13 @@ def release(
         out = [one for one in all_out if one.intent.account == mine]
         going = {one.intent.label: one for one in out}
         keys = RentalKeys(rental)
-        delete(store, [keys.left(one.number) for one in out])  # should this be killed
+        delete(store, [keys.detached(one.number) for one in out])  # should this be killed
 
         def gone(label: str) -> None:
             now, one = vast.clock.now(), going[label]
-            write_off(store, rental, one, Ending.RELEASED, "it was released", one.cost(now), now)
+            write_off(
+                store, rental, one, ReturnReason.RELEASED, "it was released", one.cost(now), now
+            )
             progress(Event("rental.returned", label, {"why": "released", "dollars": one.cost(now)}))
 
         now = vast.clock.now()
@@ -181,7 +183,7 @@ def _give_back(store: Store, vast: Vast, going: list[Rented], progress: Progress
         one = by_label[label]
         if one.attempt is not None and one.attempt.returned is None and not one.stray:
             now = vast.clock.now()
-            write_off(store, one.rental, one.attempt, Ending.REAPED, one.why, one.cost, now)
+            write_off(store, one.rental, one.attempt, ReturnReason.REAPED, one.why, one.cost, now)
         figures = {"why": one.why, "dollars": one.cost}
         progress(Event("rental.returned", one.instance.label, figures))
 
@@ -194,13 +196,13 @@ class _Owners:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.clock = StoreClock.read(store, f"{RENTALS}/reaper", Holder.this_process())
-        self._held: dict[str, Held | None] = {}
+        self._held: dict[str, HeldLease | None] = {}
 
     def of(self, rental: str) -> str:
         """Return the owner of a rental; empty if there is none."""
         if rental not in self._held:
             scope = RentalKeys(rental).scope
-            holders = Census(self._store, scope, "", self.clock).held()
+            holders = Census(self._store, scope, "", self.clock).find_holders()
             self._held[rental] = next(iter(holders.values()), None)
         held = self._held[rental]
         return f"{held.holder.host} (process {held.holder.pid})" if held else ""
@@ -278,6 +280,6 @@ def _close(
             continue
         if attempt.find(instances) is None and not owners.of(rental):
             said = "its owner was lost, and the provider has it no more"
-            write_off(store, rental, attempt, Ending.REAPED, said, attempt.cost(now), now)
+            write_off(store, rental, attempt, ReturnReason.REAPED, said, attempt.cost(now), now)
             closed += 1
     return closed

@@ -19,7 +19,7 @@ from types import TracebackType
 from millrace import errors
 from millrace.keys import MachineKeys, RentalKeys
 from millrace.lease import Lease
-from millrace.models.rental import Contract, Ending, Intent, Left
+from millrace.models.rental import Contract, DetachRecord, Intent, ReturnReason
 from millrace.progress import Event, Progress, silent
 from millrace.records import commit_once
 from millrace.storage import Store, delete, open_store
@@ -34,7 +34,11 @@ from millrace.vast.reports import Report, cause_of
 from millrace.vast.returning import SETTLING, give_back, write_off
 from millrace.vast.settings import RentSettings, account
 
-_BAD = {Ending.DEAD, Ending.OUTBID, Ending.DEARER}  # after which a host is not taken again
+_BAD = {
+    ReturnReason.DEAD,
+    ReturnReason.OUTBID,
+    ReturnReason.DEARER,
+}  # after which a host is not taken again
 _FOLLOWED = "Another process has gone on with {}, and has its machines: this one ends."
 _UNANSWERED = 3  # creates in a row of which nothing came, before the rental pauses between two
 _LONGEST_PAUSE = 960.0  # seconds between two, from 60 doubled for each
@@ -101,7 +105,7 @@ class _Verdict:
         fault: Why the program could not be installed, if it could not.
     """
 
-    why: Ending
+    why: ReturnReason
     said: str
     fault: str = ""
 
@@ -186,8 +190,8 @@ class Rental:
             elif self._owner is not None:
                 self._owner.leave()
                 for machine in self.machines:
-                    left = self._keys.left(machine.attempt.number)
-                    commit_once(self._store, left, Left(at=self._clock.now()))
+                    left = self._keys.detached(machine.attempt.number)
+                    commit_once(self._store, left, DetachRecord(at=self._clock.now()))
                 self._return(self._unclaimed())
 
     @property
@@ -232,7 +236,7 @@ class Rental:
         Raises:
             UnavailableError: That could not be seen: the reaper goes on with it.
         """
-        over = _Verdict(Ending.RELEASED, "the rental is over")
+        over = _Verdict(ReturnReason.RELEASED, "the rental is over")
         self._return([*((one, over) for one in self.machines), *self._unclaimed()])
 
     def _unclaimed(self) -> list[tuple[Machine, _Verdict]]:
@@ -240,7 +244,9 @@ class Rental:
         if not self._unseen:
             return []
         late = self._appeared(self._rows() or [], adopt=False)
-        never = _Verdict(Ending.NEVER, "its create was not answered, and no listing has shown it")
+        never = _Verdict(
+            ReturnReason.NEVER, "its create was not answered, and no listing has shown it"
+        )
         return [*late, *((one, never) for one in self._unseen.values())]
 
     def _attend(self, enough: Callable[[], bool], stop: threading.Event | None = None) -> None:
@@ -285,7 +291,7 @@ class Rental:
         ended = self._appeared(rows or [], adopt=True)
         for machine in self.machines:
             verdict = self._judged(machine, rows)
-            if verdict is not None and verdict.why is Ending.NEVER:
+            if verdict is not None and verdict.why is ReturnReason.NEVER:
                 self._set_aside(machine)
             elif verdict is not None:
                 ended.append((machine, verdict))
@@ -293,18 +299,18 @@ class Rental:
         dollars = {"dollars": round(self.cost, 6)}
         self._progress(Event("rental.cost", self.settings.name, dollars))
         for machine, verdict in ended:
-            if verdict.why is Ending.RELEASED:
+            if verdict.why is ReturnReason.RELEASED:
                 continue  # another has its slot
-            if verdict.why is Ending.FAILED and not self.settings.retry_failed:
+            if verdict.why is ReturnReason.FAILED and not self.settings.retry_failed:
                 raise errors.MachineError(verdict.said)
-            if verdict.why is Ending.DONE:
+            if verdict.why is ReturnReason.DONE:
                 self._done[machine.slot] = machine
                 continue
             if verdict.fault:
                 self._faults.append(verdict.fault)
             self._bad.add(machine.attempt.intent.machine)
             self._lost_by[machine.slot] = verdict.said
-            if machine.ready and verdict.why is not Ending.FAILED:
+            if machine.ready and verdict.why is not ReturnReason.FAILED:
                 self._tries.pop(machine.slot, None)  # it was used: that it is lost counts for none
 
         self._refuse_uninstallable()
@@ -341,8 +347,10 @@ class Rental:
         Returns:
             The machines to give back.
         """
-        late = _Verdict(Ending.RELEASED, "it was listed after another was rented in its place")
-        back = _Verdict(Ending.RELEASED, "it was given back before, and is listed")
+        late = _Verdict(
+            ReturnReason.RELEASED, "it was listed after another was rented in its place"
+        )
+        back = _Verdict(ReturnReason.RELEASED, "it was given back before, and is listed")
         found: list[tuple[Machine, _Verdict]] = []
         for machine in self._listed(self._unseen, rows):
             slot = machine.slot
@@ -384,16 +392,16 @@ class Rental:
                 self._contract(machine, row.id)
                 self._adopt(machine)
             elif now - machine.since > SETTLING:
-                return _Verdict(Ending.NEVER, "its create was not answered")
+                return _Verdict(ReturnReason.NEVER, "its create was not answered")
         self._listen(machine, now)
         if said := self._implausible(machine):
-            return _Verdict(Ending.DEARER, said)
+            return _Verdict(ReturnReason.DEARER, said)
         if machine.report.ended is not None:
             return self._ended(machine, machine.report.ended.code)
         if rows is not None:
             machine.instance = row
             if machine.instance is None and now - machine.since > _UNSEEN:
-                return _Verdict(Ending.DEAD, "the provider has it no more")
+                return _Verdict(ReturnReason.DEAD, "the provider has it no more")
         return self._lost(machine) or (
             self._silent(machine, now) if machine.ready else self._coming_up(machine, now)
         )
@@ -416,11 +424,11 @@ class Rental:
         if row is None:
             return None
         if row.outbid:
-            return _Verdict(Ending.OUTBID, "somebody pays more for it")
+            return _Verdict(ReturnReason.OUTBID, "somebody pays more for it")
         if said := self._too_dear(machine, row.dph):
-            return _Verdict(Ending.DEARER, said)
+            return _Verdict(ReturnReason.DEARER, said)
         if row.dead and not (machine.ready and row.status == "unknown"):
-            return _Verdict(Ending.DEAD, row.dead)
+            return _Verdict(ReturnReason.DEAD, row.dead)
         return None
 
     def _too_dear(self, machine: Machine, dph: float) -> str:
@@ -465,28 +473,28 @@ class Rental:
     def _silent(self, machine: Machine, now: float) -> _Verdict | None:
         if now - machine.heard <= self.settings.silence.total_seconds():
             return None
-        return _Verdict(Ending.DEAD, "nothing is heard of it any more")
+        return _Verdict(ReturnReason.DEAD, "nothing is heard of it any more")
 
     def _coming_up(self, machine: Machine, now: float) -> _Verdict | None:
         report, row = machine.report, machine.instance
         if report.setup is not None and report.setup.state == "failed":
             fault = cause_of(report.setup.said)
-            return _Verdict(Ending.DEAD, f"it could not install the program: {fault}", fault)
+            return _Verdict(ReturnReason.DEAD, f"it could not install the program: {fault}", fault)
         if report.beat is not None and row is not None and row.running:
             machine.ready = True
             self._had.add(machine.slot)
             self._progress(Event("rental.ready", _name(machine), {"instance": row.id}))
         elif now - machine.since > self.settings.loading.total_seconds():
             state = report.setup.state if report.setup else row.status if row else "unknown"
-            return _Verdict(Ending.DEAD, f"it did not come up in time, and was still {state}")
+            return _Verdict(ReturnReason.DEAD, f"it did not come up in time, and was still {state}")
         return None
 
     def _ended(self, machine: Machine, code: int) -> _Verdict:
         if code == 0:
-            return _Verdict(Ending.DONE, "its program ended")
+            return _Verdict(ReturnReason.DONE, "its program ended")
         tail = "\n".join(machine.report.tail[-10:])
         return _Verdict(
-            Ending.FAILED,
+            ReturnReason.FAILED,
             f"The program on machine {_name(machine)} ended with {code}; its last words:\n{tail}",
         )
 
@@ -505,7 +513,7 @@ class Rental:
         elif late := [one for one in self.machines if now >= one.attempt.intent.until]:
             said = f"the time of machine {_name(late[0])} is over"
         if said:
-            self._return((one, _Verdict(Ending.SPENT, said)) for one in self.machines)
+            self._return((one, _Verdict(ReturnReason.SPENT, said)) for one in self.machines)
             raise errors.BudgetError(
                 f"{said}: the machines of {self.settings.name} were given back. What they have put "
                 "into the store is there; grant more, and start again."
@@ -567,10 +575,12 @@ class Rental:
         try:
             created = self._create(attempt, offer)
         except (errors.BudgetError, errors.ConfigurationError, errors.DeniedError) as error:
-            self._return([(machine, _Verdict(Ending.NEVER, errors.one_line(error)))], settled=True)
+            self._return(
+                [(machine, _Verdict(ReturnReason.NEVER, errors.one_line(error)))], settled=True
+            )
             raise
         except errors.NotFoundError:
-            self._written_off(machine, Ending.NEVER, "the offer was gone", cost=0.0)
+            self._written_off(machine, ReturnReason.NEVER, "the offer was gone", cost=0.0)
             return False
         except errors.UnavailableError:
             # It may have been done. Sent again, it could be done twice: each look searches for it.
@@ -578,7 +588,7 @@ class Rental:
             return True
         self._contract(machine, created.instance)
         if created.refused:
-            self._return([(machine, _Verdict(Ending.OUTBID, created.refused))])
+            self._return([(machine, _Verdict(ReturnReason.OUTBID, created.refused))])
             return False
         self._adopt(machine)
         return True
@@ -637,7 +647,7 @@ class Rental:
             HeldError: Another has it, and its machines.
             UnavailableError: That cannot be seen.
         """
-        if self._lease is not None and self._lease.followed():
+        if self._lease is not None and self._lease.is_superseded():
             self._followed = True
             raise errors.HeldError(_FOLLOWED.format(self.settings.name))
 
@@ -686,12 +696,12 @@ class Rental:
             self._past[attempt.number] = attempt.returned.cost if attempt.returned else 0.0
             if attempt.returned is not None:
                 self._closed[attempt.number] = machine
-                if attempt.returned.why is Ending.DONE:
+                if attempt.returned.why is ReturnReason.DONE:
                     self._done[slot] = machine
                 elif attempt.returned.why in _BAD:
                     self._bad.add(attempt.intent.machine)
                 continue
-            delete(self._store, [self._keys.left(attempt.number)])  # it has an owner again
+            delete(self._store, [self._keys.detached(attempt.number)])  # it has an owner again
             if machine.awaited:  # an owner was killed before it knew of a machine
                 machine.since -= max(0.0, (time - attempt.intent.begun).total_seconds())
             if slot not in self._machines and slot < self.settings.count:
@@ -699,7 +709,7 @@ class Rental:
             elif machine.awaited:
                 self._unseen[attempt.number] = machine
             else:
-                left.append((machine, _Verdict(Ending.RELEASED, "its owner was lost")))
+                left.append((machine, _Verdict(ReturnReason.RELEASED, "its owner was lost")))
         self._return(left)
 
     def _return(
@@ -717,14 +727,14 @@ class Rental:
 
         def gone(label: str) -> None:
             machine, verdict = going[label]
-            never = verdict.why is Ending.NEVER
+            never = verdict.why is ReturnReason.NEVER
             cost = 0.0 if never else machine.cost(self._clock.now())
             self._written_off(machine, verdict.why, verdict.said, cost=cost)
 
         numbers = {label: one.attempt.instance for label, (one, _) in going.items()}
         give_back(self._vast, numbers, gone, settled=going if settled else old)
 
-    def _written_off(self, machine: Machine, why: Ending, said: str, *, cost: float) -> None:
+    def _written_off(self, machine: Machine, why: ReturnReason, said: str, *, cost: float) -> None:
         """Write down that nothing is left of a machine."""
         attempt = machine.attempt
         write_off(self._store, self.settings.name, attempt, why, said, cost, self._clock.now())

@@ -5,7 +5,7 @@ from datetime import datetime, timedelta
 
 from millrace import errors
 from millrace.keys import RentalKeys
-from millrace.models.rental import Ending, Returned
+from millrace.models.rental import ReturnReason, ReturnRecord
 from millrace.records import commit_once
 from millrace.storage import Store
 from millrace.vast.api import Vast
@@ -18,10 +18,16 @@ _GIVING_BACK = timedelta(minutes=15)  # that it is tried for
 
 
 def write_off(
-    store: Store, rental: str, attempt: Attempt, why: Ending, said: str, cost: float, now: datetime
+    store: Store,
+    rental: str,
+    attempt: Attempt,
+    why: ReturnReason,
+    said: str,
+    cost: float,
+    now: datetime,
 ) -> None:
     """Write down that nothing is left of an attempt. Whoever was first has said why."""
-    returned = Returned(why=why, said=said[:1000], cost=cost, ended=now)
+    returned = ReturnRecord(why=why, said=said[:1000], cost=cost, ended=now)
     commit_once(store, RentalKeys(rental).returned(attempt.number), returned)
 
 

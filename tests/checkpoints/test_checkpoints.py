@@ -15,12 +15,12 @@ from millrace.checkpoints import (
     Saver,
     SaveSettings,
     VerifyDepth,
-    checkpoint_of,
     find_jobs,
-    latest,
+    find_newest,
+    find_newest_verified,
+    list_steps,
     load,
-    newest,
-    steps,
+    read_checkpoint,
     verify,
 )
 from millrace.checkpoints.find import quarantine
@@ -90,7 +90,7 @@ def test_what_was_saved_is_loaded(store):
     saved = save(store, 5, state, position=position, run="r1", notes={"why": "a test"})
     found = load(store, KEYS.job)
     assert same(found.state, state)
-    assert found.checkpoint == saved == latest(store, KEYS.job)
+    assert found.checkpoint == saved == find_newest_verified(store, KEYS.job)
     assert (saved.step, saved.run, saved.position) == (5, "r1", position)
     assert len(parts_of(store, 5)) == len(saved.parts) > 5
     assert verify(store, saved) == {}
@@ -111,8 +111,8 @@ def test_the_newest_step_is_found_by_listing(store):
     for step in (9, 10, 100):
         save(store, step, state_of(step))
     put(store, f"{KEYS.folder(1000)}parts/half-written", b"")
-    assert steps(store, KEYS.job) == [9, 10, 100, 1000]
-    found = newest(store, KEYS.job)
+    assert list_steps(store, KEYS.job) == [9, 10, 100, 1000]
+    found = find_newest(store, KEYS.job)
     assert found is not None
     assert found.step == 100
     assert load(store, KEYS.job).checkpoint.step == 100
@@ -129,7 +129,7 @@ def test_jobs_are_found_wherever_they_are(store):
 
 
 def test_without_a_checkpoint_there_is_none(store):
-    assert latest(store, KEYS.job) is None
+    assert find_newest_verified(store, KEYS.job) is None
     with pytest.raises(errors.NotFoundError, match="no checkpoint"):
         load(store, KEYS.job)
 
@@ -254,7 +254,7 @@ def test_damage_is_found_moved_away_and_the_one_before_is_loaded(store, kind):
     assert record.checkpoint == saved
     if body is not None:
         assert read(store, KEYS.damaged(2, saved.parts[1].sha256)) == body
-    assert latest(store, KEYS.job) == checkpoint_of(store, KEYS.job, 1)
+    assert find_newest_verified(store, KEYS.job) == read_checkpoint(store, KEYS.job, 1)
     assert save(store, 2, state_of(2)).root == saved.root  # its step can be saved anew
     assert same(load(store, KEYS.job).state, state_of(2))
 
@@ -266,7 +266,7 @@ def test_whoever_may_only_read_passes_over_what_is_damaged(request):
     saved = save(store, 2, state_of(2))
     put(store, KEYS.part(2, saved.parts[0].sha256), b"x" * saved.parts[0].size)
     assert same(load(reader, KEYS.job).state, state_of(1))
-    assert checkpoint_of(store, KEYS.job, 2) == saved
+    assert read_checkpoint(store, KEYS.job, 2) == saved
 
 
 @pytest.mark.parametrize("at", [0, 7, 8, 100, -1])
@@ -296,7 +296,7 @@ def test_a_checkpoint_that_was_copied_to_another_step_is_refused(store):
     with pytest.raises(errors.CorruptError, match="at step 1: it was copied there"):
         load(store, KEYS.job, step=2)
     heard: list[Event] = []
-    found = latest(store, KEYS.job, progress=heard.append)
+    found = find_newest_verified(store, KEYS.job, progress=heard.append)
     assert found is not None
     assert found.step == 1
     assert "copied" in str(heard[0].figures["damage"])
@@ -324,7 +324,7 @@ def test_metadata_of_which_anything_was_edited_is_refused(folder, tmp_path, edit
     path.write_bytes(json.dumps(record).encode())
     with pytest.raises(errors.CorruptError, match="not what it was when it was committed"):
         load(folder, KEYS.job, step=1)
-    assert latest(folder, KEYS.job) is None
+    assert find_newest_verified(folder, KEYS.job) is None
 
 
 @pytest.mark.parametrize("kind", ["flip", "truncate", "edited"])
@@ -354,13 +354,13 @@ def test_a_reader_moves_nothing_of_a_step_that_was_saved_anew_meanwhile(store):
     damaged = first.parts[1]
     whole = read(store, KEYS.part(1, damaged.sha256))
     put(store, KEYS.part(1, damaged.sha256), b"damaged")
-    found = checkpoint_of(store, KEYS.job, 1)
+    found = read_checkpoint(store, KEYS.job, 1)
     damage = verify(store, found)  # and then this reader is suspended
 
     quarantine(store, found, damage)  # by another reader
     again = save(store, 1, state_of(1), position={"row": 8})
     quarantine(store, found, damage)
-    assert checkpoint_of(store, KEYS.job, 1) == again
+    assert read_checkpoint(store, KEYS.job, 1) == again
     assert read(store, KEYS.part(1, damaged.sha256)) == whole
 
 
@@ -496,7 +496,7 @@ def test_a_full_disk_ends_a_save_at_once_and_says_where_and_what_is_free(full, m
             saving.result()
     delete(full, [stat.key for stat in list_objects(full)])
     save(full, 2, {"w": torch.ones(3)})
-    assert latest(full, KEYS.job) is not None
+    assert find_newest_verified(full, KEYS.job) is not None
 
 
 def test_floating_tensors_become_another_type_while_they_are_loaded(folder):

@@ -12,27 +12,34 @@ from millrace import errors
 from millrace.checkpoints import (
     CooldownOutcome,
     CooldownSettings,
-    Cooled,
+    EpochResult,
     EpochSaver,
     Membership,
     OnTimeout,
-    Retention,
+    RetentionSettings,
     SaveSettings,
-    checkpoint_of,
-    epochs_without,
+    count_epochs_without_checkpoint,
     load,
     plan_retention,
+    read_checkpoint,
     verify,
-    watch,
+    watch_epoch_end,
 )
-from millrace.checkpoints.choosing import Choice, order_of
-from millrace.checkpoints.members import commit_roster, roster_of
-from millrace.checkpoints.snapshot import Memory
-from millrace.digest import canonical, sha256
+from millrace.checkpoints.checkpointers import SelectionRule, order_checkpointers
+from millrace.checkpoints.membership import commit_roster, obtain_roster
+from millrace.checkpoints.snapshot import SnapshotBuffers
+from millrace.digest import dump_canonical_json, sha256
 from millrace.keys import CheckpointKeys, CooldownKeys, member_lease
 from millrace.lease import Holder, StoreClock, acquire
-from millrace.models.checkpoint import Checkpoint, Claim, CooldownRecord, Epoch, Late, Roster
-from millrace.records import commit_once, encoded, fetch
+from millrace.models.checkpoint import (
+    Checkpoint,
+    CooldownRecord,
+    EpochRecord,
+    LateVote,
+    Roster,
+    Vote,
+)
+from millrace.records import commit_once, encode_record, fetch
 from millrace.storage import Store, delete, exists, list_objects, open_store, put, read
 from millrace.storage.clients import boto3_client, full_key
 from tests.stores import spec_of
@@ -68,10 +75,10 @@ class Members:
         settings: CooldownSettings = QUICK,
         state: Callable[[str], dict[str, object]] = lambda _: state_of(0),
         step: int = 5,
-    ) -> dict[str, Cooled]:
+    ) -> dict[str, EpochResult]:
         """All of them end an epoch; what it came to for each."""
 
-        def one(name: str) -> Cooled:
+        def one(name: str) -> EpochResult:
             with EpochSaver(self.memberships[name], settings) as saver:
                 return saver.end(
                     state(name), epoch=epoch, step=step, position={"sample": 9}, seed=SEED
@@ -93,23 +100,23 @@ def members(request: pytest.FixtureRequest) -> Iterator[Callable[[Store, list[st
         yield make
 
 
-def outcomes(cooled: dict[str, Cooled]) -> dict[str, CooldownOutcome]:
+def outcomes(cooled: dict[str, EpochResult]) -> dict[str, CooldownOutcome]:
     return {name: one.outcome for name, one in cooled.items()}
 
 
 def test_an_epoch_has_one_winner_and_a_checkpoint(store, members) -> None:
     names = ["a", "b", "c", "d"]
     cooled = members(store, names).end()
-    chosen = set(order_of(names, SEED)[:2])
+    chosen = set(order_checkpointers(names, SEED)[:2])
     found = outcomes(cooled)
     # Whoever sees the metadata first ends the epoch: mostly one of those who uploaded.
     (winner,) = (name for name in names if found[name] is CooldownOutcome.COMMITTED)
     assert {found[name] for name in chosen - {winner}} == {CooldownOutcome.LOST}
     assert {found[name] for name in set(names) - chosen - {winner}} <= {CooldownOutcome.NOT_CHOSEN}
     assert all(one.durable for one in cooled.values())
-    epoch = fetch(store, KEYS.epoch(0), Epoch)
+    epoch = fetch(store, KEYS.epoch(0), EpochRecord)
     assert epoch.member == winner
-    there = checkpoint_of(store, JOB, 5)
+    there = read_checkpoint(store, JOB, 5)
     assert there.root == epoch.root
     assert not verify(store, there)
     loaded = load(store, JOB)
@@ -137,7 +144,7 @@ def test_a_member_that_went_astray_is_told_and_does_not_commit(folder, members) 
     assert cooled["b"].outcome is CooldownOutcome.FAILED
     assert "another content than b" in cooled["b"].reason
     assert CooldownOutcome.COMMITTED in {cooled["a"].outcome, cooled["c"].outcome}
-    assert not verify(folder, checkpoint_of(folder, JOB, 5))
+    assert not verify(folder, read_checkpoint(folder, JOB, 5))
     assert cooled["b"].sent == 0
 
 
@@ -153,7 +160,7 @@ def test_another_position_is_another_content(folder, members) -> None:
     names = ["a", "b", "c"]
     made = members(folder, names)
 
-    def one(name: str) -> Cooled:
+    def one(name: str) -> EpochResult:
         with EpochSaver(made.memberships[name], QUICK) as saver:
             position = {"sample": 1 if name == "c" else 2}
             return saver.end(state_of(0), epoch=0, step=5, position=position)
@@ -161,7 +168,7 @@ def test_another_position_is_another_content(folder, members) -> None:
     with ThreadPoolExecutor(3) as pool:
         cooled = dict(zip(names, pool.map(one, names), strict=True))
     assert cooled["c"].outcome is CooldownOutcome.FAILED
-    assert checkpoint_of(folder, JOB, 5).position == {"sample": 2}
+    assert read_checkpoint(folder, JOB, 5).position == {"sample": 2}
 
 
 def dead(store: Store, name: str) -> None:
@@ -173,7 +180,7 @@ def dead(store: Store, name: str) -> None:
 
 def test_who_is_dead_is_replaced_by_the_next(folder, members) -> None:
     names = ["a", "b", "c", "d"]
-    first, second, *rest = order_of(names, SEED)
+    first, second, *rest = order_checkpointers(names, SEED)
     roster = Roster(job=JOB, epoch=0, members=tuple(names), seed=SEED)
     commit_once(folder, CooldownKeys(JOB, 0).roster, roster)
     dead(folder, first)
@@ -189,18 +196,18 @@ def test_who_withdraws_is_no_member_any_more(folder, members) -> None:
     with Membership(folder, JOB, "gone"):
         pass
     made = members(folder, ["a", "b"])
-    assert roster_of(made.memberships["a"], 0).members == ("a", "b")
+    assert obtain_roster(made.memberships["a"], 0).members == ("a", "b")
 
 
 def test_psyches_chosen_ones_are_not_replaced_but_more_are_elected_in_time(folder, members) -> None:
     names = ["a", "b", "c"]
-    (only, *rest) = order_of(names, SEED, Choice.PSYCHE)
+    (only, *rest) = order_checkpointers(names, SEED, SelectionRule.PSYCHE)
     roster = Roster(job=JOB, epoch=0, members=tuple(names), seed=SEED)
     commit_once(folder, CooldownKeys(JOB, 0).roster, roster)
     dead(folder, only)
     settings = QUICK.model_copy(
         update={
-            "choice": Choice.PSYCHE,
+            "choice": SelectionRule.PSYCHE,
             "time": timedelta(milliseconds=1),
             "on_timeout": OnTimeout.ELECT,
             "extensions": 100,
@@ -212,13 +219,13 @@ def test_psyches_chosen_ones_are_not_replaced_but_more_are_elected_in_time(folde
 
 def late(policy: OnTimeout, **more: object) -> CooldownSettings:
     """Nobody is chosen, as the one whom Psyche would choose is dead; and there is no time."""
-    some = {"choice": Choice.PSYCHE, "time": timedelta(milliseconds=1), "on_timeout": policy}
+    some = {"choice": SelectionRule.PSYCHE, "time": timedelta(milliseconds=1), "on_timeout": policy}
     return QUICK.model_copy(update={**some, **more})
 
 
 def without_the_chosen(folder: Store, members, epochs: int) -> Members:
     names = ["a", "b", "c"]
-    only = order_of(names, SEED, Choice.PSYCHE)[0]
+    only = order_checkpointers(names, SEED, SelectionRule.PSYCHE)[0]
     for epoch in range(epochs):
         roster = Roster(job=JOB, epoch=epoch, members=tuple(names), seed=SEED)
         commit_once(folder, CooldownKeys(JOB, epoch).roster, roster)
@@ -234,8 +241,8 @@ def test_epochs_go_on_without_a_checkpoint_only_so_often(folder, members, policy
         cooled = some.end(epoch, settings=settings, step=epoch)
         assert set(outcomes(cooled).values()) == {CooldownOutcome.FAILED}
         assert all(one.epoch and one.epoch.root is None for one in cooled.values())
-        assert "no checkpoint after" in fetch(folder, KEYS.epoch(epoch), Epoch).why
-    assert epochs_without(folder, JOB, 2) == 2
+        assert "no checkpoint after" in fetch(folder, KEYS.epoch(epoch), EpochRecord).why
+    assert count_epochs_without_checkpoint(folder, JOB, 2) == 2
     third = some.end(2, settings=settings, step=2)
     assert all(one.epoch is None for one in third.values())
     assert all("do not train on" in one.reason for one in third.values())
@@ -248,23 +255,23 @@ def test_an_upload_goes_on_in_the_background(folder, members) -> None:
         update={"time": timedelta(milliseconds=1), "on_timeout": OnTimeout.BACKGROUND}
     )
 
-    def one(name: str) -> tuple[Cooled, Cooled | None]:
+    def one(name: str) -> tuple[EpochResult, EpochResult | None]:
         with EpochSaver(made.memberships[name], settings) as saver:
             cooled = saver.end(state_of(0), epoch=0, step=5, seed=SEED)
-            return cooled, saver.settle()
+            return cooled, saver.wait()
 
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(one, names))
     ends = {rest.outcome for _, rest in both if rest is not None}
     assert CooldownOutcome.COMMITTED in ends
-    assert not verify(folder, checkpoint_of(folder, JOB, 5))
-    assert epochs_without(folder, JOB, 1) == 0
+    assert not verify(folder, read_checkpoint(folder, JOB, 5))
+    assert count_epochs_without_checkpoint(folder, JOB, 1) == 0
 
 
 def test_nowhere_to_save_to_is_no_success(folder) -> None:
     with EpochSaver(None) as saver:
         cooled = saver.end(state_of(0), epoch=0, step=5)
-    assert (cooled.outcome, cooled.durable) == (CooldownOutcome.NO_DESTINATION, False)
+    assert (cooled.outcome, cooled.is_durable) == (CooldownOutcome.NO_DESTINATION, False)
 
 
 def test_called_off_is_no_success(folder, members) -> None:
@@ -272,7 +279,7 @@ def test_called_off_is_no_success(folder, members) -> None:
     with EpochSaver(made.memberships["a"], QUICK) as saver:
         saver.cancel()
         cooled = saver.end(state_of(0), epoch=0, step=5)
-    assert (cooled.outcome, cooled.durable) == (CooldownOutcome.CANCELLED, False)
+    assert (cooled.outcome, cooled.is_durable) == (CooldownOutcome.CANCELLED, False)
 
 
 def test_refused_credentials_are_a_failure_with_a_reason(request, rgw, bucket) -> None:
@@ -291,8 +298,8 @@ def test_a_name_is_one_members(folder, members) -> None:
 
 def test_a_member_that_comes_back_with_another_content_is_told(folder, members) -> None:
     made = members(folder, ["a", "b"])
-    roster_of(made.memberships["a"], 0, SEED)
-    claim = Claim(member="a", step=4, root="0" * 64, rest="0" * 64, size=1)
+    obtain_roster(made.memberships["a"], 0, SEED)
+    claim = Vote(member="a", step=4, root="0" * 64, rest="0" * 64, size=1)
     commit_once(folder, CooldownKeys(JOB, 0).vote("a"), claim)
     with EpochSaver(made.memberships["a"], QUICK) as saver:
         cooled = saver.end(state_of(0), epoch=0, step=5)
@@ -302,7 +309,7 @@ def test_a_member_that_comes_back_with_another_content_is_told(folder, members) 
 
 def test_an_unreadable_claim_stops_nobody(folder, members) -> None:
     made = members(folder, ["a", "b", "c"])
-    roster_of(made.memberships["a"], 0, SEED)
+    obtain_roster(made.memberships["a"], 0, SEED)
     put(folder, CooldownKeys(JOB, 0).vote("b"), b"{")
     put(folder, CooldownKeys(JOB, 0).result("c"), b"{")
     cooled = made.end()
@@ -313,21 +320,21 @@ def test_an_unreadable_claim_stops_nobody(folder, members) -> None:
 def test_votes_of_names_that_are_not_in_the_roster_do_not_count(folder, members) -> None:
     names = ["a", "b", "c", "d", "e"]
     made = members(folder, names)
-    roster_of(made.memberships["a"], 0, SEED)
+    obtain_roster(made.memberships["a"], 0, SEED)
     keys = CooldownKeys(JOB, 0)
-    wrong = Claim(member="", step=5, root="f" * 64, rest="x", size=1)
+    wrong = Vote(member="", step=5, root="f" * 64, rest="x", size=1)
     for name in (f"ghost-{number}" for number in range(6)):
         commit_once(folder, keys.vote(name), wrong.model_copy(update={"member": name}))
     cooled = made.end()
     assert sorted(outcomes(cooled).values()).count(CooldownOutcome.COMMITTED) == 1
-    assert checkpoint_of(folder, JOB, 5).root != wrong.root
+    assert read_checkpoint(folder, JOB, 5).root != wrong.root
 
 
 def test_a_claim_in_the_name_of_another_is_a_vote_for_nothing(folder, members) -> None:
     made = members(folder, ["a", "b", "c"])
-    roster_of(made.memberships["a"], 0, SEED)
+    obtain_roster(made.memberships["a"], 0, SEED)
     keys = CooldownKeys(JOB, 0)
-    forged = Claim(member="a", step=5, root="f" * 64, rest="x", size=1)
+    forged = Vote(member="a", step=5, root="f" * 64, rest="x", size=1)
     commit_once(folder, keys.vote("c"), forged)
     cooled = made.end()
     assert cooled["c"].outcome is CooldownOutcome.FAILED
@@ -345,12 +352,12 @@ def junk_of(kind: str, key: str) -> bytes:
         replaced=0,
         seconds=0.0,
     )
-    pin = encoded(Epoch(job="another", epoch=9, step=9, root=None), "0" * 32)
+    pin = encode_record(EpochRecord(job="another", epoch=9, step=9, root=None), "0" * 32)
     return {
         "nothing": b"",
         "cut": pin[:40],
         "huge": b" " * (2 << 20),
-        "of another kind": encoded(other, "0" * 32),
+        "of another kind": encode_record(other, "0" * 32),
         "of another job": pin,
         "of a later version": pin.replace(b'"version":1', b'"version":9'),
     }[kind]
@@ -372,21 +379,21 @@ def test_junk_where_an_epoch_ends_or_its_roster_stands_costs_the_members_nothing
         put(folder, f"{JOB}/members/a/cooldowns/000000/{name}", b"junk")
     cooled = made.end()
     assert all(one.durable for one in cooled.values())
-    assert not verify(folder, checkpoint_of(folder, JOB, 5))
-    assert epochs_without(folder, JOB, 1) == 0
-    kept = plan_retention(folder, JOB, Retention(last=1)).kept
+    assert not verify(folder, read_checkpoint(folder, JOB, 5))
+    assert count_epochs_without_checkpoint(folder, JOB, 1) == 0
+    kept = plan_retention(folder, JOB, RetentionSettings(last=1)).kept
     assert list(kept) == [5]
-    assert watch(folder, JOB, 0, patience=timedelta(0)).members == ()
+    assert watch_epoch_end(folder, JOB, 0, patience=timedelta(0)).members == ()
 
 
 def test_an_epoch_that_names_no_checkpoint_has_not_ended(folder, members) -> None:
-    bogus = Epoch(job=JOB, epoch=0, step=77, root="f" * 64, member="x")
+    bogus = EpochRecord(job=JOB, epoch=0, step=77, root="f" * 64, member="x")
     commit_once(folder, KEYS.epoch(0), bogus)
     made = members(folder, ["a", "b"])
-    assert watch(folder, JOB, 0, patience=timedelta(0)).epoch is None
+    assert watch_epoch_end(folder, JOB, 0, patience=timedelta(0)).epoch is None
     cooled = made.end()
     assert {one.epoch.step for one in cooled.values()} == {5}
-    assert watch(folder, JOB, 0, patience=timedelta(0)).checkpoint is not None
+    assert watch_epoch_end(folder, JOB, 0, patience=timedelta(0)).checkpoint is not None
 
 
 def test_a_checkpoint_stays_that_the_votes_of_a_damaged_epoch_name(folder, members) -> None:
@@ -397,7 +404,7 @@ def test_a_checkpoint_stays_that_the_votes_of_a_damaged_epoch_name(folder, membe
     delete(folder, [KEYS.epoch(1)])
     put(folder, KEYS.epoch(0), b"junk")
     put(folder, KEYS.pin(6), b"junk")
-    plan = plan_retention(folder, JOB, Retention(last=1))
+    plan = plan_retention(folder, JOB, RetentionSettings(last=1))
     assert plan.kept[5] == "epoch 0 names it"
     assert "cannot be read" in plan.kept[6]
 
@@ -405,15 +412,15 @@ def test_a_checkpoint_stays_that_the_votes_of_a_damaged_epoch_name(folder, membe
 def test_one_member_alone_ends_no_epoch_without_a_checkpoint(folder, members) -> None:
     # Out of time at once; whoever has not voted is waited for a thousand seconds.
     hasty = late(OnTimeout.ADVANCE, extensions=1_000_000)
-    patient = QUICK.model_copy(update={"choice": Choice.PSYCHE})
+    patient = QUICK.model_copy(update={"choice": SelectionRule.PSYCHE})
     names = ["a", "b", "c"]
-    only = order_of(names, SEED, Choice.PSYCHE)[0]
+    only = order_checkpointers(names, SEED, SelectionRule.PSYCHE)[0]
     slow = next(name for name in names if name != only)
     roster = Roster(job=JOB, epoch=0, members=tuple(names), seed=SEED)
     commit_once(folder, CooldownKeys(JOB, 0).roster, roster)
     made = members(folder, names)
 
-    def end(name: str) -> Cooled:
+    def end(name: str) -> EpochResult:
         with EpochSaver(made.memberships[name], hasty if name == slow else patient) as saver:
             return saver.end(state_of(0), epoch=0, step=5, seed=SEED)
 
@@ -423,7 +430,7 @@ def test_one_member_alone_ends_no_epoch_without_a_checkpoint(folder, members) ->
             assert not first.done()
         assert not exists(folder, KEYS.epoch(0))
         others = [pool.submit(end, name) for name in names if name != slow]
-        assert all(one.result().durable for one in (first, *others))
+        assert all(one.result().is_durable for one in (first, *others))
 
 
 # -- members that write below their own prefixes only
@@ -446,7 +453,7 @@ class Confined:
     def end(self, owner: Store, *, settings: CooldownSettings = QUICK, **told: object):
         """All members end epoch 0 while the owner watches; the results, and what it has seen."""
 
-        def one(name: str) -> Cooled:
+        def one(name: str) -> EpochResult:
             with EpochSaver(self.memberships[name], settings) as saver:
                 state = told.get(name, state_of(0))
                 return saver.end(state, epoch=0, step=5, run="r", position={"sample": 9})
@@ -455,7 +462,9 @@ class Confined:
             names = [*self.memberships, "never-there"]
             while True:
                 try:
-                    return watch(owner, JOB, 0, patience=timedelta(minutes=1), members=names)
+                    return watch_epoch_end(
+                        owner, JOB, 0, patience=timedelta(minutes=1), members=names
+                    )
                 except KeyboardInterrupt:  # an owner that was killed is followed by the next
                     continue
 
@@ -510,16 +519,16 @@ def test_confined_members_write_below_their_own_prefixes_and_the_owner_commits(
     assert torch.equal(load(folder, JOB).state["model"]["w"], state_of(0)["model"]["w"])
     left = [stat.key for stat in list_objects(folder, f"{JOB}/members/")]
     assert not [key for key in left if "/parts/" in key or key.endswith("draft.json")]
-    assert plan_retention(folder, JOB, Retention(grace=timedelta(0))).removals == ()
+    assert plan_retention(folder, JOB, RetentionSettings(grace=timedelta(0))).removals == ()
 
 
 def test_what_a_member_leaves_in_its_prefix_costs_only_that_member(folder, confined) -> None:
     names = ["a", "b", "c", "d"]
     made = confined(folder, dict.fromkeys(names, folder))
-    liar = order_of(names, SEED)[0]
+    liar = order_checkpointers(names, SEED)[0]
     commit_roster(folder, JOB, 0, names, SEED)
     keys = CooldownKeys(JOB, 0)
-    content = Memory().snapshot(state_of(0), SMALL.part_bytes).content(5)
+    content = SnapshotBuffers().snapshot(state_of(0), SMALL.part_bytes).make_content(5)
     for part in content.parts:  # the right size, the right name, and other bytes
         put(folder, keys.part(liar, part.sha256), b"x" * part.size)
     forged = Checkpoint(
@@ -540,12 +549,12 @@ def test_what_a_member_leaves_in_its_prefix_costs_only_that_member(folder, confi
 def test_what_only_its_member_can_read_costs_only_that_member(request, confined, what) -> None:
     store = open_store(spec_of("rgw", request))
     names = ["a", "b", "c", "d"]
-    liar, keys = order_of(names, SEED)[0], CooldownKeys(JOB, 0)
+    liar, keys = order_checkpointers(names, SEED)[0], CooldownKeys(JOB, 0)
     made = confined(store, {name: store for name in names if name != liar})
     commit_roster(store, JOB, 0, names, SEED)
-    content = Memory().snapshot(state_of(0), SMALL.part_bytes).content(5)
-    rest = sha256(canonical({"position": {"sample": 9}, "run": "r"}))
-    claim = Claim(member=liar, step=5, root=content.root, rest=rest, size=content.size)
+    content = SnapshotBuffers().snapshot(state_of(0), SMALL.part_bytes).make_content(5)
+    rest = sha256(dump_canonical_json({"position": {"sample": 9}, "run": "r"}))
+    claim = Vote(member=liar, step=5, root=content.root, rest=rest, size=content.size)
     commit_once(store, keys.vote(liar), claim)
     found = {"vote": [keys.vote(liar)], "draft": [keys.draft(liar)]}
     for key in found.get(what) or [keys.part(liar, part.sha256) for part in content.parts]:
@@ -569,7 +578,7 @@ def test_an_owner_replaces_what_was_damaged_of_its_own(folder, confined, kind) -
         put(folder, key, junk_of(kind, key))
     _, seen = made.end(folder)
     assert seen.checkpoint is not None
-    assert fetch(folder, KEYS.epoch(0), Epoch) == seen.epoch
+    assert fetch(folder, KEYS.epoch(0), EpochRecord) == seen.epoch
     assert fetch(folder, CooldownKeys(JOB, 0).roster, Roster).members == ("a", "b")
 
 
@@ -602,7 +611,7 @@ def test_an_owner_that_is_killed_anywhere_is_followed_by_one_that_ends_the_epoch
 def test_an_epoch_that_ends_while_no_member_lives_holds_up_none_that_comes_back(
     folder, confined
 ) -> None:
-    watch(folder, JOB, 0, patience=timedelta(0), members=["a"])
+    watch_epoch_end(folder, JOB, 0, patience=timedelta(0), members=["a"])
     made = confined(folder, {"a": folder})
     with EpochSaver(made.memberships["a"], QUICK) as saver:
         cooled = saver.end(state_of(0), epoch=0, step=5)
@@ -615,16 +624,16 @@ def test_late_votes_of_most_members_end_a_confined_epoch_without(folder, confine
     commit_roster(folder, JOB, 0, ["a", "b"], SEED)
     keys = CooldownKeys(JOB, 0)
     for name in "ab":  # no content is that of more than half: nothing is uploaded
-        vote = Claim(member=name, step=5, root=name * 64, rest="", size=1)
+        vote = Vote(member=name, step=5, root=name * 64, rest="", size=1)
         commit_once(folder, keys.vote(name), vote)
-        commit_once(folder, keys.late(name), Late(member=name, why="no time"))
-    seen = watch(folder, JOB, 0, patience=timedelta(0), members=["a", "b"])
+        commit_once(folder, keys.late(name), LateVote(member=name, why="no time"))
+    seen = watch_epoch_end(folder, JOB, 0, patience=timedelta(0), members=["a", "b"])
     assert seen.epoch is not None
     assert (seen.epoch.root, seen.checkpoint) == (None, None)
 
 
 def test_wrong_bytes_under_a_right_name_are_replaced(folder, members) -> None:
-    content = Memory().snapshot(state_of(0), SMALL.part_bytes).content(5)
+    content = SnapshotBuffers().snapshot(state_of(0), SMALL.part_bytes).make_content(5)
     bad = [KEYS.part(5, part.sha256) for part in content.parts[:3]]
     put(folder, bad[0], b"x" * content.parts[0].size)
     put(folder, bad[1], b"")
@@ -632,7 +641,7 @@ def test_wrong_bytes_under_a_right_name_are_replaced(folder, members) -> None:
     cooled = members(folder, ["a"]).end()["a"]
     assert (cooled.outcome, cooled.replaced) == (CooldownOutcome.COMMITTED, 2)
     assert read(folder, bad[0]) == bytes(content.body(0))
-    assert not verify(folder, checkpoint_of(folder, JOB, 5))
+    assert not verify(folder, read_checkpoint(folder, JOB, 5))
 
 
 def test_whoever_finds_the_metadata_ends_the_epoch(folder, members) -> None:
@@ -645,12 +654,12 @@ def test_whoever_finds_the_metadata_ends_the_epoch(folder, members) -> None:
     # c is no member of the epoch: the members' leases are still held, and they agreed.
     with EpochSaver(again.memberships["c"], QUICK) as saver:
         cooled = saver.end(state_of(0), epoch=0, step=5, position={"sample": 9})
-    assert cooled.durable
+    assert cooled.is_durable
 
 
 def test_nothing_unnamed_is_left(folder, members) -> None:
     members(folder, ["a", "b", "c", "d", "e", "f"]).end()
-    plan = plan_retention(folder, JOB, Retention(grace=timedelta(0)))
+    plan = plan_retention(folder, JOB, RetentionSettings(grace=timedelta(0)))
     assert plan.removals == ()
 
 

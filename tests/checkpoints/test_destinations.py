@@ -20,7 +20,7 @@ from millrace.checkpoints import (
     SaveSettings,
     StoreDestination,
     VerifyDepth,
-    bring,
+    copy_checkpoint,
     load,
     open_destination,
 )
@@ -100,20 +100,24 @@ class Heard:
 
 def test_a_checkpoint_is_brought_there_once_and_back(place: Place, source: Source) -> None:
     saved, heard = source.save(1), Heard()
-    found = bring(source.here, saved, place.there, JOB, progress=heard)
+    found = copy_checkpoint(source.here, saved, place.there, JOB, progress=heard)
     assert (found.job, found.step, found.root) == (JOB, 5, saved.root)
     assert found.position == {"sample": 9}
     assert heard.sent == saved.size
     assert [event.name for event in heard.events].count("checkpoint.saved") == 1
-    assert list(place.there.checkpoints(JOB)) == [place.there.checkpoint(JOB, 5)] == [found]
+    assert (
+        list(place.there.iterate_checkpoints(JOB))
+        == [place.there.read_checkpoint(JOB, 5)]
+        == [found]
+    )
     assert place.there.verify(found) == {}
 
     heard = Heard()
-    assert bring(source.here, saved, place.there, JOB, progress=heard) == found
+    assert copy_checkpoint(source.here, saved, place.there, JOB, progress=heard) == found
     assert heard.sent == 0
 
     back = StoreDestination(open_store((source.folder / "back").as_uri()))
-    bring(place.there, found, back, "again")
+    copy_checkpoint(place.there, found, back, "again")
     state = load(source.here.store, "trained-1").state
     loaded = load(back.store, "again").state
     assert loaded["lr"] == 0.1
@@ -121,10 +125,10 @@ def test_a_checkpoint_is_brought_there_once_and_back(place: Place, source: Sourc
 
 
 def test_a_step_has_one_content(place: Place, source: Source) -> None:
-    first = bring(source.here, source.save(1), place.there, JOB)
+    first = copy_checkpoint(source.here, source.save(1), place.there, JOB)
     with pytest.raises(errors.ConflictError, match="same step with another content"):
-        bring(source.here, source.save(2), place.there, JOB)
-    assert place.there.checkpoint(JOB, 5) == first
+        copy_checkpoint(source.here, source.save(2), place.there, JOB)
+    assert place.there.read_checkpoint(JOB, 5) == first
     assert place.there.verify(first) == {}
 
 
@@ -133,41 +137,41 @@ def test_several_that_bring_the_same_come_to_one_checkpoint(place: Place, source
     found: list[Checkpoint] = []
 
     def one() -> None:
-        found.append(bring(source.here, saved, place.there, JOB))
+        found.append(copy_checkpoint(source.here, saved, place.there, JOB))
 
     threads = [threading.Thread(target=one) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [place.there.checkpoint(JOB, 5)] * 4
+    assert found == [place.there.read_checkpoint(JOB, 5)] * 4
     assert place.there.verify(found[0]) == {}
 
 
 def test_the_newest_comes_first_and_what_is_not_there_is_not_found(
     place: Place, source: Source
 ) -> None:
-    assert list(place.there.checkpoints(JOB)) == []
+    assert list(place.there.iterate_checkpoints(JOB)) == []
     with pytest.raises(errors.NotFoundError):
-        place.there.checkpoint(JOB, 5)
+        place.there.read_checkpoint(JOB, 5)
     for seed, step in ((1, 9), (2, 10), (3, 100)):
-        bring(source.here, source.save(seed, step), place.there, JOB)
-    assert [found.step for found in place.there.checkpoints(JOB)] == [100, 10, 9]
-    assert list(place.there.checkpoints("another")) == []
+        copy_checkpoint(source.here, source.save(seed, step), place.there, JOB)
+    assert [found.step for found in place.there.iterate_checkpoints(JOB)] == [100, 10, 9]
+    assert list(place.there.iterate_checkpoints("another")) == []
 
 
 def test_damage_is_found_and_damaged_files_are_not_given_out(place: Place, source: Source) -> None:
-    found = bring(source.here, source.save(1), place.there, JOB)
+    found = copy_checkpoint(source.here, source.save(1), place.there, JOB)
     part = found.parts[1]
     place.damage(KEYS.part(5, part.sha256))
     assert list(place.there.verify(found)) == [part.sha256]
-    content = place.there.content(found)
+    content = place.there.open_content(found)
     with pytest.raises(errors.CorruptError, match="not the bytes that were saved"):
         content.body(1)
     assert content.body(0)
     with pytest.raises(errors.CorruptError):
-        bring(place.there, found, source.here, "copy")
-    assert not list(source.here.checkpoints("copy"))
+        copy_checkpoint(place.there, found, source.here, "copy")
+    assert not list(source.here.iterate_checkpoints("copy"))
 
 
 def test_damage_of_the_source_is_not_brought_along(place: Place, source: Source) -> None:
@@ -175,8 +179,8 @@ def test_damage_of_the_source_is_not_brought_along(place: Place, source: Source)
     keys = CheckpointKeys(saved.job)
     put(source.here.store, keys.part(5, saved.parts[0].sha256), b"x")
     with pytest.raises(errors.CorruptError):
-        bring(source.here, saved, place.there, JOB)
-    assert not list(place.there.checkpoints(JOB))
+        copy_checkpoint(source.here, saved, place.there, JOB)
+    assert not list(place.there.iterate_checkpoints(JOB))
 
 
 def test_a_place_that_is_ready_is_left_as_it_was(place: Place) -> None:
@@ -185,7 +189,7 @@ def test_a_place_that_is_ready_is_left_as_it_was(place: Place) -> None:
     assert found.rate > 0
     slow = place.there.probe(JOB, size=1 << 20, within=timedelta(0))
     assert slow.verdict is ProbeVerdict.TOO_SLOW
-    assert not list(place.there.checkpoints(JOB))
+    assert not list(place.there.iterate_checkpoints(JOB))
 
 
 def test_a_store_that_loses_answers_and_has_wrong_files_gets_the_right_ones(
@@ -198,7 +202,7 @@ def test_a_store_that_loses_answers_and_has_wrong_files_gets_the_right_ones(
     put(store, KEYS.part(5, saved.parts[-1].sha256), b"wrong")
     there = StoreDestination(store)
     try:
-        found = bring(source.here, saved, there, JOB)
+        found = copy_checkpoint(source.here, saved, there, JOB)
         assert r2.counts()[Fault.LOST] == 3
     finally:
         r2.reset()
@@ -219,7 +223,7 @@ def test_a_checkpoint_is_one_commit_and_its_snapshot_can_be_loaded(
 ) -> None:
     there = open_destination(hub_spec(hub, repo))
     before = hub.commits(repo)
-    found = bring(source.here, source.save(1), there, JOB)
+    found = copy_checkpoint(source.here, source.save(1), there, JOB)
     assert hub.commits(repo) == before + 1
     folder = snapshot_download(
         repo, local_dir=source.folder / "snapshot", endpoint=hub.endpoint, token=READER
@@ -232,7 +236,7 @@ def test_a_commit_of_somebody_else_is_not_undone(hub: HubServer, repo: str, sour
     before = hub.commits(repo)
     saved = source.save(1)
     hub.commit_behind(repo)
-    found = bring(source.here, saved, there, JOB)
+    found = copy_checkpoint(source.here, saved, there, JOB)
     assert hub.commits(repo) == before + 2
     assert hub.uploads(repo) == len(saved.parts)  # each once, though it tried twice
     assert there.verify(found) == {}
@@ -245,7 +249,7 @@ def test_faults_that_pass_are_got_over(
 ) -> None:
     before = hub.commits(repo)
     hub.fail_next(1 if after else 2, 503, what, after=after)
-    found = bring(source.here, source.save(1), open_destination(hub_spec(hub, repo)), JOB)
+    found = copy_checkpoint(source.here, source.save(1), open_destination(hub_spec(hub, repo)), JOB)
     assert hub.commits(repo) == before + 1
     assert hub.unfired() == 0
     assert open_destination(hub_spec(hub, repo)).verify(found, check=VerifyDepth.SIZES) == {}

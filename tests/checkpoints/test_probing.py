@@ -81,7 +81,7 @@ def test_google_says_which_permission_is_missing(permission, verdict, denying, r
 def test_a_grant_on_a_prefix_is_proven_by_the_trial_alone(denying, request, monkeypatch) -> None:
     store = open_store(spec_of("gcs", request))
     monkeypatch.setattr("millrace.storage.permissions.granted", lambda _: frozenset[str]())
-    assert probe(store, "job", patience=SHORT).ready
+    assert probe(store, "job", patience=SHORT).is_ready
 
 
 def test_google_credentials_that_are_missing_are_no_yes(gcs, tmp_path, monkeypatch) -> None:

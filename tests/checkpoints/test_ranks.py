@@ -14,18 +14,18 @@ from safetensors.torch import load_file
 from millrace import errors
 from millrace.checkpoints import (
     Ranks,
-    Retention,
+    RetentionSettings,
     Saver,
     SaveSettings,
-    latest,
+    apply_retention,
+    find_newest_verified,
     load,
     load_into,
     plan_retention,
-    retain,
     verify,
 )
-from millrace.checkpoints.pieces import covered_once
-from millrace.checkpoints.tree import taken_apart
+from millrace.checkpoints.tensor_shards import is_covered_once
+from millrace.checkpoints.tree import flatten_state
 from millrace.keys import CheckpointKeys
 from millrace.models.checkpoint import Chunk
 from millrace.storage import Store, list_objects, open_store, put
@@ -44,7 +44,7 @@ def test_a_model_sharded_by_fsdp_is_saved_and_loaded_by_another_number_of_ranks(
     assert [code for code, _ in saved] == [0] * 4, saved
     assert len({text for _, text in saved}) == 1  # all know the same checkpoint
     store = open_store(tmp_path.as_uri())
-    found = latest(store, "job")
+    found = find_newest_verified(store, "job")
     assert found is not None
     assert found.position == {"sample": 5}
 
@@ -53,7 +53,7 @@ def test_a_model_sharded_by_fsdp_is_saved_and_loaded_by_another_number_of_ranks(
     loaded = load(store, "job", rank=2)
     assert loaded.state["lr"] == 0.01
     assert loaded.own["seen"] == 20
-    tensors = taken_apart(loaded.state)
+    tensors = flatten_state(loaded.state)
     assert all(torch.equal(tensors[name], tensor) for name, tensor in whole.items())
     # On four ranks, two of which are replicas of the other two.
     assert {len(found.tensors[name].chunks) for name in whole if "weight" in name} == {1, 2}
@@ -69,7 +69,7 @@ def test_of_a_rank_that_dies_the_others_hear_and_there_is_no_checkpoint(tmp_path
     ended = run(tmp_path, "deadly", 4)
     assert [code for code, _ in ended] == [1, 1, 1, -9]
     assert all("Not all 4 ranks have saved their share of step 7" in text for _, text in ended[:3])
-    assert latest(open_store(tmp_path.as_uri()), "job") is None
+    assert find_newest_verified(open_store(tmp_path.as_uri()), "job") is None
 
 
 def save(store: Store, rank: int, attempt: str = "a", world: int = 3, value: float = 1.0) -> str:
@@ -126,7 +126,7 @@ def test_shares_of_two_attempts_are_never_one_checkpoint(folder):
         save(folder, 0, "first", world=2)
     with pytest.raises(errors.UnavailableError, match="Not all 2 ranks"):
         save(folder, 1, "second", world=2, value=2.0)
-    assert latest(folder, "job") is None
+    assert find_newest_verified(folder, "job") is None
 
 
 def test_the_same_attempt_cannot_say_two_things(folder):
@@ -137,7 +137,7 @@ def test_the_same_attempt_cannot_say_two_things(folder):
     again = threading.Thread(target=save, args=(folder, 1), kwargs={"world": 2})
     again.start()
     again.join()
-    assert latest(folder, "job") is not None  # the first one's share was there
+    assert find_newest_verified(folder, "job") is not None  # the first one's share was there
 
 
 def test_what_is_no_share_makes_no_rank_and_a_damaged_one_is_named(folder):
@@ -148,7 +148,7 @@ def test_what_is_no_share_makes_no_rank_and_a_damaged_one_is_named(folder):
     put(folder, KEYS.share(1, "a", 0), b"nonsense")
     with pytest.raises(errors.CorruptError, match=r"1 of 2 records .*shares/a/000000\.json"):
         save(folder, 1, world=2)
-    assert latest(folder, "job") is None
+    assert find_newest_verified(folder, "job") is None
 
 
 def test_another_checkpoint_of_the_step_is_not_taken_for_ones_own(folder):
@@ -159,11 +159,11 @@ def test_another_checkpoint_of_the_step_is_not_taken_for_ones_own(folder):
 
 def test_retention_removes_the_shares_and_keeps_the_checkpoint(folder):
     save(folder, 0, world=1)
-    rules = Retention(grace=timedelta(microseconds=-1))
+    rules = RetentionSettings(grace=timedelta(microseconds=-1))
     plan = plan_retention(folder, "job", rules)
     assert [removal.key for removal in plan.removals] == [KEYS.share(1, "a", 0)]
-    assert not retain(folder, plan).failures
-    found = latest(folder, "job")
+    assert not apply_retention(folder, plan).failures
+    found = find_newest_verified(folder, "job")
     assert found is not None
     assert not list(list_objects(folder, KEYS.shares(1, "a")))
 
@@ -208,12 +208,12 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Chunk]]:
 @given(tiling=tilings(), data=st.data())
 def test_a_tensor_is_whole_if_each_element_is_there_once(tiling, data):
     shape, chunks = tiling
-    assert covered_once(shape, tuple(chunks))
+    assert is_covered_once(shape, tuple(chunks))
     number = data.draw(st.integers(0, len(chunks) - 1))
     chosen = chunks[number]
     if 0 in chosen.shape:
         return
-    assert not covered_once(shape, (*chunks, chosen))
-    assert not covered_once(shape, tuple(chunks[:number] + chunks[number + 1 :]))
+    assert not is_covered_once(shape, (*chunks, chosen))
+    assert not is_covered_once(shape, tuple(chunks[:number] + chunks[number + 1 :]))
     moved = chosen.model_copy(update={"start": (chosen.start[0] + 1, *chosen.start[1:])})
-    assert not covered_once(shape, (*chunks[:number], moved, *chunks[number + 1 :]))
+    assert not is_covered_once(shape, (*chunks[:number], moved, *chunks[number + 1 :]))

@@ -11,26 +11,26 @@ from hypothesis import strategies as st
 
 from millrace import errors
 from millrace.checkpoints import (
-    Retention,
+    RetentionSettings,
     Saver,
     SaveSettings,
-    latest,
+    apply_retention,
+    find_newest_verified,
     load,
     pin,
     plan_retention,
-    retain,
     unpin,
     verify,
 )
-from millrace.checkpoints.find import checkpoints
+from millrace.checkpoints.find import iterate_checkpoints
 from millrace.cli import main
 from millrace.keys import CheckpointKeys
-from millrace.models.checkpoint import Epoch
+from millrace.models.checkpoint import EpochRecord
 from millrace.records import commit_once
 from millrace.storage import Store, StoreSpec, create, list_objects, open_store, put
 
 KEYS = CheckpointKeys("job")
-NOW = Retention(last=1, grace=timedelta(0))
+NOW = RetentionSettings(last=1, grace=timedelta(0))
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -48,7 +48,7 @@ def save(store: Store, numbers: list[int], *, refer: bool = False) -> None:
 
 
 def kept(store: Store) -> list[int]:
-    return sorted(checkpoint.step for checkpoint in checkpoints(store, KEYS.job))
+    return sorted(checkpoint.step for checkpoint in iterate_checkpoints(store, KEYS.job))
 
 
 def there(store: Store) -> list[int]:
@@ -59,7 +59,7 @@ def there(store: Store) -> list[int]:
 
 def test_the_last_and_each_of_so_many_stay(store):
     save(store, [1, 2, 3, 4, 5, 6, 7])
-    plan = plan_retention(store, KEYS.job, Retention(last=2, every=3))
+    plan = plan_retention(store, KEYS.job, RetentionSettings(last=2, every=3))
     assert plan.removed == (1, 2, 4, 5)
     assert plan.kept == {
         7: "the newest that is verified",
@@ -68,25 +68,25 @@ def test_the_last_and_each_of_so_many_stay(store):
     }
     assert kept(store) == [1, 2, 3, 4, 5, 6, 7]
     before = sum(stat.size for stat in list_objects(store))
-    done = retain(store, plan)
+    done = apply_retention(store, plan)
     assert kept(store) == [3, 6, 7]
     assert done.size == plan.size == before - sum(stat.size for stat in list_objects(store))
     assert not done.failures
     assert there(store) == [3, 6, 7]
-    assert all(verify(store, found) == {} for found in checkpoints(store, KEYS.job))
+    assert all(verify(store, found) == {} for found in iterate_checkpoints(store, KEYS.job))
 
 
 def test_what_is_pinned_or_named_by_an_epoch_stays(store):
     save(store, [1, 2, 3, 4])
     pin(store, KEYS.job, 1, "the baseline")
-    root = next(found.root for found in checkpoints(store, KEYS.job) if found.step == 2)
-    commit_once(store, KEYS.epoch(0), Epoch(job=KEYS.job, epoch=0, step=2, root=root))
+    root = next(found.root for found in iterate_checkpoints(store, KEYS.job) if found.step == 2)
+    commit_once(store, KEYS.epoch(0), EpochRecord(job=KEYS.job, epoch=0, step=2, root=root))
     plan = plan_retention(store, KEYS.job, NOW)
     assert (plan.kept[1], plan.kept[2]) == ("pinned: the baseline", "epoch 0 names it")
-    retain(store, plan)
+    apply_retention(store, plan)
     assert kept(store) == [1, 2, 4]
     unpin(store, KEYS.job, 1)
-    retain(store, plan_retention(store, KEYS.job, NOW))
+    apply_retention(store, plan_retention(store, KEYS.job, NOW))
     assert kept(store) == [2, 4]
     with pytest.raises(errors.NotFoundError):
         pin(store, KEYS.job, 1, "too late")
@@ -104,21 +104,21 @@ def test_a_damaged_pin_or_epoch_stops_no_plan_and_a_damaged_pin_pins(store):
 
 def test_the_last_that_is_verified_stays_whatever_the_rules_say(store):
     save(store, [1, 2, 3])
-    for found in checkpoints(store, KEYS.job):
+    for found in iterate_checkpoints(store, KEYS.job):
         if found.step > 1:
             put(store, KEYS.part(found.step, found.parts[0].sha256), b"damaged")
     plan = plan_retention(store, KEYS.job, NOW)
     assert set(plan.kept) == {1, 2, 3}
     assert plan.removed == ()
-    assert retain(store, plan).removed == 0
-    found = latest(store, KEYS.job)
+    assert apply_retention(store, plan).removed == 0
+    found = find_newest_verified(store, KEYS.job)
     assert found is not None
     assert found.step == 1
 
 
 def test_if_none_is_verified_none_goes(store):
     save(store, [1, 2, 3])
-    for found in checkpoints(store, KEYS.job):
+    for found in iterate_checkpoints(store, KEYS.job):
         put(store, KEYS.part(found.step, found.parts[0].sha256), b"damaged")
     assert plan_retention(store, KEYS.job, NOW).removals == ()
 
@@ -126,12 +126,12 @@ def test_if_none_is_verified_none_goes(store):
 def test_files_that_a_kept_one_refers_to_stay(store):
     save(store, [1, 2, 3], refer=True)
     plan = plan_retention(store, KEYS.job, NOW)
-    retain(store, plan)
+    apply_retention(store, plan)
     assert kept(store) == [3]
     assert there(store) == [1, 3]
     assert torch.equal(load(store, KEYS.job).state["embed"], torch.arange(1000))
     save(store, [4])  # which refers to nothing
-    retain(store, plan_retention(store, KEYS.job, NOW))
+    apply_retention(store, plan_retention(store, KEYS.job, NOW))
     assert there(store) == [4]
 
 
@@ -140,7 +140,7 @@ def test_what_was_saved_since_the_plan_is_looked_at_again(store):
     plan = plan_retention(store, KEYS.job, NOW)
     assert plan.removed == (1,)
     pin(store, KEYS.job, 1, "just now")
-    done = retain(store, plan)
+    done = apply_retention(store, plan)
     assert done.removed == 0
     assert len(done.skipped) == len(plan.removals)
     assert kept(store) == [1, 2]
@@ -149,11 +149,11 @@ def test_what_was_saved_since_the_plan_is_looked_at_again(store):
 def test_files_that_no_checkpoint_names_go_when_they_are_old(store):
     save(store, [1])
     create(store, KEYS.part(2, "0" * 64), b"of a saver that was killed, or is still at it")
-    young = plan_retention(store, KEYS.job, Retention(grace=timedelta(hours=1)))
+    young = plan_retention(store, KEYS.job, RetentionSettings(grace=timedelta(hours=1)))
     assert young.removals == ()
-    old = plan_retention(store, KEYS.job, Retention(grace=timedelta(days=-1)))
+    old = plan_retention(store, KEYS.job, RetentionSettings(grace=timedelta(days=-1)))
     assert [removal.key for removal in old.removals] == [KEYS.part(2, "0" * 64)]
-    retain(store, old)
+    apply_retention(store, old)
     assert there(store) == [1]
 
 
@@ -187,7 +187,7 @@ def test_the_commands_list_verify_and_retain(tmp_path):
     assert code == 0
     assert "Deleted 6 objects" in said  # the metadata, four files of tensors, the skeleton
     assert kept(store) == [2, 3]
-    part = next(checkpoints(store, "job")).parts[0]
+    part = next(iterate_checkpoints(store, "job")).parts[0]
     put(store, KEYS.part(3, part.sha256), b"x" * part.size)
     assert millrace("checkpoints", "job")[0] == 0
     code, said = millrace("checkpoints", "job", "--verify")
@@ -210,15 +210,15 @@ def test_the_commands_list_verify_and_retain(tmp_path):
 def test_whatever_the_rules_what_is_kept_can_be_loaded(numbers, last, every, refer, broken):
     store = open_store(StoreSpec(url=f"memory://{torch.randint(1 << 60, ()).item()}"))
     save(store, sorted(numbers), refer=refer)
-    before = {found.step: found for found in checkpoints(store, KEYS.job)}
+    before = {found.step: found for found in iterate_checkpoints(store, KEYS.job)}
     for place in broken:
         if place < len(numbers):
             part = before[sorted(numbers)[place]].parts[-1]
             put(store, KEYS.part(part.step, part.sha256), b"damaged")
     intact = [step for step, found in before.items() if not verify(store, found)]
-    plan = plan_retention(store, KEYS.job, Retention(last=last, every=every))
-    retain(store, plan)
-    after = {found.step: found for found in checkpoints(store, KEYS.job)}
+    plan = plan_retention(store, KEYS.job, RetentionSettings(last=last, every=every))
+    apply_retention(store, plan)
+    after = {found.step: found for found in iterate_checkpoints(store, KEYS.job)}
     assert set(after) == set(plan.kept)
     assert all(step in intact for step in after if not verify(store, after[step]))
     assert all(not verify(store, after[step]) for step in intact if step in after)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.checkpoints.tree import SKELETON, put_together, taken_apart
+from millrace.checkpoints.tree import SKELETON, flatten_state, unflatten_state
 from millrace.errors import ConfigurationError, CorruptError
 
 
@@ -46,7 +46,7 @@ def test_a_training_state_comes_back_as_it_was():
         },
         "loader": {"shard": 7, "seen": b"\x00\xff", "epoch": None, "done": False},
     }
-    back = put_together(taken_apart(state))
+    back = unflatten_state(flatten_state(state))
     assert equal(back, state)
     optimizer.load_state_dict(back["optimizer"])
     random.Random().setstate(back["rng"]["python"])
@@ -77,26 +77,26 @@ states = st.recursive(
 @settings(max_examples=200, deadline=None)
 @given(state=st.dictionaries(st.text(), states, max_size=4))
 def test_whatever_is_in_it(state):
-    assert equal(put_together(taken_apart(state)), state)
+    assert equal(unflatten_state(flatten_state(state)), state)
 
 
 def test_tied_tensors_are_there_once_and_come_back_tied():
     weight = torch.ones(3)
-    tensors = taken_apart({"embed": weight, "head": weight, "part": weight[:2]})
+    tensors = flatten_state({"embed": weight, "head": weight, "part": weight[:2]})
     assert set(tensors) == {"embed", "part", SKELETON}
-    back = put_together(tensors)
+    back = unflatten_state(tensors)
     assert back["embed"] is back["head"]
 
 
 def test_names_that_would_be_the_same_are_told_apart():
     state = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, SKELETON: torch.full((1,), 2.0)}
-    assert equal(put_together(taken_apart(state)), state)
+    assert equal(unflatten_state(flatten_state(state)), state)
 
 
 def test_what_was_not_loaded_is_left_out():
-    tensors = taken_apart({"a": torch.ones(1), "b": {"c": torch.ones(1)}, "d": [torch.ones(1)]})
+    tensors = flatten_state({"a": torch.ones(1), "b": {"c": torch.ones(1)}, "d": [torch.ones(1)]})
     del tensors["b.c"], tensors["d.0"]
-    assert equal(put_together(tensors), {"a": torch.ones(1), "b": {}, "d": [None]})
+    assert equal(unflatten_state(tensors), {"a": torch.ones(1), "b": {}, "d": [None]})
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_what_was_not_loaded_is_left_out():
 )
 def test_what_cannot_be_saved_is_named_with_its_path(value, kind):
     with pytest.raises(ConfigurationError, match=rf"model\.0\.bad.*{kind}"):
-        taken_apart({"model": [{"bad": value}]})
+        flatten_state({"model": [{"bad": value}]})
 
 
 class Level(IntEnum):
@@ -158,7 +158,7 @@ class Shouted(str):
 )
 def test_numbers_and_text_of_any_class_come_back_plain_also_as_keys(value, plain):
     state = {"optimizer": {"state": {value: value}}}
-    back = put_together(taken_apart(state))
+    back = unflatten_state(flatten_state(state))
     ((key, found),) = back["optimizer"]["state"].items()
     assert equal([key, found], [plain, plain])
 
@@ -174,7 +174,7 @@ def test_keys_that_would_be_saved_as_one_are_refused_with_their_path():
             return id(self)
 
     with pytest.raises(ConfigurationError, match=r"optimizer\.state .*'a'.* twice"):
-        taken_apart({"optimizer": {"state": {Odd("a"): 1, Odd("a"): 2}}})
+        flatten_state({"optimizer": {"state": {Odd("a"): 1, Odd("a"): 2}}})
 
 
 @pytest.mark.parametrize("kind", [dict, list])
@@ -186,21 +186,21 @@ def test_a_state_that_contains_itself_is_refused_with_its_path(kind):
     else:
         loop.append(loop)
     with pytest.raises(ConfigurationError, match=r"model\.loop\.(again|1) .*contains itself"):
-        taken_apart(state)
+        flatten_state(state)
 
 
 def test_what_is_nested_too_deeply_is_refused_and_a_value_in_two_places_is_not():
     shared = [1]
-    assert put_together(taken_apart({"a": shared, "b": [shared]})) == {"a": [1], "b": [[1]]}
+    assert unflatten_state(flatten_state({"a": shared, "b": [shared]})) == {"a": [1], "b": [[1]]}
     deep: list[object] = []
     for _ in range(5000):
         deep = [deep]
     with pytest.raises(ConfigurationError, match=r"model\.0\.0.* nested"):
-        taken_apart({"model": deep})
+        flatten_state({"model": deep})
 
 
 @pytest.mark.parametrize("skeleton", [b"", b"{", b'["x", 1]', b'["d", 1]', b"[]"])
 def test_a_skeleton_that_is_none_is_refused(skeleton):
     body = torch.frombuffer(bytearray(skeleton), dtype=torch.uint8) if skeleton else torch.empty(0)
     with pytest.raises(CorruptError, match="skeleton"):
-        put_together({SKELETON: body})
+        unflatten_state({SKELETON: body})

@@ -11,9 +11,9 @@ import torch
 from millrace import errors
 from millrace.checkpoints import Saver
 from millrace.gradients import (
+    ChainLink,
     Codec,
     GatherSettings,
-    Link,
     Participant,
     RunSettings,
     begin_run,
@@ -47,7 +47,7 @@ def model() -> torch.nn.Module:
     return torch.nn.Linear(40, 30)
 
 
-def take_part(store: Store, chain: Store, uid: str, windows: int, broken: int = 0) -> Link:
+def take_part(store: Store, chain: Store, uid: str, windows: int, broken: int = 0) -> ChainLink:
     """Send a change in each window; ``c`` sends no gradient in the one that is to be broken."""
     mine = model()
     until(lambda: newest(chain, RUN.chain) >= 0, "the run to begin")

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from flows.campaign_plan import Campaign, RentedWorkers
 from flows.command import read
 from millrace.errors import ConfigurationError, ConflictError
-from millrace.gradients import Outer, RunSettings
+from millrace.gradients import OuterOptimizer, RunSettings
 from millrace.storage import StoreSpec
 from millrace.training import TrainingPlan
 from tasks.campaigning import check_plan, pin_plan
@@ -82,7 +82,7 @@ def test_a_plan_that_has_changed_is_refused_with_its_fields_and_values(tmp_path:
     assert "training.rules.steps was 30, and is 20 now" in said
     with pytest.raises(ConflictError, match=r"data\.dataset was text, and is nothing now"):
         pin(tmp_path, dataset=None)
-    outer = RUN.model_copy(update={"outer": Outer(lr=0.5)})
+    outer = RUN.model_copy(update={"outer": OuterOptimizer(lr=0.5)})
     with pytest.raises(
         ConflictError, match=r"training\.rules\.outer\.lr was 1\.0, and is 0\.5 now"
     ):

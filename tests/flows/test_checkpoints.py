@@ -2,7 +2,7 @@
 
 import torch
 
-from millrace.checkpoints import Saver, SaveSettings, newest
+from millrace.checkpoints import Saver, SaveSettings, find_newest
 from millrace.keys import CheckpointKeys
 from millrace.storage import Credentials, StoreSpec, open_store, put
 from tasks.reports import escape
@@ -34,7 +34,7 @@ def test_damage_fails_the_flow_and_the_report_names_it(
     report = deployed.artifacts(done.run)["verified-checkpoints"]
     assert "2 checkpoints, all as they were saved; every byte was read" in report
 
-    found = newest(store, "job")
+    found = find_newest(store, "job")
     assert found is not None
     part = found.parts[0]
     key = CheckpointKeys("job").part(2, part.sha256)

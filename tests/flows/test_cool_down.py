@@ -18,14 +18,14 @@ from millrace.checkpoints import (
     HubSpec,
     Saver,
     SaveSettings,
-    checkpoint_of,
     load,
     open_destination,
+    read_checkpoint,
     verify,
 )
-from millrace.checkpoints.choosing import order_of
+from millrace.checkpoints.checkpointers import order_checkpointers
 from millrace.keys import CheckpointKeys
-from millrace.models.checkpoint import Checkpoint, Epoch
+from millrace.models.checkpoint import Checkpoint, EpochRecord
 from millrace.records import fetch
 from millrace.storage import Credentials, Store, StoreSpec, open_store
 from tasks.words import size
@@ -123,7 +123,7 @@ def test_two_of_six_members_are_killed_in_the_race_and_the_epoch_has_a_checkpoin
     store: Store,
     start: Start,
 ) -> None:
-    first, second = order_of(NAMES, SEED)[:2]
+    first, second = order_checkpointers(NAMES, SEED)[:2]
     members = start(dict.fromkeys((first, second), "checkpoint.part"))
 
     running = deployed.start(
@@ -142,8 +142,8 @@ def test_two_of_six_members_are_killed_in_the_race_and_the_epoch_has_a_checkpoin
     done = deployed.wait(running.run, "Completed", "Failed", "Crashed")
 
     assert done.state_name == "Completed"
-    epoch = fetch(store, CheckpointKeys("job").epoch(0), Epoch)
-    found = checkpoint_of(store, "job", 40)
+    epoch = fetch(store, CheckpointKeys("job").epoch(0), EpochRecord)
+    found = read_checkpoint(store, "job", 40)
     assert epoch.root == found.root
     assert not verify(store, found)
     assert found.position == {"sample": 123}
@@ -181,8 +181,8 @@ def test_all_checkpointers_die_once(
         assert process.wait(120) == 0
     run = deployed.wait(running.run, "Completed", "Failed", "Crashed")
     assert run.state_name == "Completed"
-    epoch = fetch(store, CheckpointKeys("job").epoch(0), Epoch)
-    assert not verify(store, checkpoint_of(store, "job", epoch.step))
+    epoch = fetch(store, CheckpointKeys("job").epoch(0), EpochRecord)
+    assert not verify(store, read_checkpoint(store, "job", epoch.step))
     assert f"| `{epoch.member}` | **committed** |" in deployed.artifacts(running.run)["cool-down"]
 
 
@@ -210,7 +210,7 @@ def test_nodes_of_a_ray_cluster_end_an_epoch_with_what_is_on_their_disks(
     finally:
         worker.stop()
     assert done.code == 0, done.output
-    found = checkpoint_of(store, "job", 40)
+    found = read_checkpoint(store, "job", 40)
     assert not verify(store, found)
     report = deployed.artifacts(done.run)["cool-down"]
     assert report.count("| **committed** |") == 1
@@ -235,7 +235,7 @@ def test_a_checkpoint_on_a_disk_is_brought_into_a_bucket(
 
     done = deployed.start(SAVE, **asked)
     assert done.code == 0, done.output
-    found = checkpoint_of(store, "job", 40)
+    found = read_checkpoint(store, "job", 40)
     assert (found.root, found.position) == (here.root, here.position)
     assert not verify(store, found)
     before = load(open_store((tmp_path / "disk").as_uri()), "trained").state
@@ -279,7 +279,7 @@ def test_a_checkpoint_is_brought_to_the_hub_with_a_token_from_a_block(
     done = deployed.start(SAVE, **asked(WRITER))
     assert done.code == 0, done.output
     spec = HubSpec(repo=repo, token=SecretStr(READER), endpoint=hub.endpoint)
-    found = open_destination(spec).checkpoint("job", 40)
+    found = open_destination(spec).read_checkpoint("job", 40)
     assert found.root == here.root
     assert hub.commits(repo) == 2
     report = deployed.artifacts(done.run)["saved-checkpoint"]

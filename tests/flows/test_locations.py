@@ -25,7 +25,7 @@ from flows.release import release
 from flows.save_checkpoint import save_checkpoint
 from flows.shard_dataset import shard_dataset
 from flows.verify_datasets import verify_datasets
-from millrace.checkpoints import Saver, newest
+from millrace.checkpoints import Saver, find_newest
 from millrace.errors import ConfigurationError
 from millrace.storage import Right, open_store
 from tasks.places import BucketLocation, refuse_temporary, spec_of
@@ -74,12 +74,12 @@ def test_a_checkpoint_goes_to_the_block_that_is_named(
     with Saver(open_store(saved.as_uri()), "job") as saver:
         saver.save({"w": torch.zeros(10)}, step=3).result()
     save_checkpoint({"url": saved.as_uri(), "job": "job"}, "copy", bucket=name)  # pyright: ignore[reportArgumentType]
-    found = newest(open_store(folder.as_uri()), "copy")
+    found = find_newest(open_store(folder.as_uri()), "copy")
     assert found is not None
     assert found.step == 3
     assert list(elsewhere.iterdir()) == []
     save_checkpoint({"bucket": name, "job": "copy"}, "again", bucket=str(saved))  # pyright: ignore[reportArgumentType]
-    assert newest(open_store(saved.as_uri()), "again") is not None
+    assert find_newest(open_store(saved.as_uri()), "again") is not None
 
 
 def test_a_name_without_a_block_names_the_blocks_that_there_are(

@@ -18,17 +18,17 @@ from click.testing import CliRunner
 from pydantic import ValidationError
 
 from millrace import errors
-from millrace.checkpoints import Saver, checkpoints, load
+from millrace.checkpoints import Saver, iterate_checkpoints, load
 from millrace.cli import main
 from millrace.gradients import (
     AggregatorSettings,
     Beginning,
     ChainError,
+    ChainLink,
     Codec,
     GatherSettings,
-    Link,
-    Outer,
     OuterKind,
+    OuterOptimizer,
     Participant,
     Refusal,
     RunSettings,
@@ -62,7 +62,7 @@ def settings_of(store: Store, **changes: object) -> AggregatorSettings:
     run = RunSettings(
         run="runs/one",
         codec=Codec(k=256, bits=4),
-        outer=Outer(kind=OuterKind.NESTEROV, lr=0.5),
+        outer=OuterOptimizer(kind=OuterKind.NESTEROV, lr=0.5),
         gather=GatherSettings(look=timedelta(milliseconds=20), quorum=len(UIDS)),
         window=timedelta(minutes=1),
         steps=5,
@@ -103,7 +103,7 @@ def take_part(settings: AggregatorSettings, store: Store, uid: str, windows: int
     return state_of(dict(mine.named_parameters())).digest()
 
 
-def run_windows(store: Store, windows: int, settings: AggregatorSettings) -> list[Link]:
+def run_windows(store: Store, windows: int, settings: AggregatorSettings) -> list[ChainLink]:
     with ThreadPoolExecutor(len(UIDS)) as pool:
         working = [pool.submit(take_part, settings, store, uid, windows) for uid in UIDS]
         made = list(aggregate_run(settings.model_copy(update={"windows": windows})))
@@ -132,7 +132,7 @@ def test_a_run_begins_with_a_checkpoint_and_goes_on_from_its_own(store, begun):
     assert taken.norm > 0
     assert taken.size > 100
     keys = begun.run.chain
-    steps = [found.step for found in checkpoints(store, keys.job)]
+    steps = [found.step for found in iterate_checkpoints(store, keys.job)]
     assert steps == [55, 50, 40]  # after every second window, and at the end
 
     second = run_windows(store, 4, begun)
@@ -140,7 +140,7 @@ def test_a_run_begins_with_a_checkpoint_and_goes_on_from_its_own(store, begun):
     state, window = replayed(store, begun)
     assert window == 7
     assert state.digest() == second[-1].state
-    kept = [found.step for found in checkpoints(store, keys.job)]
+    kept = [found.step for found in iterate_checkpoints(store, keys.job)]
     assert kept == [75, 70, 60, 40]  # the last three, and that of the beginning
 
 
@@ -200,7 +200,9 @@ def test_a_checkpoint_that_is_damaged_or_not_the_chains_is_passed_over(store, be
     with Saver(store, keys.job) as saver:
         saver.save({"weights": {}}, step=100).result()  # of nothing
         saver.save({"weights": {}}, step=51, position={"window": 3}).result()  # without moments
-    good = next(found for found in checkpoints(store, keys.job) if found.step == made[-1].step)
+    good = next(
+        found for found in iterate_checkpoints(store, keys.job) if found.step == made[-1].step
+    )
     state, window = newest_state(store, keys)
     assert (window, state.digest()) == (4, made[-1].state)
 
@@ -218,7 +220,7 @@ def test_a_checkpoint_that_is_damaged_or_not_the_chains_is_passed_over(store, be
 
 def test_without_any_checkpoint_it_says_which_to_bring_back(store, begun):
     keys = begun.run.chain
-    (only,) = checkpoints(store, keys.job)
+    (only,) = iterate_checkpoints(store, keys.job)
     put(store, CheckpointKeys(keys.job).part(only.step, only.parts[0].sha256), b"")
     with pytest.raises(ChainError, match="bring back that of its first link"):
         newest_state(store, keys)

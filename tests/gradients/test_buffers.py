@@ -20,8 +20,8 @@ from millrace.gradients import (
     Mask,
     MergeRule,
     MergeSettings,
-    Outer,
     OuterKind,
+    OuterOptimizer,
     Participant,
     Payload,
     PayloadError,
@@ -46,7 +46,7 @@ BUFFERS = (MEAN, VAR, COUNT)
 SETTINGS = RunSettings(
     run="runs/one",
     codec=Codec(k=512, bits=4),
-    outer=Outer(kind=OuterKind.NESTEROV, lr=0.7),
+    outer=OuterOptimizer(kind=OuterKind.NESTEROV, lr=0.7),
     gather=GatherSettings(look=timedelta(milliseconds=20), quorum=2, wanted=2),
     window=timedelta(minutes=1),
     steps=2,
@@ -225,7 +225,8 @@ def bodies(seed: int, values: Mapping[str, torch.Tensor] | None = None) -> dict[
         **(values or {}),
     }
     return {
-        name: GradientEncoder(CODEC.of(name), 1).encode(one, MASK) for name, one in sent.items()
+        name: GradientEncoder(CODEC.for_tensor(name), 1).encode(one, MASK)
+        for name, one in sent.items()
     }
 
 

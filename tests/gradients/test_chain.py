@@ -12,17 +12,17 @@ import torch
 from millrace import errors
 from millrace.gradients import (
     ChainError,
+    ChainLink,
+    ChainStart,
     Codec,
     GatherSettings,
     GradientEncoder,
-    Link,
     MergeRule,
     MergeSettings,
-    Outer,
     OuterKind,
+    OuterOptimizer,
     Refusal,
     Sender,
-    Start,
     State,
     Step,
     Transform,
@@ -41,14 +41,14 @@ from millrace.gradients.state import dense_change
 from millrace.gradients.tensors import chosen, values_of
 from millrace.gradients.transform import backward, forward
 from millrace.keys import ChainKeys, GradientKeys
-from millrace.records import encoded, fetch
+from millrace.records import encode_record, fetch
 from millrace.storage import Store, copy, delete, list_objects, open_store, put, read
 from tests.gradients.test_codec import drawn
 from tests.stores import spec_of
 
 SHAPES = {"embed": (50, 30), "layer.bias": (17,), "layer.weight": (70, 65), "scale": ()}
 KEYS = ChainKeys("runs/one", "1")
-START = Start(run="runs/one", job="job", step=0, root="r", state="")
+START = ChainStart(run="runs/one", job="job", step=0, root="r", state="")
 NOW = datetime.now(UTC)
 QUICK = GatherSettings(look=timedelta(milliseconds=10), quorum=0)
 
@@ -75,12 +75,12 @@ def whole(change: torch.Tensor, codec: Codec) -> list[Merged]:
 class Run:
     """A run with three workers, whose windows are aggregated one after another."""
 
-    def __init__(self, store: Store, codec: Codec, outer: Outer, state: State) -> None:
+    def __init__(self, store: Store, codec: Codec, outer: OuterOptimizer, state: State) -> None:
         self.store, self.codec, self.outer, self.state = store, codec, outer, state
-        self.before: Start | Link = begin(store, KEYS, START)
+        self.before: ChainStart | ChainLink = begin(store, KEYS, START)
         self.rule = MergeSettings(rule=MergeRule.MEAN)
 
-    def window(self, number: int, workers: int = 3) -> Link:
+    def window(self, number: int, workers: int = 3) -> ChainLink:
         keys = GradientKeys(KEYS.run, KEYS.version)
         encoder = GradientEncoder(self.codec, 1)
         for uid in range(workers):
@@ -113,7 +113,7 @@ def store(tmp_path) -> Store:
 
 
 def run_of(store: Store, *, transform: Transform = Transform.NONE, kind: str = "sgd") -> Run:
-    outer = Outer(kind=OuterKind(kind), lr=0.5)
+    outer = OuterOptimizer(kind=OuterKind(kind), lr=0.5)
     return Run(store, Codec(transform=transform, k=256), outer, weights())
 
 
@@ -161,7 +161,7 @@ def test_the_outer_step_is_that_of_torch():
             merged = whole(change, codec)
             weight.grad = torch.from_numpy(dense_of(merged, shape)).view(shape)
             optimizer.step()
-            state.apply("w", merged, codec, Outer(kind=kind, lr=0.5, momentum=0.9))
+            state.apply("w", merged, codec, OuterOptimizer(kind=kind, lr=0.5, momentum=0.9))
         torch.testing.assert_close(torch.from_numpy(state.weights["w"]), weight.detach())
 
 
@@ -194,7 +194,7 @@ def test_a_window_is_merged_once_though_two_try(store):
     other = Run(store, run.codec, run.outer, weights())
     run.window(2)
     catch_up(store, KEYS, other.state)
-    late = Run(store, run.codec, Outer(kind=OuterKind.SGD, lr=0.1), weights())
+    late = Run(store, run.codec, OuterOptimizer(kind=OuterKind.SGD, lr=0.1), weights())
     with pytest.raises(errors.ConflictError, match="merged window 1 of runs/one otherwise"):
         late.window(1)
     assert [link.window for link in links(store, KEYS)] == [1, 2]
@@ -221,10 +221,10 @@ def test_too_few_for_the_rule_is_a_window_that_changes_nothing(store):
 
 
 def test_who_sends_other_places_is_out_where_the_rule_needs_the_same_of_all(store):
-    run = Run(store, Codec(k=4096, bits=8), Outer(), weights())
+    run = Run(store, Codec(k=4096, bits=8), OuterOptimizer(), weights())
     run.rule = MergeSettings(rule=MergeRule.MEDIAN)
     assert set(run.window(1).taken) == {"0", "1", "2"}  # all send all places
-    other = Run(open_store(f"{store.url}/other"), Codec(k=64), Outer(), weights())
+    other = Run(open_store(f"{store.url}/other"), Codec(k=64), OuterOptimizer(), weights())
     other.rule = run.rule
     link = other.window(1)
     assert len(link.taken) == 1
@@ -244,7 +244,7 @@ def test_killed_between_the_update_and_its_link_it_goes_on(store):
     again = Run(store, run.codec, run.outer, weights())
     link = again.window(1)
     assert link.state == run.before.state
-    assert link.updates == fetch(store, KEYS.link(1), Link).updates
+    assert link.updates == fetch(store, KEYS.link(1), ChainLink).updates
     updates = [stat.key for stat in list_objects(store, KEYS.prefix) if stat.key.endswith(".npz")]
     assert updates == [update.key for update in link.updates]
 
@@ -270,7 +270,7 @@ def refused(run: Run, sentence: str) -> State:
 def test_a_missing_link_is_an_error_with_its_number(broken):
     delete(broken.store, [KEYS.link(2)])
     late = refused(broken, "Window 2 of runs/one is missing")
-    assert late.digest() == fetch(broken.store, KEYS.link(1), Link).state
+    assert late.digest() == fetch(broken.store, KEYS.link(1), ChainLink).state
 
 
 def test_a_link_of_another_window_is_an_error(broken):
@@ -302,21 +302,21 @@ def test_a_link_is_applied_wholly_or_not_at_all(store):
 
 
 def test_a_missing_update_is_an_error(broken):
-    delete(broken.store, [fetch(broken.store, KEYS.link(3), Link).updates[0].key])
+    delete(broken.store, [fetch(broken.store, KEYS.link(3), ChainLink).updates[0].key])
     refused(broken, r"Window 3 of runs/one: .*\.npz is missing")
 
 
 @pytest.mark.parametrize("key", ["", "/", "a//b", "../../x", "a\x01"])
 def test_an_update_whose_name_is_no_key_is_an_error_that_names_the_run(broken, key):
-    link = fetch(broken.store, KEYS.link(3), Link)
+    link = fetch(broken.store, KEYS.link(3), ChainLink)
     update = link.updates[0].model_copy(update={"key": key})
     forged = link.model_copy(update={"updates": (update, *link.updates[1:])})
-    put(broken.store, KEYS.link(3), encoded(forged, "nonce"))
+    put(broken.store, KEYS.link(3), encode_record(forged, "nonce"))
     refused(broken, "Window 3 of runs/one names an update .* which cannot be a key")
 
 
 def test_a_changed_update_is_an_error(broken):
-    key = fetch(broken.store, KEYS.link(2), Link).updates[0].key
+    key = fetch(broken.store, KEYS.link(2), ChainLink).updates[0].key
     body = bytearray(read(broken.store, key))
     body[len(body) // 2] ^= 1
     put(broken.store, key, bytes(body))
@@ -326,7 +326,7 @@ def test_a_changed_update_is_an_error(broken):
 @pytest.mark.parametrize("body", [b"no zip", b"PK\x05\x06" + bytes(18)])
 def test_an_update_that_is_none_is_an_error_though_its_digest_is_right(broken, body):
     link = broken.before
-    assert isinstance(link, Link)
+    assert isinstance(link, ChainLink)
     update = store_update(broken.store, KEYS, 4, body, len(link.names))
     with pytest.raises(ChainError, match="is no update"):
         list(merged_of(broken.store, link.model_copy(update={"updates": (update,)})))
@@ -347,7 +347,7 @@ def bomb() -> bytes:
 
 def test_an_update_that_is_compressed_is_refused_before_it_is_unpacked(broken):
     link = broken.before
-    assert isinstance(link, Link)
+    assert isinstance(link, ChainLink)
     body = bomb()
     update = store_update(broken.store, KEYS, 4, body, len(link.names))
     changed = link.model_copy(update={"updates": (update,)})
@@ -361,7 +361,7 @@ def test_an_update_that_is_compressed_is_refused_before_it_is_unpacked(broken):
 
 def test_an_update_that_is_larger_than_its_tensors_is_not_read(broken):
     link = broken.before
-    assert isinstance(link, Link)
+    assert isinstance(link, ChainLink)
     update = link.updates[0].model_copy(update={"size": 5 << 30})
     changed = link.model_copy(update={"updates": (update,)})
     with pytest.raises(ChainError, match=r"5,368,709,120 bytes by its link.*It was not read"):

@@ -23,7 +23,7 @@ from millrace.gradients import (
 from millrace.gradients.chunks import chunks_of, tiles_of
 from millrace.gradients.tensors import chosen, packed, unpacked, values_of
 from millrace.gradients.transform import backward, forward
-from millrace.models.gradient import CHUNK
+from millrace.models.gradient import CHUNK_SIZE
 
 SHAPES = [(), (1,), (7,), (64,), (4096,), (4097,), (12289,), (1, 1), (131, 1), (1, 257), (64, 64)]
 SHAPES += [(127, 65), (97, 101), (3, 3, 17, 5), (2, 0, 3), (700, 300)]
@@ -32,7 +32,7 @@ shapes = st.lists(st.integers(1, 90), max_size=3).map(tuple)
 codecs = st.builds(
     Codec,
     transform=st.sampled_from(Transform),
-    k=st.integers(1, CHUNK),
+    k=st.integers(1, CHUNK_SIZE),
     bits=st.sampled_from(BITS),
 )
 
@@ -70,7 +70,7 @@ def nearest(values: np.ndarray, table: np.ndarray) -> np.ndarray:
 def test_every_value_is_in_one_chunk(shape, transform):
     runs = chunks_of(shape, Codec(transform=transform))
     assert sum(run.values for run in runs) == prod(shape)
-    assert all(1 <= run.k <= run.size <= CHUNK for run in runs)
+    assert all(1 <= run.k <= run.size <= CHUNK_SIZE for run in runs)
     assert [run.first for run in runs] == [
         sum(before.values for before in runs[:n]) for n in range(len(runs))
     ]

@@ -7,7 +7,7 @@ import pytest
 
 from millrace.gradients import (
     AggregatorSettings,
-    Link,
+    ChainLink,
     aggregate_run,
     begin_run,
     weights_of_model,
@@ -36,7 +36,7 @@ def gradients(folder: Path) -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Link]]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[ChainLink]]:
     folder = tmp_path_factory.mktemp("alone")
     settings = begun(folder)
     with ThreadPoolExecutor(1) as pool:

@@ -12,15 +12,15 @@ from millrace import errors
 from millrace.checkpoints import Saver
 from millrace.gradients import (
     ChainError,
+    ChainStart,
     Codec,
     GatherSettings,
-    Outer,
     OuterKind,
+    OuterOptimizer,
     Participant,
     Refusal,
     RunSettings,
     Sender,
-    Start,
     begin,
     begin_run,
     check_weights,
@@ -40,7 +40,7 @@ def settings_of(workers: int = 3) -> RunSettings:
     return RunSettings(
         run="runs/one",
         codec=Codec(k=512, bits=4),
-        outer=Outer(kind=OuterKind.NESTEROV, lr=0.7),
+        outer=OuterOptimizer(kind=OuterKind.NESTEROV, lr=0.7),
         gather=GatherSettings(look=timedelta(milliseconds=20), quorum=workers),
         window=timedelta(minutes=1),
         steps=2,
@@ -73,7 +73,9 @@ def loss(one: torch.nn.Module) -> float:
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     made = open_store(tmp_path.as_uri())
-    begin(made, settings_of().chain, Start(run="runs/one", job="j", step=100, root="", state=""))
+    begin(
+        made, settings_of().chain, ChainStart(run="runs/one", job="j", step=100, root="", state="")
+    )
     return made
 
 

@@ -28,7 +28,7 @@ from millrace.gradients import (
 from millrace.gradients.compress import Decoder
 from millrace.gradients.merging import dense_of
 from millrace.gradients.tensors import largest, packed, unpacked, values_of
-from millrace.models.gradient import CHUNK
+from millrace.models.gradient import CHUNK_SIZE
 from tests.gradients.test_codec import BITS, drawn, shapes
 
 SHARED = Codec(support=Support.SHARED, k=256, bits=8)
@@ -36,7 +36,7 @@ codecs = st.builds(
     Codec,
     support=st.just(Support.SHARED),
     transform=st.sampled_from(Transform),
-    k=st.integers(1, CHUNK),
+    k=st.integers(1, CHUNK_SIZE),
     bits=st.sampled_from(BITS),
 )
 
@@ -47,7 +47,7 @@ def test_the_places_of_a_window_are_the_same_on_every_machine():
     assert Mask("runs/two", 3).places(20, 4).tolist() == [8, 13, 14, 18]
 
 
-@given(size=st.integers(1, CHUNK), data=st.data())
+@given(size=st.integers(1, CHUNK_SIZE), data=st.data())
 def test_every_place_has_its_turn(size, data):
     k = data.draw(st.integers(1, size))
     windows = -(-size // k)
@@ -87,7 +87,7 @@ def test_no_place_is_sent():
 def test_nothing_is_lost_only_late():
     change, codec = drawn((90, 70)), Codec(support=Support.SHARED, k=512, bits=16)
     feedback, got = Feedback(codec), torch.zeros(90, 70)
-    for window in range(CHUNK // 512 + 1):
+    for window in range(CHUNK_SIZE // 512 + 1):
         mask = Mask("run", window)
         body = feedback.compress("w", change * (window == 0), mask)
         got += Decoder(codec).decode(body, (90, 70), mask=mask)
@@ -109,7 +109,9 @@ def test_without_its_window_it_is_refused():
     with pytest.raises(ConfigurationError, match="say of which"):
         decode(b"", (64, 64), SHARED)
     tensor = drawn((64, 64))
-    hidden = next(n for n in range(CHUNK) if n not in set(Mask("run", 0).places(CHUNK, 256)))
+    hidden = next(
+        n for n in range(CHUNK_SIZE) if n not in set(Mask("run", 0).places(CHUNK_SIZE, 256))
+    )
     tensor.view(-1)[hidden] = float("nan")  # where nothing is sent
     with pytest.raises(ConfigurationError, match="not finite"):
         GradientEncoder(SHARED).encode(tensor, Mask("run", 0))

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.checkpoints import checkpoints
+from millrace.checkpoints import iterate_checkpoints
 from millrace.gradients import (
     AggregatorSettings,
+    ChainLink,
     Codec,
     GatherSettings,
     GradientEncoder,
-    Link,
     MergeRule,
     MergeSettings,
-    Outer,
     OuterKind,
+    OuterOptimizer,
     PayloadError,
     Refusal,
     RunSettings,
@@ -65,7 +65,7 @@ def settings_of(rule: MergeRule, outer: OuterKind, codec: Codec) -> RunSettings:
     return RunSettings(
         run="runs/one",
         codec=codec,
-        outer=Outer(kind=outer, lr=0.5),
+        outer=OuterOptimizer(kind=outer, lr=0.5),
         merge=MergeSettings(rule=rule, faulty=1, values=VALUES),
         gather=GatherSettings(look=timedelta(milliseconds=10), quorum=0, wanted=len(UIDS)),
         window=timedelta(hours=1),
@@ -82,7 +82,7 @@ def gradient(
 ) -> bytes:
     mask = Mask(run.run, window)
     bodies = {
-        name: GradientEncoder(run.codec.of(name), 1).encode(
+        name: GradientEncoder(run.codec.for_tensor(name), 1).encode(
             drawn(shape, 100 * window + ord(uid)), mask
         )
         for name, shape in shapes.items()
@@ -111,11 +111,11 @@ def in_portions(state: State, names: list[list[str]]) -> Spread:
     return Spread(SHAPES, portions)
 
 
-def run_windows(store: Store, run: RunSettings, names: list[list[str]]) -> list[Link]:
+def run_windows(store: Store, run: RunSettings, names: list[list[str]]) -> list[ChainLink]:
     """Aggregate windows whose gradients come while they are open."""
     begin_run(store, run.chain, weights())
     model = in_portions(weights(), names)
-    made: list[Link] = []
+    made: list[ChainLink] = []
     send(store, run, 1)
     workers = [Sender(uid, store) for uid in ("bad", *UIDS)]
     for link in follow(store, run, workers, model, until=WINDOWS):
@@ -273,5 +273,5 @@ def test_on_a_cluster_a_run_comes_to_the_same_and_goes_on_when_a_node_has_died(
     assert [link.out for link in made] == [link.out for link in alone]
     state, window = newest_state(store, run.chain)
     assert (window, state.digest()) == (2, alone[1].state)
-    saved = next(checkpoints(store, run.chain.job))
+    saved = next(iterate_checkpoints(store, run.chain.job))
     assert len(saved.parts) >= 3  # of two nodes, and what holds them together

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from millrace.checkpoints.find import root_of, with_digest
-from millrace.digest import canonical
+from millrace.digest import dump_canonical_json
 from millrace.keys import (
     ChainKeys,
     CheckpointKeys,
@@ -18,11 +18,11 @@ from millrace.keys import (
     ShardName,
 )
 from millrace.lease import Holder, LeaseEpoch
-from millrace.models.chain import Link, Outer, Start, Update
-from millrace.models.checkpoint import Checkpoint, Epoch, Part, Pin
-from millrace.models.dataset import Layout, Manifest, Plan, ShardCommit, SourceRecord
+from millrace.models.chain import ChainLink, ChainStart, OuterOptimizer, Update
+from millrace.models.checkpoint import Checkpoint, EpochRecord, Part, Pin
+from millrace.models.dataset import DatasetPlan, Manifest, ShardCommit, ShardLayout, SourceRecord
 from millrace.models.gradient import Codec
-from millrace.records import commit_once, encoded
+from millrace.records import commit_once, encode_record
 from millrace.storage import Store, put
 
 ELSEWHERE = Holder(id="elsewhere", host="elsewhere", machine="elsewhere", pid=1, started="1")
@@ -59,7 +59,7 @@ class Place:
         self._writing.clear()
 
     def record(self, key: str, record, *, hours: float = 0) -> str:
-        return self.put(key, encoded(record, "nonce"), hours=hours)
+        return self.put(key, encode_record(record, "nonce"), hours=hours)
 
     def aged(self, key: str, hours: float) -> str:
         if hours:
@@ -116,7 +116,8 @@ class Place:
 
     def epoch(self, job: str, number: int, step: int) -> None:
         self.record(
-            CheckpointKeys(job).epoch(number), Epoch(job=job, epoch=number, step=step, root=None)
+            CheckpointKeys(job).epoch(number),
+            EpochRecord(job=job, epoch=number, step=step, root=None),
         )
 
     def chain(
@@ -124,15 +125,15 @@ class Place:
     ) -> None:
         """A run of so many windows, with checkpoints after some of them; `heads`: their ages."""
         keys = ChainKeys(run, version)
-        start = Start(run=run, job=keys.job, step=0, root="", state="")
+        start = ChainStart(run=run, job=keys.job, step=0, root="", state="")
         self.record(keys.link(0), start, hours=hours)
         for window in range(1, windows + 1):
             body = f"{run} {version} {window}".encode()
             key = self.put(keys.update(window, sha256(body)), body, hours=hours)
             update = Update(key=key, sha256=sha256(body), size=len(body), tensors=0)
-            link = Link(
+            link = ChainLink(
                 run=run, window=window, step=window, updates=(update,), codec=Codec(), names=(),
-                shapes=(), outer=Outer(), rule="mean", taken={}, out={}, seconds=0.0,
+                shapes=(), outer=OuterOptimizer(), rule="mean", taken={}, out={}, seconds=0.0,
                 previous="", state="",
             )  # fmt: skip
             self.record(keys.link(window), link, hours=hours)
@@ -145,8 +146,8 @@ class Place:
     ) -> None:
         keys = DatasetKeys(name)
         source = SourceRecord(kind="jsonl", url="x", settings={}, files=0, size=0, sha256="")
-        layout = Layout(format="webdataset", writer={}, shard_bytes=1, shard_samples=1)
-        plan = Plan(
+        layout = ShardLayout(format="webdataset", writer={}, shard_bytes=1, shard_samples=1)
+        plan = DatasetPlan(
             dataset=name, source=source, layout=layout, seed=None, holdout=0, split_bytes=1,
             splits=(),
         )  # fmt: skip
@@ -162,7 +163,7 @@ class Place:
                 self.record(keys.commit(shard), entry, hours=hours)
         if sealed:
             manifest = Manifest(
-                dataset=name, plan=sha256(canonical(plan.model_dump(mode="json"))),
+                dataset=name, plan=sha256(dump_canonical_json(plan.model_dump(mode="json"))),
                 format="webdataset", shards=(), samples={}, size=0, quarantined=0,
             )  # fmt: skip
             self.record(keys.manifest, manifest, hours=hours)

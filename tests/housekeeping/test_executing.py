@@ -38,7 +38,7 @@ from millrace.keys import (
     DatasetKeys,
     LeaseKeys,
     ShardName,
-    cleaning_outcome,
+    cleaning_outcome_key,
 )
 from millrace.progress import Event
 from millrace.storage import (
@@ -120,7 +120,7 @@ def test_what_was_written_since_the_plan_survives_on_every_store(place):
     done = execute(config_of(place), plan.name)
     assert (done.deleted, done.gone, done.skipped) == (2, 1, {CHANGED: 2})
     assert keys_of(place) == {keys[1], keys[2], since}
-    outcome = json.loads(read(place.store, cleaning_outcome(plan.name)))
+    outcome = json.loads(read(place.store, cleaning_outcome_key(plan.name)))
     assert (outcome["objects"], outcome["gone"], outcome["skipped"]) == ({"0": 2}, 1, {CHANGED: 2})
 
 
@@ -362,8 +362,7 @@ def test_the_command_shows_the_very_plan_that_it_executes(folder, tmp_path):
     file = tmp_path / "clean.yaml"
     file.write_text(
         f"store: {{url: '{folder.store.url}'}}\n"
-        "rules:\n"
-        "  - {what: [gradients], older_than: 2d, keep_last: 1}\n"
+        "rules:\n  - {what: [gradients], older_than: 2d, keep_last: 1}\n"
         "  - {preset: clean_versions, current: 0.2.1}\n"
     )
     told = CliRunner().invoke(main, ["clean", "plan", str(file), "--keys"])
@@ -713,7 +712,7 @@ def test_a_workers_junk_goes_from_every_store_and_is_counted(place):
     assert (done.deleted, done.skipped, done.failures, done.junk) == (3, {}, (), tally)
     assert keys_of(place) == stays
     assert not execute(config_of(place, JUNK), plan.name).junk
-    assert json.loads(read(place.store, cleaning_outcome(plan.name)))["junk"] == []
+    assert json.loads(read(place.store, cleaning_outcome_key(plan.name)))["junk"] == []
 
 
 def test_junk_with_names_that_no_store_of_ours_writes_is_removed(rgw, bucket, request):
@@ -732,7 +731,7 @@ def test_junk_with_names_that_no_store_of_ours_writes_is_removed(rgw, bucket, re
 def test_junk_of_a_campaigns_workers_goes_though_its_plan_is_in_another_bucket(folder, tmp_path):
     beside = Place(open_store((tmp_path / "beside").as_uri()))
     pin_plan.fn(beside.store.spec, trained_on("words"))
-    junk = {folder.put(f"{prefix}x") for prefix in CampaignKeys("small").writes(3)}
+    junk = {folder.put(f"{prefix}x") for prefix in CampaignKeys("small").list_write_prefixes(3)}
     folder.put("small/run/worker-x/x")
     assert not planned(config_of(folder, JUNK))
     assert planned(config_of(folder, JUNK, beside=(beside.store.spec,))) == junk

@@ -20,8 +20,8 @@ from millrace import errors, run_from_file, run_pipeline
 from millrace.cli import main
 from millrace.keys import DatasetKeys, LeaseKeys
 from millrace.lease import Holder, Lease, StoreClock, acquire
-from millrace.models.dataset import Plan, ShardCommit
-from millrace.models.ledger import named_by
+from millrace.models.dataset import DatasetPlan, ShardCommit
+from millrace.models.ledger import find_referenced_keys
 from millrace.progress import Event
 from millrace.records import fetch
 from millrace.shards import (
@@ -162,7 +162,7 @@ def test_the_first_reasons_are_found_among_objects_of_any_size_and_content(setti
     row = b'{"where":"a, \\"b\\"","reason":"no \\"text\\"","data":"'
     put(store, f"{keys.quarantined}a.jsonl", b"[]\nnonsense\n" + row + b"x" * (64 << 20))
     limit = changed(settings, run={"max_quarantined": 0}).run
-    found = QuarantineLimit(store, keys, fetch(store, keys.plan, Plan), limit)
+    found = QuarantineLimit(store, keys, fetch(store, keys.plan, DatasetPlan), limit)
     entry = ShardCommit(
         split="train-00000", n=0, key=None, size=0, sha256="", samples=1, start=0, next=9,
         quarantined=8,
@@ -512,7 +512,7 @@ def test_a_worker_that_was_suspended_commits_nothing_that_is_gone(settings):
         """Collect the garbage, as another machine does while this process is suspended."""
         if event.name == "shard.put":
             for prefix in ("sets/one/shards/", "sets/one/quarantine/"):
-                named = named_by(store, DatasetKeys("sets/one"), plan)
+                named = find_referenced_keys(store, DatasetKeys("sets/one"), plan)
                 lost = [stat.key for stat in list_objects(store, prefix) if stat.key not in named]
                 assert not delete(store, lost)
                 gone.extend(lost)

@@ -27,24 +27,24 @@ from millrace.checkpoints import (
     CooldownOutcome,
     CooldownSettings,
     Membership,
-    Retention,
+    RetentionSettings,
     Saver,
     SaveSettings,
-    checkpoint_of,
+    apply_retention,
+    content_of,
     cool_down,
-    latest,
+    find_newest,
+    find_newest_verified,
     load,
-    newest,
     plan_retention,
-    retain,
-    saved_content,
+    read_checkpoint,
     verify,
-    watch,
+    watch_epoch_end,
 )
-from millrace.checkpoints.members import census_of
+from millrace.checkpoints.membership import make_census
 from millrace.keys import CheckpointKeys
 from millrace.lease import Holder, StoreClock
-from millrace.models.checkpoint import Epoch
+from millrace.models.checkpoint import EpochRecord
 from millrace.records import fetch
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 from tests.soak.blows import ANYWHERE, Blow, Struck, runs, stopped
@@ -190,12 +190,12 @@ class _Race:
     def _own(self) -> None:
         store = open_store(self._place)
         clock = StoreClock.read(store, self.job, Holder.this_process())
-        census = census_of(store, self.job, clock)
+        census = make_census(store, self.job, clock)
         deadline = time.monotonic() + _HANGS
-        while len(census.held()) < len(self._names) and time.monotonic() < deadline:
+        while len(census.find_holders()) < len(self._names) and time.monotonic() < deadline:
             time.sleep(0.1)
         patience = timedelta(seconds=2 * _HANGS)
-        watch(store, self.job, 0, patience=patience, members=self._names, clock=clock)
+        watch_epoch_end(store, self.job, 0, patience=patience, members=self._names, clock=clock)
 
     def _run(self) -> None:
         store = open_store(self._place)
@@ -268,13 +268,13 @@ class _Race:
 
     def _durable(self, store: Store) -> bool:
         try:
-            return fetch(store, CheckpointKeys(self.job).epoch(0), Epoch).root is not None
+            return fetch(store, CheckpointKeys(self.job).epoch(0), EpochRecord).root is not None
         except errors.NotFoundError:
             return False
 
     def _look(self, store: Store) -> None:
         """Right after the blows: something that is verified, or nothing."""
-        complete = newest(store, self.job)
+        complete = find_newest(store, self.job)
         if complete is not None and verify(store, complete):
             self.wrong.append("a damaged checkpoint was committed")
 
@@ -284,7 +284,7 @@ class _Race:
         if not self._durable(store):
             self.wrong.append(f"no checkpoint: {said}")
             return
-        epoch = fetch(store, keys.epoch(0), Epoch)
+        epoch = fetch(store, keys.epoch(0), EpochRecord)
         winners = [
             name for name, one in said.items() if one["outcome"] == CooldownOutcome.COMMITTED
         ]
@@ -293,8 +293,10 @@ class _Race:
         astray = {name: one for name, one in said.items() if one["epoch"] != epoch.member}
         if astray:
             self.wrong.append(f"{epoch.member} has won, and others do not know: {astray}")
-        retain(store, plan_retention(store, self.job, Retention(grace=timedelta(0))))
-        found = latest(store, self.job)
+        apply_retention(
+            store, plan_retention(store, self.job, RetentionSettings(grace=timedelta(0)))
+        )
+        found = find_newest_verified(store, self.job)
         if found is None or found.root != epoch.root:
             self.wrong.append("what the epoch names cannot be found, or is damaged")
             return
@@ -318,14 +320,14 @@ def _member(
 ) -> None:
     """A member, in a process of its own."""
     source = open_store(sources)
-    checkpoint = checkpoint_of(source, "source", step)
+    checkpoint = read_checkpoint(source, "source", step)
     store = open_store(StoreSpec(**place))
     reads = store if confined else None
     with Membership(store, job, name, _TTL, reads=reads) as membership:
         gate.wait(_HANGS)
         cooled = cool_down(
             membership,
-            saved_content(source, checkpoint),
+            content_of(source, checkpoint),
             epoch=0,
             position={"sample": step},
             seed=seed,
@@ -358,14 +360,14 @@ def _save(context: Any, place: StoreSpec, number: int, dice: Random) -> tuple[in
         process.start()
         process.join(_HANGS)
         killed += process.exitcode == -signal.SIGKILL
-        found = latest(store, job)
+        found = find_newest_verified(store, job)
         if found is not None and found.step != 1:
             return killed, [f"{job}: step {found.step} is there"]
     wrong: list[str] = []
     if load(store, job).state["step"] != number:
         wrong.append(f"{job}: another state")
     there = {stat.key for stat in list_objects(store, keys.parts(1))}
-    final = newest(store, job)
+    final = find_newest(store, job)
     if final is None or there != {keys.part(1, part.sha256) for part in final.parts}:
         wrong.append(f"{job}: files that no checkpoint names, or missing ones")
     return killed, wrong

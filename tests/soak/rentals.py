@@ -54,7 +54,7 @@ REAPED = 900.0  # seconds between two reapers
 BOUNDARIES = [
     f"{when} {what}"
     for when in ("before", "after")
-    for what in ("search", "create", "list", "destroy", "Intent", "Contract", "Returned")
+    for what in ("search", "create", "list", "destroy", "Intent", "Contract", "ReturnRecord")
 ]
 OFTEN = {"list": 40}  # of the others about so many: 4
 FOREIGN = ("", "somebody's", "millrace/ffffffffffff/fleet/000000/9999999999", "millrace/fleet")

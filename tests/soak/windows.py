@@ -28,11 +28,11 @@ from millrace.checkpoints import Saver
 from millrace.gradients import (
     AggregatorSettings,
     Beginning,
+    ChainLink,
     Codec,
     GatherSettings,
-    Link,
-    Outer,
     OuterKind,
+    OuterOptimizer,
     Participant,
     RunSettings,
     Sender,
@@ -183,7 +183,7 @@ class _Run:
         run = RunSettings(
             run=f"windows/w{number:04d}",
             codec=Codec(k=256, bits=4),
-            outer=Outer(kind=OuterKind.NESTEROV, lr=0.7),
+            outer=OuterOptimizer(kind=OuterKind.NESTEROV, lr=0.7),
             gather=GatherSettings(quorum=len(UIDS), look=timedelta(milliseconds=50)),
             window=timedelta(minutes=3),
             steps=5,
@@ -317,7 +317,7 @@ def _aggregate(
     Path(f"{said}.json").write_text(json.dumps(end))
 
 
-def _without_lease(settings: AggregatorSettings) -> Iterator[Link]:
+def _without_lease(settings: AggregatorSettings) -> Iterator[ChainLink]:
     """As if the lease had let two through."""
     store, run = open_store(settings.store), settings.run
     state, after = beginning(settings, store)

@@ -16,7 +16,7 @@ from millrace import errors
 from millrace.gradients import Codec, Expected, PayloadError, Refusal
 from millrace.gradients.payload import read_header
 from millrace.keys import CheckpointKeys
-from millrace.models.checkpoint import Epoch
+from millrace.models.checkpoint import EpochRecord
 from millrace.records import commit_once, fetch
 from millrace.storage import (
     Credentials,
@@ -115,7 +115,7 @@ def test_a_bucket_that_sends_more_of_a_gradient_than_was_asked_for_is_named(
 
 def test_a_record_is_no_larger_than_its_kind_may_be(endless: Endless) -> None:
     with pytest.raises(errors.CorruptError, match="more than 1048576, which is the most"):
-        fetch(store_of(endless), CheckpointKeys("job").epoch(0), Epoch)
+        fetch(store_of(endless), CheckpointKeys("job").epoch(0), EpochRecord)
     assert endless.sent < MODEST
 
 
@@ -155,8 +155,8 @@ def test_a_record_in_the_way_that_is_too_large_is_named(tmp_path) -> None:
     key = CheckpointKeys("job").epoch(0)
     put(store, key, bytes((1 << 20) + 1))
     for act in (
-        lambda: fetch(store, key, Epoch),
-        lambda: commit_once(store, key, Epoch(job="job", epoch=0, step=1, root=None)),
+        lambda: fetch(store, key, EpochRecord),
+        lambda: commit_once(store, key, EpochRecord(job="job", epoch=0, step=1, root=None)),
     ):
         with pytest.raises(errors.CorruptError, match=r"epochs/000000\.json has 1048577 bytes"):
             act()

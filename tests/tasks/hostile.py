@@ -15,7 +15,7 @@ from uuid import UUID
 from pydantic import BaseModel, SecretStr
 
 import tasks
-from millrace.gradients import Link
+from millrace.gradients import ChainLink
 from tasks import merging, reports
 
 TEXTS = (
@@ -89,7 +89,7 @@ def publishing() -> Iterator[str]:
 
 def _windows(text: str, last: bool) -> None:
     """Publish as `tasks.merging.report_windows` does, but of windows that are in no chain."""
-    windows = made(list[Link], text, last)
+    windows = made(list[ChainLink], text, last)
     reports.publish(merging.describe(text, windows, skipped=3), key="windows", description=text)
 
 

@@ -17,7 +17,7 @@ import tasks
 from blocks.setup import _SAID
 from millrace.progress import Event
 from millrace.progress_bar import BytesBar
-from millrace.terminal import echo, echo_text, plain_console, plain_table
+from millrace.terminal import echo, echo_text, make_console, make_table
 from tasks import reports
 from tasks.plot import line_plot, pace_plot, windows_plot
 from tests.tasks import hostile
@@ -198,9 +198,9 @@ def test_a_terminal_is_told_nothing_that_it_obeys(
 def test_a_table_at_a_terminal_takes_brackets_for_what_they_are(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    table = plain_table("name", "why")
+    table = make_table("name", "why")
     table.add_row("[bold]x[/bold] [link=http://evil.example]y[/link] :smile:", "\x1b[31m\n\u202e")
-    plain_console().print(table)
+    make_console().print(table)
     shown = capsys.readouterr().out
     assert "[bold]x[/bold]" in shown.replace("\n", "")
     assert "\x1b" not in shown

@@ -4,28 +4,31 @@ import base64
 import re
 from xml.etree import ElementTree as ET
 
-from millrace.gradients import Codec, Link, Outer, Refusal
-from millrace.models.chain import LeftOut, Taken, Update
+from millrace.gradients import ChainLink, Codec, OuterOptimizer, Refusal
+from millrace.models.chain import ExcludedWorker, MergedWorker, Update
 from tasks.merging import describe
 from tasks.plot import windows_plot
 
 
-def link(window: int, norms: dict[str, float], out: dict[str, LeftOut] | None = None) -> Link:
+def link(
+    window: int, norms: dict[str, float], out: dict[str, ExcludedWorker] | None = None
+) -> ChainLink:
     taken = {
-        uid: Taken(weight=0.5, norm=norm, sha256="", size=1000, tokens=0)
+        uid: MergedWorker(weight=0.5, norm=norm, sha256="", size=1000, tokens=0)
         for uid, norm in norms.items()
     }
-    return Link(
+    return ChainLink(
         run="runs/one", window=window, step=10 * window,
         updates=(Update(key="k", sha256="", size=2500, tensors=0),),
-        codec=Codec(), names=(), shapes=(), outer=Outer(), rule="centered clip", taken=taken,
+        codec=Codec(), names=(), shapes=(), outer=OuterOptimizer(),
+        rule="centered clip", taken=taken,
         out=out or {}, seconds=1.5, previous="", state="",
     )  # fmt: skip
 
 
 def test_each_window_and_each_worker_has_a_row():
-    late = LeftOut(reason=Refusal.LATE, sentence="It | was late.")
-    missing = LeftOut(reason=Refusal.MISSING, sentence="Nothing came.")
+    late = ExcludedWorker(reason=Refusal.LATE, sentence="It | was late.")
+    missing = ExcludedWorker(reason=Refusal.MISSING, sentence="Nothing came.")
     report = describe(
         "s3://bucket/runs/one",
         [
@@ -50,7 +53,7 @@ def test_a_run_that_merged_nothing_says_so():
 
 
 def test_a_sentence_does_not_break_the_table():
-    late = LeftOut(reason=Refusal.LATE, sentence="It | was late.")
+    late = ExcludedWorker(reason=Refusal.LATE, sentence="It | was late.")
     report = describe("here", [link(1, {}, {"b": late})])
     assert r"It \| was late." in report
 

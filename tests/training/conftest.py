@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from millrace.checkpoints import watch
+from millrace.checkpoints import watch_epoch_end
 from millrace.gradients import RunSettings
 from millrace.keys import DatasetKeys
 from millrace.models.dataset import Manifest, ManifestShard
@@ -54,7 +54,9 @@ def owned(store: Store, epochs: int = 1) -> Generator[None]:
 
     def own() -> None:
         for epoch in range(epochs):
-            watch(store, "small/model", epoch, patience=timedelta(minutes=1), members=["worker-0"])
+            watch_epoch_end(
+                store, "small/model", epoch, patience=timedelta(minutes=1), members=["worker-0"]
+            )
 
     with ThreadPoolExecutor(1) as pool:
         owning = pool.submit(own)

@@ -12,7 +12,7 @@ import yaml
 from pydantic import SecretStr
 
 from millrace.keys import CampaignKeys
-from millrace.processes import started_at
+from millrace.processes import read_start_time
 from millrace.storage import Store, StoreSpec, delete, put
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm
 from millrace.training import WorkerSettings
@@ -120,7 +120,7 @@ def ranks_of(note: Path) -> list[int]:
 
 
 def ended(pids: list[int]) -> bool:
-    return all(started_at(pid) is None for pid in pids)
+    return all(read_start_time(pid) is None for pid in pids)
 
 
 @pytest.mark.parametrize("end", ["leader", "script", "failure", "SIGTERM"])

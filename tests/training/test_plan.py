@@ -106,7 +106,7 @@ def test_what_a_person_writes_is_filled_in_with_the_workers_number_and_nothing_e
 @pytest.mark.parametrize("name", ["worker-0-b", "my-worker-01"])
 def test_a_campaign_may_be_called_as_a_worker_is(name: str) -> None:
     keys = CampaignKeys(name)
-    assert keys.writes("{slot}")[0] == f"{name}/run/worker-{{slot}}/"
+    assert keys.list_write_prefixes("{slot}")[0] == f"{name}/run/worker-{{slot}}/"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from millrace import errors
 from millrace.checkpoints import load
 from millrace.gradients import Turn, begin_run, weights_of_model
-from millrace.models.checkpoint import Epoch
+from millrace.models.checkpoint import EpochRecord
 from millrace.models.gradient import StartWindow
 from millrace.records import commit_once, fetch
 from millrace.storage import Store, put, read
@@ -78,12 +78,12 @@ def test_an_epoch_ends_where_a_window_begins_that_follows_it(store: Store, make:
         worker.begin(Turn(1, 0, 5), model.state_dict(), loss=3.0)
         worker.begin(Turn(2, 5, 5), model.state_dict(), loss=float("nan"))
         with pytest.raises(errors.NotFoundError):
-            fetch(store, "small/model/epochs/000000.json", Epoch)
+            fetch(store, "small/model/epochs/000000.json", EpochRecord)
         worker.begin(Turn(3, 10, 5), model.state_dict(), loss=2.0)
         worker.begin(Turn(3, 10, 5), model.state_dict(), loss=9.0)  # started again
         worker.begin(Turn(5, 20, 5), model.state_dict(), loss=1.0)
-    assert fetch(store, "small/model/epochs/000000.json", Epoch).step == 10
-    assert fetch(store, "small/model/epochs/000001.json", Epoch).step == 20
+    assert fetch(store, "small/model/epochs/000000.json", EpochRecord).step == 10
+    assert fetch(store, "small/model/epochs/000001.json", EpochRecord).step == 20
     found = load(store, "small/model")
     assert found.checkpoint.step == 20
     keys = settings.run.gradients
@@ -114,7 +114,7 @@ def test_a_member_that_writes_nonsense_stops_no_other(store: Store, make: Make) 
     put(store, "small/model/members/liar/cooldowns/000000/vote.json", b"nonsense")
     with owned(store), Worker(make()) as worker:
         worker.begin(Turn(3, 10, 5), torch.nn.Linear(3, 2).state_dict())
-    assert fetch(store, "small/model/epochs/000000.json", Epoch).step == 10
+    assert fetch(store, "small/model/epochs/000000.json", EpochRecord).step == 10
 
 
 def test_a_worker_waits_for_its_run_to_begin(store: Store, make: Make) -> None:

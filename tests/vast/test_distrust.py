@@ -17,7 +17,7 @@ from pydantic import SecretStr
 from millrace import errors
 from millrace.keys import MachineKeys, RentalKeys
 from millrace.lease import Holder
-from millrace.models.rental import Ending
+from millrace.models.rental import ReturnReason
 from millrace.storage import Credentials, StoreSpec, create, open_store, put
 from millrace.vast import Rental, Vast, reap, release, reports
 from millrace.vast import rental as renting
@@ -167,7 +167,7 @@ def test_a_refusal_that_names_a_contract_has_left_a_machine(world: Reset) -> Non
         assert len(account.server.alive()) == 1
     first, _ = attempts_of(open_store(account.store), "fleet")
     assert first.returned
-    assert first.returned.why is Ending.OUTBID
+    assert first.returned.why is ReturnReason.OUTBID
     assert account.server.alive() == []
 
 

@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from millrace import errors
-from millrace.models.rental import Ending
+from millrace.models.rental import ReturnReason
 from millrace.storage import open_store, put
 from millrace.vast import Rental, list_rentals, reap, release
 from millrace.vast.labels import Label
@@ -31,7 +31,7 @@ def test_what_has_no_owner_is_given_back(world: Reset) -> None:
     assert len(done.returned) == account.count("rental.returned") == 2
     assert account.server.alive() == []
     attempts = attempts_of(open_store(account.store), "fleet")
-    assert [one.returned.why for one in attempts if one.returned] == [Ending.REAPED] * 2
+    assert [one.returned.why for one in attempts if one.returned] == [ReturnReason.REAPED] * 2
     again = reap(account.stand(), vast=account.vast)
     assert (again.returned, again.kept, again.closed) == ((), (), 0)
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from millrace import errors
-from millrace.models.rental import Ending
+from millrace.models.rental import ReturnReason
 from millrace.progress import Event
 from millrace.storage import open_store
 from millrace.vast import Rental, find_offers, reap
@@ -15,7 +15,7 @@ from millrace.vast.ledger import attempts_of
 from tests.vast.conftest import Account_, Reset
 
 
-def endings(account: Account_, name: str = "fleet") -> list[Ending]:
+def endings(account: Account_, name: str = "fleet") -> list[ReturnReason]:
     attempts = attempts_of(open_store(account.store), name)
     assert all(one.returned for one in attempts)
     return [one.returned.why for one in attempts if one.returned]
@@ -30,7 +30,7 @@ def test_machines_are_rented_used_and_given_back(world: Reset) -> None:
         assert len({one["machine"] for one in account.server.alive()}) == 3
         rental.until_done()
         assert account.server.alive() == []
-    assert endings(account) == [Ending.DONE] * 3
+    assert endings(account) == [ReturnReason.DONE] * 3
     billed = sum(one["cost"] for one in account.server.books())
     assert 0 < billed <= rental.cost
     assert account.count("rental.ready") == account.count("rental.returned") == 3
@@ -50,20 +50,20 @@ def test_a_machine_that_does_not_come_up_is_given_back_and_another_taken(
         soon = 20 * 60 + 60 if fate == "stuck" else 180
         assert dead["destroyed"] - dead["created"] < soon
     assert account.server.alive() == []
-    assert endings(account) == [Ending.DEAD, Ending.RELEASED]
+    assert endings(account) == [ReturnReason.DEAD, ReturnReason.RELEASED]
 
 
 @pytest.mark.parametrize(
     ("fate", "ending"),
     [
-        ("outbid", Ending.OUTBID),
-        ("silent", Ending.DEAD),
-        ("vanished", Ending.DEAD),
-        ("dearer", Ending.DEARER),
+        ("outbid", ReturnReason.OUTBID),
+        ("silent", ReturnReason.DEAD),
+        ("vanished", ReturnReason.DEAD),
+        ("dearer", ReturnReason.DEARER),
     ],
 )
 def test_work_goes_on_elsewhere_when_a_machine_is_lost(
-    world: Reset, fate: str, ending: Ending
+    world: Reset, fate: str, ending: ReturnReason
 ) -> None:
     account = world(program=3000.0)
     request = {"interruptible": fate == "outbid", "max_hourly": 1.5}
@@ -74,7 +74,7 @@ def test_work_goes_on_elsewhere_when_a_machine_is_lost(
         account.server.befall(first.instance.id, fate)
         rental.until_done()
     assert account.server.alive() == []
-    assert endings(account) == [ending, Ending.DONE]
+    assert endings(account) == [ending, ReturnReason.DONE]
     one, other = account.server.books()
     assert one["machine"] != other["machine"]
 
@@ -86,7 +86,7 @@ def test_a_program_that_fails_is_said_with_its_last_words(world: Reset) -> None:
     with pytest.raises(errors.MachineError, match=said), rental:
         rental.until_done()
     assert account.server.alive() == []
-    assert endings(account) == [Ending.FAILED]
+    assert endings(account) == [ReturnReason.FAILED]
 
 
 def test_a_program_that_fails_is_tried_elsewhere_if_that_is_wanted(world: Reset) -> None:
@@ -94,7 +94,7 @@ def test_a_program_that_fails_is_tried_elsewhere_if_that_is_wanted(world: Reset)
     with Rental(account.settings(retry_failed=True), vast=account.vast) as rental:
         rental.until_done()
     assert account.server.alive() == []
-    assert endings(account) == [Ending.FAILED, Ending.DONE]
+    assert endings(account) == [ReturnReason.FAILED, ReturnReason.DONE]
 
 
 @pytest.mark.parametrize(("count", "tries"), [(1, 2), (4, 4)])
@@ -129,7 +129,7 @@ def test_a_price_that_rose_between_search_and_create_is_said(world: Reset) -> No
     (said,) = [event.figures for event in account.told if event.name == "rental.raised"]
     offered = machine.attempt.intent.dph
     assert said == {"offered": offered, "dph": pytest.approx(offered * 1.5)}
-    assert endings(account) == [Ending.RELEASED]
+    assert endings(account) == [ReturnReason.RELEASED]
     (one,) = account.server.books()
     assert rental.cost >= one["cost"]
 
@@ -142,7 +142,7 @@ def test_a_price_that_rose_above_what_was_granted_is_not_paid(world: Reset) -> N
         rental.until_ready()
         first, _ = account.server.books()
         assert first["destroyed"] - first["created"] < 60
-    assert endings(account) == [Ending.DEARER, Ending.RELEASED]
+    assert endings(account) == [ReturnReason.DEARER, ReturnReason.RELEASED]
 
 
 def test_what_is_left_at_a_price_that_rose_does_not_cost_more_than_was_granted(
@@ -170,7 +170,7 @@ def test_one_that_is_lost_and_cannot_be_replaced_ends_no_other(world: Reset) -> 
         rental.until_done()
     assert account.server.alive() == []
     # The other has done its work, and then its host is free for what was missing.
-    assert endings(account) == [Ending.DEAD, Ending.DONE, Ending.DONE]
+    assert endings(account) == [ReturnReason.DEAD, ReturnReason.DONE, ReturnReason.DONE]
     assert 5 < account.count("rental.missing") < 20  # it was looked for all the time
 
 
@@ -198,7 +198,7 @@ def test_an_offer_that_is_gone_is_left_for_the_next(world: Reset) -> None:
     account.server.fail_next(1, "gone", "create")
     with Rental(account.settings(), vast=account.vast) as rental:
         rental.until_ready()
-    assert endings(account) == [Ending.NEVER, Ending.RELEASED]
+    assert endings(account) == [ReturnReason.NEVER, ReturnReason.RELEASED]
     assert len(account.server.books()) == 1
 
 
@@ -230,7 +230,7 @@ def test_a_create_whose_answer_was_lost_is_waited_for_before_another_is_sent(wor
         assert creates(account) == 1
         assert machine.attempt.instance == account.server.alive()[0]["id"]
     assert account.server.alive() == []
-    assert endings(account) == [Ending.RELEASED]
+    assert endings(account) == [ReturnReason.RELEASED]
 
 
 def test_creates_that_are_never_answered_are_sent_ever_more_rarely_while_others_run(
@@ -250,7 +250,7 @@ def test_creates_that_are_never_answered_are_sent_ever_more_rarely_while_others_
         with pytest.raises(errors.UnavailableError, match="does not answer whether"):
             rental.until_done()  # the one that runs has done its work: then it ends
         assert account.server.alive() == []
-    assert endings(account).count(Ending.DONE) == 1
+    assert endings(account).count(ReturnReason.DONE) == 1
     assert 5 < creates(account) < 20  # one in 4 minutes at first, then in 20
 
 
@@ -265,7 +265,7 @@ def test_a_machine_that_is_listed_after_another_was_rented_is_given_back(world: 
         assert (late["destroyed"] is None, other["destroyed"] is None) == (False, True)
         assert rental.cost >= late["cost"] > 0
     assert account.server.alive() == []
-    assert endings(account) == [Ending.RELEASED, Ending.RELEASED]
+    assert endings(account) == [ReturnReason.RELEASED, ReturnReason.RELEASED]
 
 
 def test_a_machine_that_is_listed_while_none_can_be_rented_is_adopted(world: Reset) -> None:
@@ -283,7 +283,7 @@ def test_a_machine_that_is_listed_while_none_can_be_rented_is_adopted(world: Res
         assert account.count("rental.missing") > 0
         assert len(account.server.alive()) == len(account.server.books()) == 2
     assert account.server.alive() == []
-    assert endings(account) == [Ending.RELEASED] * 2
+    assert endings(account) == [ReturnReason.RELEASED] * 2
 
 
 def test_a_machine_that_is_listed_late_is_given_back_by_the_next_owner(world: Reset) -> None:
@@ -320,7 +320,7 @@ def test_a_create_that_was_cut_is_not_taken_for_done(world: Reset) -> None:
     with Rental(account.settings(), vast=account.vast) as rental:
         rental.until_ready()
         assert len(account.server.alive()) == 1
-    assert endings(account) == [Ending.NEVER, Ending.RELEASED]
+    assert endings(account) == [ReturnReason.NEVER, ReturnReason.RELEASED]
 
 
 def test_what_a_bid_too_low_has_left_is_destroyed(world: Reset) -> None:
@@ -329,7 +329,7 @@ def test_what_a_bid_too_low_has_left_is_destroyed(world: Reset) -> None:
     with Rental(account.settings(request={"interruptible": True}), vast=account.vast) as rental:
         rental.until_ready()
         assert len(account.server.alive()) == 1
-    assert endings(account)[0] is Ending.OUTBID
+    assert endings(account)[0] is ReturnReason.OUTBID
     assert account.server.alive() == []
 
 
@@ -355,7 +355,7 @@ def test_the_money_that_was_granted_is_a_hard_stop(world: Reset) -> None:
         rental.until_done()
     assert account.server.alive() == []
     assert sum(one["cost"] for one in account.server.books()) <= 1.0
-    assert endings(account) == [Ending.SPENT] * 2
+    assert endings(account) == [ReturnReason.SPENT] * 2
 
 
 def test_a_machine_that_lies_about_its_traffic_ends_neither_the_rental_nor_the_budget(
@@ -365,11 +365,11 @@ def test_a_machine_that_lies_about_its_traffic_ends_neither_the_rental_nor_the_b
     settings = account.settings(count=2, request={"max_total": 5.0})
     with Rental(settings, vast=account.vast) as rental:
         rental.until_done()
-    assert sorted(endings(account)) == [Ending.DEARER, Ending.DONE, Ending.DONE]
+    assert sorted(endings(account)) == [ReturnReason.DEARER, ReturnReason.DONE, ReturnReason.DONE]
     (liar,) = [
         one.returned
         for one in attempts_of(open_store(account.store), "fleet")
-        if one.returned and one.returned.why is Ending.DEARER
+        if one.returned and one.returned.why is ReturnReason.DEARER
     ]
     assert "more than its line can move" in liar.said
     assert liar.cost < 1.0  # what its line can move, at most

@@ -1,13 +1,13 @@
 """Destinations of checkpoints: a store, or a repository of the Hugging Face Hub."""
 
-from millrace.checkpoints.destinations.base import Destination, bring
+from millrace.checkpoints.destinations.base import Destination, copy_checkpoint
 from millrace.checkpoints.destinations.bucket import StoreDestination
 from millrace.checkpoints.destinations.spec import HubSpec
 from millrace.environment import drop_empty_variables
 from millrace.errors import ConfigurationError
 from millrace.storage import StoreSpec, open_store
 
-__all__ = ["Destination", "HubSpec", "StoreDestination", "bring", "open_destination"]
+__all__ = ["Destination", "HubSpec", "StoreDestination", "copy_checkpoint", "open_destination"]
 
 
 def open_destination(place: str | StoreSpec | HubSpec, *, make_folder: bool = True) -> Destination:

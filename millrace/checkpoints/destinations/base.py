@@ -6,7 +6,7 @@ from typing import Protocol
 
 from millrace.checkpoints.contents import Content
 from millrace.checkpoints.find import VerifyDepth
-from millrace.checkpoints.probing import PATIENCE, Probe
+from millrace.checkpoints.probing import REQUEST_TIMEOUT, ProbeResult
 from millrace.models.checkpoint import Checkpoint
 from millrace.progress import Progress, silent
 
@@ -25,16 +25,16 @@ class Destination(Protocol):
         *,
         size: int = 0,
         within: timedelta | None = None,
-        patience: timedelta = PATIENCE,
-    ) -> Probe:
+        patience: timedelta = REQUEST_TIMEOUT,
+    ) -> ProbeResult:
         """Try what a save does, and leave nothing behind. As of `millrace.checkpoints.probe`."""
         ...
 
-    def checkpoints(self, job: str) -> Iterator[Checkpoint]:
+    def iterate_checkpoints(self, job: str) -> Iterator[Checkpoint]:
         """Return the complete checkpoints of a job, newest first. Their files are not looked at."""
         ...
 
-    def checkpoint(self, job: str, step: int) -> Checkpoint:
+    def read_checkpoint(self, job: str, step: int) -> Checkpoint:
         """Return the checkpoint of a step.
 
         Raises:
@@ -43,7 +43,7 @@ class Destination(Protocol):
         """
         ...
 
-    def content(self, checkpoint: Checkpoint) -> Content:
+    def open_content(self, checkpoint: Checkpoint) -> Content:
         """Return the content of a checkpoint; its files are verified when they are read."""
         ...
 
@@ -82,7 +82,7 @@ class Destination(Protocol):
         ...
 
 
-def bring(
+def copy_checkpoint(
     source: Destination,
     checkpoint: Checkpoint,
     destination: Destination,
@@ -92,5 +92,5 @@ def bring(
     progress: Progress = silent,
 ) -> Checkpoint:
     """Copy a checkpoint from one place to another, verified on both sides. See `publish`."""
-    content = source.content(checkpoint)
+    content = source.open_content(checkpoint)
     return destination.publish(checkpoint, content, job, uploads=uploads, progress=progress)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from millrace.checkpoints import find
-from millrace.checkpoints.contents import Content, saved_content
+from millrace.checkpoints.contents import Content, content_of
 from millrace.checkpoints.find import VerifyDepth
-from millrace.checkpoints.probing import PATIENCE, Probe, probe
-from millrace.checkpoints.race import Race
+from millrace.checkpoints.probing import REQUEST_TIMEOUT, ProbeResult, probe
+from millrace.checkpoints.shared_upload import SharedUpload
 from millrace.keys import CheckpointKeys
 from millrace.models.checkpoint import Checkpoint
 from millrace.progress import Event, Progress, silent
@@ -37,22 +37,22 @@ class StoreDestination:
         *,
         size: int = 0,
         within: timedelta | None = None,
-        patience: timedelta = PATIENCE,
-    ) -> Probe:
+        patience: timedelta = REQUEST_TIMEOUT,
+    ) -> ProbeResult:
         """Tell whether a job could save here."""
         return probe(self.store, job, size=size, within=within, patience=patience)
 
-    def checkpoints(self, job: str) -> Iterator[Checkpoint]:
+    def iterate_checkpoints(self, job: str) -> Iterator[Checkpoint]:
         """Yield the complete checkpoints of a job, newest first."""
-        return find.checkpoints(self.store, job)
+        return find.iterate_checkpoints(self.store, job)
 
-    def checkpoint(self, job: str, step: int) -> Checkpoint:
+    def read_checkpoint(self, job: str, step: int) -> Checkpoint:
         """Return the checkpoint of a step."""
-        return find.checkpoint_of(self.store, job, step)
+        return find.read_checkpoint(self.store, job, step)
 
-    def content(self, checkpoint: Checkpoint) -> Content:
+    def open_content(self, checkpoint: Checkpoint) -> Content:
         """Return the content of a checkpoint."""
-        return saved_content(self.store, checkpoint)
+        return content_of(self.store, checkpoint)
 
     def verify(
         self, checkpoint: Checkpoint, *, check: VerifyDepth = VerifyDepth.DIGESTS
@@ -72,7 +72,7 @@ class StoreDestination:
         """Copy the files that are missing, and commit the checkpoint."""
         store, keys = self.store, CheckpointKeys(job)
         news = threading.Event()
-        race = Race(
+        race = SharedUpload(
             store,
             content,
             keys.part,
@@ -84,8 +84,8 @@ class StoreDestination:
         )
         stats = list_objects(store, keys.parts(checkpoint.step))
         parts = ((keys.parse_part(stat.key), stat.key) for stat in stats)
-        race.see((part[1], key) for part, key in parts if part is not None)
-        race.begin(0, 1)
+        race.note_files((part[1], key) for part, key in parts if part is not None)
+        race.start(0, 1)
         try:
             news.wait()
         finally:
@@ -93,7 +93,7 @@ class StoreDestination:
         if race.error is not None:
             raise race.error
         key = keys.metadata(checkpoint.step)
-        there = find.commit_checkpoint(store, content.record(checkpoint, job)).record
+        there = find.commit_checkpoint(store, content.make_metadata(checkpoint, job)).record
         find.check_content(store.url_of(key), there, content.root)
         progress(Event("checkpoint.saved", key, {"bytes": content.size}))
         return there

@@ -28,23 +28,23 @@ from huggingface_hub.errors import (
 from huggingface_hub.hf_api import RepoFile, RepoFolder
 
 from millrace import errors
-from millrace.checkpoints.contents import Content, content
+from millrace.checkpoints.contents import Content, make_content
 from millrace.checkpoints.destinations.spec import HubSpec
-from millrace.checkpoints.find import VerifyDepth, check_content, checked
+from millrace.checkpoints.find import VerifyDepth, check_content, check_metadata
 from millrace.checkpoints.probing import (
-    PATIENCE,
-    SAMPLE,
-    Probe,
+    REQUEST_TIMEOUT,
+    SAMPLE_SIZE,
+    ProbeResult,
     ProbeVerdict,
     check_same,
-    probed,
-    understood,
+    run_probe,
+    translate_errors,
 )
 from millrace.digest import sha256
-from millrace.keys import CheckpointKeys, write_probe
+from millrace.keys import CheckpointKeys, write_probe_key
 from millrace.models.checkpoint import Checkpoint, Part
 from millrace.progress import Event, Progress, silent
-from millrace.records import decoded, encoded
+from millrace.records import decode_record, encode_record
 
 T = TypeVar("T")
 
@@ -72,32 +72,32 @@ class HubDestination:
 
     # -- reading
 
-    def checkpoints(self, job: str) -> Iterator[Checkpoint]:
+    def iterate_checkpoints(self, job: str) -> Iterator[Checkpoint]:
         """Yield the complete checkpoints of a job, newest first."""
-        head, keys = self._head(), CheckpointKeys(job)
+        head, keys = self._read_head(), CheckpointKeys(job)
         names = [
             entry.path.rpartition("/")[2]
-            for entry in self._listed(keys.prefix, head, recursive=False)
+            for entry in self._list_tree(keys.prefix, head, recursive=False)
             if isinstance(entry, RepoFolder)
         ]
         found = [step for step in map(keys.parse_folder, names) if step is not None]
         for step in sorted(found, reverse=True):
             with suppress(errors.NotFoundError, errors.CorruptError):
-                yield self._checkpoint(job, step, head)
+                yield self._read_checkpoint(job, step, head)
 
-    def checkpoint(self, job: str, step: int) -> Checkpoint:
+    def read_checkpoint(self, job: str, step: int) -> Checkpoint:
         """Return the checkpoint of a step."""
-        return self._checkpoint(job, step, self._head())
+        return self._read_checkpoint(job, step, self._read_head())
 
-    def content(self, checkpoint: Checkpoint) -> Content:
+    def open_content(self, checkpoint: Checkpoint) -> Content:
         """Return the content of a checkpoint."""
-        head, keys = self._head(), CheckpointKeys(checkpoint.job)
+        head, keys = self._read_head(), CheckpointKeys(checkpoint.job)
 
-        def body(number: int) -> memoryview:
+        def read_file(number: int) -> memoryview:
             part = checkpoint.parts[number]
             key = keys.part(part.step, part.sha256)
             try:
-                found = self._read(key, head, part.size)
+                found = self._download(key, head, part.size)
             except errors.NotFoundError:
                 raise errors.CorruptError(f"{self._url_of(key)} is missing.") from None
             if sha256(found) != part.sha256:
@@ -107,15 +107,15 @@ class HubDestination:
                 )
             return memoryview(found)
 
-        return content(checkpoint.step, checkpoint.parts, checkpoint.tensors, body)
+        return make_content(checkpoint.step, checkpoint.parts, checkpoint.tensors, read_file)
 
     def verify(
         self, checkpoint: Checkpoint, *, check: VerifyDepth = VerifyDepth.DIGESTS
     ) -> dict[str, str]:
         """Return the damage of a checkpoint."""
-        head, keys = self._head(), CheckpointKeys(checkpoint.job)
-        there = self._files(keys.parts(checkpoint.step), head)
-        whole = self.content(checkpoint)
+        head, keys = self._read_head(), CheckpointKeys(checkpoint.job)
+        there = self._list_files(keys.parts(checkpoint.step), head)
+        whole = self.open_content(checkpoint)
         damage: dict[str, str] = {}
         for number, part in enumerate(checkpoint.parts):
             key = keys.part(part.step, part.sha256)
@@ -145,23 +145,23 @@ class HubDestination:
         """Upload the files that are missing, and commit the checkpoint."""
         keys = CheckpointKeys(job)
         key = keys.metadata(checkpoint.step)
-        record = content.record(checkpoint, job)
+        record = content.make_metadata(checkpoint, job)
         added: list[CommitOperationAdd] | None = None
-        deadline = self._deadline()
+        deadline = self._compute_deadline()
         while True:
-            head = self._head()
+            head = self._read_head()
             with suppress(errors.NotFoundError):
-                there = self._checkpoint(job, checkpoint.step, head)
+                there = self._read_checkpoint(job, checkpoint.step, head)
                 return check_content(self._url_of(key), there, content.root)
             if added is None:
-                files = self._files(keys.parts(checkpoint.step), head)
-                added = self._uploaded(keys, content, files, uploads, progress)
-                metadata = encoded(record, secrets.token_hex(16))
+                files = self._list_files(keys.parts(checkpoint.step), head)
+                added = self._upload_files(keys, content, files, uploads, progress)
+                metadata = encode_record(record, secrets.token_hex(16))
                 added.append(CommitOperationAdd(key, metadata))
-                deadline = self._deadline()  # the upload may have taken hours
+                deadline = self._compute_deadline()  # the upload may have taken hours
                 continue
             try:
-                self._once(
+                self._call_once(
                     key,
                     lambda head=head, added=added: self._api.create_commit(
                         self._spec.repo,
@@ -186,22 +186,22 @@ class HubDestination:
         *,
         size: int = 0,
         within: timedelta | None = None,
-        patience: timedelta = PATIENCE,
-    ) -> Probe:
+        patience: timedelta = REQUEST_TIMEOUT,
+    ) -> ProbeResult:
         """As of `millrace.checkpoints.probe`, on a branch of its own, which is deleted again."""
-        key = write_probe(CheckpointKeys(job).job, secrets.token_hex(8)) + ".bin"
+        key = write_probe_key(CheckpointKeys(job).job, secrets.token_hex(8)) + ".bin"
         spec = self._spec.model_copy(update={"patience": patience})
         hurried = HubDestination(spec)
-        return probed(self.url, lambda: hurried.rate(key), size=size, within=within)
+        return run_probe(self.url, lambda: hurried.measure_rate(key), size=size, within=within)
 
-    def rate(self, key: str) -> float:
+    def measure_rate(self, key: str) -> float:
         """Do what a save does, on a branch of its own; bytes a second of the upload."""
-        with understood(ProbeVerdict.DENIED):
-            head = self._head()
+        with translate_errors(ProbeVerdict.DENIED):
+            head = self._read_head()
         repo, branch = self._spec.repo, f"probe-{secrets.token_hex(8)}"
 
         def commit(operation: CommitOperationAdd | CommitOperationDelete) -> str:
-            made = self._asked(
+            made = self._call_with_retries(
                 key,
                 lambda: self._api.create_commit(
                     repo, [operation], commit_message="A probe", revision=branch
@@ -212,19 +212,19 @@ class HubDestination:
         def make_branch() -> None:
             self._api.create_branch(repo, branch=branch, revision=head, exist_ok=True)
 
-        body, other = os.urandom(SAMPLE), os.urandom(16)
-        with understood(ProbeVerdict.READ_ONLY):
-            self._asked(key, make_branch)
+        body, other = os.urandom(SAMPLE_SIZE), os.urandom(16)
+        with translate_errors(ProbeVerdict.READ_ONLY):
+            self._call_with_retries(key, make_branch)
             try:
                 began = time.monotonic()
                 made = commit(CommitOperationAdd(key, body))
                 rate = len(body) / max(time.monotonic() - began, 1e-6)
-                check_same(self._url_of(key), self._read(key, made, SAMPLE), body)
+                check_same(self._url_of(key), self._download(key, made, SAMPLE_SIZE), body)
                 made = commit(CommitOperationAdd(key, other))
-                check_same(self._url_of(key), self._read(key, made, SAMPLE), other)
+                check_same(self._url_of(key), self._download(key, made, SAMPLE_SIZE), other)
                 commit(CommitOperationDelete(key))
             finally:
-                self._asked(key, lambda: self._api.delete_branch(repo, branch=branch))
+                self._call_with_retries(key, lambda: self._api.delete_branch(repo, branch=branch))
         return rate
 
     # -- inside
@@ -232,7 +232,7 @@ class HubDestination:
     def _url_of(self, key: str) -> str:
         return f"{self.url}/{key}"
 
-    def _uploaded(
+    def _upload_files(
         self,
         keys: CheckpointKeys,
         content: Content,
@@ -242,11 +242,11 @@ class HubDestination:
     ) -> list[CommitOperationAdd]:
         """Upload the files that are not in the commit yet; what is to be added to it."""
 
-        def add(number: int) -> CommitOperationAdd:
+        def upload_file(number: int) -> CommitOperationAdd:
             part = content.parts[number]
             key = keys.part(part.step, part.sha256)
             operation = CommitOperationAdd(key, bytes(content.body(number)))
-            self._asked(
+            self._call_with_retries(
                 key,
                 lambda: self._api.preupload_lfs_files(
                     self._spec.repo, [operation], revision=self._spec.revision
@@ -256,40 +256,42 @@ class HubDestination:
             progress(Event("checkpoint.part", part.sha256, told))
             return operation
 
-        def kept(part: Part) -> bool:
+        def is_kept(part: Part) -> bool:
             entry = there.get(keys.part(part.step, part.sha256))
             return entry is not None and entry.lfs is not None and entry.lfs.sha256 == part.sha256
 
         wanted = {part.sha256: number for number, part in enumerate(content.parts)}
-        numbers = [number for number in wanted.values() if not kept(content.parts[number])]
+        numbers = [number for number in wanted.values() if not is_kept(content.parts[number])]
         with ThreadPoolExecutor(uploads, thread_name_prefix="hub") as pool:
-            return list(pool.map(add, numbers))
+            return list(pool.map(upload_file, numbers))
 
-    def _checkpoint(self, job: str, step: int, head: str) -> Checkpoint:
+    def _read_checkpoint(self, job: str, step: int, head: str) -> Checkpoint:
         key = CheckpointKeys(job).metadata(step)
         where = self._url_of(key)
-        return checked(
+        return check_metadata(
             where,
-            decoded(where, Checkpoint, self._read(key, head, Checkpoint.record_bytes))[0],
+            decode_record(where, Checkpoint, self._download(key, head, Checkpoint.record_bytes))[0],
             job,
             step,
         )
 
-    def _head(self) -> str:
+    def _read_head(self) -> str:
         """Return the commit of the branch's head."""
         spec = self._spec
-        info = self._asked("", lambda: self._api.repo_info(spec.repo, revision=spec.revision))
+        info = self._call_with_retries(
+            "", lambda: self._api.repo_info(spec.repo, revision=spec.revision)
+        )
         if info.sha is None:
             raise errors.UnavailableError(f"{self.url} does not say which commit it is at.")
         return info.sha
 
-    def _files(self, prefix: str, head: str) -> dict[str, RepoFile]:
-        entries = self._listed(prefix, head, recursive=True)
+    def _list_files(self, prefix: str, head: str) -> dict[str, RepoFile]:
+        entries = self._list_tree(prefix, head, recursive=True)
         return {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
 
-    def _listed(self, prefix: str, head: str, *, recursive: bool) -> list[RepoFile | RepoFolder]:
+    def _list_tree(self, prefix: str, head: str, *, recursive: bool) -> list[RepoFile | RepoFolder]:
         try:
-            return self._asked(
+            return self._call_with_retries(
                 prefix,
                 lambda: list(
                     self._api.list_repo_tree(
@@ -300,9 +302,10 @@ class HubDestination:
         except errors.NotFoundError:
             return []
 
-    def _read(self, key: str, head: str, largest: int) -> bytes:
+    def _download(self, key: str, head: str, largest: int) -> bytes:
         with tempfile.TemporaryDirectory(prefix="millrace-hub-") as folder:
-            path = self._asked(  # to a file: the library goes on where a download broke off
+            # To a file: the library goes on where a download broke off.
+            path = self._call_with_retries(
                 key,
                 lambda: self._api.hf_hub_download(  # pyright: ignore[reportUnknownMemberType]
                     self._spec.repo, key, revision=head, local_dir=folder
@@ -314,15 +317,15 @@ class HubDestination:
                 )
             return Path(path).read_bytes()
 
-    def _deadline(self) -> float:
+    def _compute_deadline(self) -> float:
         return time.monotonic() + self._spec.patience.total_seconds()
 
-    def _asked(self, key: str, call: Callable[[], T]) -> T:
+    def _call_with_retries(self, key: str, call: Callable[[], T]) -> T:
         """Ask the Hub, and again while it fails for reasons that pass, with full jitter."""
-        deadline, pause = self._deadline(), _FIRST_PAUSE
+        deadline, pause = self._compute_deadline(), _FIRST_PAUSE
         while True:
             try:
-                return self._once(key, call)
+                return self._call_once(key, call)
             except errors.UnavailableError:
                 wait = random.uniform(0, pause)
                 if time.monotonic() + wait > deadline:
@@ -330,7 +333,7 @@ class HubDestination:
                 time.sleep(wait)
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _once(self, key: str, call: Callable[[], T]) -> T:
+    def _call_once(self, key: str, call: Callable[[], T]) -> T:
         """Ask the Hub once, with our errors for its.
 
         Raises:
@@ -344,22 +347,22 @@ class HubDestination:
         except EntryNotFoundError as error:
             if not isinstance(error, LocalEntryNotFoundError):  # a download that did not begin
                 raise errors.NotFoundError(f"There is no {where}.") from error
-            raise self._translated(where, error.__cause__ or error) from error
+            raise self._translate_error(where, error.__cause__ or error) from error
         except (HfHubHTTPError, TransportError, OSError) as error:
-            raise self._translated(where, error) from error
+            raise self._translate_error(where, error) from error
         except RuntimeError as error:  # what an upload's error is wrapped in
-            raise self._translated(where, error.__cause__ or error) from error
+            raise self._translate_error(where, error.__cause__ or error) from error
 
-    def _translated(self, where: str, error: BaseException) -> errors.MillraceError:
+    def _translate_error(self, where: str, error: BaseException) -> errors.MillraceError:
         match error:
             case HfHubHTTPError():
-                return self._of_status(where, error)
+                return self._translate_status(where, error)
             case TransportError() | ConnectionError() | LocalEntryNotFoundError():
-                return self._unavailable(where, error)
+                return self._make_unavailable_error(where, error)
             case _:
                 return errors.MillraceError(f"{where}: {errors.one_line(error)}")
 
-    def _of_status(self, where: str, error: HfHubHTTPError) -> errors.MillraceError:
+    def _translate_status(self, where: str, error: HfHubHTTPError) -> errors.MillraceError:
         match error.response.status_code:
             case 401 | 403:
                 return errors.DeniedError(
@@ -371,11 +374,11 @@ class HubDestination:
             case 409 | 412:
                 return errors.ChangedError(f"{where}: somebody else has committed meanwhile.")
             case status if status == 429 or status >= 500:
-                return self._unavailable(where, error)
+                return self._make_unavailable_error(where, error)
             case _:
                 return errors.MillraceError(f"{where}: {errors.one_line(error)}")
 
-    def _unavailable(self, where: str, error: BaseException) -> errors.UnavailableError:
+    def _make_unavailable_error(self, where: str, error: BaseException) -> errors.UnavailableError:
         spent = errors.UnavailableError(
             f"{where}: the Hub does not do it ({errors.one_line(error)}). Run it again when it "
             "answers; nothing that was committed is lost."

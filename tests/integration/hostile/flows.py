@@ -21,19 +21,19 @@ import torch
 from millrace import errors
 from millrace.checkpoints import (
     CooldownSettings,
-    Cooled,
+    EpochResult,
     EpochSaver,
     Membership,
-    Retention,
+    RetentionSettings,
     SavedSource,
     Saver,
     SaveSettings,
     StoreDestination,
-    bring,
+    apply_retention,
+    copy_checkpoint,
     find_jobs,
-    latest,
+    find_newest_verified,
     plan_retention,
-    retain,
     survey,
     verify,
 )
@@ -42,8 +42,8 @@ from millrace.gradients import (
     Beginning,
     Codec,
     GatherSettings,
-    Outer,
     OuterKind,
+    OuterOptimizer,
     Participant,
     RunSettings,
     aggregate_run,
@@ -70,8 +70,8 @@ from millrace.housekeeping import (
     wipe,
 )
 from millrace.housekeeping.plans import open_plan
-from millrace.keys import MACHINES, CampaignKeys, CheckpointKeys, DatasetKeys, named
-from millrace.models.chain import Link
+from millrace.keys import MACHINES, CampaignKeys, CheckpointKeys, DatasetKeys, classify_key
+from millrace.models.chain import ChainLink
 from millrace.models.gradient import Refusal
 from millrace.progress import Event
 from millrace.shards import (
@@ -193,14 +193,16 @@ def _verify_checkpoints(site: Site) -> Any:
 def _save_checkpoint(site: Site) -> Any:
     wanted = SavedSource(**dict(site.spec()), job="runs/one")
     origin, checkpoint = wanted.open()
-    saved = bring(StoreDestination(origin), checkpoint, StoreDestination(site.store("to")), "kept")
+    saved = copy_checkpoint(
+        StoreDestination(origin), checkpoint, StoreDestination(site.store("to")), "kept"
+    )
     return saved.root
 
 
 def _retain(site: Site) -> Any:
     store = site.store()
-    plan = plan_retention(store, "runs/one", Retention(last=1, grace=NOW))
-    done = retain(store, plan)
+    plan = plan_retention(store, "runs/one", RetentionSettings(last=1, grace=NOW))
+    done = apply_retention(store, plan)
     return [sorted(plan.removed), len(done.failures), site.ours()]
 
 
@@ -278,7 +280,7 @@ def _clean(site: Site) -> Any:
 
 def _is_junk(key: str) -> bool:
     """Tell whether a key below the worker's prefix is no name of ours."""
-    return key.startswith("run/w1/") and named(key) is None
+    return key.startswith("run/w1/") and classify_key(key) is None
 
 
 def _clean_versions(site: Site) -> Any:
@@ -322,7 +324,7 @@ CAMPAIGN = CampaignKeys("camp")
 RUN = RunSettings(
     run=CAMPAIGN.run,
     codec=Codec(k=256, bits=4),
-    outer=Outer(kind=OuterKind.NESTEROV, lr=0.7),
+    outer=OuterOptimizer(kind=OuterKind.NESTEROV, lr=0.7),
     gather=GatherSettings(wanted=2, quorum=2, look=timedelta(milliseconds=50)),
     window=timedelta(minutes=4),
     steps=5,
@@ -366,7 +368,7 @@ def _aggregate(site: Site) -> Any:
         if event.name == "gradient.refused" and event.subject == EVIL:
             refused.set()
 
-    made: list[Link] = []
+    made: list[ChainLink] = []
     sent: dict[int, str] = {}  # words that the report must have about what was sent in a window
 
     def work() -> None:
@@ -399,7 +401,7 @@ def _aggregate(site: Site) -> Any:
     return [(link.window, link.step, sorted(link.taken), link.state) for link in made]
 
 
-def _tell_of_links(site: Site, links: Sequence[Link], sent: Mapping[int, str]) -> None:
+def _tell_of_links(site: Site, links: Sequence[ChainLink], sent: Mapping[int, str]) -> None:
     """Tell who was out, and why. Of a worker that has sent something, not that it did not.
 
     Args:
@@ -507,19 +509,19 @@ def _cool_down(site: Site) -> Any:
     store, job = site.store(), CAMPAIGN.job
     states = [dict(_model().named_parameters()) for _ in range(2)]
 
-    def one(uid: str, state: dict[str, torch.nn.Parameter]) -> Cooled:
+    def one(uid: str, state: dict[str, torch.nn.Parameter]) -> EpochResult:
         with (
             Membership(store, job, uid) as member,
             EpochSaver(member, CooldownSettings(), progress=site.heard) as saver,
         ):
-            member.gather(2, 0, timedelta(minutes=2))
+            member.wait_for_members(2, 0, timedelta(minutes=2))
             return saver.end(state, epoch=0, step=5, seed=7)
 
     with ThreadPoolExecutor(2) as pool:
         ended = list(pool.map(one, UIDS[:2], states))
     site.said += [f"{cooled.outcome} {cooled.reason}" for cooled in ended]
-    found = latest(store, job)
-    durable = [cooled.durable for cooled in ended]
+    found = find_newest_verified(store, job)
+    durable = [cooled.is_durable for cooled in ended]
     return [durable, [cooled.epoch and cooled.epoch.root for cooled in ended], found and found.root]
 
 
@@ -529,7 +531,7 @@ def _ended(site: Site) -> None:
 
 
 EPOCH = Reach(
-    prefixes=tuple(prefix for prefix in CAMPAIGN.writes(2) if EVIL in prefix),
+    prefixes=tuple(prefix for prefix in CAMPAIGN.list_write_prefixes(2) if EVIL in prefix),
     ghosts=UIDS[:2],
 )
 

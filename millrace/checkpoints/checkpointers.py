@@ -17,14 +17,16 @@ _ROUNDS = 90
 _SEEDS = 1 << 64
 
 
-class Choice(StrEnum):
+class SelectionRule(StrEnum):
     """Rule by which checkpointers are chosen."""
 
     SPREAD = "spread"
     PSYCHE = "psyche"
 
 
-def order_of(members: Sequence[str], seed: int, choice: Choice = Choice.SPREAD) -> list[str]:
+def order_checkpointers(
+    members: Sequence[str], seed: int, choice: SelectionRule = SelectionRule.SPREAD
+) -> list[str]:
     """Return the members, in the order in which they become checkpointers.
 
     Args:
@@ -37,27 +39,27 @@ def order_of(members: Sequence[str], seed: int, choice: Choice = Choice.SPREAD) 
     """
     if not 0 <= seed < _SEEDS:
         raise ConfigurationError(f"The seed {seed} is not a number of 64 bits: at least 0.")
-    if choice is Choice.PSYCHE:
-        key = _psyche_key(seed)
-        places = [_swap_or_not(index, len(members), key) for index in range(len(members))]
+    if choice is SelectionRule.PSYCHE:
+        key = _derive_psyche_key(seed)
+        places = [_permute_index(index, len(members), key) for index in range(len(members))]
         return [member for _, member in sorted(zip(places, members, strict=True))]
     start = seed.to_bytes(8, "little")
     return sorted(members, key=lambda name: hashlib.sha256(start + name.encode()).digest())
 
 
-def number_of(members: int, choice: Choice = Choice.SPREAD) -> int:
+def count_checkpointers(members: int, choice: SelectionRule = SelectionRule.SPREAD) -> int:
     """Return how many of so many members are checkpointers at once."""
     third = min(members // _SHARE, _MOST)
-    return max(third, 1) if choice is Choice.PSYCHE else min(max(third, _LEAST), members)
+    return max(third, 1) if choice is SelectionRule.PSYCHE else min(max(third, _LEAST), members)
 
 
-def _psyche_key(seed: int) -> bytes:
+def _derive_psyche_key(seed: int) -> bytes:
     first = hashlib.sha256(seed.to_bytes(8, "little")).digest()
     # Hashed once more for this choice, unlike for that of witnesses.
     return hashlib.sha256(hashlib.sha256(first).digest() + b"cooldown").digest()
 
 
-def _swap_or_not(index: int, count: int, key: bytes) -> int:
+def _permute_index(index: int, count: int, key: bytes) -> int:
     """Return the index that an index of ``count`` has after a permutation.
 
     Source: Hoang, Morris, Rogaway, "An enciphering scheme based on a card shuffle" (2012), as

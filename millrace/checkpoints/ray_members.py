@@ -13,7 +13,7 @@ from millrace import cluster, errors
 from millrace.checkpoints.member import MemberSettings, end_epoch
 
 
-class Members:
+class RayMembers:
     """Members that were started.
 
     Attributes:
@@ -27,7 +27,9 @@ class Members:
 
 
 @contextmanager
-def members_on_ray(settings: MemberSettings, address: str | None = None) -> Generator[Members]:
+def run_members_on_ray(
+    settings: MemberSettings, address: str | None = None
+) -> Generator[RayMembers]:
     """Have every living node that has the checkpoint end the epoch; wait for them at the end.
 
     Args:
@@ -42,21 +44,24 @@ def members_on_ray(settings: MemberSettings, address: str | None = None) -> Gene
         ConfigurationError: There is no cluster.
         NotFoundError: No node has such a checkpoint.
     """
-    with cluster.connected(address) as ray:
-        nodes = {cluster.name_of(node): cluster.only_on(node) for node in cluster.living(ray)}
+    with cluster.connect(address) as ray:
+        nodes = {
+            cluster.name_of(node): cluster.make_node_options(node)
+            for node in cluster.list_living_nodes(ray)
+        }
         asked = {
-            name: ray.remote(_missing).options(max_retries=0, **options).remote(settings)
+            name: ray.remote(_explain_missing).options(max_retries=0, **options).remote(settings)
             for name, options in nodes.items()
         }
-        without = {name: why for name, one in asked.items() if (why := _got(ray, one))}
+        without = {name: why for name, one in asked.items() if (why := _await_result(ray, one))}
         names = [name for name in nodes if name not in without]
         if not names:
             reasons = "; ".join(f"{name}: {why}" for name, why in sorted(without.items())[:5])
             raise errors.NotFoundError(f"No node has a checkpoint to end the epoch with: {reasons}")
-        members = Members(names, without)
+        members = RayMembers(names, without)
         counted = settings.model_copy(update={"members": len(names)})
         running = {
-            name: ray.remote(_end).options(max_retries=0, **nodes[name]).remote(counted, name)
+            name: ray.remote(_end_epoch).options(max_retries=0, **nodes[name]).remote(counted, name)
             for name in names
         }
         try:
@@ -65,10 +70,12 @@ def members_on_ray(settings: MemberSettings, address: str | None = None) -> Gene
             for one in running.values():
                 ray.cancel(one, force=True)
             raise
-        members.faults = {name: why for name, one in running.items() if (why := _got(ray, one))}
+        members.faults = {
+            name: why for name, one in running.items() if (why := _await_result(ray, one))
+        }
 
 
-def _got(ray: Any, asked: Any) -> str:
+def _await_result(ray: Any, asked: Any) -> str:
     """Return the result of a task, or the reason why it failed."""
     try:
         return str(ray.get(asked))
@@ -76,23 +83,23 @@ def _got(ray: Any, asked: Any) -> str:
         return errors.one_line(error)
 
 
-def _here(settings: MemberSettings) -> MemberSettings:
+def _expand_variables(settings: MemberSettings) -> MemberSettings:
     """Return the settings with the variables of this node filled into the source's URL."""
     source = settings.source
     url = os.path.expandvars(source.url)
     return settings.model_copy(update={"source": source.model_copy(update={"url": url})})
 
 
-def _missing(settings: MemberSettings) -> str:
+def _explain_missing(settings: MemberSettings) -> str:
     """Return the reason why there is no checkpoint on this node; empty if there is one."""
     try:
-        _here(settings).source.open()
+        _expand_variables(settings).source.open()
     except errors.MillraceError as error:
         return str(error)
     return ""
 
 
-def _end(settings: MemberSettings, name: str) -> str:
+def _end_epoch(settings: MemberSettings, name: str) -> str:
     """End the epoch as a member; empty, as the bucket says what came of it."""
-    end_epoch(_here(settings), name)
+    end_epoch(_expand_variables(settings), name)
     return ""

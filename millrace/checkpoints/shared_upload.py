@@ -16,10 +16,10 @@ from millrace.checkpoints.find import VerifyDepth
 from millrace.progress import Event, Progress, silent
 from millrace.storage import Store, create, difference, kept_sha256, put
 
-_CHECKERS = 2
+_CHECK_THREADS = 2
 
 
-class Race:
+class SharedUpload:
     """One member's part in the upload of a checkpoint.
 
     Args:
@@ -67,17 +67,17 @@ class Race:
         self.sent = self.checked = self.replaced = 0
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         """True if this member uploads."""
         return bool(self._threads)
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """True if every file is there, and is right."""
         with self._changed:
             return len(self._good) == len(self._numbers)
 
-    def begin(self, rank: int, racers: int) -> None:
+    def start(self, rank: int, racers: int) -> None:
         """Upload: first every so-manieth file, then what others have not.
 
         Args:
@@ -89,18 +89,18 @@ class Race:
         mine = set(self._mine)
         # From the end, where whoever has them as a share comes last.
         self._others.extend(digest for digest in reversed(digests) if digest not in mine)
-        jobs = [self._upload_all] * self._uploads + [self._check_all] * _CHECKERS
+        jobs = [self._upload_all] * self._uploads + [self._check_all] * _CHECK_THREADS
         for job in jobs:
             thread = threading.Thread(target=self._run, args=(job,), name="race", daemon=True)
             self._threads.append(thread)
             thread.start()
 
-    def see(self, found: Iterable[tuple[str, str]]) -> None:
+    def note_files(self, found: Iterable[tuple[str, str]]) -> None:
         """Take note of files that are there, as pairs of their digest and their key."""
         with self._changed:
             for digest, key in found:
                 if digest in self._numbers:
-                    self._found_there(digest, key)
+                    self._note_existing(digest, key)
 
     def stop(self) -> None:
         """Break off what is under way, and wait for it to end."""
@@ -129,11 +129,11 @@ class Race:
             self._changed.notify_all()
         self._news()
 
-    def _over(self) -> bool:
+    def _is_stopped(self) -> bool:
         return self._stopped
 
     def _upload_all(self) -> None:
-        while (digest := self._next_upload()) is not None:
+        while (digest := self._pick_upload()) is not None:
             try:
                 self._upload(digest)
             finally:
@@ -146,21 +146,21 @@ class Race:
         key = self._key_of(self._content.parts[number].step, digest)
         body = self._content.body(number)
         try:
-            create(self._store, key, body, sha256=digest, stopped=self._over)
+            create(self._store, key, body, sha256=digest, stopped=self._is_stopped)
         except errors.ExistsError:
             with self._changed:
-                self._found_there(digest, key)  # by another, or by a try whose answer was lost
+                self._note_existing(digest, key)  # by another, or by a try whose answer was lost
             return
         with self._changed:
             self._there[digest] = key
             self.sent += len(body)
-            self._found_good(digest)
+            self._note_verified(digest)
         with self._telling:
             self._progress(
                 Event("checkpoint.part", digest, {"bytes": len(body), "sent": len(body)})
             )
 
-    def _next_upload(self) -> str | None:
+    def _pick_upload(self) -> str | None:
         """Return a file of this member's share; one of another's, once all of that was sent."""
         with self._changed:
             while not self._stopped:
@@ -178,11 +178,11 @@ class Race:
             return None
 
     def _check_all(self) -> None:
-        while (digest := self._next_unchecked()) is not None:
+        while (digest := self._pick_unchecked()) is not None:
             if digest not in self._good:
                 self._check_one(digest)
 
-    def _next_unchecked(self) -> str | None:
+    def _pick_unchecked(self) -> str | None:
         with self._changed:
             while not self._unchecked and not self._stopped:
                 if len(self._good) == len(self._numbers):
@@ -197,21 +197,21 @@ class Race:
         wanted = digest if self._check is VerifyDepth.DIGESTS else None
         if wanted is not None and kept_sha256(self._reads, key) == digest:
             wanted = None  # the store has verified it
-        damage = difference(self._reads, key, part.size, wanted, stopped=self._over)
+        damage = difference(self._reads, key, part.size, wanted, stopped=self._is_stopped)
         if damage:
             put(self._store, own, self._content.body(number))
         with self._changed:
             self.checked += part.size
             self.replaced += bool(damage)
-            self._found_good(digest)
+            self._note_verified(digest)
 
-    def _found_there(self, digest: str, key: str) -> None:
+    def _note_existing(self, digest: str, key: str) -> None:
         if digest not in self._there:
             self._there[digest] = key
             self._unchecked.append(digest)
             self._changed.notify_all()
 
-    def _found_good(self, digest: str) -> None:
+    def _note_verified(self, digest: str) -> None:
         self._good.add(digest)
         if len(self._good) == len(self._numbers):
             self._changed.notify_all()

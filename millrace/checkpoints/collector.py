@@ -19,18 +19,18 @@ from itertools import islice
 
 from millrace import errors
 from millrace.checkpoints.find import commit_checkpoint, root_of
-from millrace.checkpoints.members import (
-    Statements,
+from millrace.checkpoints.membership import (
+    VoteTally,
     commit_roster,
+    find_epoch_end,
     has_checkpoint,
     make_roster,
-    moved_on,
     read_roster,
 )
-from millrace.digest import canonical, sha256
+from millrace.digest import dump_canonical_json, sha256
 from millrace.keys import CheckpointKeys, CooldownKeys
-from millrace.models.checkpoint import Checkpoint, Claim, Epoch, Part, Roster
-from millrace.records import commit_once, decoded, encoded
+from millrace.models.checkpoint import Checkpoint, EpochRecord, Part, Roster, Vote
+from millrace.records import commit_once, decode_record, encode_record
 from millrace.storage import (
     Store,
     copy,
@@ -43,12 +43,12 @@ from millrace.storage import (
     read_range,
 )
 
-_AT_ONCE = 8
-_DRAFT = 64 << 20  # bytes of the metadata that a member proposes
+_CONCURRENCY = 8
+_MAX_DRAFT_SIZE = 64 << 20  # bytes of the metadata that a member proposes
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
-def listed_most(parts: int) -> int:
+def compute_listing_limit(parts: int) -> int:
     """Return how many objects are looked at below a member's prefix for its files."""
     return 2 * parts + 1000
 
@@ -73,7 +73,7 @@ class Collector:
         self._looked = False
         self._draft: tuple[str, Checkpoint] | None = None
 
-    def roster(self, living: Collection[str]) -> Roster | None:
+    def obtain_roster(self, living: Collection[str]) -> Roster | None:
         """Return the roster; write down the living as soon as there are some."""
         with suppress(errors.NotFoundError, errors.CorruptError):
             return read_roster(self._store, self._job, self._epoch)
@@ -84,10 +84,12 @@ class Collector:
             commit_roster(self._store, self._job, self._epoch, there)
         except errors.CorruptError:  # nobody but an owner writes here: it was damaged
             roster = make_roster(self._job, self._epoch, there)
-            put(self._store, self._cooldown.roster, encoded(roster, secrets.token_hex(16)))
+            put(self._store, self._cooldown.roster, encode_record(roster, secrets.token_hex(16)))
         return read_roster(self._store, self._job, self._epoch)
 
-    def advance(self, roster: Roster, heard: Statements, living: Collection[str]) -> Epoch | None:
+    def advance(
+        self, roster: Roster, heard: VoteTally, living: Collection[str]
+    ) -> EpochRecord | None:
         """Do what can be done by now; return how the epoch has ended, once it has.
 
         Args:
@@ -95,36 +97,42 @@ class Collector:
             heard: Statements of its members, as they are now.
             living: Names of the members that live.
         """
-        said = heard.agreed(roster.members, living)
-        if said is not None and self._is_committed(roster, heard, said):
+        said = heard.find_majority(roster.members, living)
+        if said is not None and self._try_commit(roster, heard, said):
             by = self._draft[0] if self._draft else said.member
-            return self.commit(said.end(self._job, self._epoch, by))
-        if heard.is_late(roster.members, living):
-            return self.without("most members say that there is no checkpoint in time", said)
+            return self.commit(said.make_epoch_record(self._job, self._epoch, by))
+        if heard.has_late_majority(roster.members, living):
+            return self.end_without_checkpoint(
+                "most members say that there is no checkpoint in time", said
+            )
         return None
 
-    def without(self, why: str, said: Claim | None = None) -> Epoch:
+    def end_without_checkpoint(self, why: str, said: Vote | None = None) -> EpochRecord:
         """End the epoch without a checkpoint."""
         step = said.step if said is not None else -1
-        record = Epoch(job=self._job, epoch=self._epoch, step=step, root=None, why=why)
+        record = EpochRecord(job=self._job, epoch=self._epoch, step=step, root=None, why=why)
         return self.commit(record)
 
-    def finish(self, roster: Roster, heard: Statements, living: Collection[str]) -> bool:
+    def finish_checkpoint(self, roster: Roster, heard: VoteTally, living: Collection[str]) -> bool:
         """Commit the checkpoint of an epoch that went on without; whether it is there."""
-        said = heard.agreed(roster.members, living)
-        return said is not None and self._is_committed(roster, heard, said)
+        said = heard.find_majority(roster.members, living)
+        return said is not None and self._try_commit(roster, heard, said)
 
-    def commit(self, record: Epoch) -> Epoch:
+    def commit(self, record: EpochRecord) -> EpochRecord:
         """Commit the epoch's end; a record that has ended nothing is replaced."""
         with suppress(errors.CorruptError):
             if commit_once(self._store, self._keys.epoch(self._epoch), record).mine:
                 return record
-        there = moved_on(self._store, self._job, self._epoch)
+        there = find_epoch_end(self._store, self._job, self._epoch)
         if there is None:
-            put(self._store, self._keys.epoch(self._epoch), encoded(record, secrets.token_hex(16)))
+            put(
+                self._store,
+                self._keys.epoch(self._epoch),
+                encode_record(record, secrets.token_hex(16)),
+            )
         return there or record
 
-    def sweep(self, roster: Roster) -> None:
+    def delete_uploads(self, roster: Roster) -> None:
         """Remove what the members have uploaded: it is copied, or of no use any more."""
         for member in roster.members:
             stats = islice(list_objects(self._store, self._cooldown.parts(member)), 100_000)
@@ -133,13 +141,13 @@ class Collector:
 
     # -- the checkpoint
 
-    def _is_committed(self, roster: Roster, heard: Statements, said: Claim) -> bool:
+    def _try_commit(self, roster: Roster, heard: VoteTally, said: Vote) -> bool:
         """Bring the checkpoint as far as can be; whether it is committed."""
         if has_checkpoint(self._store, self._job, said.step, said.root):
             return True
         if self._draft is None:
-            self._draft = self._proposed(roster, heard, said)
-        if self._draft is None or not self._are_there(roster, self._draft[1]):
+            self._draft = self._find_draft(roster, heard, said)
+        if self._draft is None or not self._collect_parts(roster, self._draft[1]):
             return False
         there = commit_checkpoint(self._store, self._draft[1]).record
         if there.root != said.root:
@@ -150,8 +158,8 @@ class Collector:
             )
         return True
 
-    def _proposed(
-        self, roster: Roster, heard: Statements, said: Claim
+    def _find_draft(
+        self, roster: Roster, heard: VoteTally, said: Vote
     ) -> tuple[str, Checkpoint] | None:
         """Return the first member whose metadata is what the members voted for, and the metadata.
 
@@ -159,21 +167,21 @@ class Collector:
         """
         for member in roster.members:
             vote = heard.claims.get(member)
-            if member in self._refused or vote is None or vote.said != said.said:
+            if member in self._refused or vote is None or vote.agreement_key != said.agreement_key:
                 continue
             key = self._cooldown.draft(member)
             try:
-                body = read(self._store, key, largest=_DRAFT)
-                draft, _ = decoded(self._store.url_of(key), Checkpoint, body)
+                body = read(self._store, key, largest=_MAX_DRAFT_SIZE)
+                draft, _ = decode_record(self._store.url_of(key), Checkpoint, body)
             except errors.NotFoundError:
                 continue
             except errors.CorruptError:
                 self._refused.add(member)
                 continue
-            rest = sha256(canonical({"position": draft.position, "run": draft.run}))
+            rest = sha256(dump_canonical_json({"position": draft.position, "run": draft.run}))
             step, root = draft.step, root_of(draft.parts, draft.tensors)
             named = all(_DIGEST.fullmatch(part.sha256) for part in draft.parts)
-            if (step, root, rest) != said.said or not named:
+            if (step, root, rest) != said.agreement_key or not named:
                 self._refused.add(member)
                 continue
             parts = tuple(part.model_copy(update={"step": step}) for part in draft.parts)
@@ -184,53 +192,53 @@ class Collector:
             return member, draft.model_copy(update=taken)
         return None
 
-    def _are_there(self, roster: Roster, draft: Checkpoint) -> bool:
+    def _collect_parts(self, roster: Roster, draft: Checkpoint) -> bool:
         """Copy the files that members have uploaded; whether all are there and right."""
         wanted = {part.sha256: part for part in draft.parts}
         if not self._looked:  # what an owner before this one has copied
             self._looked = True
             stats = list_objects(self._store, self._keys.parts(draft.step))
             found = (self._keys.parse_part(stat.key) for stat in stats)
-            self._verify([wanted[one[1]] for one in found if one and one[1] in wanted])
+            self._verify_parts([wanted[one[1]] for one in found if one and one[1] in wanted])
         for member in roster.members:
             parts = [
                 wanted[digest]
-                for digest, size in self._uploaded(member, len(draft.parts))
+                for digest, size in self._iterate_uploads(member, len(draft.parts))
                 if digest in wanted
                 and digest not in self._good
                 and (member, digest) not in self._bad
                 and size == wanted[digest].size
             ]
-            self._copy(member, parts)
+            self._copy_parts(member, parts)
             self._bad |= {(member, part.sha256) for part in parts} - {
                 (member, digest) for digest in self._good
             }
         return wanted.keys() <= self._good
 
-    def _uploaded(self, member: str, parts: int) -> Iterator[tuple[str, int]]:
+    def _iterate_uploads(self, member: str, parts: int) -> Iterator[tuple[str, int]]:
         stats = list_objects(self._store, self._cooldown.parts(member))
-        for stat in islice(stats, listed_most(parts)):
+        for stat in islice(stats, compute_listing_limit(parts)):
             digest = self._cooldown.parse_part(member, stat.key)
             if digest is not None:
                 yield digest, stat.size
 
-    def _copy(self, member: str, parts: Collection[Part]) -> None:
-        def one(part: Part) -> None:
+    def _copy_parts(self, member: str, parts: Collection[Part]) -> None:
+        def copy_part(part: Part) -> None:
             source = self._cooldown.part(member, part.sha256)
             with suppress(errors.NotFoundError, errors.CorruptError):
                 read_range(self._store, source, 0, 1)  # says whether the store can read it at all
                 copy(self._store, source, self._keys.part(part.step, part.sha256))
 
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="collect") as pool:
-            list(pool.map(one, parts))
-        self._verify(parts)
+        with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="collect") as pool:
+            list(pool.map(copy_part, parts))
+        self._verify_parts(parts)
 
-    def _verify(self, parts: Collection[Part]) -> None:
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="collect") as pool:
-            right = pool.map(self._is_right, parts)
+    def _verify_parts(self, parts: Collection[Part]) -> None:
+        with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="collect") as pool:
+            right = pool.map(self._is_intact, parts)
             self._good |= {part.sha256 for part, good in zip(parts, right, strict=True) if good}
 
-    def _is_right(self, part: Part) -> bool:
+    def _is_intact(self, part: Part) -> bool:
         key = self._keys.part(part.step, part.sha256)
         kept = kept_sha256(self._store, key) == part.sha256
         return not difference(self._store, key, part.size, None if kept else part.sha256)

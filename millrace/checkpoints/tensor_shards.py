@@ -13,7 +13,7 @@ from millrace.models.checkpoint import Chunk
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorShard:
     """A box of a tensor.
 
     Attributes:
@@ -29,7 +29,7 @@ class Piece:
     mine: bool = True
 
 
-def piece_of(name: str, tensor: torch.Tensor) -> Piece:
+def local_shard_of(name: str, tensor: torch.Tensor) -> TensorShard:
     """Return the part of a tensor that this process holds.
 
     Of a DTensor: its shard; nothing is sent.
@@ -41,7 +41,7 @@ def piece_of(name: str, tensor: torch.Tensor) -> Piece:
     """
     if not is_distributed(tensor):
         shape = tuple(tensor.shape)
-        return Piece(tensor, shape, (0,) * len(shape))
+        return TensorShard(tensor, shape, (0,) * len(shape))
     spread = cast("Any", tensor)
     try:
         (box,) = spread.__create_chunk_list__()
@@ -57,7 +57,7 @@ def piece_of(name: str, tensor: torch.Tensor) -> Piece:
     if tuple(local.shape) != tuple(box.sizes):
         local = local[tuple(slice(size) for size in box.sizes)]
     mine = place is not None and first
-    return Piece(local, tuple(spread.shape), tuple(box.offsets), mine)
+    return TensorShard(local, tuple(spread.shape), tuple(box.offsets), mine)
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
@@ -66,7 +66,7 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def covered_once(shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> bool:
+def is_covered_once(shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> bool:
     """Tell whether boxes cover a tensor of a shape, each element once."""
     chunks = tuple(chunk for chunk in chunks if 0 not in chunk.shape)
     if 0 in shape:
@@ -77,7 +77,7 @@ def covered_once(shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> bool:
         return False
     # The tensor, cut wherever a box begins or ends: each cell is in one box, or it is not right.
     cuts = [
-        sorted({0, shape[axis]} | {edge for chunk in chunks for edge in _edges(chunk, axis)})
+        sorted({0, shape[axis]} | {edge for chunk in chunks for edge in _edges_of(chunk, axis)})
         for axis in range(len(shape))
     ]
     if any(axis[0] != 0 or axis[-1] != size for axis, size in zip(cuts, shape, strict=True)):
@@ -85,7 +85,7 @@ def covered_once(shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> bool:
     cells = np.zeros([len(axis) - 1 for axis in cuts], dtype=np.uint8)
     for chunk in chunks:
         box = tuple(
-            slice(*(cuts[axis].index(edge) for edge in _edges(chunk, axis)))
+            slice(*(cuts[axis].index(edge) for edge in _edges_of(chunk, axis)))
             for axis in range(len(shape))
         )
         if cells[box].any():
@@ -94,5 +94,5 @@ def covered_once(shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> bool:
     return bool(cells.all())
 
 
-def _edges(chunk: Chunk, axis: int) -> tuple[int, int]:
+def _edges_of(chunk: Chunk, axis: int) -> tuple[int, int]:
     return chunk.start[axis], chunk.start[axis] + chunk.shape[axis]

@@ -14,22 +14,35 @@ from datetime import timedelta
 from typing import Self, TypeVar
 
 from millrace import errors
-from millrace.checkpoints.find import checkpoint_of
+from millrace.checkpoints.find import read_checkpoint
 from millrace.digest import sha256
-from millrace.keys import CheckpointKeys, CooldownKeys, member_lease, member_name, member_scope
-from millrace.lease import Census, Heartbeat, Held, Holder, Lease, StoreClock, await_lease
-from millrace.models.checkpoint import Claim, CooldownOutcome, CooldownRecord, Epoch, Late, Roster
+from millrace.keys import (
+    CheckpointKeys,
+    CooldownKeys,
+    check_member_name,
+    member_lease,
+    member_scope,
+)
+from millrace.lease import Census, Heartbeat, HeldLease, Holder, Lease, StoreClock, await_lease
+from millrace.models.checkpoint import (
+    CooldownOutcome,
+    CooldownRecord,
+    EpochRecord,
+    LateVote,
+    Roster,
+    Vote,
+)
 from millrace.records import commit_once, fetch
 from millrace.storage import Store, exists
 
-R = TypeVar("R", Claim, CooldownRecord, Late)
+R = TypeVar("R", Vote, CooldownRecord, LateVote)
 
 _GROUP = "members"
 _TTL = timedelta(seconds=30)
-_LOOK = 1.0  # seconds
-_OWNER = timedelta(hours=2)  # that members wait for their owner to write the roster
-_AT_ONCE = 8  # requests
-_MOST = 4096  # members of a roster
+_POLL_INTERVAL = 1.0  # seconds
+_OWNER_TIMEOUT = timedelta(hours=2)  # that members wait for their owner to write the roster
+_CONCURRENCY = 8  # requests
+_MAX_MEMBERS = 4096  # members of a roster
 
 
 class Membership:
@@ -44,8 +57,8 @@ class Membership:
         ttl: Time without a heartbeat after which a member counts as dead; at least 3 seconds.
         reads: Store that reads the whole job, where the credentials of ``store`` reach the
             member's own prefixes only. Then the owner of the job writes rosters, checkpoints and
-            epochs, from what the members have written (`millrace.checkpoints.watch`). Left out,
-            the members write them.
+            epochs, from what the members have written (`millrace.checkpoints.watch_epoch_end`).
+            Left out, the members write them.
 
     Attributes:
         confined: Whether the member writes below its own prefixes only.
@@ -76,8 +89,8 @@ class Membership:
         with ExitStack() as stack:
             scope = member_scope(self.job, self.member)
             self.clock = StoreClock.read(self.store, scope, self.holder)
-            self.census = census_of(self.reads, self.job, self.clock)
-            lease = self._acquired()
+            self.census = make_census(self.reads, self.job, self.clock)
+            lease = self._acquire_lease()
             stack.enter_context(Heartbeat(self.ttl)).keep(lease)
             self._stack = stack.pop_all()
         return self
@@ -85,7 +98,7 @@ class Membership:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def gather(self, members: int, epoch: int, patience: timedelta) -> None:
+    def wait_for_members(self, members: int, epoch: int, patience: timedelta) -> None:
         """Wait until so many members are there, this one among them.
 
         Once somebody has seen them and written down who ends the epoch, nobody waits any more:
@@ -101,17 +114,19 @@ class Membership:
         """
         deadline = time.monotonic() + patience.total_seconds()
         roster = CooldownKeys(self.job, epoch).roster
-        while (there := len(self.census.held())) < members and not exists(self.reads, roster):
+        while (there := len(self.census.find_holders())) < members and not exists(
+            self.reads, roster
+        ):
             if time.monotonic() > deadline:
                 raise errors.UnavailableError(
                     f"{there} of {members} members of {self.job} are there after "
                     f"{patience.total_seconds():g} s: start the others, or ask for fewer."
                 )
-            time.sleep(_LOOK)
+            time.sleep(_POLL_INTERVAL)
 
-    def _acquired(self) -> Lease:
+    def _acquire_lease(self) -> Lease:
         got = await_lease(self.store, self._keys, self.holder, self.ttl, self.clock)
-        if isinstance(got, Held):
+        if isinstance(got, HeldLease):
             raise errors.ConflictError(
                 f"{self.member} of {self.job} lives, on {got.holder.host} in process "
                 f"{got.holder.pid}: give this one another name."
@@ -119,12 +134,12 @@ class Membership:
         return got
 
 
-def census_of(store: Store, job: str, clock: StoreClock) -> Census:
+def make_census(store: Store, job: str, clock: StoreClock) -> Census:
     """Return the census of a job's living members."""
     return Census(store, job, _GROUP, clock, strict=False)  # one cannot stop the others
 
 
-def roster_of(
+def obtain_roster(
     membership: Membership,
     epoch: int,
     seed: int | None = None,
@@ -148,7 +163,7 @@ def roster_of(
         StoppedError: The wait was cancelled.
     """
     store, job = membership.reads, membership.job
-    deadline = time.monotonic() + _OWNER.total_seconds()
+    deadline = time.monotonic() + _OWNER_TIMEOUT.total_seconds()
     while True:
         try:
             return read_roster(store, job, epoch)
@@ -157,23 +172,23 @@ def roster_of(
                 break
         except errors.CorruptError:
             if not membership.confined:
-                return _living_roster(membership, epoch)
-        if moved_on(store, job, epoch) is not None:  # before any member was there
-            return _living_roster(membership, epoch)
+                return _make_living_roster(membership, epoch)
+        if find_epoch_end(store, job, epoch) is not None:  # before any member was there
+            return _make_living_roster(membership, epoch)
         if cancelled():
             raise errors.StoppedError(f"The end of epoch {epoch} of {job} was called off.")
         if time.monotonic() > deadline:
             raise errors.UnavailableError(
-                f"The owner of {job} has not begun to end epoch {epoch} within {_OWNER}: run "
-                "`cool-down` for it, with the names of its members."
+                f"The owner of {job} has not begun to end epoch {epoch} within {_OWNER_TIMEOUT}: "
+                "run `cool-down` for it, with the names of its members."
             )
-        time.sleep(_LOOK)
-    members = {*membership.census.held(), membership.member}
+        time.sleep(_POLL_INTERVAL)
+    members = {*membership.census.find_holders(), membership.member}
     try:
         commit_roster(membership.store, job, epoch, members, seed)
         return read_roster(store, job, epoch)
     except errors.CorruptError:
-        return _living_roster(membership, epoch)
+        return _make_living_roster(membership, epoch)
 
 
 def commit_roster(
@@ -204,23 +219,25 @@ def read_roster(store: Store, job: str, epoch: int) -> Roster:
     found = fetch(store, key, Roster)
     names = found.members
     right = (found.job, found.epoch) == (job, epoch) and 0 <= found.seed < 1 << 64
-    if not right or not 0 < len(names) <= _MOST or tuple(sorted(set(names))) != names:
+    if not right or not 0 < len(names) <= _MAX_MEMBERS or tuple(sorted(set(names))) != names:
         raise errors.CorruptError(f"{store.url_of(key)} is not the roster of epoch {epoch}.")
     try:
         for name in names:
-            member_name(name)
+            check_member_name(name)
     except errors.ConfigurationError as error:
         raise errors.CorruptError(f"{store.url_of(key)}: {error}") from error
     return found
 
 
-def _living_roster(membership: Membership, epoch: int) -> Roster:
+def _make_living_roster(membership: Membership, epoch: int) -> Roster:
     """Return the living members as a roster: the same on all members that see the same living."""
     seed = int(sha256(f"{membership.job} {epoch}".encode())[:16], 16)
-    return make_roster(membership.job, epoch, {*membership.census.held(), membership.member}, seed)
+    return make_roster(
+        membership.job, epoch, {*membership.census.find_holders(), membership.member}, seed
+    )
 
 
-class Statements:
+class VoteTally:
     """Statements of an epoch's members, each read once from below the member's own prefix.
 
     A record that cannot be read, or names another member, is a vote for nothing, or a failure. Only
@@ -238,11 +255,13 @@ class Statements:
 
     def __init__(self, store: Store, keys: CooldownKeys) -> None:
         self._store, self._keys = store, keys
-        self.claims: dict[str, Claim] = {}
-        self.late: dict[str, Late] = {}
+        self.claims: dict[str, Vote] = {}
+        self.late: dict[str, LateVote] = {}
         self.ended: dict[str, CooldownRecord] = {}
 
-    def hear(self, members: Collection[str], *, results: bool = True, late: bool = False) -> None:
+    def read_new(
+        self, members: Collection[str], *, results: bool = True, late: bool = False
+    ) -> None:
         """Read what is new. One GET for each record that was not there before.
 
         Args:
@@ -250,19 +269,19 @@ class Statements:
             results: Whether to read results too.
             late: Whether to read votes to go on without a checkpoint too.
         """
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="statements") as pool:
+        with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="statements") as pool:
             new = [name for name in members if name not in self.claims]
-            self.claims |= _found(new, pool.map(self._vote, new))
+            self.claims |= _select_found(new, pool.map(self._read_vote, new))
             new = [name for name in members if results and name not in self.ended]
-            self.ended |= _found(new, pool.map(self._result, new))
+            self.ended |= _select_found(new, pool.map(self._read_result, new))
             new = [name for name in members if late and name not in self.late]
-            self.late |= _found(new, pool.map(self._late, new))
+            self.late |= _select_found(new, pool.map(self._read_late_vote, new))
 
-    def _vote(self, member: str) -> Claim | None:
-        nothing = Claim(member=member, step=-1, root="", rest=member, size=0)
-        return self._read(self._keys.vote(member), nothing)
+    def _read_vote(self, member: str) -> Vote | None:
+        nothing = Vote(member=member, step=-1, root="", rest=member, size=0)
+        return self._read_record(self._keys.vote(member), nothing)
 
-    def _result(self, member: str) -> CooldownRecord | None:
+    def _read_result(self, member: str) -> CooldownRecord | None:
         failed = CooldownRecord(
             member=member,
             outcome=CooldownOutcome.FAILED,
@@ -272,36 +291,36 @@ class Statements:
             replaced=0,
             seconds=0.0,
         )
-        return self._read(self._keys.result(member), failed)
+        return self._read_record(self._keys.result(member), failed)
 
-    def _late(self, member: str) -> Late | None:
-        unread = Late(member=member, why="Its record cannot be read.")
-        return self._read(self._keys.late(member), unread)
+    def _read_late_vote(self, member: str) -> LateVote | None:
+        unread = LateVote(member=member, why="Its record cannot be read.")
+        return self._read_record(self._keys.late(member), unread)
 
-    def voters(self, members: Collection[str], living: Collection[str]) -> set[str]:
+    def list_voters(self, members: Collection[str], living: Collection[str]) -> set[str]:
         """Return the members whose votes decide: those that live, and those that have voted."""
         return set(members) & (set(living) | self.claims.keys())
 
-    def favourite(self) -> tuple[Claim | None, int]:
+    def find_favourite(self) -> tuple[Vote | None, int]:
         """Return a vote that most members share, and the number of those members."""
-        votes = Counter(claim.said for claim in self.claims.values() if claim.root)
+        votes = Counter(claim.agreement_key for claim in self.claims.values() if claim.root)
         if not votes:
             return None, 0
         said, count = votes.most_common(1)[0]
-        return next(claim for claim in self.claims.values() if claim.said == said), count
+        return next(claim for claim in self.claims.values() if claim.agreement_key == said), count
 
-    def agreed(self, members: Collection[str], living: Collection[str]) -> Claim | None:
+    def find_majority(self, members: Collection[str], living: Collection[str]) -> Vote | None:
         """Return the statement of more than half of the members; None if there is no such one."""
-        favourite, count = self.favourite()
-        return favourite if 2 * count > len(self.voters(members, living)) else None
+        favourite, count = self.find_favourite()
+        return favourite if 2 * count > len(self.list_voters(members, living)) else None
 
-    def is_late(self, members: Collection[str], living: Collection[str]) -> bool:
+    def has_late_majority(self, members: Collection[str], living: Collection[str]) -> bool:
         """Decide whether most of the members that still live and work vote to go on without."""
         working = (set(members) & set(living)) - self.ended.keys()
         late = working & self.late.keys()
         return 2 * len(late) > len(working)
 
-    def _read(self, key: str, otherwise: R) -> R | None:
+    def _read_record(self, key: str, otherwise: R) -> R | None:
         try:
             found = fetch(self._store, key, type(otherwise))
         except errors.NotFoundError:
@@ -311,12 +330,12 @@ class Statements:
         return found if found.member == otherwise.member else otherwise
 
 
-def _found(names: Collection[str], records: Iterable[R | None]) -> dict[str, R]:
+def _select_found(names: Collection[str], records: Iterable[R | None]) -> dict[str, R]:
     pairs = zip(names, records, strict=True)
     return {name: record for name, record in pairs if record is not None}
 
 
-def epoch_of(store: Store, job: str, epoch: int) -> Epoch:
+def read_epoch(store: Store, job: str, epoch: int) -> EpochRecord:
     """Return the record of an epoch's end. Its checkpoint is not looked for.
 
     Raises:
@@ -324,19 +343,19 @@ def epoch_of(store: Store, job: str, epoch: int) -> Epoch:
         CorruptError: What is there is no record of this epoch's end.
     """
     key = CheckpointKeys(job).epoch(epoch)
-    found = fetch(store, key, Epoch)
+    found = fetch(store, key, EpochRecord)
     if (found.job, found.epoch) != (job, epoch):
         raise errors.CorruptError(f"{store.url_of(key)} is not the end of epoch {epoch} of {job}.")
     return found
 
 
-def moved_on(store: Store, job: str, epoch: int) -> Epoch | None:
+def find_epoch_end(store: Store, job: str, epoch: int) -> EpochRecord | None:
     """Return the record that has ended an epoch; None if none has.
 
     A record that cannot be read, or names a checkpoint that is not there, has ended nothing.
     """
     try:
-        found = epoch_of(store, job, epoch)
+        found = read_epoch(store, job, epoch)
     except (errors.NotFoundError, errors.CorruptError):
         return None
     if found.root is None or has_checkpoint(store, job, found.step, found.root):
@@ -347,12 +366,12 @@ def moved_on(store: Store, job: str, epoch: int) -> Epoch | None:
 def has_checkpoint(store: Store, job: str, step: int, root: str) -> bool:
     """Decide whether a checkpoint with this content is committed at a step."""
     try:
-        return checkpoint_of(store, job, step).root == root
+        return read_checkpoint(store, job, step).root == root
     except (errors.NotFoundError, errors.CorruptError):
         return False
 
 
-def commit_epoch(store: Store, record: Epoch) -> Epoch:
+def commit_epoch(store: Store, record: EpochRecord) -> EpochRecord:
     """Commit the end of an epoch; return the record that has ended it.
 
     Where a record stands that has ended nothing, this one counts without being committed: every
@@ -362,10 +381,10 @@ def commit_epoch(store: Store, record: Epoch) -> Epoch:
         commit = commit_once(store, CheckpointKeys(record.job).epoch(record.epoch), record)
     except errors.CorruptError:
         return record
-    return record if commit.mine else moved_on(store, record.job, record.epoch) or record
+    return record if commit.mine else find_epoch_end(store, record.job, record.epoch) or record
 
 
-def derived_epoch(store: Store, job: str, epoch: int) -> Epoch | None:
+def derive_epoch(store: Store, job: str, epoch: int) -> EpochRecord | None:
     """Return how an epoch has ended, by the votes of its members; None if it has not.
 
     It has ended with the content that more than half of the roster state, once its checkpoint is
@@ -375,9 +394,9 @@ def derived_epoch(store: Store, job: str, epoch: int) -> Epoch | None:
         roster = read_roster(store, job, epoch)
     except (errors.NotFoundError, errors.CorruptError):
         return None
-    heard = Statements(store, CooldownKeys(job, epoch))
-    heard.hear(roster.members)
-    said = heard.agreed(roster.members, roster.members)
+    heard = VoteTally(store, CooldownKeys(job, epoch))
+    heard.read_new(roster.members)
+    said = heard.find_majority(roster.members, roster.members)
     if said is None or not has_checkpoint(store, job, said.step, said.root):
         return None
-    return said.end(job, epoch)
+    return said.make_epoch_record(job, epoch)
