@@ -113,7 +113,7 @@ def test_an_epoch_has_one_winner_and_a_checkpoint(store, members) -> None:
     (winner,) = (name for name in names if found[name] is CooldownOutcome.COMMITTED)
     assert {found[name] for name in chosen - {winner}} == {CooldownOutcome.LOST}
     assert {found[name] for name in set(names) - chosen - {winner}} <= {CooldownOutcome.NOT_CHOSEN}
-    assert all(one.durable for one in cooled.values())
+    assert all(one.is_durable for one in cooled.values())
     epoch = fetch(store, KEYS.epoch(0), EpochRecord)
     assert epoch.member == winner
     there = read_checkpoint(store, JOB, 5)
@@ -136,7 +136,7 @@ def test_the_second_epoch_uploads_nothing_that_is_there(folder, members) -> None
     some.end(0)
     again = some.end(1)
     assert sum(one.sent for one in again.values()) == 0
-    assert {one.durable for one in again.values()} == {True}
+    assert {one.is_durable for one in again.values()} == {True}
 
 
 def test_a_member_that_went_astray_is_told_and_does_not_commit(folder, members) -> None:
@@ -378,7 +378,7 @@ def test_junk_where_an_epoch_ends_or_its_roster_stands_costs_the_members_nothing
         put(folder, f"{JOB}/members/{name}", b"junk")
         put(folder, f"{JOB}/members/a/cooldowns/000000/{name}", b"junk")
     cooled = made.end()
-    assert all(one.durable for one in cooled.values())
+    assert all(one.is_durable for one in cooled.values())
     assert not verify(folder, read_checkpoint(folder, JOB, 5))
     assert count_epochs_without_checkpoint(folder, JOB, 1) == 0
     kept = plan_retention(folder, JOB, RetentionSettings(last=1)).kept
@@ -510,7 +510,7 @@ def test_confined_members_write_below_their_own_prefixes_and_the_owner_commits(
         CooldownOutcome.LOST,
         CooldownOutcome.NOT_CHOSEN,
     }
-    assert all(one.durable for one in cooled.values())
+    assert all(one.is_durable for one in cooled.values())
     assert seen.members == ("a", "b", "c")
     checkpoint = seen.checkpoint
     assert checkpoint is not None
@@ -542,7 +542,7 @@ def test_what_a_member_leaves_in_its_prefix_costs_only_that_member(folder, confi
     assert not verify(folder, seen.checkpoint)
     assert seen.checkpoint.notes == {}
     honest = {name: one for name, one in cooled.items() if name != liar}
-    assert all(one.durable for one in honest.values())
+    assert all(one.is_durable for one in honest.values())
 
 
 @pytest.mark.parametrize("what", ["vote", "draft", "parts"])
@@ -568,7 +568,7 @@ def test_what_only_its_member_can_read_costs_only_that_member(request, confined,
         )
     cooled, seen = made.end(store)
     assert seen.checkpoint is not None
-    assert all(one.durable for one in cooled.values())
+    assert all(one.is_durable for one in cooled.values())
 
 
 @pytest.mark.parametrize("kind", JUNK)
@@ -603,7 +603,7 @@ def test_an_owner_that_is_killed_anywhere_is_followed_by_one_that_ends_the_epoch
     monkeypatch.setattr(collecting, after, dies)
     cooled, seen = made.end(folder)
     assert died
-    assert all(one.durable for one in cooled.values())
+    assert all(one.is_durable for one in cooled.values())
     assert seen.checkpoint is not None
     assert not verify(folder, seen.checkpoint)
 
