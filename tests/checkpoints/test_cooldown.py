@@ -586,12 +586,12 @@ def test_an_owner_replaces_what_was_damaged_of_its_own(folder, confined, kind) -
 def test_an_owner_that_is_killed_anywhere_is_followed_by_one_that_ends_the_epoch(
     folder, confined, monkeypatch, after
 ) -> None:
-    from millrace.checkpoints import collecting
+    from millrace.checkpoints import collector
 
     made = confined(folder, dict.fromkeys("ab", folder))
     if after == "put":
         put(folder, KEYS.epoch(0), b"junk")
-    right, died = getattr(collecting, after), []
+    right, died = getattr(collector, after), []
 
     def dies(*args: object, **more: object) -> object:
         found = right(*args, **more)
@@ -600,7 +600,7 @@ def test_an_owner_that_is_killed_anywhere_is_followed_by_one_that_ends_the_epoch
             raise KeyboardInterrupt
         return found
 
-    monkeypatch.setattr(collecting, after, dies)
+    monkeypatch.setattr(collector, after, dies)
     cooled, seen = made.end(folder)
     assert died
     assert all(one.is_durable for one in cooled.values())
@@ -671,9 +671,9 @@ def test_there_is_no_way_to_skip_the_upload() -> None:
 def test_members_wait_for_each_other_until_somebody_has_seen_them_all(folder, members) -> None:
     made = members(folder, ["a", "b"])
     one = made.memberships["a"]
-    one.gather(2, 0, timedelta(0))
+    one.wait_for_members(2, 0, timedelta(0))
     with pytest.raises(errors.UnavailableError, match="2 of 3 members"):
-        one.gather(3, 0, timedelta(0))
+        one.wait_for_members(3, 0, timedelta(0))
     roster = Roster(job=JOB, epoch=0, members=("a", "b", "dead"), seed=SEED)
     commit_once(folder, CooldownKeys(JOB, 0).roster, roster)
-    one.gather(3, 0, timedelta(0))
+    one.wait_for_members(3, 0, timedelta(0))
