@@ -59,7 +59,7 @@ bench: .venv/dev
 	$(BIN)/python -m benchmarks.swarm
 	$(BIN)/python -m benchmarks.checkpoints
 	$(BIN)/python -m benchmarks.gradients
-	$(BIN)/python -m benchmarks.housekeeping
+	$(BIN)/python -m benchmarks.cleanup
 
 soak: .venv/dev
 	@deployments/test-servers.sh

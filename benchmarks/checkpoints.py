@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks.common import Cpu, Results, measured, options, rotated, show
 from benchmarks.rig import DISK, GOODPUT, Host, Rig
 from benchmarks.rig.store import REGION, Store
-from tests.servers.rgw import RGW
+from millrace.testing.rgw import RGW
 
 SYSTEMS = ("millrace", "torch-dcp", "boto3", "floor")
 PLACES = ("folder", "RGW")

@@ -45,9 +45,9 @@ from millrace.gradients import (
     merge,
     payload_bytes,
 )
-from millrace.gradients.merging import dense_of
-from millrace.gradients.tensors import unpacked, values_of
-from millrace.gradients.transform import forward
+from millrace.gradients.codec.tensors import unpacked, values_of
+from millrace.gradients.codec.transform import forward
+from millrace.gradients.sync.merge import dense_of
 from millrace.keys import GradientKeys
 from millrace.storage import list_objects, open_store, put
 

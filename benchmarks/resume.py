@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.common import Results, options, rotated, show
 from benchmarks.corpus import write_jsonl
 from millrace.storage import StoreSpec, open_store, open_writer
-from tests.servers.rgw import RGW
+from millrace.testing.rgw import RGW
 
 FILE = "text.jsonl"
 CAPACITY = 12 << 30  # of the server's disk

@@ -19,14 +19,14 @@ def shard_on(job: dict[str, Any]) -> None:
     """Shard a dataset with Millrace, or go on with it where the ledger ends."""
     from pydantic import ByteSize
 
-    from millrace.progress import Event
-    from millrace.shards import (
+    from millrace.datasets import (
         CutSettings,
         ExecutionSettings,
         PipelineSettings,
         SourcePlace,
         run_pipeline,
     )
+    from millrace.progress import Event
     from millrace.storage import StoreSpec
 
     config = PipelineSettings(

@@ -43,17 +43,17 @@ from benchmarks.common import Cpu, Results, measured, options, rotated, show
 from benchmarks.corpus import write_jsonl
 from benchmarks.endless import Endless
 from millrace import run_pipeline
-from millrace.shards import (
+from millrace.datasets import (
     CutSettings,
     ExecutionSettings,
     PipelineSettings,
     SourcePlace,
     plan_dataset,
 )
-from millrace.sources import SourceKind
+from millrace.datasets.sources import SourceKind
 from millrace.storage import Credentials, StoreSpec
-from tests.servers.key import connect
-from tests.servers.rgw import RGW, Key
+from millrace.testing.key import connect
+from millrace.testing.rgw import RGW, Key
 
 MIB = 1 << 20
 SHARD = 64 * MIB

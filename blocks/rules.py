@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from prefect.blocks.core import Block
 from pydantic import Field
 
-from millrace.housekeeping import Rule
+from millrace.cleanup import Rule
 
 
 class CleaningRules(Block):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from prefect.blocks.abstract import CredentialsBlock
 from pydantic import Field, SecretStr
 
-from millrace.vast.api import sdk_of
+from millrace.rentals.vast.api import sdk_of
 
 if TYPE_CHECKING:
     from vastai import VastAI  # pyright: ignore[reportMissingTypeStubs]

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from millrace.testing.vast import VastServer
     from tasks.campaigning import Summary
-    from tests.servers.vast import VastServer
 
 HOME = Path(".millrace/demo").absolute()
 STORE = HOME / "store"
@@ -90,7 +90,7 @@ def free_port() -> int:
 def cloud() -> Iterator["VastServer"]:
     """Run a provider of machines, with an account that is saved as the block ``demo``."""
     from blocks import VastCredentials
-    from tests.servers.vast import VastServer
+    from millrace.testing.vast import VastServer
 
     for gone in ("_rentals", "_machines"):  # of another cloud, which went with all that it had
         shutil.rmtree(STORE / gone, ignore_errors=True)
@@ -103,7 +103,7 @@ def cloud() -> Iterator["VastServer"]:
 
 def plan_of(name: str) -> dict[str, Any]:
     """Return the plan: as `millrace campaign` reads it from a file, too."""
-    from tests.servers.repository import snapshot
+    from millrace.testing.repository import snapshot
 
     return {
         "name": name,

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 from prefect import flow
 
-from millrace.housekeeping import Aborted
+from millrace.cleanup import Aborted
 from millrace.settings import Duration
 from millrace.storage import Right
 from tasks.cleaning import abort_stale, refuse_failures, report_uploads

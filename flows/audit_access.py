@@ -4,8 +4,8 @@ from prefect import flow
 from pydantic import BaseModel, ConfigDict, Field
 
 from blocks import Bucket
+from millrace.audit import AuditedRole, AuditReport, AuditSettings
 from millrace.errors import ConfigurationError, DeniedError
-from millrace.housekeeping import AuditedRole, AuditReport, AuditSettings
 from millrace.storage import Right, StoreSpec
 from tasks.auditing import audit_buckets, report_audit
 from tasks.places import BucketLocation, known, named_bucket, skipped

@@ -21,13 +21,13 @@ from flows.provision import provision
 from flows.release import release
 from flows.save_checkpoint import Saved, save_checkpoint
 from flows.shard_dataset import shard_dataset
+from millrace.campaigns.worker import TrainingPlan, training_program
+from millrace.cleanup import Cleaned, Rule, What
 from millrace.errors import HeldError, MillraceError, UnavailableError, one_line
 from millrace.gradients import AggregatorSettings, FollowSettings, RunSettings
-from millrace.housekeeping import Cleaned, Rule, What
 from millrace.keys import CampaignKeys
+from millrace.rentals import Patience, RentSettings
 from millrace.storage import Right, StoreSpec
-from millrace.training import TrainingPlan, training_program
-from millrace.vast import Patience, RentSettings
 from tasks.campaigning import (
     Standing,
     Summary,

@@ -8,16 +8,16 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from blocks import VastCredentials
 from flows.save_checkpoint import HubRepository
-from millrace import shards
+from millrace import datasets
+from millrace.campaigns.worker import TrainingPlan
 from millrace.checkpoints import CooldownSettings
+from millrace.cleanup import Rule
+from millrace.datasets import CutSettings
 from millrace.gradients import FollowRules, RunRules, WeightsOf
-from millrace.housekeeping import Rule
 from millrace.keys import CampaignKeys
 from millrace.remote import CodeRepository
+from millrace.rentals import OfferRequest, Patience
 from millrace.settings import Duration
-from millrace.shards import CutSettings
-from millrace.training import TrainingPlan
-from millrace.vast import OfferRequest, Patience
 from tasks.places import BucketLocation, SourceInput
 
 
@@ -33,8 +33,8 @@ class Data(_Part):
         default=None, description="Source to shard. Left out, the dataset is there and complete."
     )
     cut: CutSettings = Field(default=CutSettings(), description="Settings of the shards.")
-    run: shards.ExecutionSettings = Field(
-        default=shards.ExecutionSettings(), description="Settings of the execution."
+    run: datasets.ExecutionSettings = Field(
+        default=datasets.ExecutionSettings(), description="Settings of the execution."
     )
 
 

@@ -6,8 +6,8 @@ from prefect import flow
 from pydantic import BeforeValidator
 
 from blocks import CleaningRules
+from millrace.cleanup import Cleaned, CleaningPlan, CleanupBucket, Rule, VerifyDepth
 from millrace.errors import ConfigurationError
-from millrace.housekeeping import Cleaned, CleaningPlan, CleanupBucket, Rule, VerifyDepth
 from millrace.settings import validated
 from tasks.cleaning import clean_by
 from tasks.places import BucketLocation

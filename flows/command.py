@@ -33,7 +33,7 @@ data:
   cut: {holdout: 0.01}          # the share that workers measure the loss on
 
 training:
-  command: [python, -m, examples.tiny_lm.train]   # your script, by `millrace.training.Worker`
+  command: [python, -m, examples.tiny_lm.train]  # your script: `millrace.campaigns.worker.Worker`
   first:                        # the checkpoint to begin with; of a tiny model, by
     job: models/tiny            # `python -m examples.tiny_lm.begin URL models/tiny`
     tensors: "model."           # what the names of its weights begin with

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 from prefect import flow
 
-from millrace.housekeeping import Cleaned, CleaningPlan, DeleteGather
+from millrace.cleanup import Cleaned, CleaningPlan, DeleteGather
 from millrace.settings import Duration
 from tasks.cleaning import clean_by
 from tasks.places import BucketLocation

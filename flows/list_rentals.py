@@ -3,7 +3,7 @@
 from prefect import flow
 
 from blocks import VastCredentials
-from millrace.vast import Rented
+from millrace.rentals import Rented
 from tasks.places import BucketLocation
 from tasks.renting import list_machines, needed_stand, report_rentals
 from tasks.words import format_count

@@ -5,8 +5,7 @@ from typing import Any
 from prefect import flow
 
 from blocks import VastCredentials
-from millrace.storage import Right
-from millrace.vast import (
+from millrace.rentals import (
     Offer,
     OfferRequest,
     Patience,
@@ -16,6 +15,7 @@ from millrace.vast import (
     RentSettings,
     StandSettings,
 )
+from millrace.storage import Right
 from tasks.places import BucketLocation, spec_of
 from tasks.renting import (
     RentedBy,

@@ -3,7 +3,7 @@
 from prefect import State, flow
 
 from blocks import VastCredentials
-from millrace.vast import Reaped
+from millrace.rentals import Reaped
 from tasks.places import BucketLocation
 from tasks.renting import reap_machines, report_rentals, stand_of
 from tasks.words import format_count

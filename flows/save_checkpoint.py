@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from blocks import HuggingFaceCredentials
 from millrace.checkpoints import HubSpec, SavedSource
 from millrace.errors import ConfigurationError
-from millrace.models.checkpoint import Checkpoint
+from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Right
 from tasks.checkpointing import check_destination, report_saved, transfer_checkpoint
 from tasks.places import BucketLocation, InputLocation, check_right, spec_of

@@ -5,14 +5,14 @@ from typing import Any
 from prefect import flow
 from prefect.runtime import flow_run
 
-from millrace.keys import DatasetKeys
-from millrace.shards import (
+from millrace.datasets import (
     CutSettings,
     ExecutionSettings,
     PipelineSettings,
     ShardReport,
     SourcePlace,
 )
+from millrace.keys import DatasetKeys
 from millrace.storage import Right
 from tasks.limits import share_of_uploads
 from tasks.places import BucketLocation, SourceInput, check_right, spec_of

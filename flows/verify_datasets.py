@@ -4,8 +4,8 @@ from enum import StrEnum
 
 from prefect import flow
 
+from millrace.datasets import Verification
 from millrace.errors import CorruptError
-from millrace.shards import Verification
 from millrace.storage import Right
 from tasks.places import BucketLocation, check_right, known, named_bucket, skipped, spec_of
 from tasks.verifying import report_verifications, sealed_datasets, verify_shards

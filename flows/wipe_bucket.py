@@ -7,7 +7,7 @@ from prefect.flow_runs import pause_flow_run
 from prefect.input import RunInput
 from pydantic import Field
 
-from millrace.housekeeping import Cleaned, Contents, name_to_type
+from millrace.cleanup import Cleaned, Contents, name_to_type
 from millrace.storage import Right, open_store
 from tasks.cleaning import (
     count_all,

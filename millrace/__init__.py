@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from millrace.shards import PipelineSettings, run_from_file, run_pipeline
+    from millrace.datasets import PipelineSettings, run_from_file, run_pipeline
 
 __all__ = ["PipelineSettings", "run_from_file", "run_pipeline"]
 
@@ -11,7 +11,7 @@ __all__ = ["PipelineSettings", "run_from_file", "run_pipeline"]
 def __getattr__(name: str) -> Any:
     # Imported when asked for: a worker that needs one room should not wait for the others.
     if name in __all__:
-        from millrace import shards  # noqa: PLC0415
+        from millrace import datasets  # noqa: PLC0415
 
-        return getattr(shards, name)
+        return getattr(datasets, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,9 +25,10 @@ from millrace import errors, words
 from millrace.terminal import echo, echo_text, make_console, make_table
 
 if TYPE_CHECKING:
-    from millrace.housekeeping import Cleaned, Finding, Rule, WorkerJunk
-    from millrace.models.dataset import DatasetPlan
-    from millrace.shards import DatasetStatus, PipelineSettings, ShardReport
+    from millrace.audit import Finding
+    from millrace.cleanup import Cleaned, Rule, WorkerJunk
+    from millrace.datasets import DatasetStatus, PipelineSettings, ShardReport
+    from millrace.schemas.dataset import DatasetPlan
     from millrace.storage import Store, StoreSpec, VersionCount
     from millrace.swarm import PrewarmReport
 
@@ -220,7 +221,7 @@ def plan(settings: Path, prefix: str | None) -> int:
 
     Exit code 1 if `run` would refuse.
     """
-    from millrace.shards import check_destination
+    from millrace.datasets import check_destination
 
     config = _config(settings, prefix)
     made, found = check_destination(config)
@@ -243,8 +244,8 @@ def plan(settings: Path, prefix: str | None) -> int:
 @said
 def run(settings: Path, prefix: str | None, *, use_vast: bool, repair: bool) -> int:
     """Shard a dataset, or go on where a run was stopped."""
+    from millrace.datasets import repair_dataset, shard_dataset
     from millrace.progress_bar import ProgressBar
-    from millrace.shards import repair_dataset, shard_dataset
 
     config = _config(settings, prefix)
     if use_vast and repair:
@@ -275,7 +276,7 @@ def run(settings: Path, prefix: str | None, *, use_vast: bool, repair: bool) -> 
 @said
 def verify(settings_or_url: str, dataset: str | None, *, quick: bool) -> int:
     """Hold every shard against the manifest. Exit code 1 if one is missing or differs."""
-    from millrace.shards import verify as check
+    from millrace.datasets import verify as check
 
     store, name = _place(settings_or_url, dataset)
     result = check(store, name, digests=not quick)
@@ -296,8 +297,8 @@ def verify(settings_or_url: str, dataset: str | None, *, quick: bool) -> int:
 @said
 def status(settings_or_url: str, dataset: str | None) -> int:
     """Say how far a dataset is, from the bucket alone. Without DATASET: all below the URL."""
-    from millrace.shards import find_datasets
-    from millrace.shards import status as look
+    from millrace.datasets import find_datasets
+    from millrace.datasets import status as look
 
     if dataset is None and "://" in settings_or_url:
         from millrace.storage import open_store
@@ -327,7 +328,7 @@ def status(settings_or_url: str, dataset: str | None) -> int:
 @said
 def gc(settings_or_url: str, dataset: str | None, *, delete: bool, min_age: timedelta) -> int:
     """Find what no record of a dataset names: leftovers of runs that were killed."""
-    from millrace.shards import collect_garbage
+    from millrace.datasets import collect_garbage
 
     store, name = _place(settings_or_url, dataset)
     found = collect_garbage(store, name, dry_run=not delete, min_age=min_age)
@@ -443,7 +444,7 @@ def audit_access(settings: Path, *, file: Path | None) -> int:
     do what it says, 22 credentials are refused wholly, 23 in part, 24 no such bucket, 25 it does
     not answer, 26 it asks to come later, 27 unproven for another reason.
     """
-    from millrace.housekeeping import AccessVerdict, AuditSettings, audit
+    from millrace.audit import AccessVerdict, AuditSettings, audit
     from millrace.settings import load
 
     found = audit(load(settings, AuditSettings))
@@ -498,8 +499,8 @@ _clean_settings = click.argument("settings", type=click.Path(path_type=Path), de
 @said
 def clean_plan(settings: Path, *, keys: bool) -> int:
     """Find what the rules take, and write it down in the store. Deletes nothing."""
-    from millrace.housekeeping import CleanSettings, make_plan
-    from millrace.housekeeping.plans import open_plan
+    from millrace.cleanup import CleanSettings, make_plan
+    from millrace.cleanup.plans import open_plan
     from millrace.progress_bar import ObjectsBar
     from millrace.settings import load
     from millrace.storage import open_store
@@ -529,7 +530,7 @@ def clean_run(settings: Path, *, name: str | None) -> int:
 
     Exit code 1 if something could not be deleted. Killed, it goes on with the same plan.
     """
-    from millrace.housekeeping import CleanSettings, execute, make_plan, read_plan
+    from millrace.cleanup import CleanSettings, execute, make_plan, read_plan
     from millrace.progress_bar import ObjectsBar
     from millrace.settings import load
     from millrace.storage import open_store
@@ -562,8 +563,8 @@ def clean_wipe(place: str, *, confirm: str | None, versions: bool, dry_run: bool
 
     Exit code 2, and nothing has happened, if the name is another.
     """
-    from millrace.housekeeping import name_to_type, plan_wiping, survey_wiping, wipe
-    from millrace.housekeeping.wiping import check_name
+    from millrace.cleanup import name_to_type, plan_wiping, survey_wiping, wipe
+    from millrace.cleanup.wipe import check_name
     from millrace.progress_bar import ObjectsBar
     from millrace.storage import open_store
 
@@ -615,7 +616,7 @@ def _versions(found: "VersionCount") -> str:
 @said
 def clean_uploads(place: str, *, older_than: timedelta, prefix: str, abort: bool) -> int:
     """Abort uploads that were begun and never finished: no listing shows them, and they cost."""
-    from millrace.housekeeping import abort_uploads
+    from millrace.cleanup import abort_uploads
 
     spec = _store_of(place)
     found = abort_uploads(spec, older_than=older_than, prefix=prefix, dry_run=not abort)
@@ -659,7 +660,7 @@ def cool_down(settings: Path, *, member: str) -> int:
 def aggregate(settings: Path, *, windows: int | None) -> int:
     """Merge the gradients of a run, window after window, until it is over."""
     from millrace.gradients import AggregatorSettings, aggregate_run
-    from millrace.models.chain import count_reasons
+    from millrace.schemas.chain import count_reasons
     from millrace.settings import load
 
     config = load(settings, AggregatorSettings)
@@ -690,7 +691,7 @@ def catch_up(url: str, run: str, version: str, to: str) -> int:
     """
     from millrace.gradients import ChainLink, newest_state
     from millrace.gradients import catch_up as replay
-    from millrace.gradients.chain import link_at
+    from millrace.gradients.sync.chain import link_at
     from millrace.gradients.weights import save_weights
     from millrace.keys import ChainKeys
     from millrace.storage import open_store
@@ -770,8 +771,8 @@ def node(root: Path, host: str, port: int) -> int:
 @said
 def work(settings: Path, *, attached: bool) -> int:
     """Run a worker of a campaign: its training script, as its settings say."""
+    from millrace.campaigns.worker import launch
     from millrace.processes import adopt_orphans
-    from millrace.training import launch
 
     adopt_orphans()
     if attached:
@@ -793,8 +794,8 @@ def _end_with_input() -> None:
 
 
 def _config(path: Path, prefix: str | None) -> "PipelineSettings":
+    from millrace.datasets import PipelineSettings
     from millrace.settings import load
-    from millrace.shards import PipelineSettings
 
     config = load(path, PipelineSettings)
     return config.model_copy(update={"dataset": prefix}) if prefix else config
@@ -815,7 +816,7 @@ def _place(settings_or_url: str, dataset: str | None) -> "tuple[Store, str]":
 
 def _store_of(place: str) -> "StoreSpec":
     """Return the store of a URL, a folder, or a settings file."""
-    from millrace.housekeeping.rules import PlaceSettings
+    from millrace.cleanup.rules import PlaceSettings
     from millrace.settings import load
     from millrace.storage import StoreSpec
 
@@ -830,7 +831,7 @@ def _show_cleaning(
     size: Mapping[int, int],
     kept: Mapping[str, int],
 ) -> None:
-    from millrace.housekeeping import describe, saved_a_month
+    from millrace.cleanup import describe, saved_a_month
 
     table = make_table("rule", "objects", "bytes", "saves a month")
     for place, rule in enumerate(rules):

@@ -13,8 +13,8 @@ from millrace.progress import Event
 from millrace.terminal import echo, echo_text
 
 if TYPE_CHECKING:
-    from millrace.shards import PipelineSettings
-    from millrace.vast import Offer, Rented, RentSettings
+    from millrace.datasets import PipelineSettings
+    from millrace.rentals import Offer, Rented, RentSettings
 
 _settings_file = click.argument("settings", type=click.Path(path_type=Path), default="rent.yaml")
 
@@ -24,8 +24,8 @@ _settings_file = click.argument("settings", type=click.Path(path_type=Path), def
 @said
 def offers(settings: Path) -> int:
     """Show what would be rented, that which costs least in all first. Rents nothing."""
+    from millrace.rentals import RentSettings, account, find_offers
     from millrace.settings import load
-    from millrace.vast import RentSettings, account, find_offers
 
     rent = load(settings, RentSettings)
     found = find_offers(account(rent.account), rent.wanted)
@@ -42,8 +42,8 @@ def offers(settings: Path) -> int:
 @said
 def rent(settings: Path, *, detach: bool) -> int:
     """Rent machines, run a program on each, and give them back when it has ended."""
+    from millrace.rentals import Rental, RentSettings
     from millrace.settings import load
-    from millrace.vast import Rental, RentSettings
 
     wanted = load(settings, RentSettings)
     if not detach:
@@ -64,8 +64,8 @@ def rent(settings: Path, *, detach: bool) -> int:
 @said
 def rentals(settings: Path) -> int:
     """List what is rented, for how long, and what it has cost."""
+    from millrace.rentals import StandSettings, list_rentals
     from millrace.settings import load
-    from millrace.vast import StandSettings, list_rentals
 
     found = list_rentals(load(settings, StandSettings))
     for one in found:
@@ -80,9 +80,9 @@ def rentals(settings: Path) -> int:
 @said
 def release(settings: Path, rental: str) -> int:
     """Give back all machines of a rental."""
+    from millrace.rentals import StandSettings
+    from millrace.rentals import release as give_back
     from millrace.settings import load
-    from millrace.vast import StandSettings
-    from millrace.vast import release as give_back
 
     count = give_back(load(settings, StandSettings), rental)
     echo(f"Given back: {_machines(count)} of {rental}; a listing shows none.")
@@ -95,8 +95,8 @@ def release(settings: Path, rental: str) -> int:
 @said
 def reap_rentals(settings: Path, *, dry_run: bool) -> int:
     """Give back what has no living owner, or is over its time; nothing that is not ours."""
+    from millrace.rentals import StandSettings, reap
     from millrace.settings import load
-    from millrace.vast import StandSettings, reap
 
     found = reap(load(settings, StandSettings), dry_run=dry_run)
     for one in found.returned:
@@ -120,7 +120,7 @@ def shard_on_vast(settings: Path, config: "PipelineSettings") -> int:
 
 def _use(wanted: "RentSettings") -> int:
     """Rent machines until all of their programs have ended."""
-    from millrace.vast import Rental
+    from millrace.rentals import Rental
 
     give_back_when_stopped()
     with Rental(wanted, progress=_Lines()) as rental:

@@ -10,7 +10,7 @@ def import_module_of(module: str, extra: str) -> ModuleType:
     """Import a module of Millrace that needs the libraries of an extra.
 
     Args:
-        module: Its full name, such as ``millrace.gradients.chain``.
+        module: Its full name, such as ``millrace.gradients.sync.chain``.
         extra: The extra of pyproject.toml that installs what it imports.
 
     Raises:

@@ -7,9 +7,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from millrace import errors
-from millrace.shards import PipelineSettings
+from millrace.datasets import PipelineSettings
+from millrace.rentals import Account, OfferRequest, Program, Reach, RentSettings
 from millrace.storage import Right, StoreSpec, open_store
-from millrace.vast import Account, OfferRequest, Program, Reach, RentSettings
 
 _FILE = "millrace-run.yaml"
 

@@ -3,14 +3,7 @@
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from millrace.housekeeping import (
-    AccessVerdict,
-    AuditReport,
-    AuditSettings,
-    Finding,
-    Operation,
-    audit,
-)
+from millrace.audit import AccessVerdict, AuditReport, AuditSettings, Finding, Operation, audit
 from tasks.reports import Markdown, bold, bullets, document, publish, table, write
 from tasks.words import format_count
 

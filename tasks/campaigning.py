@@ -13,17 +13,17 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from millrace import cluster, errors, gradients
-from millrace.checkpoints.membership import derive_epoch, read_epoch
+from millrace.campaigns.worker import TrainingPlan, check_here, check_repository, joined, measured
+from millrace.checkpoints.cooldown.membership import derive_epoch, read_epoch
 from millrace.gradients import ChainLink, RunSettings, WindowRules
 from millrace.keys import CampaignKeys, DatasetKeys
 from millrace.lease import Heartbeat, HeldLease, Holder, StoreClock, await_lease
-from millrace.models.checkpoint import EpochRecord
-from millrace.models.dataset import Manifest
 from millrace.records import Record, commit_once, fetch, find_changes
 from millrace.remote import CodeRepository
+from millrace.rentals import attempts_of
+from millrace.schemas.checkpoint import EpochRecord
+from millrace.schemas.dataset import Manifest
 from millrace.storage import Store, StoreSpec, delete, exists, open_store
-from millrace.training import TrainingPlan, check_here, check_repository, joined, measured
-from millrace.vast import attempts_of
 from tasks.plot import line_plot
 from tasks.reports import (
     Markdown,

@@ -20,8 +20,8 @@ from millrace.checkpoints import (
     survey,
     verify,
 )
-from millrace.models.checkpoint import Checkpoint
 from millrace.progress import Event
+from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import StoreSpec, open_store
 from tasks.progress import CheckpointProgress
 from tasks.reports import Markdown, code, document, join, publish, table, write

@@ -6,9 +6,8 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from blocks import Bucket
-from millrace import housekeeping
-from millrace.errors import MillraceError
-from millrace.housekeeping import (
+from millrace import cleanup
+from millrace.cleanup import (
     Aborted,
     Cleaned,
     CleaningPlan,
@@ -25,6 +24,7 @@ from millrace.housekeeping import (
     read_plan,
     saved_a_month,
 )
+from millrace.errors import MillraceError
 from millrace.storage import DeleteFailure, Right, StoreSpec, VersionCount, open_store
 from tasks.places import known, named_bucket, skipped, spec_of
 from tasks.progress import CleaningProgress
@@ -43,7 +43,7 @@ def clean_by(
     pinned: Iterable[str] = (),
     dry_run: bool,
     plan: str = "",
-    check: housekeeping.VerifyDepth = housekeeping.VerifyDepth.DIGESTS,
+    check: cleanup.VerifyDepth = cleanup.VerifyDepth.DIGESTS,
 ) -> Cleaned | CleaningPlan | None:
     """Clean by rules, as every cleaning flow does.
 
@@ -135,20 +135,18 @@ def count_all(place: StoreSpec) -> CleaningPlan:
 def survey_bucket(place: StoreSpec) -> Contents:
     """Count what a wipe would delete. Writes nothing."""
     with CleaningProgress(artifact_key("progress", "wiping", "survey")) as progress:
-        return housekeeping.survey_wiping(place, progress=progress)
+        return cleanup.survey_wiping(place, progress=progress)
 
 
 @task(cache_policy=NO_CACHE)
 def wipe_all(place: StoreSpec, plan: CleaningPlan, confirm: str, *, versions: bool) -> Cleaned:
     """Delete all that was written down, if the name is right."""
     with CleaningProgress(artifact_key("progress", "wiping"), plan.objects) as progress:
-        return housekeeping.wipe(
-            place, plan.name, confirm=confirm, versions=versions, progress=progress
-        )
+        return cleanup.wipe(place, plan.name, confirm=confirm, versions=versions, progress=progress)
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def abort_stale(place: StoreSpec, older_than: housekeeping.Age, *, dry_run: bool) -> Aborted:
+def abort_stale(place: StoreSpec, older_than: cleanup.Age, *, dry_run: bool) -> Aborted:
     """Find unfinished uploads, and abort them unless it is a dry run."""
     return abort_uploads(place, older_than=older_than, dry_run=dry_run)
 

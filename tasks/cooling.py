@@ -8,9 +8,9 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from millrace.checkpoints import EpochStatus, MemberSettings, watch_epoch_end
-from millrace.checkpoints.ray_members import run_members_on_ray
+from millrace.checkpoints.cooldown.ray_members import run_members_on_ray
 from millrace.lease import Holder, StoreClock
-from millrace.models.checkpoint import CooldownOutcome, CooldownRecord
+from millrace.schemas.checkpoint import CooldownOutcome, CooldownRecord
 from millrace.storage import StoreSpec, open_store
 from tasks.progress import CheckpointProgress
 from tasks.reports import Markdown, bold, bullets, code, document, publish, table, write

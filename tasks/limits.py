@@ -8,7 +8,7 @@ from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 
 from blocks.limits import UPLOADS
-from millrace.shards import ExecutionSettings
+from millrace.datasets import ExecutionSettings
 
 _LEASE = 60.0  # seconds that the slots of a dead process stay taken: the least that Prefect knows
 

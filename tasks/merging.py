@@ -10,8 +10,8 @@ from prefect.cache_policies import NO_CACHE
 
 from millrace import gradients
 from millrace.gradients import AggregatorSettings, ChainLink, WeightsOf
-from millrace.models.chain import count_reasons
 from millrace.progress import Event
+from millrace.schemas.chain import count_reasons
 from millrace.storage import StoreSpec, open_store
 from tasks.plot import windows_plot
 from tasks.progress import WindowProgress

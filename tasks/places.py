@@ -16,8 +16,8 @@ from prefect.states import Completed
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from blocks import Bucket
+from millrace.datasets.sources import SourceSettings
 from millrace.errors import ConfigurationError
-from millrace.sources import SourceSettings
 from millrace.storage import Location, Right, StoreSpec, check, open_store
 from tasks.retries import PAUSES, passing
 

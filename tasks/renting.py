@@ -23,11 +23,8 @@ from millrace.errors import (
     NotFoundError,
     one_line,
 )
-from millrace.models.rental import ReturnReason
 from millrace.progress import Event
-from millrace.storage import Right, StoreSpec, open_store
-from millrace.swarm import Host, Hosts
-from millrace.vast import (
+from millrace.rentals import (
     IDENTITY,
     Account,
     Offer,
@@ -46,6 +43,9 @@ from millrace.vast import (
     reap,
     release,
 )
+from millrace.schemas.rental import ReturnReason
+from millrace.storage import Right, StoreSpec, open_store
+from millrace.swarm import Host, Hosts
 from tasks.places import block_of, known, named_bucket, skipped, spec_of
 from tasks.progress import RentalProgress
 from tasks.reports import Markdown, code, document, publish, table, write

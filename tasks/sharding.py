@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from millrace import shards
-from millrace.shards import PipelineSettings, ShardReport
+from millrace import datasets
+from millrace.datasets import PipelineSettings, ShardReport
 from tasks.plot import pace_plot
 from tasks.progress import ShardProgress
 from tasks.reports import Markdown, bold, code, document, join, picture, publish, table, write
@@ -35,14 +35,14 @@ def cut_shards(settings: PipelineSettings, *, repair: bool = False) -> Sharded:
     Call it, do not submit it: a task in another thread does not hear that it is cancelled.
     """
     with ShardProgress(artifact_key("progress", settings.dataset)) as progress:
-        report = shards.shard_dataset(settings, progress=progress, repair=repair)
+        report = datasets.shard_dataset(settings, progress=progress, repair=repair)
     return Sharded(report, dict(progress.pace))
 
 
 @task(cache_policy=NO_CACHE, retries=3, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def repair_shards(settings: PipelineSettings) -> shards.Repair:
+def repair_shards(settings: PipelineSettings) -> datasets.Repair:
     """Verify every shard of a complete dataset, and make again what is missing or damaged."""
-    repaired = shards.repair_dataset(settings)
+    repaired = datasets.repair_dataset(settings)
     get_run_logger().info(
         "%s verified, %d made again: %s",
         format_count(repaired.shards, "shard"),

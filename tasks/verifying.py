@@ -3,9 +3,9 @@
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from millrace import shards
+from millrace import datasets
+from millrace.datasets import Verification
 from millrace.keys import DatasetKeys
-from millrace.shards import Verification
 from millrace.storage import StoreSpec, exists, open_store
 from tasks.reports import Markdown, code, document, publish, table, write
 from tasks.retries import PAUSES, passing
@@ -18,14 +18,14 @@ _SHOWN = 100  # shards at fault in a report
 def sealed_datasets(place: StoreSpec) -> list[str]:
     """Return the datasets right below a store's URL that are complete."""
     store = open_store(place, make_folder=False)
-    names = shards.find_datasets(store)
+    names = datasets.find_datasets(store)
     return [name for name in names if exists(store, DatasetKeys(name).manifest)]
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
 def verify_shards(place: StoreSpec, dataset: str, *, digests: bool) -> Verification:
     """Hold every shard of a dataset against its manifest."""
-    found = shards.verify(open_store(place, make_folder=False), dataset, digests=digests)
+    found = datasets.verify(open_store(place, make_folder=False), dataset, digests=digests)
     get_run_logger().info(
         "%s: %s, %d at fault", dataset, format_count(found.shards, "shard"), len(found.faults)
     )

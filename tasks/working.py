@@ -16,12 +16,12 @@ from typing import IO, Self
 
 from prefect import get_run_logger
 
+from millrace.campaigns.worker import TrainingPlan, worker_environment, worker_file, worker_path
+from millrace.campaigns.worker.settings import FILE
 from millrace.errors import WorkerError
 from millrace.keys import CampaignKeys
 from millrace.processes import kill_marked
 from millrace.storage import StoreSpec
-from millrace.training import TrainingPlan, worker_environment, worker_file, worker_path
-from millrace.training.settings import FILE
 
 _LEAVING = 5.0  # seconds that those have to end that are asked to
 _LONGEST = 2000  # characters of a line that is shown

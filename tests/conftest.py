@@ -10,7 +10,7 @@ os.environ["HF_HUB_DISABLE_XET"] = os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = 
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-pytest_plugins = ["tests.prefect_server", "tests.ray_cluster", "tests.servers.fixtures"]
+pytest_plugins = ["tests.prefect_server", "tests.ray_cluster", "tests.server_fixtures"]
 
 
 LONGEST = ["campaigns", "prefect", "e2e"]

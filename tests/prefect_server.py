@@ -19,7 +19,7 @@ from uuid import UUID
 import psutil
 import pytest
 
-from tests.servers.process import REPOSITORY, Child, free_ports
+from millrace.testing.process import REPOSITORY, Child, free_ports
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

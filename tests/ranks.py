@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.servers.process import REPOSITORY
+from millrace.testing.process import REPOSITORY
 
 
 def run_ranks(module: str, folder: Path, scenario: str, world: int) -> list[tuple[int, str]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers.process import free_ports
+from millrace.testing.process import free_ports
 
 DISK = "MILLRACE_TEST_DISK"
 """The variable that names a node's own folder."""

@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 from millrace.cli import main
+from millrace.datasets import PipelineSettings
 from millrace.progress import Event
 from millrace.progress_bar import BytesBar
 from millrace.settings import load
-from millrace.shards import PipelineSettings
-from tests.servers.process import REPOSITORY, free_ports
+from millrace.testing.process import REPOSITORY, free_ports
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_plan_says_where_the_dataset_goes_and_where_run_will_refuse(run, setting
 
 def test_plan_says_that_a_destination_does_not_answer(run, settings, monkeypatch):
     (port,) = free_ports(1)
-    monkeypatch.setattr("millrace.shards.pipeline._PREFLIGHT", timedelta(seconds=0.5))
+    monkeypatch.setattr("millrace.datasets.pipeline._PREFLIGHT", timedelta(seconds=0.5))
     text = re.sub("^store: .*$", "", settings.read_text(), flags=re.MULTILINE)
     settings.write_text(
         f"{text}store: {{url: 's3://bucket', endpoint: 'http://127.0.0.1:{port}', "

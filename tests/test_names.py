@@ -5,7 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from tests.servers.process import REPOSITORY
+from millrace.testing.process import REPOSITORY
 
 RELATIVE = re.compile(r"(What|That|Of|Who|Whom|Whose|How|Where|Whether|Which|When|Why|If)\b")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -1,7 +1,7 @@
 """The names that others may rely on. A change here is a change of the API: say it in CHANGELOG."""
 
 import millrace
-import millrace.shards
+import millrace.datasets
 import millrace.storage
 import millrace.swarm
 
@@ -64,7 +64,7 @@ def test_the_names_of_storage():
 
 
 def test_the_names_of_shards():
-    assert set(millrace.shards.__all__) == {
+    assert set(millrace.datasets.__all__) == {
         "CutSettings",
         "DatasetStatus",
         "Fault",

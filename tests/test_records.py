@@ -16,7 +16,7 @@ from millrace.records import (
     require_intact,
 )
 from millrace.storage import create, list_objects, open_store, put
-from tests.servers.faults import Fault
+from millrace.testing.faults import Fault
 from tests.stores import spec_of
 
 

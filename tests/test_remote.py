@@ -10,11 +10,11 @@ from pydantic import SecretStr
 
 from millrace import errors
 from millrace.cli import main
+from millrace.datasets import PipelineSettings
 from millrace.remote import VastSection, sharding
 from millrace.settings import load
-from millrace.shards import PipelineSettings
 from millrace.storage import Right
-from tests.servers.vast import VastServer
+from millrace.testing.vast import VastServer
 
 STORE = {
     "url": "s3://bucket/below",

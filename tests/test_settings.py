@@ -9,10 +9,10 @@ from pydantic import BaseModel, SecretStr, TypeAdapter, ValidationError
 
 from millrace import errors
 from millrace.checkpoints import MemberSettings
+from millrace.cleanup import CleanSettings
+from millrace.datasets import PipelineSettings
 from millrace.gradients import AggregatorSettings
-from millrace.housekeeping import CleanSettings
 from millrace.settings import Duration, load
-from millrace.shards import PipelineSettings
 from millrace.storage import StoreSpec
 
 

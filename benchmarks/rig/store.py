@@ -31,8 +31,8 @@ from obstore.store import S3Store
 from benchmarks.rig.hosts import Host
 from benchmarks.rig.store_faults import Fault, FaultKind
 from benchmarks.rig.store_server import Server
-from tests.servers.key import Key
-from tests.servers.process import REPOSITORY
+from millrace.testing.key import Key
+from millrace.testing.process import REPOSITORY
 
 __all__ = ["Counts", "Fault", "FaultKind", "Head", "ObjectCounts", "Store"]
 

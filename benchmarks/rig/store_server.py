@@ -25,8 +25,8 @@ from xml.sax.saxutils import escape
 
 from benchmarks.rig.store_faults import BODY, Fault, FaultKind, Faults
 from benchmarks.rig.store_objects import Objects, Stored, opened
-from tests.servers import sigv4
-from tests.servers.key import Key
+from millrace.testing import sigv4
+from millrace.testing.key import Key
 
 NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 A_SEND = 1 << 20  # bytes: often enough for counts that are read meanwhile

@@ -11,8 +11,8 @@ import torch
 
 from examples.tiny_lm.model import LENGTH, TinyLM
 from examples.tiny_lm.text import rows_of, text_of
+from millrace.campaigns.worker import Worker
 from millrace.gradients import Turn
-from millrace.training import Worker
 
 ROWS, RATE, HELD = 8, 2e-3, 48
 

@@ -5,13 +5,17 @@ from typing import TYPE_CHECKING, Any
 from millrace.extras import import_module_of
 
 if TYPE_CHECKING:
-    from millrace.checkpoints.checkpointers import SelectionRule
     from millrace.checkpoints.contents import Content, content_of
-    from millrace.checkpoints.cooldown import (
+    from millrace.checkpoints.cooldown.checkpointers import SelectionRule
+    from millrace.checkpoints.cooldown.cooldown import (
         EpochResult,
         cool_down,
         count_epochs_without_checkpoint,
     )
+    from millrace.checkpoints.cooldown.epochs import EpochSaver
+    from millrace.checkpoints.cooldown.member import MemberSettings, SavedSource, end_epoch
+    from millrace.checkpoints.cooldown.membership import Membership
+    from millrace.checkpoints.cooldown.watch import EpochStatus, watch_epoch_end
     from millrace.checkpoints.destinations import (
         Destination,
         HubSpec,
@@ -19,7 +23,6 @@ if TYPE_CHECKING:
         copy_checkpoint,
         open_destination,
     )
-    from millrace.checkpoints.epochs import EpochSaver
     from millrace.checkpoints.find import (
         VerifyDepth,
         find_jobs,
@@ -32,10 +35,8 @@ if TYPE_CHECKING:
         survey,
         verify,
     )
-    from millrace.checkpoints.loading import LoadedCheckpoint, load, load_into
-    from millrace.checkpoints.member import MemberSettings, SavedSource, end_epoch
-    from millrace.checkpoints.membership import Membership
-    from millrace.checkpoints.probing import ProbeResult, ProbeVerdict, probe
+    from millrace.checkpoints.load import LoadedCheckpoint, load, load_into
+    from millrace.checkpoints.probe import ProbeResult, ProbeVerdict, probe
     from millrace.checkpoints.ranks import Ranks
     from millrace.checkpoints.retention import (
         Removal,
@@ -46,15 +47,14 @@ if TYPE_CHECKING:
         plan_retention,
         unpin,
     )
-    from millrace.checkpoints.saving import PendingSave, Saver
+    from millrace.checkpoints.save import PendingSave, Saver
     from millrace.checkpoints.settings import (
         CooldownSettings,
         OnTimeout,
         RetentionSettings,
         SaveSettings,
     )
-    from millrace.checkpoints.watching import EpochStatus, watch_epoch_end
-    from millrace.models.checkpoint import CooldownOutcome
+    from millrace.schemas.checkpoint import CooldownOutcome
 
 __all__ = [
     "Content",
@@ -109,45 +109,45 @@ __all__ = [
 ]
 
 _MODULES = {
-    "SelectionRule": "checkpointers",
+    "SelectionRule": "cooldown.checkpointers",
     "Content": "contents",
     "CooldownSettings": "settings",
-    "EpochResult": "cooldown",
+    "EpochResult": "cooldown.cooldown",
     "Destination": "destinations",
     "HubSpec": "destinations",
-    "EpochSaver": "epochs",
-    "LoadedCheckpoint": "loading",
-    "MemberSettings": "member",
-    "Membership": "membership",
+    "EpochSaver": "cooldown.epochs",
+    "LoadedCheckpoint": "load",
+    "MemberSettings": "cooldown.member",
+    "Membership": "cooldown.membership",
     "OnTimeout": "settings",
-    "CooldownOutcome": "cooldown",
-    "ProbeResult": "probing",
+    "CooldownOutcome": "cooldown.cooldown",
+    "ProbeResult": "probe",
     "Ranks": "ranks",
     "Removal": "retention",
     "RetentionResult": "retention",
     "RetentionSettings": "settings",
     "RetentionPlan": "retention",
     "SaveSettings": "settings",
-    "SavedSource": "member",
-    "Saver": "saving",
-    "PendingSave": "saving",
-    "EpochStatus": "watching",
+    "SavedSource": "cooldown.member",
+    "Saver": "save",
+    "PendingSave": "save",
+    "EpochStatus": "cooldown.watch",
     "StoreDestination": "destinations",
-    "ProbeVerdict": "probing",
+    "ProbeVerdict": "probe",
     "copy_checkpoint": "destinations",
-    "cool_down": "cooldown",
-    "end_epoch": "member",
-    "count_epochs_without_checkpoint": "cooldown",
-    "load": "loading",
-    "load_into": "loading",
+    "cool_down": "cooldown.cooldown",
+    "end_epoch": "cooldown.member",
+    "count_epochs_without_checkpoint": "cooldown.cooldown",
+    "load": "load",
+    "load_into": "load",
     "open_destination": "destinations",
     "pin": "retention",
     "plan_retention": "retention",
-    "probe": "probing",
+    "probe": "probe",
     "apply_retention": "retention",
     "content_of": "contents",
     "unpin": "retention",
-    "watch_epoch_end": "watching",
+    "watch_epoch_end": "cooldown.watch",
 }
 
 

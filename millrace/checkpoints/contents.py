@@ -13,7 +13,7 @@ from millrace.checkpoints.find import root_of, with_digest
 from millrace.digest import sha256
 from millrace.keys import CheckpointKeys
 from millrace.memory import map_anonymous
-from millrace.models.checkpoint import Checkpoint, Part, TensorRecord
+from millrace.schemas.checkpoint import Checkpoint, Part, TensorRecord
 from millrace.storage import Store, read_into
 
 

@@ -11,9 +11,9 @@ from enum import StrEnum
 from millrace import errors
 from millrace.digest import dump_canonical_json, sha256
 from millrace.keys import CHECKPOINTS, CheckpointKeys
-from millrace.models.checkpoint import Checkpoint, Part, Quarantine, TensorRecord
 from millrace.progress import Event, Progress, silent
 from millrace.records import Commit, commit_once, decode_record, fetch
+from millrace.schemas.checkpoint import Checkpoint, Part, Quarantine, TensorRecord
 from millrace.storage import Store, copy, create, delete, difference, list_folders, read
 
 _CONCURRENCY = 4

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from millrace import errors
+from millrace.checkpoints.cooldown.membership import derive_epoch, read_epoch
 from millrace.checkpoints.find import VerifyDepth, read_checkpoint, survey, verify
-from millrace.checkpoints.membership import derive_epoch, read_epoch
 from millrace.checkpoints.settings import RetentionSettings
 from millrace.keys import CheckpointKeys
-from millrace.models.checkpoint import Checkpoint, Pin
 from millrace.records import commit_once, iterate_records
+from millrace.schemas.checkpoint import Checkpoint, Pin
 from millrace.storage import DeleteFailure, Stat, Store, delete, list_objects
 
 _CONCURRENCY = 32  # records

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
-from millrace.checkpoints.checkpointers import SelectionRule
+from millrace.checkpoints.cooldown.checkpointers import SelectionRule
 from millrace.checkpoints.find import VerifyDepth
 from millrace.settings import Duration
 

@@ -15,7 +15,7 @@ from millrace.checkpoints.tree import flatten_state, is_skeleton, make_own_name
 from millrace.digest import sha256
 from millrace.errors import ConfigurationError, CorruptError
 from millrace.memory import map_anonymous
-from millrace.models.checkpoint import Chunk, Part, TensorRecord
+from millrace.schemas.checkpoint import Chunk, Part, TensorRecord
 
 _CONCURRENCY = 4
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from millrace.errors import ConfigurationError
-from millrace.models.checkpoint import Chunk
+from millrace.schemas.checkpoint import Chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,18 +16,12 @@ from millrace.gradients.settings import (
     WeightsOf,
     WindowRules,
 )
-from millrace.models.chain import ChainLink, ChainStart, OuterKind, OuterOptimizer
-from millrace.models.gradient import Codec, GradientHeader, Refusal, Support, Transform
+from millrace.schemas.chain import ChainLink, ChainStart, OuterKind, OuterOptimizer
+from millrace.schemas.gradient import Codec, GradientHeader, Refusal, Support, Transform
 
 if TYPE_CHECKING:
-    from millrace.gradients.aggregating import Step, aggregate
-    from millrace.gradients.aggregator import aggregate_run, begin_chain
-    from millrace.gradients.chain import ChainError, begin, catch_up, links, newest
-    from millrace.gradients.compress import Decoder, Feedback, GradientEncoder, decode, encode
-    from millrace.gradients.gathering import Gathered, Out, QuorumError, Sender, Window, gather
-    from millrace.gradients.merging import Merged, Weights, merge, weights_of
-    from millrace.gradients.participant import Participant, Turn, weights_of_model
-    from millrace.gradients.payload import (
+    from millrace.gradients.codec.compress import Decoder, Feedback, GradientEncoder, decode, encode
+    from millrace.gradients.codec.payload import (
         Expected,
         Payload,
         PayloadError,
@@ -35,10 +29,16 @@ if TYPE_CHECKING:
         payload_bytes,
         read_payload,
     )
-    from millrace.gradients.running import follow
-    from millrace.gradients.shared import Mask
+    from millrace.gradients.codec.shared_indices import Mask
+    from millrace.gradients.codec.tensors import CodeError
     from millrace.gradients.state import State, state_of
-    from millrace.gradients.tensors import CodeError
+    from millrace.gradients.sync.aggregator import aggregate_run, begin_chain
+    from millrace.gradients.sync.chain import ChainError, begin, catch_up, links, newest
+    from millrace.gradients.sync.follow import follow
+    from millrace.gradients.sync.gather import Gathered, Out, QuorumError, Sender, Window, gather
+    from millrace.gradients.sync.merge import Merged, Weights, merge, weights_of
+    from millrace.gradients.sync.participant import Participant, Turn, weights_of_model
+    from millrace.gradients.sync.window import Step, aggregate
     from millrace.gradients.weights import (
         begin_run,
         check_weights,
@@ -112,48 +112,48 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ChainError": "chain",
-    "CodeError": "tensors",
-    "Decoder": "compress",
-    "GradientEncoder": "compress",
-    "Expected": "payload",
-    "Feedback": "compress",
-    "Gathered": "gathering",
-    "Mask": "shared",
-    "Merged": "merging",
-    "Out": "gathering",
-    "Participant": "participant",
-    "Payload": "payload",
-    "PayloadError": "payload",
-    "QuorumError": "gathering",
+    "ChainError": "sync.chain",
+    "CodeError": "codec.tensors",
+    "Decoder": "codec.compress",
+    "GradientEncoder": "codec.compress",
+    "Expected": "codec.payload",
+    "Feedback": "codec.compress",
+    "Gathered": "sync.gather",
+    "Mask": "codec.shared_indices",
+    "Merged": "sync.merge",
+    "Out": "sync.gather",
+    "Participant": "sync.participant",
+    "Payload": "codec.payload",
+    "PayloadError": "codec.payload",
+    "QuorumError": "sync.gather",
     "State": "state",
-    "Step": "aggregating",
-    "Turn": "participant",
-    "Weights": "merging",
-    "Window": "gathering",
-    "Sender": "gathering",
-    "aggregate": "aggregating",
-    "aggregate_run": "aggregator",
-    "begin": "chain",
-    "begin_chain": "aggregator",
+    "Step": "sync.window",
+    "Turn": "sync.participant",
+    "Weights": "sync.merge",
+    "Window": "sync.gather",
+    "Sender": "sync.gather",
+    "aggregate": "sync.window",
+    "aggregate_run": "sync.aggregator",
+    "begin": "sync.chain",
+    "begin_chain": "sync.aggregator",
     "begin_run": "weights",
-    "catch_up": "chain",
-    "check_payload": "payload",
+    "catch_up": "sync.chain",
+    "check_payload": "codec.payload",
     "check_weights": "weights",
-    "decode": "compress",
-    "encode": "compress",
-    "follow": "running",
-    "gather": "gathering",
-    "links": "chain",
-    "merge": "merging",
-    "newest": "chain",
+    "decode": "codec.compress",
+    "encode": "codec.compress",
+    "follow": "sync.follow",
+    "gather": "sync.gather",
+    "links": "sync.chain",
+    "merge": "sync.merge",
+    "newest": "sync.chain",
     "newest_state": "weights",
-    "payload_bytes": "payload",
-    "read_payload": "payload",
+    "payload_bytes": "codec.payload",
+    "read_payload": "codec.payload",
     "state_of": "state",
     "state_of_checkpoint": "weights",
-    "weights_of": "merging",
-    "weights_of_model": "participant",
+    "weights_of": "sync.merge",
+    "weights_of_model": "sync.participant",
 }
 
 

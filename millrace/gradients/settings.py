@@ -11,9 +11,9 @@ from typing import ClassVar, Self
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 from millrace.keys import ChainKeys, GradientKeys
-from millrace.models.chain import OuterOptimizer
-from millrace.models.gradient import CHUNK_SIZE, Codec, Support
 from millrace.records import Record
+from millrace.schemas.chain import OuterOptimizer
+from millrace.schemas.gradient import CHUNK_SIZE, Codec, Support
 from millrace.settings import Duration
 from millrace.storage import StoreSettings, StoreSpec
 

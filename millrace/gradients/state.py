@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from millrace import errors
 from millrace.digest import dump_canonical_json, sha256
-from millrace.gradients import kernels
-from millrace.gradients.chunks import matrix_of, tiles_of
-from millrace.gradients.merging import Merged, dense_of
-from millrace.gradients.transform import basis_of
-from millrace.models.chain import OuterKind, OuterOptimizer
-from millrace.models.gradient import Codec, Transform
+from millrace.gradients.codec import kernels
+from millrace.gradients.codec.chunks import matrix_of, tiles_of
+from millrace.gradients.codec.transform import basis_of
+from millrace.gradients.sync.merge import Merged, dense_of
+from millrace.schemas.chain import OuterKind, OuterOptimizer
+from millrace.schemas.gradient import Codec, Transform
 
 _AT_ONCE = 4
 

@@ -21,17 +21,17 @@ from millrace.checkpoints.find import (
 from millrace.checkpoints.parts import dtype_of
 from millrace.checkpoints.retention import pin
 from millrace.checkpoints.tree import parse_own_name
-from millrace.gradients.chain import ChainError, begin, link_at
-from millrace.gradients.payload import Shapes
-from millrace.gradients.portion import KINDS, WINDOW
-from millrace.gradients.spread import Placing, Spread, here, placed_here
+from millrace.gradients.backends.rank_group import Together
+from millrace.gradients.backends.sharded_weights import Placing, Spread, here, placed_here
+from millrace.gradients.backends.weight_shard import KINDS, WINDOW
+from millrace.gradients.codec.payload import Shapes
 from millrace.gradients.state import State
-from millrace.gradients.together import Together
+from millrace.gradients.sync.chain import ChainError, begin, link_at
 from millrace.keys import ChainKeys
-from millrace.models.chain import ChainLink, ChainStart
-from millrace.models.checkpoint import Checkpoint
-from millrace.models.gradient import BUFFER_NAMES, last_part_of
 from millrace.progress import Event, Progress, silent
+from millrace.schemas.chain import ChainLink, ChainStart
+from millrace.schemas.checkpoint import Checkpoint
+from millrace.schemas.gradient import BUFFER_NAMES, last_part_of
 from millrace.storage import Store
 
 S = TypeVar("S", bound=Spread)

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from millrace.swarm.archives.unpack import Unpacking
     from millrace.swarm.cache_index import CacheCheck
     from millrace.swarm.driver import NodeReport, Preview, PrewarmReport, preview, prewarm
     from millrace.swarm.settings import (
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
         RayNodes,
         Request,
     )
-    from millrace.swarm.unpack import Unpacking
     from millrace.swarm.waiting import wait_for_path
 
 __all__ = [
@@ -38,7 +38,7 @@ _MODULES = {
     "NodeReport": "driver",
     "PrewarmReport": "driver",
     "Preview": "driver",
-    "Unpacking": "unpack",
+    "Unpacking": "archives.unpack",
     "preview": "driver",
     "prewarm": "driver",
     "wait_for_path": "waiting",

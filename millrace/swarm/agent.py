@@ -39,12 +39,11 @@ from urllib.parse import parse_qs
 
 from millrace.errors import ChangedError, ConfigurationError, HeldError, MillraceError, one_line
 from millrace.swarm import tls
-from millrace.swarm.archives import ArchiveUnpacker
+from millrace.swarm.archives.run_archives import ArchiveUnpacker
 from millrace.swarm.assembler import Assembler
 from millrace.swarm.cache_index import CacheCheck
-from millrace.swarm.fetch import BufferPool, FetchError, PeerReader, StoreReader, hash_segments
 from millrace.swarm.pieces import Catalogue, digest_of
-from millrace.swarm.wire import (
+from millrace.swarm.protocol import (
     AUTH_HEADER,
     ConnectionPool,
     Endpoint,
@@ -52,6 +51,7 @@ from millrace.swarm.wire import (
     SignatureError,
     check_signature,
 )
+from millrace.swarm.transfer import BufferPool, FetchError, PeerReader, StoreReader, hash_segments
 
 _LONG_POLL_TIMEOUT = 1.0  # seconds that a request for events is held open at most: the heartbeat
 _STALL_TIMEOUT = 10.0  # seconds without a byte after which a transfer has failed

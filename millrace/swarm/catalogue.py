@@ -10,8 +10,8 @@ from pathlib import Path
 from millrace import errors
 from millrace.digest import make_local_etag
 from millrace.keys import DatasetKeys
-from millrace.models.dataset import Manifest
 from millrace.records import fetch
+from millrace.schemas.dataset import Manifest
 from millrace.storage import (
     Backend,
     Stat,
@@ -23,9 +23,15 @@ from millrace.storage import (
     read_range,
     signed_url,
 )
+from millrace.swarm.archives.unpack import (
+    HEAD_SIZE,
+    SINGLE_FILE_METHODS,
+    Unpacking,
+    detect,
+    detect_by_name,
+)
 from millrace.swarm.pieces import Catalogue, File, catalogue_of, check_destination
 from millrace.swarm.settings import PrewarmSettings, Request
-from millrace.swarm.unpack import HEAD_SIZE, SINGLE_FILE_METHODS, Unpacking, detect, detect_by_name
 
 _CONCURRENCY = 16
 _MD5_SAMPLES = 4  # objects of a store that are asked whether their ETags are MD5s

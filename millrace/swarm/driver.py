@@ -16,13 +16,8 @@ from millrace.progress import Event, Progress, silent
 from millrace.storage import open_store
 from millrace.swarm.catalogue import ResolvedCatalogue, resolve_requests
 from millrace.swarm.events import EventChecker, ProtocolError
-from millrace.swarm.fetch import FINAL_STATUSES, FetchError
 from millrace.swarm.nodes import AbsentNode, Node, connect_agents
-from millrace.swarm.referee import FileAudit, Referee
-from millrace.swarm.settings import PrewarmSettings, RayNodes
-from millrace.swarm.tls import TlsError
-from millrace.swarm.tracker import STORE, Order, Tracker
-from millrace.swarm.wire import (
+from millrace.swarm.protocol import (
     AUTH_HEADER,
     ConnectionPool,
     Endpoint,
@@ -31,6 +26,11 @@ from millrace.swarm.wire import (
     read_body,
     sign,
 )
+from millrace.swarm.referee import FileAudit, Referee
+from millrace.swarm.settings import PrewarmSettings, RayNodes
+from millrace.swarm.tls import TlsError
+from millrace.swarm.tracker import STORE, Order, Tracker
+from millrace.swarm.transfer import FINAL_STATUSES, FetchError
 from millrace.words import clean_text
 
 _URL_TTL = timedelta(hours=24)  # that signed URLs are valid

@@ -12,8 +12,8 @@ from millrace import cluster
 from millrace.digest import sha256
 from millrace.errors import one_line
 from millrace.swarm.actor import Actor
+from millrace.swarm.protocol import Endpoint
 from millrace.swarm.settings import Hosts, RayNodes
-from millrace.swarm.wire import Endpoint
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

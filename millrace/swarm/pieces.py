@@ -41,7 +41,7 @@ class File:
         mode: Permission bits.
         owner: User and group id, if they are to be set.
         links: Further destinations of the same object.
-        unpack: How it is unpacked: a method of `millrace.swarm.unpack`; empty if it is not.
+        unpack: Method of unpacking, of `millrace.swarm.archives.unpack`; empty if it is not.
         into: The folder that it is unpacked into, below the root.
     """
 

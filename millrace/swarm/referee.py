@@ -5,9 +5,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from millrace.swarm.fetch import BufferPool, FetchError, StoreReader, hash_segments
 from millrace.swarm.pieces import Catalogue, digest_of
-from millrace.swarm.wire import ConnectionPool
+from millrace.swarm.protocol import ConnectionPool
+from millrace.swarm.transfer import BufferPool, FetchError, StoreReader, hash_segments
 
 _CONCURRENCY = 4
 _PAUSE = 0.5  # seconds before a piece is read again

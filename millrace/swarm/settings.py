@@ -18,9 +18,9 @@ from pydantic import (
 
 from millrace.settings import Duration
 from millrace.storage import StoreSpec
+from millrace.swarm.archives.unpack import Unpacking
 from millrace.swarm.cache_index import CacheCheck
 from millrace.swarm.pieces import MAX_PIECE_SIZE, MIN_PIECE_SIZE, check_destination
-from millrace.swarm.unpack import Unpacking
 
 
 class _Settings(BaseModel):

@@ -11,8 +11,8 @@ from pydantic import SecretStr, ValidationError
 from blocks import Bucket, BucketRole, VastCredentials
 from millrace.errors import ConfigurationError, DeniedError, NotFoundError
 from millrace.storage import Right, list_objects, put, read
-from tests.servers.key import Key
-from tests.servers.rgw import RGW
+from millrace.testing.key import Key
+from millrace.testing.rgw import RGW
 
 
 def pair(key: Key, endpoint: str | None = None) -> AwsCredentials:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from millrace.testing.process import REPOSITORY
 from tests.prefect_server import PrefectServer
-from tests.servers.process import REPOSITORY
 
 DEPLOY = [sys.executable, "-c", "from blocks.deploy import deploy; deploy()"]
 

@@ -4,9 +4,9 @@ import json
 
 from blocks import Bucket, BucketRole
 from millrace.storage import put, read
+from millrace.testing.rgw import RGW
 from tests.blocks.test_environment import ACCOUNT, PAIR, variables
 from tests.prefect_server import PrefectServer
-from tests.servers.rgw import RGW
 
 
 def outcomes(output: str) -> dict[str, str]:

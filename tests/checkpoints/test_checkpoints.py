@@ -27,9 +27,9 @@ from millrace.checkpoints.find import quarantine
 from millrace.checkpoints.tree import SKELETON
 from millrace.digest import sha256
 from millrace.keys import CheckpointKeys
-from millrace.models.checkpoint import Checkpoint, Quarantine
 from millrace.progress import Event
 from millrace.records import fetch
+from millrace.schemas.checkpoint import Checkpoint, Quarantine
 from millrace.storage import (
     Store,
     StoreSpec,

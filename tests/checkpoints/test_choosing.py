@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.checkpoints.checkpointers import (
+from millrace.checkpoints.cooldown.checkpointers import (
     SelectionRule,
     count_checkpointers,
     order_checkpointers,

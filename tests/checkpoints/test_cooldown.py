@@ -25,13 +25,14 @@ from millrace.checkpoints import (
     verify,
     watch_epoch_end,
 )
-from millrace.checkpoints.checkpointers import SelectionRule, order_checkpointers
-from millrace.checkpoints.membership import commit_roster, obtain_roster
+from millrace.checkpoints.cooldown.checkpointers import SelectionRule, order_checkpointers
+from millrace.checkpoints.cooldown.membership import commit_roster, obtain_roster
 from millrace.checkpoints.snapshot import SnapshotBuffers
 from millrace.digest import dump_canonical_json, sha256
 from millrace.keys import CheckpointKeys, CooldownKeys, member_lease
 from millrace.lease import Holder, StoreClock, acquire
-from millrace.models.checkpoint import (
+from millrace.records import commit_once, encode_record, fetch
+from millrace.schemas.checkpoint import (
     Checkpoint,
     CooldownRecord,
     EpochRecord,
@@ -39,7 +40,6 @@ from millrace.models.checkpoint import (
     Roster,
     Vote,
 )
-from millrace.records import commit_once, encode_record, fetch
 from millrace.storage import Store, delete, exists, list_objects, open_store, put, read
 from millrace.storage.clients import boto3_client, full_key
 from tests.stores import spec_of
@@ -586,7 +586,7 @@ def test_an_owner_replaces_what_was_damaged_of_its_own(folder, confined, kind) -
 def test_an_owner_that_is_killed_anywhere_is_followed_by_one_that_ends_the_epoch(
     folder, confined, monkeypatch, after
 ) -> None:
-    from millrace.checkpoints import collector
+    from millrace.checkpoints.cooldown import collector
 
     made = confined(folder, dict.fromkeys("ab", folder))
     if after == "put":

@@ -27,12 +27,12 @@ from millrace.checkpoints import (
 from millrace.checkpoints.destinations.hub import HubDestination, HubSpec
 from millrace.cli import main
 from millrace.keys import CheckpointKeys
-from millrace.models.checkpoint import Checkpoint
 from millrace.progress import Event
+from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import open_store, put
-from tests.servers.faults import Fault
-from tests.servers.hub import READER, WRITER, HubServer
-from tests.servers.process import free_ports
+from millrace.testing.faults import Fault
+from millrace.testing.hub import READER, WRITER, HubServer
+from millrace.testing.process import free_ports
 from tests.stores import spec_of
 
 JOB = "runs/there"

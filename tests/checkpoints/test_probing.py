@@ -11,9 +11,9 @@ from millrace.cli import main
 from millrace.errors import ConfigurationError
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 from millrace.storage.permissions import granted
-from tests.servers.faults import Fault
-from tests.servers.key import Key
-from tests.servers.process import free_ports
+from millrace.testing.faults import Fault
+from millrace.testing.key import Key
+from millrace.testing.process import free_ports
 from tests.stores import credentials, spec_of
 
 SHORT = timedelta(seconds=0.5)

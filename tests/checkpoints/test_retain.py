@@ -25,8 +25,8 @@ from millrace.checkpoints import (
 from millrace.checkpoints.find import iterate_checkpoints
 from millrace.cli import main
 from millrace.keys import CheckpointKeys
-from millrace.models.checkpoint import EpochRecord
 from millrace.records import commit_once
+from millrace.schemas.checkpoint import EpochRecord
 from millrace.storage import Store, StoreSpec, create, list_objects, open_store, put
 
 KEYS = CheckpointKeys("job")

@@ -20,7 +20,7 @@ from blocks.environment import LIST, buckets_of
 from blocks.limits import POOL, TAG
 from millrace.errors import ConfigurationError
 from millrace.storage import Right
-from tests.servers.process import REPOSITORY
+from millrace.testing.process import REPOSITORY
 
 HERE = REPOSITORY / "deployments"
 EXAMPLE = REPOSITORY / ".env.example"

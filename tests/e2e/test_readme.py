@@ -18,10 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from millrace.testing.process import REPOSITORY, free_ports
+from millrace.testing.rgw import RGW
 from tests.flows.conftest import jsonl, texts, texts_in
 from tests.oracle import Folder, S3Bucket
-from tests.servers.process import REPOSITORY, free_ports
-from tests.servers.rgw import RGW
 
 README = (REPOSITORY / "README.md").read_text()
 INSTALL = "pip install -c constraints.txt .\n"

@@ -15,10 +15,10 @@ from pydantic import SecretStr
 from blocks import VastCredentials
 from examples.tiny_lm.begin import begin
 from millrace.storage import open_store
+from millrace.testing.process import REPOSITORY
+from millrace.testing.vast import VastServer
 from tests.flows.campaigns import make_text, plan_of, shards_of, wrong_with
 from tests.prefect_server import PrefectServer
-from tests.servers.process import REPOSITORY
-from tests.servers.vast import VastServer
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.servers.process import REPOSITORY
+from millrace.testing.process import REPOSITORY
 
 WORDS = ["the", "mill", "takes", "its", "water", "from", "a", "channel", "wheel", "below"]
 EPOCHS, WINDOWS, WORKERS = 2, 2, 2

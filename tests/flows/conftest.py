@@ -19,10 +19,10 @@ from blocks import Bucket, BucketRole
 from millrace.keys import LeaseKeys
 from millrace.lease import Holder, Lease, StoreClock, acquire
 from millrace.storage import open_store
+from millrace.testing.key import Key
+from millrace.testing.rgw import RGW
 from tests.oracle import Bucket as Place
 from tests.prefect_server import PrefectServer
-from tests.servers.key import Key
-from tests.servers.rgw import RGW
 
 SHARD = "shard-dataset/shard-dataset"
 # Small enough for many shards, and for several splits, of a few thousand rows.

@@ -22,12 +22,12 @@ from millrace.gradients import (
     newest_state,
     state_of,
 )
-from millrace.gradients.chain import newest
+from millrace.gradients.sync.chain import newest
 from millrace.keys import LeaseKeys
 from millrace.storage import Right, Store, StoreSpec, exists, list_objects, open_store, put, scoped
+from millrace.testing.rgw import RGW
 from tests.flows.conftest import MakeBlock
 from tests.prefect_server import PrefectServer, Worker, until
-from tests.servers.rgw import RGW
 from tests.stores import credentials
 
 AGGREGATE = "aggregate-gradients/aggregate-gradients"

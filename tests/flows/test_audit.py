@@ -2,10 +2,10 @@
 
 import secrets
 
+from millrace.testing.rgw import RGW
 from tasks.reports import escape
 from tests.flows.conftest import MakeBlock
 from tests.prefect_server import PrefectServer, Worker
-from tests.servers.rgw import RGW
 
 AUDIT = "audit-access/audit-access"
 

@@ -15,16 +15,16 @@ from pydantic import ValidationError
 from examples.tiny_lm.begin import begin
 from flows.campaign import campaign
 from flows.campaign_plan import Campaign
+from millrace.campaigns.worker import TrainingPlan
 from millrace.errors import MillraceError, WorkerError
 from millrace.gradients import RunSettings
 from millrace.storage import StoreSpec, open_store
-from millrace.training import TrainingPlan
+from millrace.testing.rgw import RGW
 from tasks.campaigning import pin_plan
 from tests.flows.browser import field, open_run_form, press, told
 from tests.flows.campaigns import EPOCHS, WINDOWS, WORKERS, here, make_text, plan_of, wrong_with
 from tests.flows.conftest import MakeBlock
 from tests.prefect_server import PrefectServer, Worker
-from tests.servers.rgw import RGW
 from tests.stores import credentials
 
 CAMPAIGN = "campaign/campaign"

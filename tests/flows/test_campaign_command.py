@@ -22,9 +22,9 @@ from flows.campaign_plan import LocalWorkers
 from flows.command import campaign, is_news, read
 from millrace.errors import UnavailableError
 from millrace.storage import open_store
+from millrace.testing.process import REPOSITORY
 from tests.flows.campaigns import here, make_text, plan_of
 from tests.prefect_server import PrefectServer
-from tests.servers.process import REPOSITORY
 
 NOISE = (
     "Traceback", "Crash detected", "Encountered exception", "Finished in state Crashed",

@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
+from millrace.testing.vast import VastServer
 from tests.flows.campaign_kills import Site, kill_and_go_on
 from tests.prefect_server import PrefectServer, Worker, until
-from tests.servers.vast import VastServer
 
 AT = [
     "shard.committed 2",

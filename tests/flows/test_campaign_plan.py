@@ -11,13 +11,13 @@ from pydantic import ValidationError
 
 from flows.campaign_plan import Campaign, RentedWorkers
 from flows.command import read
+from millrace.campaigns.worker import TrainingPlan
 from millrace.errors import ConfigurationError, ConflictError
 from millrace.gradients import OuterOptimizer, RunSettings
 from millrace.storage import StoreSpec
-from millrace.training import TrainingPlan
+from millrace.testing.process import REPOSITORY
 from tasks.campaigning import check_plan, pin_plan
 from tests.flows.campaigns import here, plan_of
-from tests.servers.process import REPOSITORY
 
 
 def test_the_campaign_of_the_readme_is_one() -> None:

@@ -5,10 +5,10 @@ import torch
 from millrace.checkpoints import Saver, SaveSettings, find_newest
 from millrace.keys import CheckpointKeys
 from millrace.storage import Credentials, StoreSpec, open_store, put
+from millrace.testing.rgw import RGW
 from tasks.reports import escape
 from tests.flows.conftest import MakeBlock
 from tests.prefect_server import PrefectServer, Worker
-from tests.servers.rgw import RGW
 
 VERIFY = "verify-checkpoints/verify-checkpoints"
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from blocks import Bucket, CleaningRules
-from millrace.housekeeping import Rule, What
+from millrace.cleanup import Rule, What
 from millrace.keys import ChainKeys
 from millrace.storage import Store, StoreSpec, list_objects, open_store
+from millrace.testing.rgw import RGW
+from tests.cleanup.material import Place
 from tests.flows.conftest import MakeBlock
-from tests.housekeeping.material import Place
 from tests.prefect_server import PrefectServer, Worker, until
-from tests.servers.rgw import RGW
 from tests.stores import credentials
 
 CLEAN = "clean-bucket/clean-bucket"

@@ -12,11 +12,11 @@ from playwright.sync_api import Page, Response, expect
 
 from blocks import Bucket, BucketRole
 from millrace.storage import Store, StoreSpec, list_objects, open_store
+from millrace.testing.rgw import RGW
+from tests.cleanup.material import Place
 from tests.flows.browser import field, open_run_form, press, told
 from tests.flows.conftest import MakeBlock, aws_credentials
-from tests.housekeeping.material import Place
 from tests.prefect_server import PrefectServer, Worker
-from tests.servers.rgw import RGW
 from tests.stores import credentials
 
 

@@ -23,18 +23,18 @@ from millrace.checkpoints import (
     read_checkpoint,
     verify,
 )
-from millrace.checkpoints.checkpointers import order_checkpointers
+from millrace.checkpoints.cooldown.checkpointers import order_checkpointers
 from millrace.keys import CheckpointKeys
-from millrace.models.checkpoint import Checkpoint, EpochRecord
 from millrace.records import fetch
+from millrace.schemas.checkpoint import Checkpoint, EpochRecord
 from millrace.storage import Credentials, Store, StoreSpec, open_store
+from millrace.testing.hub import READER, WRITER, HubServer
+from millrace.testing.process import REPOSITORY
+from millrace.testing.rgw import RGW
 from tasks.words import size
 from tests.flows.conftest import MakeBlock
 from tests.prefect_server import PrefectServer, Worker
 from tests.ray_cluster import DISK, RayCluster
-from tests.servers.hub import READER, WRITER, HubServer
-from tests.servers.process import REPOSITORY
-from tests.servers.rgw import RGW
 
 COOL_DOWN, SAVE = "cool-down/cool-down", "save-checkpoint/save-checkpoint"
 NAMES = [f"m{number}" for number in range(6)]

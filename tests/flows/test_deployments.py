@@ -10,10 +10,10 @@ from xml.etree import ElementTree as ET
 import pytest
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
 
+from millrace.testing.rgw import RGW
 from tests.flows.conftest import CUT, RUN, SHARD, MakeBlock, jsonl, texts, texts_in
 from tests.oracle import Folder, S3Bucket
 from tests.prefect_server import PrefectServer, Worker, until
-from tests.servers.rgw import RGW
 
 
 def test_a_dataset_is_sharded_with_credentials_from_blocks(

@@ -28,11 +28,11 @@ from flows.verify_datasets import verify_datasets
 from millrace.checkpoints import Saver, find_newest
 from millrace.errors import ConfigurationError
 from millrace.storage import Right, open_store
+from millrace.testing.process import REPOSITORY
 from tasks.places import BucketLocation, refuse_temporary, spec_of
 from tests.flows.conftest import CUT, texts, texts_in
 from tests.oracle import Folder
 from tests.prefect_server import PrefectServer
-from tests.servers.process import REPOSITORY
 
 HERE: dict[str, Any] = {"workers": 0, "uploads": 1}
 

@@ -17,8 +17,8 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Crashed
 
+from millrace.testing.process import REPOSITORY, free_ports
 from tests.prefect_server import PrefectServer
-from tests.servers.process import REPOSITORY, free_ports
 
 AWAY = 180.0  # seconds
 

@@ -14,10 +14,10 @@ from prefect.blocks.system import Secret
 
 from benchmarks.rig.store import Fault, FaultKind, Store
 from blocks import Bucket, BucketRole
+from millrace.testing.rgw import RGW
 from tests.flows.conftest import MakeBlock, aws_credentials
 from tests.prefect_server import PrefectServer, Worker, until
 from tests.ray_cluster import DISK, RayCluster
-from tests.servers.rgw import RGW
 from tests.swarm.swarms import KEY, files_below, running
 
 PREWARM = "prewarm/prewarm"

@@ -18,12 +18,12 @@ from blocks import VastCredentials
 from examples.tiny_lm.begin import begin
 from flows.provision import provision
 from millrace.errors import MachineError
+from millrace.rentals import Account, RentSettings
 from millrace.storage import StoreSpec, open_store
-from millrace.vast import Account, RentSettings
+from millrace.testing.vast import VastServer
 from tasks.renting import Attended
 from tests.flows.campaigns import make_text, plan_of
 from tests.prefect_server import PATIENCE, PrefectServer, Worker, until
-from tests.servers.vast import VastServer
 
 RENT = {
     "request": {"max_hourly": 2.0, "max_total": 10.0},

@@ -15,8 +15,8 @@ from blocks import Bucket, BucketRole
 from flows.list_rentals import list_rentals
 from flows.reap_instances import reap_instances
 from millrace.errors import ConfigurationError
+from millrace.testing.process import REPOSITORY
 from tests.prefect_server import PrefectServer
-from tests.servers.process import REPOSITORY
 
 BLOCKS = {"gradients", "dataset", "aggregator"}
 

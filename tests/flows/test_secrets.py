@@ -18,11 +18,11 @@ from pydantic import BaseModel, SecretStr
 
 from blocks import Bucket, BucketRole, HuggingFaceCredentials, VastCredentials
 from millrace.errors import ConfigurationError, DeniedError
+from millrace.testing.key import Key
+from millrace.testing.rgw import RGW
 from tests.flows.conftest import CUT, RUN, SHARD, MakeBlock, aws_credentials, jsonl, texts
 from tests.oracle import S3Bucket
 from tests.prefect_server import PrefectServer, Worker, until
-from tests.servers.key import Key
-from tests.servers.rgw import RGW
 
 
 def forms(secret: str) -> dict[str, str]:

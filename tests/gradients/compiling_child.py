@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba.core import caching
 
-from millrace.gradients import compiling, kernels
+from millrace.gradients.codec import compiling, kernels
 
 VALUES = {
     "float32": np.ones(3, np.float32),

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 
 from millrace import errors
 from millrace.gradients import Codec, GatherSettings, Participant, RunSettings, weights_of_model
+from millrace.gradients.backends.rank_group import Together
 from millrace.gradients.state import State
-from millrace.gradients.together import Together
 from millrace.storage import open_store
 from tests.ranks import leave
 

@@ -36,8 +36,8 @@ from millrace.gradients import (
     weights_of,
     weights_of_model,
 )
-from millrace.gradients.chain import update_bytes
-from millrace.gradients.merging import dense_of, merge_tensor
+from millrace.gradients.sync.chain import update_bytes
+from millrace.gradients.sync.merge import dense_of, merge_tensor
 from millrace.storage import Store, StoreSpec, open_store
 from tests.gradients.test_codec import drawn
 

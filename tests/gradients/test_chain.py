@@ -35,11 +35,11 @@ from millrace.gradients import (
     payload_bytes,
     state_of,
 )
-from millrace.gradients.chain import apply_link, merged_of, newest, store_update
-from millrace.gradients.merging import Merged, dense_of
+from millrace.gradients.codec.tensors import chosen, values_of
+from millrace.gradients.codec.transform import backward, forward
 from millrace.gradients.state import dense_change
-from millrace.gradients.tensors import chosen, values_of
-from millrace.gradients.transform import backward, forward
+from millrace.gradients.sync.chain import apply_link, merged_of, newest, store_update
+from millrace.gradients.sync.merge import Merged, dense_of
 from millrace.keys import ChainKeys, GradientKeys
 from millrace.records import encode_record, fetch
 from millrace.storage import Store, copy, delete, list_objects, open_store, put, read

@@ -18,12 +18,12 @@ from millrace.gradients import (
     Transform,
     decode,
     encode,
-    kernels,
 )
-from millrace.gradients.chunks import chunks_of, tiles_of
-from millrace.gradients.tensors import chosen, packed, unpacked, values_of
-from millrace.gradients.transform import backward, forward
-from millrace.models.gradient import CHUNK_SIZE
+from millrace.gradients.codec import kernels
+from millrace.gradients.codec.chunks import chunks_of, tiles_of
+from millrace.gradients.codec.tensors import chosen, packed, unpacked, values_of
+from millrace.gradients.codec.transform import backward, forward
+from millrace.schemas.gradient import CHUNK_SIZE
 
 SHAPES = [(), (1,), (7,), (64,), (4096,), (4097,), (12289,), (1, 1), (131, 1), (1, 257), (64, 64)]
 SHAPES += [(127, 65), (97, 101), (3, 3, 17, 5), (2, 0, 3), (700, 300)]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from millrace.testing.process import REPOSITORY
 from tests.gradients.compiling_child import VALUES
-from tests.servers.process import REPOSITORY
 
 Start = Callable[..., subprocess.Popen[str]]
 

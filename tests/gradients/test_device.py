@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from millrace.errors import ConfigurationError
 from millrace.gradients import Codec, Decoder, GradientEncoder, Mask, Support, Transform
-from millrace.gradients import device as there
-from millrace.gradients.device import chosen_there, dense_there
-from millrace.gradients.tensors import chosen, dense, packed
-from millrace.gradients.transform import forward
+from millrace.gradients.codec import device as there
+from millrace.gradients.codec.device import chosen_there, dense_there
+from millrace.gradients.codec.tensors import chosen, dense, packed
+from millrace.gradients.codec.transform import forward
 from tests.gradients.test_codec import SHAPES, codecs, drawn
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

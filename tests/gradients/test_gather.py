@@ -11,13 +11,13 @@ import pytest
 
 from millrace.errors import ConfigurationError, UnavailableError
 from millrace.gradients import GatherSettings, QuorumError, Refusal, Sender, Window, gather
-from millrace.gradients.payload import Expected, Payload, read_payload
+from millrace.gradients.codec.payload import Expected, Payload, read_payload
 from millrace.keys import GradientKeys
 from millrace.lease import StoreClock
 from millrace.progress import Event
 from millrace.storage import Stat, Store, open_store, put
+from millrace.testing.faults import Fault
 from tests.gradients.test_payload import CODEC, SHAPES, as_torch, bodies, made
-from tests.servers.faults import Fault
 from tests.stores import spec_of
 
 KEYS = GradientKeys("runs/one", "1")
@@ -383,8 +383,8 @@ def test_the_grace_counts_once(store, monkeypatch):
         waited += timeout  # in no time, and nothing comes meanwhile
 
     clock = SimpleNamespace(monotonic=lambda: waited, sleep=lambda _seconds: None)
-    monkeypatch.setattr("millrace.gradients.gathering.time", clock)
-    monkeypatch.setattr("millrace.gradients.gathering.wait", wait)
+    monkeypatch.setattr("millrace.gradients.sync.gather.time", clock)
+    monkeypatch.setattr("millrace.gradients.sync.gather.wait", wait)
     answered = threading.Event()
 
     def hangs(uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:

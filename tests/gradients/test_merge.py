@@ -23,8 +23,8 @@ from millrace.gradients import (
     payload_bytes,
     weights_of,
 )
-from millrace.gradients.merging import dense_of
-from millrace.gradients.transform import backward
+from millrace.gradients.codec.transform import backward
+from millrace.gradients.sync.merge import dense_of
 
 SHAPES = {"a": (120, 70), "b": (37,), "c": (5000,)}
 Gradients = dict[str, dict[str, torch.Tensor]]

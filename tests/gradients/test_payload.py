@@ -33,9 +33,9 @@ from millrace.gradients import (
     payload_bytes,
     read_payload,
 )
-from millrace.gradients.payload import fingerprint
-from millrace.gradients.tensors import largest
-from millrace.gradients.torchfile import FormatError, texts_and_tensors
+from millrace.gradients.codec.payload import fingerprint
+from millrace.gradients.codec.tensors import largest
+from millrace.gradients.codec.torchfile import FormatError, texts_and_tensors
 from millrace.keys import GradientKeys
 from millrace.storage import Stat, Store, StoreSpec, delete, head, open_store, put
 from tests.gradients.test_codec import drawn

@@ -25,10 +25,10 @@ from millrace.gradients import (
     payload_bytes,
     weights_of,
 )
-from millrace.gradients.compress import Decoder
-from millrace.gradients.merging import dense_of
-from millrace.gradients.tensors import largest, packed, unpacked, values_of
-from millrace.models.gradient import CHUNK_SIZE
+from millrace.gradients.codec.compress import Decoder
+from millrace.gradients.codec.tensors import largest, packed, unpacked, values_of
+from millrace.gradients.sync.merge import dense_of
+from millrace.schemas.gradient import CHUNK_SIZE
 from tests.gradients.test_codec import BITS, drawn, shapes
 
 SHARED = Codec(support=Support.SHARED, k=256, bits=8)

@@ -39,11 +39,11 @@ from millrace.gradients import (
     payload_bytes,
     state_of,
 )
-from millrace.gradients.merging import objects_of
-from millrace.gradients.payload import Shapes
-from millrace.gradients.portion import Portion
-from millrace.gradients.shared import Mask
-from millrace.gradients.spread import Spread, at_hand, shares_of
+from millrace.gradients.backends.sharded_weights import Spread, at_hand, shares_of
+from millrace.gradients.backends.weight_shard import Portion
+from millrace.gradients.codec.payload import Shapes
+from millrace.gradients.codec.shared_indices import Mask
+from millrace.gradients.sync.merge import objects_of
 from millrace.storage import Store, head, list_objects, open_store, put, read
 from tests.gradients.test_codec import drawn
 from tests.gradients.test_payload import as_torch

@@ -12,10 +12,10 @@ from pathlib import Path
 from random import Random
 
 from millrace.storage import StoreSpec, open_store
+from millrace.testing.faults import Fault
+from millrace.testing.r2 import R2Proxy
+from millrace.testing.rgw import RGW
 from tests.integration.hostile.junk import Kind
-from tests.servers.faults import Fault
-from tests.servers.r2 import R2Proxy
-from tests.servers.rgw import RGW
 from tests.soak import races, report, windows
 from tests.soak.campaigns import run_campaigns
 from tests.soak.case import Case, References

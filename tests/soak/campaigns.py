@@ -15,11 +15,11 @@ from random import Random
 
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
+from millrace.testing.repository import snapshot
+from millrace.testing.vast import VastServer
 from tests.flows.campaign_child import STAGES
 from tests.flows.campaign_kills import Site, kill_and_go_on
 from tests.prefect_server import PrefectServer
-from tests.servers.repository import snapshot
-from tests.servers.vast import VastServer
 
 BOUNDARIES = [
     *(f"{when} {stage}" for stage in STAGES for when in ("before", "after")),

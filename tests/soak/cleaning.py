@@ -13,12 +13,12 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
-from millrace.housekeeping import CleanSettings, Rule, What, execute, make_plan
-from millrace.housekeeping.plans import open_plan
+from millrace.cleanup import CleanSettings, Rule, What, execute, make_plan
+from millrace.cleanup.plans import open_plan
 from millrace.progress import Event
 from millrace.storage import StoreSpec, list_objects, open_store
-from tests.housekeeping.judge import Judge, Thing
-from tests.housekeeping.material import Place
+from tests.cleanup.judge import Judge, Thing
+from tests.cleanup.material import Place
 
 VERSIONS = ("0.2.1", "0.2.10", "0.2.11")
 NOW = timedelta(0)

@@ -12,8 +12,8 @@ import threading
 from datetime import timedelta
 from typing import Any
 
+from millrace.datasets import PipelineSettings, collect_garbage, shard_dataset
 from millrace.progress import Event
-from millrace.shards import PipelineSettings, collect_garbage, shard_dataset
 from millrace.storage import open_store
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from random import Random
 
-from tests.servers.faults import Fault, Faults
-from tests.servers.key import Key
-from tests.servers.r2 import R2Proxy
-from tests.servers.rgw import RGW
+from millrace.testing.faults import Fault, Faults
+from millrace.testing.key import Key
+from millrace.testing.r2 import R2Proxy
+from millrace.testing.rgw import RGW
 from tests.soak.kills import Kills
 from tests.soak.place import S3Place
 from tests.soak.targets import SEALED, Target, Victim, combinations, target_at

@@ -11,7 +11,7 @@ from contextlib import suppress
 import atheris
 
 with atheris.instrument_imports(
-    include=["millrace.gradients"], exclude=["millrace.gradients.kernels"]
+    include=["millrace.gradients"], exclude=["millrace.gradients.codec.kernels"]
 ):
     from millrace.gradients import PayloadError, read_payload
 from millrace.storage import head, open_store, put

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from millrace.testing.rgw import RGW
 from tests.integration.hostile.matrix import UndisturbedError, Verdicts, hostile_matrix, seeds
-from tests.servers.rgw import RGW
 
 _SIDE_BY_SIDE = 3
 

@@ -41,11 +41,11 @@ from millrace.checkpoints import (
     verify,
     watch_epoch_end,
 )
-from millrace.checkpoints.membership import make_census
+from millrace.checkpoints.cooldown.membership import make_census
 from millrace.keys import CheckpointKeys
 from millrace.lease import Holder, StoreClock
-from millrace.models.checkpoint import EpochRecord
 from millrace.records import fetch
+from millrace.schemas.checkpoint import EpochRecord
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 from tests.soak.blows import ANYWHERE, Blow, Struck, runs, stopped
 
@@ -91,7 +91,7 @@ def run_races(
     """
     found, lock = Found(), threading.Lock()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.soak.races", "torch", "millrace.checkpoints.saving"])
+    context.set_forkserver_preload(["tests.soak.races", "torch", "millrace.checkpoints.save"])
     sources = _sources(folder, seed)
 
     def one(number: int) -> None:

@@ -22,8 +22,7 @@ from typing import Any
 from pydantic import SecretStr
 
 from millrace import errors
-from millrace.storage import StoreSpec
-from millrace.vast import (
+from millrace.rentals import (
     Account,
     OfferRequest,
     Program,
@@ -31,12 +30,13 @@ from millrace.vast import (
     RentSettings,
     StandSettings,
     Vast,
+    destroy,
     reap,
-    returning,
 )
-from millrace.vast import rental as renting
-from millrace.vast.returning import SETTLING
-from tests.servers.vast import StandInClock, VastServer
+from millrace.rentals import rental as renting
+from millrace.rentals.destroy import SETTLING
+from millrace.storage import StoreSpec
+from millrace.testing.vast import StandInClock, VastServer
 
 FATES = {
     "exited": 0.06, "oci": 0.06, "unknown": 0.04, "stuck": 0.02, "broken": 0.05, "outbid": 0.08,
@@ -279,7 +279,7 @@ def _kill_at(which: str, at: int) -> None:
         return done
 
     Vast._asked = ask  # type: ignore[method-assign]
-    renting.commit_once = returning.commit_once = committed  # type: ignore[assignment]
+    renting.commit_once = destroy.commit_once = committed  # type: ignore[assignment]
 
 
 def main(runs: int, seed: int) -> int:

@@ -43,8 +43,8 @@ from millrace.gradients import (
     newest_state,
     state_of,
 )
-from millrace.gradients.aggregator import beginning
-from millrace.gradients.chain import newest
+from millrace.gradients.sync.aggregator import beginning
+from millrace.gradients.sync.chain import newest
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 from tests.soak.blows import ANYWHERE, Blow, Struck, stopped
 

@@ -14,10 +14,10 @@ import pytest
 import millrace
 from millrace import errors
 from millrace.gradients import Codec, Expected, PayloadError, Refusal
-from millrace.gradients.payload import read_header
+from millrace.gradients.codec.payload import read_header
 from millrace.keys import CheckpointKeys
-from millrace.models.checkpoint import EpochRecord
 from millrace.records import commit_once, fetch
+from millrace.schemas.checkpoint import EpochRecord
 from millrace.storage import (
     Credentials,
     Stat,

@@ -7,7 +7,7 @@ import pytest
 
 from millrace import errors
 from millrace.storage import Store, delete, list_folders, list_objects, open_store, read
-from tests.servers.rgw import RGW
+from millrace.testing.rgw import RGW
 from tests.stores import spec_of
 
 REFUSED = ["a//b", "/lead", "c\x01d", "line\nbreak", "x/../y", "./z", "del\x7f", "a+b//c d%", "l//"]

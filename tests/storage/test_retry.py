@@ -17,8 +17,8 @@ from millrace.storage import (
     stream,
 )
 from millrace.storage.retry import seconds_of, translated
-from tests.servers.faults import Fault
-from tests.servers.process import free_ports
+from millrace.testing.faults import Fault
+from millrace.testing.process import free_ports
 from tests.stores import spec_of
 
 

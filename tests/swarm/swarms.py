@@ -52,7 +52,7 @@ agent._send_file = send_wrong
 """
 
 FLIP = """
-import millrace.swarm.fetch as fetch
+import millrace.swarm.transfer as fetch
 
 read = fetch.StoreReader.read_piece
 
@@ -128,7 +128,7 @@ agent._send_file = drip
 """Lets a node give others a byte at a time."""
 
 IMPATIENT = """
-import millrace.swarm.wire as wire
+import millrace.swarm.protocol as wire
 
 wire._GRACE = 1.0
 """
@@ -137,7 +137,7 @@ wire._GRACE = 1.0
 TRICKLE = """
 import time
 import millrace.swarm.agent as agent
-import millrace.swarm.wire as wire
+import millrace.swarm.protocol as wire
 
 class Trickle:
     def __init__(self, sock): self._sock, self._got = sock, 0

@@ -8,11 +8,11 @@ from pydantic import SecretStr, ValidationError
 from flows.prewarm import FilesRequest
 from millrace import errors
 from millrace.keys import DatasetKeys
-from millrace.models.dataset import Manifest
 from millrace.records import fetch
+from millrace.schemas.dataset import Manifest
 from millrace.storage import Store, delete, open_store, put
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, preview
-from tests.training.conftest import seal
+from tests.campaigns.conftest import seal
 
 HOSTS = Hosts(hosts=(Host(url="http://127.0.0.1:1"),), key=SecretStr("k" * 32))
 

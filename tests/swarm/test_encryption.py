@@ -26,7 +26,7 @@ from millrace import errors
 from millrace.storage import StoreSpec
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, driver, prewarm, tls
 from millrace.swarm import agent as agents
-from millrace.swarm.wire import (
+from millrace.swarm.protocol import (
     AUTH_HEADER,
     ConnectionPool,
     Endpoint,

@@ -47,8 +47,7 @@ from millrace.swarm import (
 )
 from millrace.swarm import agent as agents
 from millrace.swarm.pieces import File, catalogue_of
-from millrace.swarm.targets import Targets
-from millrace.swarm.wire import (
+from millrace.swarm.protocol import (
     AUTH_HEADER,
     MAX_CLOCK_SKEW,
     ConnectionPool,
@@ -56,6 +55,7 @@ from millrace.swarm.wire import (
     HttpStatusError,
     sign,
 )
+from millrace.swarm.targets import Targets
 from tests.swarm.swarms import (
     KEY,
     LIE,

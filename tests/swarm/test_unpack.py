@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.errors import ArchiveError, ConfigurationError, UnavailableError
-from millrace.swarm.unpack import (
+from millrace.swarm.archives.unpack import (
     CONTENT_NAME,
     SINGLE_FILE_METHODS,
     Unpacking,

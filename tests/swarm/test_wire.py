@@ -8,8 +8,8 @@ from contextlib import closing, suppress
 
 import pytest
 
-from millrace.swarm import wire
-from millrace.swarm.wire import ConnectionPool, Endpoint, read_body
+from millrace.swarm import protocol
+from millrace.swarm.protocol import ConnectionPool, Endpoint, read_body
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def dripping():
     "answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"], ids=["head", "body"]
 )
 def test_what_comes_a_byte_at_a_time_has_failed_after_a_while(dripping, monkeypatch, answer):
-    monkeypatch.setattr(wire, "_GRACE", 0.2)
+    monkeypatch.setattr(protocol, "_GRACE", 0.2)
     with (
         closing(ConnectionPool(10.0)) as connections,
         pytest.raises(TimeoutError, match="bytes in"),

@@ -6,7 +6,7 @@ import pytest
 from prefect import flow
 
 from blocks.limits import UPLOADS
-from millrace.shards import ExecutionSettings
+from millrace.datasets import ExecutionSettings
 from tasks.limits import share_of_uploads, slots_of, within
 from tests.prefect_server import PrefectServer
 

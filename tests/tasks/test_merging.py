@@ -5,7 +5,7 @@ import re
 from xml.etree import ElementTree as ET
 
 from millrace.gradients import ChainLink, Codec, OuterOptimizer, Refusal
-from millrace.models.chain import ExcludedWorker, MergedWorker, Update
+from millrace.schemas.chain import ExcludedWorker, MergedWorker, Update
 from tasks.merging import describe
 from tasks.plot import windows_plot
 

@@ -1,7 +1,7 @@
 """What a person reads when a run has ended."""
 
-from millrace.models.dataset import Manifest, ManifestShard
-from millrace.shards import Fault, ShardReport, Verification
+from millrace.datasets import Fault, ShardReport, Verification
+from millrace.schemas.dataset import Manifest, ManifestShard
 from millrace.swarm import NodeReport, PrewarmReport
 from tasks import sharding, verifying, warming
 from tasks.sharding import Sharded

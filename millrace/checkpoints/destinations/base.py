@@ -6,9 +6,9 @@ from typing import Protocol
 
 from millrace.checkpoints.contents import Content
 from millrace.checkpoints.find import VerifyDepth
-from millrace.checkpoints.probing import REQUEST_TIMEOUT, ProbeResult
-from millrace.models.checkpoint import Checkpoint
+from millrace.checkpoints.probe import REQUEST_TIMEOUT, ProbeResult
 from millrace.progress import Progress, silent
+from millrace.schemas.checkpoint import Checkpoint
 
 
 class Destination(Protocol):

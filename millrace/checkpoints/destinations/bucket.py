@@ -7,12 +7,12 @@ from datetime import timedelta
 
 from millrace.checkpoints import find
 from millrace.checkpoints.contents import Content, content_of
+from millrace.checkpoints.cooldown.shared_upload import SharedUpload
 from millrace.checkpoints.find import VerifyDepth
-from millrace.checkpoints.probing import REQUEST_TIMEOUT, ProbeResult, probe
-from millrace.checkpoints.shared_upload import SharedUpload
+from millrace.checkpoints.probe import REQUEST_TIMEOUT, ProbeResult, probe
 from millrace.keys import CheckpointKeys
-from millrace.models.checkpoint import Checkpoint
 from millrace.progress import Event, Progress, silent
+from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Store, list_objects
 
 

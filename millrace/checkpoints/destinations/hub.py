@@ -31,7 +31,7 @@ from millrace import errors
 from millrace.checkpoints.contents import Content, make_content
 from millrace.checkpoints.destinations.spec import HubSpec
 from millrace.checkpoints.find import VerifyDepth, check_content, check_metadata
-from millrace.checkpoints.probing import (
+from millrace.checkpoints.probe import (
     REQUEST_TIMEOUT,
     SAMPLE_SIZE,
     ProbeResult,
@@ -42,9 +42,9 @@ from millrace.checkpoints.probing import (
 )
 from millrace.digest import sha256
 from millrace.keys import CheckpointKeys, write_probe_key
-from millrace.models.checkpoint import Checkpoint, Part
 from millrace.progress import Event, Progress, silent
 from millrace.records import decode_record, encode_record
+from millrace.schemas.checkpoint import Checkpoint, Part
 
 T = TypeVar("T")
 

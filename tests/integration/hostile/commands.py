@@ -12,8 +12,8 @@ from typing import Any
 import click
 from click.testing import CliRunner
 
+from millrace.cleanup import name_to_type
 from millrace.cli import main
-from millrace.housekeeping import name_to_type
 from tests.integration.hostile.site import Site
 
 WITHOUT_A_BUCKET = {

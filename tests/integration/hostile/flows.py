@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from millrace import errors
+from millrace.audit import AuditedRole, AuditSettings, audit
 from millrace.checkpoints import (
     CooldownSettings,
     EpochResult,
@@ -37,6 +38,32 @@ from millrace.checkpoints import (
     survey,
     verify,
 )
+from millrace.cleanup import (
+    CleanSettings,
+    CleanVersions,
+    DeleteGather,
+    Rule,
+    What,
+    abort_uploads,
+    execute,
+    make_plan,
+    name_to_type,
+    plan_wiping,
+    survey_wiping,
+    wipe,
+)
+from millrace.cleanup.plans import open_plan
+from millrace.datasets import (
+    CutSettings,
+    PipelineSettings,
+    SourcePlace,
+    collect_garbage,
+    find_datasets,
+    shard_dataset,
+    status,
+)
+from millrace.datasets import ExecutionSettings as ShardSettings
+from millrace.datasets import verify as verify_shards
 from millrace.gradients import (
     AggregatorSettings,
     Beginning,
@@ -52,41 +79,12 @@ from millrace.gradients import (
     newest_state,
     state_of,
 )
-from millrace.housekeeping import (
-    AuditedRole,
-    AuditSettings,
-    CleanSettings,
-    CleanVersions,
-    DeleteGather,
-    Rule,
-    What,
-    abort_uploads,
-    audit,
-    execute,
-    make_plan,
-    name_to_type,
-    plan_wiping,
-    survey_wiping,
-    wipe,
-)
-from millrace.housekeeping.plans import open_plan
 from millrace.keys import MACHINES, CampaignKeys, CheckpointKeys, DatasetKeys, classify_key
-from millrace.models.chain import ChainLink
-from millrace.models.gradient import Refusal
 from millrace.progress import Event
-from millrace.shards import (
-    CutSettings,
-    PipelineSettings,
-    SourcePlace,
-    collect_garbage,
-    find_datasets,
-    shard_dataset,
-    status,
-)
-from millrace.shards import ExecutionSettings as ShardSettings
-from millrace.shards import verify as verify_shards
+from millrace.schemas.chain import ChainLink
+from millrace.schemas.gradient import Refusal
 from millrace.swarm import Request, prewarm
-from tests.housekeeping.material import Place
+from tests.cleanup.material import Place
 from tests.integration.hostile import commands, renting
 from tests.integration.hostile.junk import MARKUP, Junk, Kind, Reach
 from tests.integration.hostile.site import Flow, Site

@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
-from tests.servers.upstream import CHUNK, Answer, Upstream, UpstreamError
+from millrace.testing.upstream import CHUNK, Answer, Upstream, UpstreamError
 
 CONTROL = "/-/"
 _ENTITY = re.compile("&(#x?[0-9A-Fa-f]+|amp|lt|gt|quot|apos);")

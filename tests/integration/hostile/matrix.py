@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from millrace.testing.rgw import RGW
 from tests.integration.hostile.flows import FLOWS
 from tests.integration.hostile.junk import Kind
 from tests.integration.hostile.lens import Lens
 from tests.integration.hostile.site import Ended, Server, run_site
-from tests.servers.rgw import RGW
 
 BUCKET = "hostile"
 MOST_SENT = 128 << 20

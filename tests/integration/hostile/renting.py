@@ -19,8 +19,7 @@ from pydantic import SecretStr
 
 from millrace import errors
 from millrace.keys import MACHINES, RentalKeys
-from millrace.storage import StoreSpec
-from millrace.vast import (
+from millrace.rentals import (
     Account,
     OfferRequest,
     Program,
@@ -32,10 +31,11 @@ from millrace.vast import (
     reap,
     release,
 )
+from millrace.storage import StoreSpec
+from millrace.testing.vast import StandInClock, VastServer
 from tests.integration.hostile.commands import invoke, settings
 from tests.integration.hostile.junk import Junk, Reach, make_junk
 from tests.integration.hostile.site import Site
-from tests.servers.vast import StandInClock, VastServer
 
 LEASE, REAPED = 180.0, 900.0  # seconds that an owner's lease, and two reapers, are apart
 FOREIGN = ("", "somebody's", "millrace/ffffffffffff/fleet/000000/9999999999", "millrace/fleet")

@@ -21,6 +21,8 @@ from pydantic import SecretStr
 
 from millrace.progress import Event
 from millrace.storage import Credentials, Store, StoreSpec, open_store
+from millrace.testing.key import Key, connect
+from millrace.testing.process import ask
 from tests.integration.hostile.junk import (
     CONTROLS_OF_RGW,
     LONGEST,
@@ -33,8 +35,6 @@ from tests.integration.hostile.junk import (
     make_junk,
 )
 from tests.integration.hostile.lens import CONTROL
-from tests.servers.key import Key, connect
-from tests.servers.process import ask
 
 MEMORY = 2_500_000_000  # bytes that a run may take, beside what it has at its begin
 HANGS = 300.0  # seconds after which a run is taken for one that hangs

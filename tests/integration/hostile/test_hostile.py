@@ -10,6 +10,8 @@ from random import Random
 
 import pytest
 
+from millrace.testing.process import REPOSITORY
+from millrace.testing.rgw import RGW
 from tests.integration.hostile.commands import WITHOUT_A_BUCKET, known_commands
 from tests.integration.hostile.flows import FLOWS, WITHOUT_A_RUN
 from tests.integration.hostile.junk import (
@@ -23,8 +25,6 @@ from tests.integration.hostile.junk import (
 )
 from tests.integration.hostile.matrix import Matrix, hostile_matrix, silent
 from tests.integration.hostile.site import Ended
-from tests.servers.process import REPOSITORY
-from tests.servers.rgw import RGW
 
 QUICK = (
     "shard-dataset", "clean-bucket", "wipe-bucket", "aggregate-gradients", "cool-down",

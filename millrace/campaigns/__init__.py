@@ -1,0 +1,1 @@
+"""Train on rented machines: from a dataset's source to published weights."""

@@ -1,0 +1,1 @@
+"""End an epoch with a checkpoint that selected members upload and all members check."""

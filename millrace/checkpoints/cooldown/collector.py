@@ -1,0 +1,244 @@
+"""Commit the end of an epoch for members that write below their own prefixes only.
+
+The owner of a job believes its members in nothing but their own votes. The content of more than
+half of them is the epoch's: its digest vouches for the metadata that any of them proposes, and the
+metadata vouches for each file. Files are copied within the store, and the copies are verified, as a
+member may replace what it has uploaded at any time. What is junk costs the member that wrote it.
+
+Every step can be repeated: an owner that is killed anywhere is followed by one that looks at what
+is there.
+"""
+
+import re
+import secrets
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import UTC, datetime
+from itertools import islice
+
+from millrace import errors
+from millrace.checkpoints.cooldown.membership import (
+    VoteTally,
+    commit_roster,
+    find_epoch_end,
+    has_checkpoint,
+    make_roster,
+    read_roster,
+)
+from millrace.checkpoints.find import commit_checkpoint, root_of
+from millrace.digest import dump_canonical_json, sha256
+from millrace.keys import CheckpointKeys, CooldownKeys
+from millrace.records import commit_once, decode_record, encode_record
+from millrace.schemas.checkpoint import Checkpoint, EpochRecord, Part, Roster, Vote
+from millrace.storage import (
+    Store,
+    copy,
+    delete,
+    difference,
+    kept_sha256,
+    list_objects,
+    put,
+    read,
+    read_range,
+)
+
+_CONCURRENCY = 8
+_MAX_DRAFT_SIZE = 64 << 20  # bytes of the metadata that a member proposes
+_DIGEST = re.compile("[0-9a-f]{64}")
+
+
+def compute_listing_limit(parts: int) -> int:
+    """Return how many objects are looked at below a member's prefix for its files."""
+    return 2 * parts + 1000
+
+
+class Collector:
+    """The owner's part in the end of one epoch.
+
+    Args:
+        store: Store of the job, with the owner's credentials.
+        job: Name of the job.
+        epoch: Number of the epoch.
+        members: Names that may take part.
+    """
+
+    def __init__(self, store: Store, job: str, epoch: int, members: Collection[str]) -> None:
+        self._store, self._job, self._epoch = store, job, epoch
+        self._members = tuple(members)
+        self._keys, self._cooldown = CheckpointKeys(job), CooldownKeys(job, epoch)
+        self._refused: set[str] = set()  # members whose metadata is not what they voted for
+        self._bad: set[tuple[str, str]] = set()  # members, and digests that their files have not
+        self._good: set[str] = set()
+        self._looked = False
+        self._draft: tuple[str, Checkpoint] | None = None
+
+    def obtain_roster(self, living: Collection[str]) -> Roster | None:
+        """Return the roster; write down the living as soon as there are some."""
+        with suppress(errors.NotFoundError, errors.CorruptError):
+            return read_roster(self._store, self._job, self._epoch)
+        there = set(living) & set(self._members)
+        if not there:
+            return None
+        try:
+            commit_roster(self._store, self._job, self._epoch, there)
+        except errors.CorruptError:  # nobody but an owner writes here: it was damaged
+            roster = make_roster(self._job, self._epoch, there)
+            put(self._store, self._cooldown.roster, encode_record(roster, secrets.token_hex(16)))
+        return read_roster(self._store, self._job, self._epoch)
+
+    def advance(
+        self, roster: Roster, heard: VoteTally, living: Collection[str]
+    ) -> EpochRecord | None:
+        """Do what can be done by now; return how the epoch has ended, once it has.
+
+        Args:
+            roster: Roster of the epoch.
+            heard: Statements of its members, as they are now.
+            living: Names of the members that live.
+        """
+        said = heard.find_majority(roster.members, living)
+        if said is not None and self._try_commit(roster, heard, said):
+            by = self._draft[0] if self._draft else said.member
+            return self.commit(said.make_epoch_record(self._job, self._epoch, by))
+        if heard.has_late_majority(roster.members, living):
+            return self.end_without_checkpoint(
+                "most members say that there is no checkpoint in time", said
+            )
+        return None
+
+    def end_without_checkpoint(self, why: str, said: Vote | None = None) -> EpochRecord:
+        """End the epoch without a checkpoint."""
+        step = said.step if said is not None else -1
+        record = EpochRecord(job=self._job, epoch=self._epoch, step=step, root=None, why=why)
+        return self.commit(record)
+
+    def finish_checkpoint(self, roster: Roster, heard: VoteTally, living: Collection[str]) -> bool:
+        """Commit the checkpoint of an epoch that went on without; whether it is there."""
+        said = heard.find_majority(roster.members, living)
+        return said is not None and self._try_commit(roster, heard, said)
+
+    def commit(self, record: EpochRecord) -> EpochRecord:
+        """Commit the epoch's end; a record that has ended nothing is replaced."""
+        with suppress(errors.CorruptError):
+            if commit_once(self._store, self._keys.epoch(self._epoch), record).mine:
+                return record
+        there = find_epoch_end(self._store, self._job, self._epoch)
+        if there is None:
+            put(
+                self._store,
+                self._keys.epoch(self._epoch),
+                encode_record(record, secrets.token_hex(16)),
+            )
+        return there or record
+
+    def delete_uploads(self, roster: Roster) -> None:
+        """Remove what the members have uploaded: it is copied, or of no use any more."""
+        for member in roster.members:
+            stats = islice(list_objects(self._store, self._cooldown.parts(member)), 100_000)
+            keys = [stat.key for stat in stats]
+            delete(self._store, [*keys, self._cooldown.draft(member)])
+
+    # -- the checkpoint
+
+    def _try_commit(self, roster: Roster, heard: VoteTally, said: Vote) -> bool:
+        """Bring the checkpoint as far as can be; whether it is committed."""
+        if has_checkpoint(self._store, self._job, said.step, said.root):
+            return True
+        if self._draft is None:
+            self._draft = self._find_draft(roster, heard, said)
+        if self._draft is None or not self._collect_parts(roster, self._draft[1]):
+            return False
+        there = commit_checkpoint(self._store, self._draft[1]).record
+        if there.root != said.root:
+            where = self._store.url_of(self._keys.metadata(said.step))
+            raise errors.ConflictError(
+                f"{where} is a checkpoint of the same step with another content: it was saved "
+                "before this epoch ended. Give this job another name, or resume from that one."
+            )
+        return True
+
+    def _find_draft(
+        self, roster: Roster, heard: VoteTally, said: Vote
+    ) -> tuple[str, Checkpoint] | None:
+        """Return the first member whose metadata is what the members voted for, and the metadata.
+
+        What the votes do not vouch for is not taken: notes, the time, and where files lie.
+        """
+        for member in roster.members:
+            vote = heard.claims.get(member)
+            if member in self._refused or vote is None or vote.agreement_key != said.agreement_key:
+                continue
+            key = self._cooldown.draft(member)
+            try:
+                body = read(self._store, key, largest=_MAX_DRAFT_SIZE)
+                draft, _ = decode_record(self._store.url_of(key), Checkpoint, body)
+            except errors.NotFoundError:
+                continue
+            except errors.CorruptError:
+                self._refused.add(member)
+                continue
+            rest = sha256(dump_canonical_json({"position": draft.position, "run": draft.run}))
+            step, root = draft.step, root_of(draft.parts, draft.tensors)
+            named = all(_DIGEST.fullmatch(part.sha256) for part in draft.parts)
+            if (step, root, rest) != said.agreement_key or not named:
+                self._refused.add(member)
+                continue
+            parts = tuple(part.model_copy(update={"step": step}) for part in draft.parts)
+            taken: dict[str, object] = {
+                "job": self._job, "root": root, "parts": parts, "notes": {},
+                "saved": datetime.now(UTC), "digest": "",
+            }  # fmt: skip
+            return member, draft.model_copy(update=taken)
+        return None
+
+    def _collect_parts(self, roster: Roster, draft: Checkpoint) -> bool:
+        """Copy the files that members have uploaded; whether all are there and right."""
+        wanted = {part.sha256: part for part in draft.parts}
+        if not self._looked:  # what an owner before this one has copied
+            self._looked = True
+            stats = list_objects(self._store, self._keys.parts(draft.step))
+            found = (self._keys.parse_part(stat.key) for stat in stats)
+            self._verify_parts([wanted[one[1]] for one in found if one and one[1] in wanted])
+        for member in roster.members:
+            parts = [
+                wanted[digest]
+                for digest, size in self._iterate_uploads(member, len(draft.parts))
+                if digest in wanted
+                and digest not in self._good
+                and (member, digest) not in self._bad
+                and size == wanted[digest].size
+            ]
+            self._copy_parts(member, parts)
+            self._bad |= {(member, part.sha256) for part in parts} - {
+                (member, digest) for digest in self._good
+            }
+        return wanted.keys() <= self._good
+
+    def _iterate_uploads(self, member: str, parts: int) -> Iterator[tuple[str, int]]:
+        stats = list_objects(self._store, self._cooldown.parts(member))
+        for stat in islice(stats, compute_listing_limit(parts)):
+            digest = self._cooldown.parse_part(member, stat.key)
+            if digest is not None:
+                yield digest, stat.size
+
+    def _copy_parts(self, member: str, parts: Collection[Part]) -> None:
+        def copy_part(part: Part) -> None:
+            source = self._cooldown.part(member, part.sha256)
+            with suppress(errors.NotFoundError, errors.CorruptError):
+                read_range(self._store, source, 0, 1)  # says whether the store can read it at all
+                copy(self._store, source, self._keys.part(part.step, part.sha256))
+
+        with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="collect") as pool:
+            list(pool.map(copy_part, parts))
+        self._verify_parts(parts)
+
+    def _verify_parts(self, parts: Collection[Part]) -> None:
+        with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="collect") as pool:
+            right = pool.map(self._is_intact, parts)
+            self._good |= {part.sha256 for part, good in zip(parts, right, strict=True) if good}
+
+    def _is_intact(self, part: Part) -> bool:
+        key = self._keys.part(part.step, part.sha256)
+        kept = kept_sha256(self._store, key) == part.sha256
+        return not difference(self._store, key, part.size, None if kept else part.sha256)

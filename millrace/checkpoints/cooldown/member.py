@@ -1,0 +1,100 @@
+"""A member with its checkpoint on disk: what trains has saved it there, and this ends epochs."""
+
+from datetime import timedelta
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from millrace import errors
+from millrace.checkpoints.contents import content_of
+from millrace.checkpoints.cooldown.cooldown import EpochResult, cool_down
+from millrace.checkpoints.cooldown.membership import Membership
+from millrace.checkpoints.find import find_newest, read_checkpoint
+from millrace.checkpoints.settings import CooldownSettings
+from millrace.progress import Progress, silent
+from millrace.schemas.checkpoint import Checkpoint
+from millrace.settings import Duration
+from millrace.storage import Store, StoreSettings, StoreSpec, open_store
+
+
+class SavedSource(StoreSettings):
+    """A saved checkpoint: the store that it is in, such as a folder of this machine, and which."""
+
+    job: str = Field(description="Job that the checkpoint belongs to.")
+    step: int | None = Field(
+        default=None, description="Step of the checkpoint; left out, the newest."
+    )
+
+    def open(self) -> tuple[Store, Checkpoint]:
+        """Open the store, and read the checkpoint's metadata but none of its files.
+
+        Raises:
+            NotFoundError: There is none.
+            CorruptError: Its metadata cannot be read.
+        """
+        store = open_store(self.store, make_folder=False)
+        if self.step is not None:
+            return store, read_checkpoint(store, self.job, self.step)
+        found = find_newest(store, self.job)
+        if found is None:
+            raise errors.NotFoundError(f"{store.url_of(self.job)} has no checkpoint.")
+        return store, found
+
+
+class MemberSettings(BaseModel):
+    """Settings of a member that ends an epoch."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    store: StoreSpec = Field(description="The bucket that the members meet in, and save to.")
+    job: str = Field(description="Job of the checkpoints; a prefix below the store's URL.")
+    epoch: int = Field(ge=0, description="The epoch that ends.")
+    source: SavedSource = Field(
+        description="Checkpoint that this member has: the same on all members."
+    )
+    members: int = Field(default=1, ge=1, description="Wait until so many members are there.")
+    arrival: Duration = Field(
+        default=timedelta(minutes=5), description="Longest wait for the other members."
+    )
+    ttl: Duration = Field(
+        default=timedelta(seconds=30),
+        description="A member that was not heard of for so long is taken for dead.",
+    )
+    seed: int | None = Field(
+        default=None,
+        description="Seed of the order of the checkpointers; left out, one is drawn.",
+    )
+    cooldown: CooldownSettings = Field(
+        default=CooldownSettings(), description="Settings of the end of the epoch."
+    )
+
+
+def end_epoch(settings: MemberSettings, member: str, *, progress: Progress = silent) -> EpochResult:
+    """End an epoch, as one of its members, with what this member has on its disk.
+
+    Every file is verified when it is read.
+
+    Args:
+        settings: The same on all members.
+        member: This one's name: no other has it.
+        progress: As `cool_down` tells.
+
+    Raises:
+        NotFoundError: There is no such checkpoint.
+        ConflictError: A member of this name lives.
+        UnavailableError: The others are not there, or the store does not answer.
+    """
+    source, checkpoint = settings.source.open()
+    with Membership(open_store(settings.store), settings.job, member, settings.ttl) as one:
+        one.wait_for_members(settings.members, settings.epoch, settings.arrival)
+        cooled = cool_down(
+            one,
+            content_of(source, checkpoint),
+            epoch=settings.epoch,
+            run=checkpoint.run,
+            position=checkpoint.position,
+            notes=checkpoint.notes,
+            seed=settings.seed,
+            settings=settings.cooldown,
+            progress=progress,
+        )
+        return cooled.rest.result() if cooled.rest is not None else cooled

@@ -1,0 +1,182 @@
+"""Watch the end of an epoch from outside: who took part, and what it came to for each."""
+
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from millrace import errors
+from millrace.checkpoints.cooldown.collector import Collector
+from millrace.checkpoints.cooldown.membership import (
+    VoteTally,
+    commit_epoch,
+    find_epoch_end,
+    has_checkpoint,
+    make_census,
+    read_roster,
+)
+from millrace.checkpoints.find import read_checkpoint
+from millrace.keys import CheckpointKeys, CooldownKeys
+from millrace.lease import StoreClock
+from millrace.progress import Event, Progress, silent
+from millrace.schemas.checkpoint import Checkpoint, CooldownRecord, EpochRecord, Roster
+from millrace.storage import Store, list_objects
+
+_POLL_INTERVAL = 1.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class EpochStatus:
+    """The end of an epoch, as it is seen from outside.
+
+    Attributes:
+        epoch: What moved it on; None if nothing did.
+        checkpoint: What it ended with, if it did with one.
+        members: Who took part; empty before the first was there.
+        living: Those of them that live, and are not through.
+        ended: What it came to for those that are.
+        seconds: How long it was watched.
+    """
+
+    epoch: EpochRecord | None
+    checkpoint: Checkpoint | None
+    members: tuple[str, ...]
+    living: frozenset[str]
+    ended: dict[str, CooldownRecord] = field(default_factory=dict[str, CooldownRecord])
+    seconds: float = 0.0
+
+
+def watch_epoch_end(
+    store: Store,
+    job: str,
+    epoch: int,
+    *,
+    patience: timedelta,
+    members: Collection[str] = (),
+    clock: StoreClock | None = None,
+    progress: Progress = silent,
+) -> EpochStatus:
+    """Wait until an epoch has ended, and its members are through.
+
+    If all of them died after the checkpoint was committed and before the epoch was, this commits
+    it: the content is the one that most of them claimed.
+
+    With ``members``, this is the owner of a job whose members write below their own prefixes only:
+    it writes the roster, copies and verifies what they upload, and commits the checkpoint and the
+    epoch. An epoch that has not ended when ``patience`` is over goes on without a checkpoint.
+
+    Args:
+        store: Where the members meet.
+        job: Which job.
+        epoch: Which epoch.
+        patience: For how long.
+        members: Names of members that this commits for; of them the living take part.
+        clock: The store's, by which the living are told from the dead; by default this machine's.
+        progress: Told ``cooldown.progress`` with ``bytes`` that are there ``of`` all, and
+            ``members`` that are through.
+
+    Raises:
+        UnavailableError: The store does not answer.
+    """
+    began = time.monotonic()
+    watched = _EpochWatcher(store, job, epoch, clock or StoreClock.of_this_machine(), members)
+    while True:
+        spent = time.monotonic() - began
+        seen = watched.poll(spent, last=spent > patience.total_seconds())
+        there, of = watched.measure_progress()
+        figures = {"bytes": there, "of": of, "members": len(seen.ended)}
+        progress(Event("cooldown.progress", job, figures))
+        over = seen.epoch is not None and not seen.living
+        if over or spent > patience.total_seconds():
+            watched.delete_uploads()
+            return seen
+        time.sleep(_POLL_INTERVAL)
+
+
+class _EpochWatcher:
+    def __init__(
+        self, store: Store, job: str, epoch: int, clock: StoreClock, members: Collection[str]
+    ) -> None:
+        self._store, self._keys = store, CheckpointKeys(job)
+        self._cooldown = CooldownKeys(job, epoch)
+        self._census = make_census(store, job, clock)
+        self._heard = VoteTally(store, self._cooldown)
+        self._collector = Collector(store, job, epoch, members) if members else None
+        self._roster: Roster | None = None
+
+    def poll(self, seconds: float, *, last: bool = False) -> EpochStatus:
+        """Look once, and commit what can be committed.
+
+        Args:
+            seconds: Seconds since the first look.
+            last: Whether no other look follows.
+        """
+        held = frozenset(self._census.find_holders())
+        members = self._list_members(held)
+        self._heard.read_new(members, late=self._collector is not None)
+        living = held & frozenset(members)
+        job, number = self._keys.job, self._cooldown.epoch
+        epoch = find_epoch_end(self._store, job, number)
+        if self._collector is not None:
+            epoch = self._collect(self._collector, living, epoch, last=last)
+        else:
+            working = living - self._heard.ended.keys()
+            epoch = epoch or (None if working else self._end_for_dead_members(members))
+        checkpoint = None
+        if epoch is not None and epoch.root is not None:
+            with suppress(errors.NotFoundError, errors.CorruptError):
+                checkpoint = read_checkpoint(self._store, self._keys.job, epoch.step)
+        going = living - self._heard.ended.keys()
+        return EpochStatus(
+            epoch, checkpoint, members, going, dict(self._heard.ended), round(seconds, 1)
+        )
+
+    def measure_progress(self) -> tuple[int, int]:
+        """Bytes of the files that are there, and of all."""
+        claim, _ = self._heard.find_favourite()
+        if claim is None:
+            return 0, 0
+        stats = list_objects(self._store, self._keys.parts(claim.step))
+        return min(claim.size, sum(stat.size for stat in stats)), claim.size
+
+    def delete_uploads(self) -> None:
+        """Remove what members have uploaded for this to copy."""
+        if self._collector is not None and self._roster is not None:
+            self._collector.delete_uploads(self._roster)
+
+    def _list_members(self, held: Collection[str]) -> tuple[str, ...]:
+        if self._roster is None:
+            if self._collector is not None:
+                self._roster = self._collector.obtain_roster(held)
+            else:
+                with suppress(errors.NotFoundError, errors.CorruptError):
+                    self._roster = read_roster(self._store, self._keys.job, self._cooldown.epoch)
+        return self._roster.members if self._roster is not None else ()
+
+    def _collect(
+        self,
+        collector: Collector,
+        living: Collection[str],
+        epoch: EpochRecord | None,
+        *,
+        last: bool,
+    ) -> EpochRecord | None:
+        if self._roster is not None:
+            if epoch is None:
+                epoch = collector.advance(self._roster, self._heard, living)
+            elif epoch.root is None:  # members may go on in the background
+                collector.finish_checkpoint(self._roster, self._heard, living)
+        if epoch is None and last:
+            epoch = collector.end_without_checkpoint(
+                "it had not ended when the owner's time was over"
+            )
+        return epoch
+
+    def _end_for_dead_members(self, members: tuple[str, ...]) -> EpochRecord | None:
+        """End the epoch for its dead members, if they have committed the checkpoint."""
+        said = self._heard.find_majority(members, members)
+        job, number = self._keys.job, self._cooldown.epoch
+        if said is None or not has_checkpoint(self._store, job, said.step, said.root):
+            return None
+        return commit_epoch(self._store, said.make_epoch_record(job, number))

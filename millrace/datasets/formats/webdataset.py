@@ -1,0 +1,135 @@
+"""WebDataset: shards are tar files, a sample is the members that share a key.
+
+The bytes are those of webdataset's own ``TarWriter(mtime=0)``: the same on every run and
+machine. The members' headers (ustar, POSIX.1-1988) are put together from a template, straight
+into one buffer that is used again for the next shard.
+"""
+
+import tarfile
+from functools import lru_cache
+
+from millrace.datasets.formats.base import BadSampleError
+from millrace.memory import map_anonymous
+from millrace.schemas.sample import LargeFile, Sample
+
+EXTENSION = "tar"
+WRITER = {"webdataset": "ustar-1"}  # a change of the bytes is a change of this
+
+_BLOCK = 512
+_RECORD = 10240  # tar's end is padded to a whole record, as tarfile does
+_ZEROS = bytes(_RECORD + 2 * _BLOCK)
+_NAME = 100
+_LARGEST = 8**11 - 1
+
+_MODE_OWNER = b"0000444\x00" + b"0000000\x00" * 2
+_MTIME = b"00000000000\x00"
+_TAIL = b"0" + bytes(100) + b"ustar\x00" + b"00" + b"bigdata".ljust(32, b"\x00") * 2 + bytes(183)
+_CONSTANT = sum(_TAIL) + 8 * ord(" ")
+
+
+class TarEncoder:
+    """A tar file in a buffer.
+
+    Args:
+        capacity: Bytes to begin with; a sample that is larger makes it grow until `reset`.
+    """
+
+    def __init__(self, capacity: int = 1 << 20) -> None:
+        self._capacity = capacity
+        self._buffer = map_anonymous(capacity)
+        self._end = 0
+        self.samples = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the shard if it were closed now, its two empty blocks and padding included."""
+        return _padded(self._end + 2 * _BLOCK, _RECORD)
+
+    def add(self, sample: Sample, limit: int) -> bool:
+        """Append a sample's members, unless the shard would then be larger than the limit."""
+        key = sample.key
+        members: list[tuple[bytes, bytes | LargeFile]] = []
+        end = self._end
+        for extension in sorted(sample.fields):
+            data = sample.fields[extension]
+            header = _header(f"{key}.{extension}", len(data))
+            members.append((header, data))
+            end += len(header) + len(data) + -len(data) % _BLOCK
+        closed = _padded(end + 2 * _BLOCK, _RECORD)
+        if self.samples and closed > limit:
+            return False
+        self._reserve(closed)  # with its end: else `close` would copy a large sample
+        at, buffer = self._end, self._buffer
+        for header, data in members:
+            body = at + len(header)
+            buffer[at:body] = header
+            after = body + len(data)
+            if isinstance(data, LargeFile):
+                _copy(data, memoryview(buffer)[body:after])
+            else:
+                buffer[body:after] = data
+            at = after + -len(data) % _BLOCK
+            buffer[after:at] = _ZEROS[: at - after]
+        self._end = at
+        self.samples += 1
+        return True
+
+    def close(self) -> memoryview:
+        """Finish the tar file, and return it."""
+        size = self.size
+        self._reserve(size)
+        self._buffer[self._end : size] = _ZEROS[: size - self._end]
+        return memoryview(self._buffer)[:size]
+
+    def reset(self) -> None:
+        """Begin the next tar file in the same buffer; one that has grown is given back."""
+        if len(self._buffer) > self._capacity:
+            self._buffer = map_anonymous(self._capacity)
+        self._end = 0
+        self.samples = 0
+
+    def _reserve(self, size: int) -> None:
+        if size > len(self._buffer):
+            # A new buffer, not a longer one: whoever uploaded from the old may still look at it.
+            larger = map_anonymous(max(size, 2 * len(self._buffer)))
+            larger[: self._end] = self._buffer[: self._end]
+            self._buffer = larger
+
+
+def _copy(file: LargeFile, into: memoryview) -> None:
+    at = 0
+    for block in file.blocks():
+        into[at : at + len(block)] = block
+        at += len(block)
+    if at != len(into):
+        raise ValueError(f"A file of {len(into)} bytes gave {at}.")
+
+
+def _padded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def _header(name: str, size: int) -> bytes:
+    """Return a member's header: 512 bytes, more for a name that ustar cannot hold."""
+    if len(name) > _NAME or not name.isascii() or size > _LARGEST:
+        return _pax_header(name, size)
+    raw = name.encode()
+    middle, constant = _middle(size)
+    return b"%b%b%06o\x00 %b" % (raw.ljust(_NAME, b"\x00"), middle, constant + sum(raw), _TAIL)
+
+
+@lru_cache(1 << 12)
+def _middle(size: int) -> tuple[bytes, int]:
+    """Return a header between its name and its checksum, and the checksum of all but the name."""
+    middle = b"%b%011o\x00%b" % (_MODE_OWNER, size, _MTIME)
+    return middle, _CONSTANT + sum(middle)
+
+
+def _pax_header(name: str, size: int) -> bytes:
+    """Tarfile's own header, with a record before it for what ustar cannot hold (POSIX.1-2001)."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mode, info.mtime, info.uname, info.gname = size, 0o444, 0, "bigdata", "bigdata"
+    try:
+        return info.tobuf(tarfile.PAX_FORMAT)
+    except (ValueError, UnicodeEncodeError) as error:
+        raise BadSampleError(f"no tar member can have its name: {error}") from error

@@ -1,0 +1,130 @@
+"""Make the shards of a complete dataset again that are missing or damaged."""
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from millrace import errors
+from millrace.datasets.finalize import LostShard
+from millrace.datasets.formats.base import BadSampleError
+from millrace.datasets.formats.webdataset import TarEncoder
+from millrace.datasets.settings import PipelineSettings
+from millrace.datasets.sources import BadRow, Source, open_source
+from millrace.datasets.verify import sealed, verify
+from millrace.digest import sha256
+from millrace.keys import DatasetKeys
+from millrace.progress import Event, Progress, silent
+from millrace.records import fetch
+from millrace.schemas.dataset import DatasetPlan, ShardCommit, ShardLayout, Split
+from millrace.schemas.ledger import iterate_commits
+from millrace.storage import Store, create, difference, open_store, put
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """Result of a repair.
+
+    Attributes:
+        shards: Number of shards that were verified.
+        made: Keys of the shards that were made again.
+    """
+
+    shards: int
+    made: tuple[str, ...]
+
+
+def repair_dataset(config: PipelineSettings, *, progress: Progress = silent) -> Repair:
+    """Verify a complete dataset, and make each shard again that is missing or damaged.
+
+    A shard is made from the source by the pinned plan. Files that were written again since then
+    are read, too: their times and ETags do not matter. A shard is written only if its SHA-256 is
+    that of the manifest; a damaged object is replaced only then, and a good one never. Memory: one
+    shard, and what `verify` takes.
+
+    Args:
+        config: The settings that the dataset was made with.
+        progress: Called for each shard verified, and before and after each shard made.
+
+    Raises:
+        NotFoundError: The dataset is not complete.
+        ChangedError: The source no longer gives the same bytes.
+        ConflictError: The ledger does not have the shard.
+    """
+    store, keys = open_store(config.store), DatasetKeys(config.dataset)
+    found = verify(store, config.dataset, progress=progress)
+    if found.good:
+        return Repair(found.shards, ())
+    plan = fetch(store, keys.plan, DatasetPlan)
+    sealed_shards = {shard.key: shard for shard in sealed(store, keys).shards}
+    entries = {entry.key: entry for entry in iterate_commits(store, keys)}
+    lost: list[LostShard] = []
+    for fault in found.faults:
+        entry = entries.get(fault.key)
+        if entry is None:
+            raise errors.ConflictError(
+                f"{store.url_of(fault.key)} is {fault.reason}, and its commit is missing: it "
+                "cannot be made again. Shard the source under another name."
+            )
+        shard = sealed_shards[fault.key]
+        proven = entry.model_copy(update={"size": shard.size, "sha256": shard.sha256})
+        lost.append(LostShard(proven, fault.reason))
+    source_store = open_store(config.source.store, make_folder=False)
+    remake_shards(store, plan, source_store, lost, progress=progress)
+    return Repair(found.shards, tuple(fault.key for fault in found.faults))
+
+
+def remake_shards(
+    store: Store,
+    plan: DatasetPlan,
+    source_store: Store,
+    lost: Iterable[LostShard],
+    *,
+    progress: Progress = silent,
+) -> None:
+    """Make shards again from the source. Each is written only if its SHA-256 is that of its commit.
+
+    Args:
+        store: Store of the dataset.
+        plan: The dataset's plan.
+        source_store: Store of the source.
+        lost: Shards to make.
+        progress: Called before and after each shard.
+
+    Raises:
+        ChangedError: The source no longer gives the same bytes.
+    """
+    source = open_source(plan.source, source_store, store, any_version=True)
+    splits = {split.name: split for split in plan.splits}
+    for entry, reason in lost:
+        key = str(entry.key)
+        progress(Event("shard.repairing", key, {"why": reason}))
+        _replace(store, key, entry, _made_again(source, splits[entry.split], plan.layout, entry))
+        progress(Event("shard.repaired", key, {"bytes": entry.size}))
+
+
+def _made_again(
+    source: Source, split: Split, layout: ShardLayout, entry: ShardCommit
+) -> memoryview:
+    encoder = TarEncoder(layout.shard_bytes)
+    for row in source.rows(split.piece, entry.start):
+        if not isinstance(row, BadRow):
+            with contextlib.suppress(BadSampleError):  # it was put aside
+                encoder.add(row, max(layout.shard_bytes, entry.size))
+        # Before the next row is read: it may be as large as this one.
+        if row.next >= entry.next or encoder.samples == entry.samples:
+            break
+    return encoder.close()
+
+
+def _replace(store: Store, key: str, entry: ShardCommit, data: memoryview) -> None:
+    """Write a shard whose bytes are proven; an object that is good by now stays."""
+    if sha256(data) != entry.sha256:
+        raise errors.ChangedError(
+            f"{store.url_of(key)} cannot be made again: the source gives other bytes now. "
+            "Nothing was replaced. Put the source back as it was when the dataset was planned."
+        )
+    try:
+        create(store, key, data, sha256=entry.sha256)
+    except errors.ExistsError:
+        if difference(store, key, entry.size, entry.sha256):
+            put(store, key, data)

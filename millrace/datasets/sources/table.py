@@ -1,0 +1,114 @@
+"""The files of a source in little memory: one packed ``bytes`` a file.
+
+A row is ``path NUL size NUL etag``. `bytes` sort as their UTF-8 text does, so a sorted list of rows
+is in the order of the paths. A name that is not UTF-8 keeps its bytes.
+"""
+
+import re
+import unicodedata
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+
+from millrace.schemas.dataset import FileRef
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_NUL = b"\0"
+_NUL_IN_PATH = b"\xc0\x80"  # no UTF-8 text has it: bytes of an overlong NUL
+
+
+@dataclass(frozen=True, slots=True)
+class FileTable:
+    """The files of a source. Memory: about 60 bytes a file beside its path and ETag.
+
+    Attributes:
+        rows: A packed file each, in the order of the paths.
+        size: Bytes of all files.
+        markers: Empty objects that only show a folder; they are not among the rows.
+    """
+
+    rows: list[bytes]
+    size: int
+    markers: int
+
+    @classmethod
+    def collect(cls, found: Iterable[tuple[str, int, str]]) -> "FileTable":
+        """Pack and sort files, given as path, size and ETag."""
+        rows: list[bytes] = []
+        empty: list[bytes] = []
+        size = markers = 0
+        for path, length, etag in found:
+            if length == 0 and path.endswith("/"):
+                markers += 1
+                continue
+            row = pack(path, length, etag)
+            rows.append(row)
+            size += length
+            if length == 0:
+                empty.append(row)
+        rows.sort()
+        # Some stores drop the slash that a marker's key ends in: it is named as a folder is.
+        for row in empty:
+            folder = row.partition(_NUL)[0] + b"/"
+            below = bisect_left(rows, folder)
+            if below < len(rows) and rows[below].startswith(folder):
+                del rows[bisect_left(rows, row)]
+                markers += 1
+        return cls(rows, size, markers)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def sha256(self) -> str:
+        """Return the digest of the listing: another file, size or ETag gives another."""
+        digest = sha256()
+        for row in self.rows:
+            digest.update(row + b"\n")
+        return digest.hexdigest()
+
+
+def pack(path: str, size: int, etag: str) -> bytes:
+    """Return the row of a file."""
+    return b"%b\0%d\0%b" % (path_bytes(path), size, etag.encode())
+
+
+def unpack(row: bytes) -> FileRef:
+    """Return the file of a row. A name that is not UTF-8 is shown with escapes."""
+    path, size, etag = row.split(_NUL)
+    return FileRef(path=shown(path_text(path)), size=int(size), etag=etag.decode())
+
+
+def path_bytes(path: str) -> bytes:
+    """Return a path without NUL bytes, in the order of its text."""
+    return path.encode("utf-8", "surrogateescape").replace(_NUL, _NUL_IN_PATH)
+
+
+def path_text(path: bytes) -> str:
+    """Return the path of `path_bytes`. Bytes that are not UTF-8 become lone surrogates."""
+    return path.replace(_NUL_IN_PATH, _NUL).decode("utf-8", "surrogateescape")
+
+
+def shown(path: str) -> str:
+    """Return a path as text that any record can hold: control characters and odd bytes escaped."""
+    if path.isprintable():
+        return path
+    text = path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def unreadable(path: str, *, local: bool) -> str:
+    """Return why a file cannot be read, or cannot be read back by its name; empty if it can.
+
+    Spaces of any kind, joiners and marks are text: webdataset reads such names. Control characters
+    and bytes that are not UTF-8 are not. A bucket's clients refuse keys with empty segments.
+    """
+    if not path.isprintable():
+        kinds = {unicodedata.category(character) for character in path}
+        if "Cs" in kinds:
+            return "its name is not UTF-8"
+        if "Cc" in kinds:
+            return "its name has control characters"
+    if not local and not {"", ".", ".."}.isdisjoint(path.split("/")):
+        return "its key has an empty or a relative segment, which clients of stores refuse"
+    return ""

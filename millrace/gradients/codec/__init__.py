@@ -1,0 +1,1 @@
+"""Compress pseudo-gradients into objects, and read such objects without trusting them."""

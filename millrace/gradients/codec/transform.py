@@ -1,0 +1,126 @@
+"""The discrete cosine transform of a tensor's tiles, and back.
+
+DCT-II, orthonormal, of tiles of at most 64 by 64 (DeMo, arXiv 2411.19870, §3). As products with
+the basis, some rows of tiles at a time, so that what lies between the two products stays in the
+processor's cache.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from millrace.gradients.codec.chunks import TILE, Tiles, matrix_of, tiles_of
+from millrace.schemas.gradient import Transform
+
+_AT_ONCE = 1 << 17  # values
+
+
+def forward(
+    tensor: torch.Tensor, transform: Transform, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return a tensor's values in the order of its chunks, transformed.
+
+    Args:
+        tensor: Of any shape, float32, contiguous.
+        transform: Which.
+        out: As many values, float32, in one dimension, to be filled: new memory costs as much as
+            the transform.
+
+    Returns:
+        As many values, float32, in one dimension. Without a transform they are the tensor's own
+        memory.
+    """
+    if transform is Transform.NONE:
+        return tensor.reshape(-1)
+    matrix = tensor.reshape(matrix_of(tuple(tensor.shape)))
+    if out is None:
+        out = torch.empty(tensor.numel(), dtype=torch.float32, device=tensor.device)
+    for tiles, place, band in _bands(out, matrix, tuple(tensor.shape)):
+        down, across = _basis(tiles.height, out.device), _basis(tiles.width, out.device)
+        if len(band) == 1:  # one row of tiles: a plain product, which reads it where it lies
+            half = torch.mm(down, band[0]).view(tiles.height, -1, tiles.width)
+            torch.matmul(half.transpose(0, 1), across.T, out=place[0])
+        else:
+            half = torch.matmul(down, band).view(-1, tiles.width)
+            done = torch.mm(half, across.T).view(len(band), tiles.height, -1, tiles.width)
+            place.copy_(done.transpose(1, 2))
+    return out
+
+
+def backward(
+    values: torch.Tensor,
+    shape: tuple[int, ...],
+    transform: Transform,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the tensor from whose values `forward` made these.
+
+    Args:
+        values: In one dimension, float32.
+        shape: Of the tensor.
+        transform: Which.
+        out: A tensor of this shape, float32, contiguous, to be filled.
+    """
+    if transform is Transform.NONE:
+        return values.view(shape) if out is None else out.copy_(values.view(shape))
+    if out is None:
+        out = torch.empty(shape, dtype=torch.float32, device=values.device)
+    for tiles, place, band in _bands(values, out.view(matrix_of(shape)), shape):
+        down, across = _basis(tiles.height, values.device), _basis(tiles.width, values.device)
+        half = torch.mm(place.reshape(-1, tiles.width), across)
+        half = half.view(len(band), -1, tiles.height, tiles.width).transpose(1, 2)
+        half = half.reshape(len(band), tiles.height, -1)
+        if len(band) == 1:
+            band[0].copy_(torch.mm(down.T, half[0]))
+        else:
+            band.copy_(torch.matmul(down.T, half))
+    return out
+
+
+def _bands(
+    values: torch.Tensor, matrix: torch.Tensor, shape: tuple[int, ...]
+) -> Iterator[tuple[Tiles, torch.Tensor, torch.Tensor]]:
+    """Yield some rows of tiles at a time, as views of both.
+
+    Of the values ``(rows, columns, height, width)``, one tile behind the other; of the matrix
+    ``(rows, height, columns * width)``.
+    """
+    first = 0
+    for tiles in tiles_of(shape):
+        size, wide = tiles.height * tiles.width, tiles.columns * tiles.width
+        high = tiles.rows * tiles.height
+        place = values[first : first + high * wide]
+        place = place.view(tiles.rows, tiles.columns, tiles.height, tiles.width)
+        part = matrix.narrow(0, tiles.row, high).narrow(1, tiles.column, wide)
+        part = part.view(tiles.rows, tiles.height, wide)
+        columns = max(1, min(tiles.columns, _AT_ONCE // size))
+        rows = max(1, _AT_ONCE // (columns * size))
+        for row in range(0, tiles.rows, rows):
+            for column in range(0, tiles.columns, columns):
+                yield (
+                    tiles,
+                    place[row : row + rows, column : column + columns],
+                    part[
+                        row : row + rows,
+                        :,
+                        column * tiles.width : (column + columns) * tiles.width,
+                    ],
+                )
+        first += high * wide
+
+
+@lru_cache(maxsize=TILE)
+def basis_of(size: int) -> npt.NDArray[np.float32]:
+    """Return the orthonormal basis of the DCT-II, (coefficients, values), rounded from float64."""
+    n = np.arange(size, dtype=np.float64)
+    basis = np.cos(np.pi / size * (n[None, :] + 0.5) * n[:, None]) * np.sqrt(2.0 / size)
+    basis[0] /= np.sqrt(2.0)
+    return basis.astype(np.float32)
+
+
+@lru_cache(maxsize=512)
+def _basis(size: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor(basis_of(size), device=device)

@@ -1,0 +1,1 @@
+"""Gather, merge and chain the pseudo-gradients of a run's workers through a bucket."""

@@ -1,0 +1,1 @@
+"""Unpack archives while they arrive, without trusting their contents."""

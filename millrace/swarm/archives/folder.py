@@ -1,0 +1,287 @@
+"""The folder that an archive is unpacked into, which nothing of it is to leave.
+
+Only folders and regular files are made while the archive is read, each below descriptors of the
+folders above it, and never through a link. Symbolic links are written down, and made when all
+else is there: so no member can be written through one.
+"""
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from millrace import errors
+from millrace.swarm.archives.limits import (
+    READ_SIZE,
+    UnpackLimits,
+    UnpackResult,
+    check_link_target,
+    make_refusal,
+    split_name,
+)
+
+FOLDER_MODE = 0o755
+"""Permission bits of a folder of which the archive does not say any."""
+
+_LINK_BYTES = 64 << 20  # names and targets of symbolic links, which wait in memory
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_CANNOT_LINK = {errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV}
+_LATER = 24 * 3600  # seconds that another machine's clock may be ahead
+
+
+class Tree:
+    """The folder that is unpacked into: all that is ever written is written here."""
+
+    def __init__(
+        self, root: Path, limits: UnpackLimits, mode: int | None, owner: tuple[int, int] | None
+    ) -> None:
+        self.limits = limits
+        self._mode = None if mode is None else mode & 0o777
+        self._owner = owner
+        self._latest = time.time() + _LATER
+        # The folder of the last member, and the descriptors of all folders down to it.
+        self._path: list[bytes] = []
+        self._descriptors = [os.open(root, _FOLDER_FLAGS)]
+        self._links: dict[tuple[bytes, ...], bytes] = {}
+        self._link_bytes = 0
+        self._members = 0
+        self._files = 0
+        self._bytes = 0
+
+    def close(self) -> None:
+        """Close the open folders."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def add_folder(self, name: bytes, mode: int) -> None:
+        """Make a folder."""
+        parts = self._check_member(name, folder=True)
+        if parts:  # else it is the folder itself, which is the caller's
+            self._make_folder(parts[-1], self._enter(name, parts[:-1]))
+            self._set_permissions(self._enter(name, parts), self._compute_folder_mode(mode))
+
+    def add_file(
+        self, name: bytes, body: Iterable[bytes | memoryview], mode: int, mtime: float
+    ) -> None:
+        """Write a file."""
+        parts = self._check_member(name)
+        self._write_file(name, parts, body, self._compute_file_mode(mode), mtime)
+
+    def add_symlink(self, name: bytes, target: bytes) -> None:
+        """Write a link down, to be made when all else is there."""
+        self._count_member()
+        parts = split_name(name, self.limits)
+        self._check_links(name, parts[:-1])
+        self._plan_symlink(name, parts, target)
+
+    def add_hardlink(self, name: bytes, target: bytes) -> None:
+        """Link an earlier file of the archive; copy it where the file system cannot."""
+        self._count_member()
+        parts = split_name(name, self.limits)
+        try:
+            source = split_name(target, self.limits)
+        except errors.ArchiveError as error:
+            raise make_refusal(name, f"links to what is no member. {error}") from None
+        if source in self._links:  # a link has the same text under either name
+            self._check_links(name, parts[:-1])
+            self._plan_symlink(name, parts, self._links[source])
+            return
+        self._check_links(name, parts)
+        try:
+            at = os.dup(self._enter(name, source[:-1], make=False))
+        except FileNotFoundError:
+            raise self._make_missing_error(name) from None
+        try:
+            self._link_file(name, parts, at, source[-1])
+        finally:
+            os.close(at)
+
+    def finish(self) -> UnpackResult:
+        """Make the links; nothing is written after them."""
+        for parts, target in self._links.items():
+            name = b"/".join(parts)
+            at = self._enter(name, parts[:-1])
+            try:
+                os.symlink(target, parts[-1], dir_fd=at)
+            except FileExistsError:
+                raise self._make_duplicate_error(name) from None
+            if self._owner is not None:
+                os.chown(parts[-1], *self._owner, dir_fd=at, follow_symlinks=False)
+        return UnpackResult(self._files + len(self._links), self._bytes)
+
+    def _check_member(self, name: bytes, *, folder: bool = False) -> tuple[bytes, ...]:
+        self._count_member()
+        parts = split_name(name, self.limits, folder=folder)
+        self._check_links(name, parts)
+        return parts
+
+    def _count_member(self) -> None:
+        self._members += 1
+        if self._members > self.limits.members:
+            raise errors.ArchiveError(
+                f"The archive has more than {self.limits.members} members: raise the limit if it "
+                "is meant to."
+            )
+
+    def _check_links(self, name: bytes, parts: tuple[bytes, ...]) -> None:
+        if self._links and any(parts[:end] in self._links for end in range(1, len(parts) + 1)):
+            raise make_refusal(
+                name, "would be written through a link of the archive: pack it again."
+            )
+
+    def _enter(self, name: bytes, parts: tuple[bytes, ...], *, make: bool = True) -> int:
+        """Return the descriptor of a folder, valid until the next call. What is missing is made."""
+        shared = 0
+        for ours, theirs in zip(self._path, parts, strict=False):
+            if ours != theirs:
+                break
+            shared += 1
+        while len(self._path) > shared:
+            self._path.pop()
+            os.close(self._descriptors.pop())
+        for part in parts[shared:]:
+            above = self._descriptors[-1]
+            made = make and self._make_folder(part, above)
+            if made:
+                self._count_member()
+            try:
+                descriptor = os.open(part, _FOLDER_FLAGS, dir_fd=above)
+            except OSError as error:
+                if error.errno in {errno.ENOTDIR, errno.ELOOP}:
+                    raise make_refusal(name, "lies below a file or a link.") from None
+                raise
+            self._path.append(part)
+            self._descriptors.append(descriptor)
+            if made:
+                self._set_permissions(descriptor, self._compute_folder_mode(FOLDER_MODE))
+        return self._descriptors[-1]
+
+    def _make_folder(self, part: bytes, above: int) -> bool:
+        try:
+            os.mkdir(part, 0o700, dir_fd=above)
+        except FileExistsError:
+            return False
+        return True
+
+    def _write_file(
+        self,
+        name: bytes,
+        parts: tuple[bytes, ...],
+        body: Iterable[bytes | memoryview],
+        mode: int,
+        mtime: float,
+    ) -> None:
+        at = self._enter(name, parts[:-1])
+        try:
+            descriptor = os.open(parts[-1], _NEW_FILE_FLAGS, 0o600, dir_fd=at)
+        except FileExistsError:
+            self._remove(name, at, parts[-1])
+            descriptor = os.open(parts[-1], _NEW_FILE_FLAGS, 0o600, dir_fd=at)
+        try:
+            for block in body:
+                self._write_block(descriptor, block)
+            self._set_permissions(descriptor, mode)
+            if 0 <= mtime <= self._latest:
+                nanoseconds = round(mtime * 1e9)
+                os.utime(descriptor, ns=(nanoseconds, nanoseconds))
+        finally:
+            os.close(descriptor)
+        self._files += 1
+
+    def _write_block(self, descriptor: int, block: bytes | memoryview) -> None:
+        self._bytes += len(block)
+        if self._bytes > self.limits.bytes:
+            raise errors.ArchiveError(
+                f"The archive holds more than {self.limits.bytes} bytes: raise the limit if it is "
+                "meant to."
+            )
+        if self.limits.spare:
+            disk = os.fstatvfs(descriptor)
+            if disk.f_bavail * disk.f_frsize < self.limits.spare + len(block):
+                raise errors.NoSpaceError(
+                    f"The archive does not fit on the disk: it was given up after {self._bytes} "
+                    f"bytes, as {self.limits.spare} must stay free. Free some, or choose another "
+                    "root."
+                )
+        while block:
+            block = memoryview(block)[os.write(descriptor, block) :]
+
+    def _set_permissions(self, descriptor: int, mode: int) -> None:
+        if self._owner is not None:
+            os.fchown(descriptor, *self._owner)
+        os.fchmod(descriptor, mode)
+
+    def _compute_file_mode(self, mode: int) -> int:
+        if self._mode is None:
+            return mode & 0o755 | 0o600
+        return self._mode | _search_bits_of(self._mode) if mode & 0o100 else self._mode
+
+    def _compute_folder_mode(self, mode: int) -> int:
+        """Return the mode of a folder; its owner may always write, for members may still come."""
+        if self._mode is None:
+            return mode & 0o755 | 0o700
+        return self._mode | _search_bits_of(self._mode) | 0o700
+
+    def _remove(self, name: bytes, at: int, last: bytes) -> None:
+        """Make place for a later member of the same name."""
+        if not stat.S_ISREG(os.stat(last, dir_fd=at, follow_symlinks=False).st_mode):
+            raise self._make_duplicate_error(name)
+        os.unlink(last, dir_fd=at)
+        self._files -= 1
+
+    def _link_file(
+        self, name: bytes, parts: tuple[bytes, ...], source_at: int, source: bytes
+    ) -> None:
+        try:
+            found = os.stat(source, dir_fd=source_at, follow_symlinks=False)
+        except FileNotFoundError:
+            raise self._make_missing_error(name) from None
+        if not stat.S_ISREG(found.st_mode):
+            raise self._make_missing_error(name)
+        at, last = self._enter(name, parts[:-1]), parts[-1]
+        try:
+            there = os.stat(last, dir_fd=at, follow_symlinks=False)
+        except FileNotFoundError:
+            pass
+        else:
+            if os.path.samestat(there, found):
+                return  # tar links a file to itself that it was told to pack twice
+            self._remove(name, at, last)
+        try:
+            os.link(source, last, src_dir_fd=source_at, dst_dir_fd=at, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in _CANNOT_LINK:
+                raise
+            mode = stat.S_IMODE(found.st_mode)
+            self._write_file(name, parts, _read_blocks(source, source_at), mode, found.st_mtime)
+        else:
+            self._files += 1
+
+    def _plan_symlink(self, name: bytes, parts: tuple[bytes, ...], target: bytes) -> None:
+        check_link_target(name, target, len(parts) - 1, self.limits)
+        self._link_bytes += len(name) + len(target)
+        if self._link_bytes > _LINK_BYTES:
+            raise make_refusal(name, "is one link too many: pack files instead of links.")
+        self._links[parts] = target
+
+    def _make_duplicate_error(self, name: bytes) -> errors.ArchiveError:
+        return make_refusal(name, "is in it twice, as different kinds of thing: pack it again.")
+
+    def _make_missing_error(self, name: bytes) -> errors.ArchiveError:
+        return make_refusal(name, "is a hard link to what is no earlier file of it: pack it again.")
+
+
+def _search_bits_of(mode: int) -> int:
+    return (mode & 0o444) >> 2
+
+
+def _read_blocks(name: bytes, at: int) -> Iterator[bytes]:
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+    try:
+        while block := os.read(descriptor, READ_SIZE):
+            yield block
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,186 @@
+"""Archives of a run: each is unpacked while it arrives, and gets its folder when it is whole."""
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from millrace.errors import ConfigurationError
+from millrace.swarm.assembler import ArrivingFile, Assembler
+from millrace.swarm.pieces import RECORDS_FOLDER, Catalogue, File
+from millrace.swarm.targets import SPARE_BYTES
+
+_Member = tuple[str, int, int]  # path below the folder, bytes, time in ns; of a folder 0 and 0
+
+
+class ArchiveUnpacker:
+    """Unpacks a catalogue's archives below a root.
+
+    Args:
+        root: The folder that nothing is written outside of.
+        catalogue: What the archives are among.
+        landing: Where their bytes arrive.
+        limits: ``bytes`` and ``members`` that one may unpack to.
+    """
+
+    def __init__(
+        self, root: Path, catalogue: Catalogue, landing: Assembler, limits: dict[str, int]
+    ) -> None:
+        self._root, self._catalogue, self._landing = root.resolve(), catalogue, landing
+        self._limits = limits
+
+    def unpack(self, number: int) -> None:
+        """Unpack one archive; returns when its folder is there.
+
+        Raises:
+            ChangedError: The run has ended before.
+            ConfigurationError: Its folder is there already, and not all of it is as we made it.
+            ArchiveError: It holds what must not be unpacked.
+        """
+        from millrace.swarm.archives.unpack import CONTENT_NAME, SINGLE_FILE_METHODS  # noqa: PLC0415
+
+        file = self._catalogue.files[number]
+        into = self._root / file.into
+        name = hashlib.sha256(file.into.encode()).hexdigest()[:16]
+        record = _Record(self._root / RECORDS_FOLDER / "unpacked" / name)
+        if os.path.lexists(into):
+            if record.is_record_of(file) and record.is_whole(into):
+                self._landing.wait_final(number)
+                return
+            record.check_replaceable(into, file)
+        into.parent.mkdir(parents=True, exist_ok=True)
+        if not into.parent.resolve().is_relative_to(self._root):
+            raise ConfigurationError(
+                f"{into} leads out of {self._root} through a link: nothing was written there."
+            )
+        half = into.parent / f".{name}.unpacking"
+        old = into.parent / f".{name}.replaced"
+        for left in (half, old):  # by a run that was killed
+            _remove(left)
+            self._landing.note_folder(left)
+        half.mkdir()
+        try:
+            self._unpack_into(number, file, half)
+            self._landing.wait_final(number)  # it is what it should be
+            if os.path.lexists(into):
+                record.check_replaceable(into, file)
+                into.rename(old)
+            made = half / CONTENT_NAME if file.unpack in SINGLE_FILE_METHODS else half
+            record.write(file, made)
+            made.rename(into)
+        except BaseException:
+            _remove(half)
+            raise
+        _remove(half)
+        _remove(old)
+
+    def _unpack_into(self, number: int, file: File, half: Path) -> None:
+        from millrace.swarm.archives.unpack import Unpacking, UnpackLimits, unpack  # noqa: PLC0415
+
+        method = Unpacking(file.unpack)
+        limits = UnpackLimits(**self._limits, spare=SPARE_BYTES + self._landing.count_unallocated())
+        if method is Unpacking.ZIP:  # its directory is at its end
+            self._landing.wait_final(number)
+            archive: Path | ArrivingFile = self._root / file.path
+        else:
+            archive = self._landing.open_sequential(number)
+        unpack(archive, method, half, limits=limits, mode=file.mode, owner=file.owner)
+
+
+class _Record:
+    """Record of one unpacked folder or file: its origin, then a line for each member.
+
+    Args:
+        path: Of the record.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, file: File, folder: Path) -> None:
+        """Note all that is in a folder, before it gets its name."""
+        self._path.parent.mkdir(exist_ok=True)
+        half = self._path.with_suffix(".part")
+        with half.open("w") as lines:
+            lines.write(f"{json.dumps(_describe_source(file))}\n")
+            for member in _iterate_members(folder):
+                lines.write(f"{json.dumps(member)}\n")
+            lines.flush()
+            os.fsync(lines.fileno())
+        half.rename(self._path)
+
+    def is_record_of(self, file: File) -> bool:
+        """Tell whether the folder was unpacked from this content of this object."""
+        try:
+            with self._path.open() as lines:
+                return json.loads(lines.readline()) == _describe_source(file)
+        except (FileNotFoundError, ValueError):
+            return False
+
+    def is_whole(self, folder: Path) -> bool:
+        """Tell whether all members are as they were made; there may be other files beside them."""
+        return all(_stat_member(folder, member[0]) == member for member in self._read_members())
+
+    def check_replaceable(self, folder: Path, file: File) -> None:
+        """See that nothing is in a folder but members as they were made.
+
+        Raises:
+            ConfigurationError: Something is, so that the folder must not be replaced.
+        """
+        noted = set(self._read_members())
+        other = next((m[0] for m in _iterate_members(folder) if m not in noted), None)
+        if other is None:
+            return
+        raise ConfigurationError(
+            f"{folder} would be unpacked anew from {file.origin} as it is now, but "
+            f"{folder / other} was not unpacked by us, or was changed since: move the folder "
+            "away, or unpack into another one. Nothing in it was touched."
+        )
+
+    def _read_members(self) -> Iterator[_Member]:
+        try:
+            lines = self._path.open()
+        except FileNotFoundError:
+            return
+        with lines:
+            lines.readline()
+            for line in lines:
+                path, size, mtime = json.loads(line)
+                yield path, size, mtime
+
+
+def _describe_source(file: File) -> dict[str, str]:
+    return {"into": file.into, "origin": file.origin, "etag": file.etag}
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _iterate_members(folder: Path) -> Iterator[_Member]:
+    """Return all that is below a folder, links not followed; of a file the file itself."""
+    if folder.is_symlink() or not folder.is_dir():
+        yield from filter(None, [_stat_member(folder, "")])
+        return
+    for above, folders, files in os.walk(folder):
+        below = Path(above).relative_to(folder)
+        for name in (*folders, *files):
+            member = _stat_member(folder, str(below / name))
+            if member is not None:
+                yield member
+
+
+def _stat_member(folder: Path, path: str) -> _Member | None:
+    try:
+        found = (folder / path).lstat()
+    except OSError:
+        return None
+    if stat.S_ISDIR(found.st_mode):
+        return path, 0, 0
+    return path, found.st_size, found.st_mtime_ns

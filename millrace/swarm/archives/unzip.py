@@ -1,0 +1,155 @@
+"""Read a zip without trusting its directory."""
+
+import contextlib
+import stat
+import struct
+import zipfile
+import zlib
+from calendar import timegm
+from collections.abc import Generator, Iterator
+from typing import Protocol, cast
+
+from millrace import errors
+from millrace.swarm.archives.folder import FOLDER_MODE, Tree
+from millrace.swarm.archives.limits import READ_SIZE, Reader, make_refusal
+
+_FILE_MODE = 0o644
+_LONGEST_DIRECTORY = 512 << 20  # bytes
+_UNIX = {3, 19}  # systems of a zip's maker whose attributes are Unix modes: Unix and macOS
+_METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}  # of others zipfile bounds no memory
+_UTF_8 = 0x800
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_ENTRY = b"PK\x01\x02"
+
+
+class _Seekable(Reader, Protocol):
+    def seek(self, offset: int, whence: int = 0, /) -> int: ...
+    def tell(self) -> int: ...
+
+
+class _ZipSource:
+    """A zip's bytes, for zipfile, which itself would read a directory of any length."""
+
+    def __init__(self, source: _Seekable, members: int) -> None:
+        self._source = source
+        self._members = members
+        self.opened = False
+
+    def read(self, size: int = -1, /) -> bytes:
+        if size > _LONGEST_DIRECTORY:
+            raise errors.ArchiveError(
+                "The archive is damaged: its directory is longer than any is."
+            )
+        data = self._source.read(size if size >= 0 else READ_SIZE)  # all of its end: of 64 KiB
+        # zipfile makes an object of each entry, before anybody can count them.
+        if not self.opened and data.count(_ENTRY) > self._members:
+            raise errors.ArchiveError(
+                f"The archive has more than {self._members} members: raise the limit if it is "
+                "meant to."
+            )
+        return data
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        if whence == 0 and offset < 0:
+            raise zipfile.BadZipFile("a place before its beginning")
+        return self._source.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._source.tell()
+
+    def seekable(self) -> bool:
+        return True
+
+
+def unzip(archive: Reader, tree: Tree) -> None:
+    """Unpack a zip, in the order of its bytes; it needs ``seek`` and ``tell``."""
+    if not (hasattr(archive, "seek") and hasattr(archive, "tell")):
+        raise errors.ConfigurationError(
+            "A zip's directory is at its end: give its path once it has arrived."
+        )
+    source = _ZipSource(cast("_Seekable", archive), tree.limits.members)
+    with contextlib.ExitStack() as stack:
+        with _translate_errors():
+            opened = stack.enter_context(zipfile.ZipFile(source))
+        source.opened = True
+        end = 0
+        for info in sorted(opened.infolist(), key=lambda info: info.header_offset):
+            with _translate_errors():
+                if info.header_offset < end:
+                    raise zipfile.BadZipFile("members overlap")
+                source.seek(info.header_offset)
+                magic, name, extra = _LOCAL_HEADER.unpack(source.read(_LOCAL_HEADER.size))
+                end = info.header_offset + _LOCAL_HEADER.size + name + extra + info.compress_size
+                if magic != b"PK\x03\x04":
+                    raise zipfile.BadZipFile("a member is not where it should be")
+            _unzip_member(opened, info, tree)
+
+
+def _unzip_member(opened: zipfile.ZipFile, info: zipfile.ZipInfo, tree: Tree) -> None:
+    name = _decode_name(info)
+    mode = info.external_attr >> 16 if info.create_system in _UNIX else 0
+    kind = stat.S_IFMT(mode)
+    if info.flag_bits & 1 or info.compress_type not in _METHODS:
+        raise make_refusal(
+            name, "is encrypted, or compressed other than by deflate: pack it again."
+        )
+    if kind not in {0, stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK}:
+        raise make_refusal(name, "is neither file nor folder nor link: pack it again without it.")
+    if kind == stat.S_IFLNK:
+        if info.file_size > tree.limits.name_bytes:
+            raise make_refusal(name, "is a link whose target is too long.")
+        tree.add_symlink(name, b"".join(_iterate_body(opened, info, name)))
+    elif kind == stat.S_IFDIR or name.endswith(b"/"):
+        tree.add_folder(name, mode or FOLDER_MODE)
+    else:
+        tree.add_file(
+            name, _iterate_body(opened, info, name), mode or _FILE_MODE, _parse_time(info)
+        )
+
+
+def _decode_name(info: zipfile.ZipInfo) -> bytes:
+    """Return a member's name: UTF-8 also without the flag, as Info-ZIP and macOS write it."""
+    name = info.orig_filename  # filename is cut at a NUL
+    if not info.flag_bits & _UTF_8:
+        with contextlib.suppress(UnicodeError):
+            raw = name.encode("cp437")
+            raw.decode("utf-8")
+            return raw
+    return name.encode("utf-8", "surrogateescape")
+
+
+def _iterate_body(opened: zipfile.ZipFile, info: zipfile.ZipInfo, name: bytes) -> Iterator[bytes]:
+    left = info.file_size
+    with _translate_errors(), opened.open(info) as file:
+        while data := file.read(READ_SIZE):
+            left -= len(data)
+            yield data
+    if left:
+        raise make_refusal(name, "is not as long as is said of it: the archive is damaged.")
+
+
+def _parse_time(info: zipfile.ZipInfo) -> float:
+    try:
+        return timegm((*info.date_time, 0, 1, 0))
+    except ValueError:  # a day that is none
+        return -1
+
+
+@contextlib.contextmanager
+def _translate_errors() -> Generator[None]:
+    """Say what zipfile says of a damaged archive, in any of its ways, in ours."""
+    try:
+        yield
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        struct.error,
+        EOFError,
+        LookupError,
+        RuntimeError,
+        ValueError,
+        OverflowError,
+    ) as error:
+        raise errors.ArchiveError(
+            f"The archive is damaged, or no zip: {errors.one_line(error).rstrip('.')}."
+        ) from error

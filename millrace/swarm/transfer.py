@@ -1,0 +1,200 @@
+"""Fetch a piece: from the store by ranges, or from a node that has it. Into a buffer used again."""
+
+import hashlib
+import http.client
+import os
+import random
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+from millrace.digest import make_local_etag
+from millrace.swarm.pieces import Catalogue, Segment
+from millrace.swarm.protocol import AUTH_HEADER, ConnectionPool, Endpoint, HttpStatusError, sign
+
+_CONCURRENCY = 16  # small files of one piece that are read from the store at once
+_TRIES = 4
+_PAUSE = 0.1  # seconds at most before the second try; then twice as many
+FINAL_STATUSES = {http.client.NOT_FOUND, http.client.GONE, http.client.PRECONDITION_FAILED}
+"""What a store says of an object that is not the one that was meant: it would say so again."""
+
+
+class FetchError(Exception):
+    """A piece could not be fetched from where it was ordered.
+
+    Attributes:
+        status: The HTTP status of the refusal; 0 where there was none.
+    """
+
+    def __init__(self, why: str, status: int = 0) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class StoreReader:
+    """Reads segments of a catalogue's files from the store.
+
+    Args:
+        catalogue: What the segments are of.
+        sources: For each file, the signed URL that reads it, or its path in a folder.
+        connections: To the store.
+        told: Told of each failure after which it is tried again.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        sources: list[str],
+        connections: ConnectionPool,
+        told: Callable[[str], None],
+    ) -> None:
+        self._catalogue, self._sources = catalogue, sources
+        self._connections, self._told = connections, told
+        self._closing = threading.Event()
+        self._pool = ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="small")
+
+    def read_piece(self, number: int, into: memoryview) -> None:
+        """Read a piece.
+
+        Raises:
+            FetchError: The store did not give it, or no longer has that content.
+        """
+        segments = self._catalogue.pieces[number]
+        ends = [0]
+        for segment in segments:
+            ends.append(ends[-1] + segment.size)
+        parts = [into[a:b] for a, b in pairwise(ends)]
+        if len(segments) == 1:
+            self._read_segment(segments[0], parts[0])
+        else:
+            list(self._pool.map(self._read_segment, segments, parts))
+
+    def close(self) -> None:
+        """Start no further reads."""
+        self._closing.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _read_segment(self, segment: Segment, into: memoryview) -> None:
+        """Read a segment, and again after a while: a piece of many would else never be whole."""
+        for failed in range(_TRIES):
+            try:
+                self._read_once(segment, into)
+            except FetchError as error:
+                last = failed == _TRIES - 1
+                if last or error.status in FINAL_STATUSES or self._closing.is_set():
+                    raise
+                self._told(str(error))
+                self._closing.wait(random.uniform(0.0, _PAUSE * 2.0**failed))
+            else:
+                return
+
+    def _read_once(self, segment: Segment, into: memoryview) -> None:
+        if not segment.size:
+            return
+        source = self._sources[segment.file]
+        try:
+            if source.startswith("/"):
+                self._read_local(Path(source), segment, into)
+            else:
+                self._read_remote(source, segment, into)
+        except HttpStatusError as error:
+            raise FetchError(str(error), error.status) from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise FetchError(f"{type(error).__name__}: {error}") from error
+
+    def _read_remote(self, url: str, segment: Segment, into: memoryview) -> None:
+        file = self._catalogue.files[segment.file]
+        place, target = Endpoint.parse_url(url)
+        headers = {
+            "If-Match": file.etag,
+            "Range": f"bytes={segment.start}-{segment.start + segment.size - 1}",
+        }
+        answer = self._connections.read_into(place, target, headers, into)
+        if answer.get("etag", file.etag) != file.etag:
+            raise FetchError("another content", http.client.PRECONDITION_FAILED)
+
+    def _read_local(self, path: Path, segment: Segment, into: memoryview) -> None:
+        file = self._catalogue.files[segment.file]
+        with path.open("rb", buffering=0) as opened:
+            if make_local_etag(os.fstat(opened.fileno())) != file.etag:
+                raise FetchError("another content", http.client.PRECONDITION_FAILED)
+            at = 0
+            while at < len(into):
+                got = os.preadv(opened.fileno(), [into[at:]], segment.start + at)
+                if not got:
+                    raise FetchError("the file is shorter than it was")
+                at += got
+
+
+class PeerReader:
+    """Reads pieces from other nodes.
+
+    Args:
+        run: The run's name.
+        key: What requests between its nodes are signed with.
+        peers: Where each node listens. May grow.
+        connections: To them.
+    """
+
+    def __init__(
+        self, run: str, key: bytes, peers: dict[str, Endpoint], connections: ConnectionPool
+    ) -> None:
+        self._run, self._key, self._peers = run, key, peers
+        self._connections = connections
+
+    def read_piece(
+        self, number: int, source: str, into: memoryview, is_over: Callable[[], bool]
+    ) -> None:
+        """Read a piece from a node, unless it proves to be of no use any more.
+
+        Raises:
+            FetchError: It did not give it.
+        """
+        place, path = self._peers[source], f"/runs/{self._run}/pieces/{number}"
+
+        def sign_headers() -> dict[str, str]:
+            return {AUTH_HEADER: sign(self._key, "GET", path, to=place.identity)}
+
+        try:
+            self._connections.read_into(place, path, sign_headers, into, is_over=is_over)
+        except HttpStatusError as error:
+            raise FetchError(str(error), error.status) from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise FetchError(f"{type(error).__name__}: {error}") from error
+
+
+def hash_segments(segments: tuple[Segment, ...], data: memoryview) -> list[bytes]:
+    """SHA-256 of each segment of a piece."""
+    found: list[bytes] = []
+    at = 0
+    for segment in segments:
+        found.append(hashlib.sha256(data[at : at + segment.size]).digest())
+        at += segment.size
+    return found
+
+
+class BufferPool:
+    """Buffers that go round, the last one first: new memory costs more than copying.
+
+    Args:
+        size: Bytes of each.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._free: list[bytearray] = []
+
+    @contextmanager
+    def borrow(self, size: int) -> Generator[memoryview]:
+        """Yield a buffer of so many bytes, for the length of a block."""
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = bytearray(self._size)
+        try:
+            yield memoryview(buffer)[:size]
+        finally:
+            self._free.append(buffer)

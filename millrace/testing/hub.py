@@ -1,0 +1,398 @@
+"""The Hugging Face Hub's HTTP API, as much of it as committing and reading files takes.
+
+A process of its own, in memory, on 127.0.0.1. Model repositories with branches and commits
+(``parentCommit``), uploads by Git LFS (which it holds to their SHA-256), trees, downloads with
+ranges. Two tokens: one may write, the other only read. Source: the requests of the package
+``huggingface_hub``, and "Hub API Endpoints" of the Hub's documentation.
+"""
+
+import argparse
+import asyncio
+import base64
+import contextlib
+import hashlib
+import itertools
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import unquote
+
+from aiohttp import web
+
+from millrace.testing.process import Child, ask, python_module
+
+WRITER, READER = "hf_writer", "hf_reader"
+CONTROL = "/-/"
+LFS_FROM = 10 << 20  # bytes from which on a file of any name is kept by LFS
+
+
+class HubServer:
+    """A running server. Made by `HubServer.start`; a context manager that stops it.
+
+    Attributes:
+        endpoint: ``http://127.0.0.1:PORT``.
+    """
+
+    def __init__(self, child: Child, port: int) -> None:
+        """Describe a server that runs already; `start` runs it."""
+        self.endpoint = f"http://127.0.0.1:{port}"
+        self._child = child
+        self._names = itertools.count()
+
+    @classmethod
+    def start(cls, folder: Path) -> Self:
+        """Start a server; it serves when this returns."""
+        folder.mkdir(parents=True, exist_ok=True)
+        child = python_module("millrace.testing.hub", log=folder / "hub.log")
+        return cls(child, child.announced()["port"])
+
+    def make_repo(self) -> str:
+        """A new repository, with one commit."""
+        name = f"person/repo-{next(self._names)}"
+        self._ask("repo", {"name": name})
+        return name
+
+    def fail_next(self, count: int, status: int, path: str = ".*", *, after: bool = False) -> None:
+        """Answer the next requests whose path matches with an error.
+
+        Args:
+            count: How many; 0 takes back what has not fired.
+            status: With which.
+            path: A pattern of the path.
+            after: Do what is asked before the error is answered: a lost answer.
+        """
+        self._ask("fail", {"count": count, "status": status, "path": path, "after": after})
+
+    def commits(self, repo: str, branch: str = "main") -> int:
+        """How many commits a branch has."""
+        return self._ask("commits", {"repo": repo, "branch": branch})["count"]
+
+    def branches(self, repo: str) -> list[str]:
+        return self._ask("branches", {"repo": repo})["names"]
+
+    def unfired(self) -> int:
+        """How many errors of `fail_next` nobody has had yet."""
+        return self._ask("unfired", {})["count"]
+
+    def uploads(self, repo: str) -> int:
+        """How many files a repository was given by LFS."""
+        return self._ask("uploads", {"repo": repo})["count"]
+
+    def flip(self, repo: str, path: str) -> None:
+        """Flip a bit of a file that is kept by LFS: what no client can do."""
+        self._ask("flip", {"repo": repo, "path": path})
+
+    def commit_behind(self, repo: str) -> None:
+        """Have somebody else commit right before the next commit."""
+        self._ask("behind", {"repo": repo})
+
+    def _ask(self, verb: str, body: dict[str, Any]) -> Any:
+        return ask(f"{self.endpoint}{CONTROL}{verb}", body)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._child.stop()
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file of a commit.
+
+    Attributes:
+        content: Its bytes, or those that LFS keeps for it.
+        lfs: Their SHA-256, if it does.
+    """
+
+    content: bytes
+    lfs: str | None = None
+
+    @property
+    def oid(self) -> str:
+        header = f"blob {len(self.content)}\0".encode()
+        return hashlib.sha1(header + self.content).hexdigest()
+
+    def entry(self, path: str) -> dict[str, Any]:
+        entry: dict[str, Any] = {
+            "type": "file",
+            "path": path,
+            "size": len(self.content),
+            "oid": self.oid,
+        }
+        if self.lfs:
+            entry["lfs"] = {"oid": self.lfs, "size": len(self.content), "pointerSize": 134}
+        return entry
+
+
+@dataclass(frozen=True)
+class _Commit:
+    sha: str
+    files: dict[str, _File]
+
+
+@dataclass
+class _Repo:
+    branches: dict[str, list[_Commit]]
+    kept: dict[str, bytes] = field(default_factory=dict)
+    uploads: int = 0
+    behind: bool = False
+
+    def at(self, revision: str) -> _Commit:
+        if revision in self.branches:
+            return self.branches[revision][-1]
+        for commits in self.branches.values():
+            for commit in commits:
+                if commit.sha == revision:
+                    return commit
+        raise _refused(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+
+    def commit(self, branch: str, files: dict[str, _File]) -> _Commit:
+        commits = self.branches[branch]
+        names = "".join(f"{path}{file.oid}" for path, file in sorted(files.items()))
+        sha = hashlib.sha1(f"{commits[-1].sha}{names}{len(commits)}".encode()).hexdigest()
+        commits.append(_Commit(sha, files))
+        return commits[-1]
+
+
+def _refused(status: int, code: str, message: str) -> web.HTTPException:
+    kinds = {400: web.HTTPBadRequest, 401: web.HTTPUnauthorized, 403: web.HTTPForbidden}
+    kinds |= {404: web.HTTPNotFound, 409: web.HTTPConflict, 412: web.HTTPPreconditionFailed}
+    headers = {"X-Error-Code": code, "X-Error-Message": message}
+    return kinds[status](
+        headers=headers, text=json.dumps({"error": message}), content_type="application/json"
+    )
+
+
+@dataclass
+class _Failing:
+    count: int
+    status: int
+    path: str
+    after: bool
+
+
+@dataclass
+class _Server:
+    repos: dict[str, _Repo] = field(default_factory=dict)
+    failing: list[_Failing] = field(default_factory=list)
+
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=1 << 30, middlewares=[self._faults])
+        repo = "{owner:[^/]+}/{name:[^/]+}"
+        app.add_routes(
+            [
+                web.post(CONTROL + "{verb}", self.control),
+                web.get(f"/api/models/{repo}/revision/{{revision}}", self.info),
+                web.get(f"/api/models/{repo}/tree/{{revision}}", self.tree),
+                web.get(f"/api/models/{repo}/tree/{{revision}}/{{path:.*}}", self.tree),
+                web.post(f"/api/models/{repo}/preupload/{{revision}}", self.preupload),
+                web.post(f"/api/models/{repo}/commit/{{revision}}", self.commit),
+                web.post(f"/api/models/{repo}/branch/{{branch}}", self.make_branch),
+                web.delete(f"/api/models/{repo}/branch/{{branch}}", self.delete_branch),
+                web.post(f"/{repo}.git/info/lfs/objects/batch", self.batch),
+                web.put(f"/lfs/{repo}/{{oid}}", self.upload),
+                web.get(f"/{repo}/resolve/{{revision}}/{{path:.*}}", self.resolve),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def _faults(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        for failing in self.failing:
+            meant = failing.count and not request.path.startswith(CONTROL)
+            if meant and re.fullmatch(failing.path, request.path):
+                failing.count -= 1
+                if failing.after:
+                    with contextlib.suppress(web.HTTPException):
+                        await handler(request)
+                await request.read()
+                return web.json_response({"error": "injected"}, status=failing.status)
+        return await handler(request)
+
+    # -- what a client asks
+
+    def _repo(self, request: web.Request, *, write: bool = False) -> _Repo:
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if token not in {WRITER, READER}:
+            raise _refused(401, "", "Invalid credentials in Authorization header")
+        repo = self.repos.get(f"{request.match_info['owner']}/{request.match_info['name']}")
+        if repo is None:
+            raise _refused(404, "RepoNotFound", "Repository not found")
+        if write and token != WRITER:
+            raise _refused(403, "", "You have read access but not the required permissions")
+        return repo
+
+    async def info(self, request: web.Request) -> web.Response:
+        commit = self._repo(request).at(unquote(request.match_info["revision"]))
+        name = f"{request.match_info['owner']}/{request.match_info['name']}"
+        return web.json_response({"id": name, "modelId": name, "sha": commit.sha, "siblings": []})
+
+    async def tree(self, request: web.Request) -> web.Response:
+        commit = self._repo(request).at(unquote(request.match_info["revision"]))
+        path = request.match_info.get("path", "")
+        prefix = f"{path}/" if path else ""
+        below = {name: file for name, file in commit.files.items() if name.startswith(prefix)}
+        if prefix and not below:
+            raise _refused(404, "EntryNotFound", f"{path} does not exist on this revision")
+        deep = request.query.get("recursive", "").lower() in {"true", "1"}
+        entries: dict[str, dict[str, Any]] = {}
+        for name, file in sorted(below.items()):
+            head, slash, _ = name.removeprefix(prefix).partition("/")
+            if slash and not deep:
+                folder = prefix + head
+                entries[folder] = {"type": "directory", "path": folder, "size": 0, "oid": "0" * 40}
+            else:
+                entries[name] = file.entry(name)
+        return web.json_response(list(entries.values()))
+
+    async def preupload(self, request: web.Request) -> web.Response:
+        self._repo(request, write=True)
+        files = [
+            {
+                "path": one["path"],
+                "uploadMode": "lfs" if _by_lfs(one["path"], one["size"]) else "regular",
+                "shouldIgnore": False,
+            }
+            for one in (await request.json())["files"]
+        ]
+        return web.json_response({"files": files})
+
+    async def batch(self, request: web.Request) -> web.Response:
+        repo = self._repo(request, write=True)
+        name = f"{request.match_info['owner']}/{request.match_info['name']}"
+        objects: list[dict[str, Any]] = []
+        for one in (await request.json())["objects"]:
+            entry: dict[str, Any] = {"oid": one["oid"], "size": one["size"]}
+            if one["oid"] not in repo.kept:
+                href = f"http://{request.host}/lfs/{name}/{one['oid']}"
+                entry["actions"] = {"upload": {"href": href, "header": {}}}
+            objects.append(entry)
+        return web.json_response({"transfer": "basic", "objects": objects})
+
+    async def upload(self, request: web.Request) -> web.Response:
+        repo = self.repos[f"{request.match_info['owner']}/{request.match_info['name']}"]
+        body = await request.read()
+        if hashlib.sha256(body).hexdigest() != request.match_info["oid"]:
+            raise _refused(400, "", "These bytes have another SHA-256")
+        repo.kept[request.match_info["oid"]] = body
+        repo.uploads += 1
+        return web.Response()
+
+    async def commit(self, request: web.Request) -> web.Response:
+        repo, branch = self._repo(request, write=True), unquote(request.match_info["revision"])
+        lines = [json.loads(line) for line in (await request.read()).splitlines()]
+        head = repo.at(branch)
+        if repo.behind:
+            repo.behind = False
+            head = repo.commit(branch, {**head.files, "README.md": _File(b"somebody else's")})
+        parent = lines[0]["value"].get("parentCommit")
+        if parent is not None and parent != head.sha:
+            raise _refused(412, "", "A commit has happened since. Please refresh and try again.")
+        files = dict(head.files)
+        for line in lines[1:]:
+            value = line["value"]
+            match line["key"]:
+                case "file":
+                    files[value["path"]] = _File(base64.b64decode(value["content"]))
+                case "lfsFile":
+                    if value["oid"] not in repo.kept:
+                        raise _refused(400, "", f"LFS has no {value['oid']}")
+                    files[value["path"]] = _File(repo.kept[value["oid"]], value["oid"])
+                case "deletedFile":
+                    if files.pop(value["path"], None) is None:
+                        raise _refused(404, "EntryNotFound", f"There is no {value['path']}")
+                case other:
+                    raise _refused(400, "", f"{other} is not understood here")
+        made = repo.commit(branch, files)
+        name = f"{request.match_info['owner']}/{request.match_info['name']}"
+        url = f"http://{request.host}/{name}/commit/{made.sha}"
+        return web.json_response({"success": True, "commitOid": made.sha, "commitUrl": url})
+
+    async def make_branch(self, request: web.Request) -> web.Response:
+        repo, branch = self._repo(request, write=True), unquote(request.match_info["branch"])
+        if branch in repo.branches:
+            raise _refused(409, "", "It exists")
+        start = (await request.json()).get("startingPoint", "main")
+        repo.branches[branch] = [repo.at(start)]
+        return web.json_response({})
+
+    async def delete_branch(self, request: web.Request) -> web.Response:
+        repo, branch = self._repo(request, write=True), unquote(request.match_info["branch"])
+        if repo.branches.pop(branch, None) is None:
+            raise _refused(404, "RevisionNotFound", "No such branch")
+        return web.json_response({})
+
+    async def resolve(self, request: web.Request) -> web.StreamResponse:
+        commit = self._repo(request).at(unquote(request.match_info["revision"]))
+        path = unquote(request.match_info["path"])
+        file = commit.files.get(path)
+        if file is None:
+            raise _refused(404, "EntryNotFound", f"{path} does not exist on this revision")
+        headers = {"X-Repo-Commit": commit.sha, "ETag": f'"{file.oid}"', "Accept-Ranges": "bytes"}
+        if file.lfs:
+            headers |= {"X-Linked-Etag": f'"{file.lfs}"', "X-Linked-Size": str(len(file.content))}
+        span = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
+        if span is None:
+            return web.Response(body=file.content, headers=headers)
+        first, last = int(span[1]), int(span[2] or len(file.content) - 1)
+        body = file.content[first : last + 1]
+        headers["Content-Range"] = f"bytes {first}-{first + len(body) - 1}/{len(file.content)}"
+        return web.Response(status=206, body=body, headers=headers)
+
+    # -- what a test asks
+
+    async def control(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        match request.match_info["verb"]:
+            case "repo":
+                first = _Commit("0" * 40, {".gitattributes": _File(b"*.safetensors filter=lfs\n")})
+                self.repos[body["name"]] = _Repo({"main": [first]})
+            case "fail":
+                self.failing = [one for one in self.failing if one.count and body["count"]]
+                self.failing.append(_Failing(**body))
+            case "commits":
+                repo = self.repos[body["repo"]]
+                return web.json_response({"count": len(repo.branches[body["branch"]])})
+            case "branches":
+                return web.json_response({"names": list(self.repos[body["repo"]].branches)})
+            case "uploads":
+                return web.json_response({"count": self.repos[body["repo"]].uploads})
+            case "unfired":
+                return web.json_response({"count": sum(one.count for one in self.failing)})
+            case "flip":
+                files = self.repos[body["repo"]].at("main").files
+                file = files[body["path"]]
+                damaged = bytes([file.content[0] ^ 1]) + file.content[1:]
+                files[body["path"]] = _File(damaged, file.lfs)
+            case "behind":
+                self.repos[body["repo"]].behind = True
+            case verb:
+                raise _refused(404, "", verb)
+        return web.json_response({})
+
+
+def _by_lfs(path: str, size: int) -> bool:
+    return path.endswith((".safetensors", ".bin")) or size >= LFS_FROM
+
+
+async def _serve() -> None:
+    runner = web.AppRunner(_Server().application(), access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    print(json.dumps({"port": port}), flush=True)
+    await asyncio.Event().wait()
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve())
+
+
+if __name__ == "__main__":
+    main()

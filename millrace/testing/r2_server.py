@@ -1,0 +1,550 @@
+"""The proxy process: R2's rules and injected faults, in front of an S3 server.
+
+Run by `millrace.testing.r2`; see there for what it promises.
+"""
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import ssl
+import time
+import xml.etree.ElementTree as ET
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+from urllib.parse import unquote
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+from millrace.testing import r2_token, sigv4
+from millrace.testing.faults import Fault, FaultBox, Faults, NextFault, Plan
+from millrace.testing.r2_rules import (
+    COUNTED_WRITES,
+    Operation,
+    RefusedError,
+    Rules,
+    check_head,
+    check_parts,
+    operation,
+)
+from millrace.testing.upstream import CHUNK, Answer, Upstream, UpstreamError
+
+REMEMBERED_REQUESTS = 100_000
+SMALL_BODY = 16 << 20
+HOP_BY_HOP = frozenset(
+    {
+        "connection", "expect", "keep-alive", "proxy-connection", "te", "trailer",
+        "transfer-encoding", "upgrade",
+    }
+)  # fmt: skip
+READ_WHOLE = frozenset({"CompleteMultipartUpload", "DeleteObjects"})
+HASHED = frozenset({"PutObject", "UploadPart"})
+FAULT_ANSWERS = {
+    Fault.ERROR500: (500, "InternalError", "We encountered an internal error. Please try again."),
+    Fault.ERROR503: (503, "ServiceUnavailable", "Service is temporarily unavailable."),
+    Fault.ERROR429: (429, "TooManyRequests", "Reduce your rate of requests."),
+}
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection while it was sending."""
+
+
+class CutError(Exception):
+    """The request is to be cut here."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """A request, as `R2Proxy.requests` shows it."""
+
+    method: str
+    path: str
+    operation: str
+    arrived: float
+    status: int | None = None
+    fault: str | None = None
+    refused: str | None = None
+    received: int = 0
+    sent: int = 0
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request on its way through."""
+
+    request: web.BaseRequest
+    operation: Operation
+    seen: Seen
+    path: str
+    query: str
+    headers: CIMultiDict[str]
+    length: int
+    secret: str | None = None
+    """Of the key that signs towards the upstream, where it is known."""
+    plan: Plan | None = None
+    fired: bool = False
+
+    @property
+    def name(self) -> str:
+        """The ``bucket/key``."""
+        return f"{self.operation.bucket}/{self.operation.key}"
+
+    def meets(self, kind: Fault) -> bool:
+        """Whether this fault is planned for it."""
+        return self.plan is not None and self.plan.kind is kind
+
+
+class Proxy:
+    """R2 for one upstream."""
+
+    def __init__(self, upstream: str, keys: Mapping[str, str], rules: Rules) -> None:
+        """Take the secrets of the keys that may be the parents of temporary credentials."""
+        self.upstream = Upstream(upstream)
+        self.keys = keys
+        self.first_rules = rules
+        self.rules = rules
+        self.box = FaultBox()
+        self.refusals: Counter[str] = Counter()
+        self.seen: deque[Seen] = deque(maxlen=REMEMBERED_REQUESTS)
+        self.last_write: dict[str, float] = {}
+        self.release = asyncio.Event()
+
+    def reset(self) -> None:
+        """Forget everything, and bring stalled requests to their end."""
+        self.box.reset()
+        self.refusals.clear()
+        self.seen.clear()
+        self.last_write.clear()
+        self.rules = self.first_rules
+        self.release.set()
+        self.release = asyncio.Event()
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request of a client's."""
+        path, _, query = request.raw_path.partition("?")
+        headers = CIMultiDict(
+            (name, value)
+            for name, value in request.headers.items()
+            if name.lower() not in HOP_BY_HOP
+        )
+        named = operation(request.method, path, query, headers)
+        seen = Seen(request.method, request.raw_path, named.name, time.monotonic())
+        self.seen.append(seen)
+        length = request.content_length or 0
+        asked = Asked(request, named, seen, path, query, headers, length)
+        asked.plan = self.box.choose(request.method, named.name, asked.name, _possible(asked))
+        try:
+            return await self._answer(asked)
+        except RefusedError as refused:
+            seen.refused = refused.code
+            self.refusals[refused.code] += 1
+            return await self._error(asked, refused.status, refused.code, refused.message)
+        except UpstreamError as error:
+            if seen.status is not None:
+                return _close(request)
+            self.refusals["BadGateway"] += 1
+            return await self._error(asked, 502, "BadGateway", str(error))
+        except (ClientGoneError, ConnectionError):
+            return _close(request)
+        finally:
+            if asked.plan is not None and not asked.fired:
+                self.box.give_back(asked.plan)
+
+    async def _answer(self, asked: Asked) -> web.StreamResponse:
+        plan = asked.plan
+        if plan is not None and plan.kind in FAULT_ANSWERS:
+            self._fire(asked)
+            wait = plan.retry_after if plan.kind is not Fault.ERROR500 else None
+            return await self._error(asked, *FAULT_ANSWERS[plan.kind], retry_after=wait)
+        if plan is not None and plan.kind is Fault.STALL:
+            self._fire(asked)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.release.wait(), plan.stall_seconds)
+            return _close(asked.request)
+        whole = await self._admit(asked)
+        try:
+            answer = await self._forward(asked, whole)
+        except BaseException as error:
+            self.last_write.pop(asked.name, None)
+            if not isinstance(error, CutError):
+                raise
+            self._fire(asked)
+            return _close(asked.request)
+        if asked.meets(Fault.LOST):
+            self._fire(asked)
+            answer.close()
+            return _close(asked.request)
+        return await self._relay(asked, answer)
+
+    async def _admit(self, asked: Asked) -> bytes | None:
+        """Apply the rules; the body, where the operation is one whose body they look into."""
+        request, asked_for = asked.request, asked.operation
+        try:
+            signature = sigv4.found(asked.headers, asked.query)
+        except sigv4.MalformedError as error:
+            raise RefusedError(400, "InvalidArgument", str(error)) from error
+        if signature is None:
+            raise RefusedError(401, "Unauthorized", "The request is not signed.")
+        has_body = request.method in ("PUT", "POST")
+        check_head(asked_for, asked.headers, has_body=has_body, region=signature.region)
+        token = asked.headers.get(sigv4.TOKEN) or asked_for.query.get("X-Amz-Security-Token")
+        asked.secret = self.keys.get(signature.access_key_id)
+        grant = None if token is None else self._grant(asked, signature, token)
+        whole = await _read_small(asked) if asked_for.name in READ_WHOLE else None
+        if grant is not None:
+            _check_grant(asked, grant, whole)
+        if asked_for.name == "CompleteMultipartUpload" and whole is not None:
+            await self._check_upload(asked, signature, whole)
+        if asked_for.name in COUNTED_WRITES:
+            self._check_pace(asked.name)
+        return whole
+
+    def _grant(self, asked: Asked, signature: sigv4.Signature, token: str) -> r2_token.Grant:
+        """Check a temporary credential, and sign the request anew with its parent's key."""
+        if asked.secret is None:
+            raise RefusedError(401, "Unauthorized", "The parent's access key id is unknown.")
+        try:
+            grant = r2_token.verify(
+                token,
+                access_key_id=signature.access_key_id,
+                parent_secret=asked.secret,
+                host=asked.headers.get("Host", ""),
+            )
+        except r2_token.TokenError as error:
+            raise RefusedError(error.status, error.code, error.message) from error
+        covered = signature.presigned or sigv4.TOKEN in signature.signed_headers
+        if not covered or self._signed(asked, signature, grant.secret) != signature.value:
+            message = "The request signature does not match the calculated signature."
+            raise RefusedError(403, "SignatureDoesNotMatch", message)
+        bare, asked.query = sigv4.without_token(signature, asked.headers, asked.query)
+        value = self._signed(asked, bare, asked.secret)
+        if signature.presigned:
+            kept = [w for w in asked.query.split("&") if not w.startswith("X-Amz-Signature=")]
+            asked.query = "&".join([*kept, f"X-Amz-Signature={value}"])
+        else:
+            asked.headers["Authorization"] = sigv4.authorization(bare, value)
+        return grant
+
+    def _signed(self, asked: Asked, signature: sigv4.Signature, secret: str) -> str:
+        return sigv4.compute(
+            secret,
+            method=asked.request.method,
+            path=asked.path,
+            query=asked.query,
+            headers=asked.headers,
+            signature=signature,
+        )
+
+    async def _check_upload(
+        self, asked: Asked, signature: sigv4.Signature, completion: bytes
+    ) -> None:
+        """Hold the parts that an upload is completed with against R2's rule on their lengths."""
+        if asked.secret is None:
+            return
+        try:
+            numbers = [int(number) for number in _texts(completion, "PartNumber")]
+        except (ValueError, ET.ParseError):
+            return
+        sizes = await self._part_sizes(asked, signature, asked.secret)
+        check_parts([sizes[number] for number in numbers if number in sizes], self.rules)
+
+    async def _part_sizes(
+        self, asked: Asked, signature: sigv4.Signature, secret: str
+    ) -> dict[int, int]:
+        upload = asked.operation.query["uploadId"]
+        sizes: dict[int, int] = {}
+        marker = "0"
+        while True:
+            query = f"max-parts=1000&part-number-marker={marker}&uploadId={sigv4.encoded(upload)}"
+            stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+            headers = {
+                "host": asked.headers["Host"],
+                "x-amz-content-sha256": "UNSIGNED-PAYLOAD",
+                "x-amz-date": stamp,
+            }
+            own = sigv4.Signature(
+                access_key_id=signature.access_key_id,
+                scope=f"{stamp[:8]}/auto/s3/aws4_request",
+                signed_headers=tuple(headers),
+                value="",
+                presigned=False,
+            )
+            value = sigv4.compute(
+                secret, method="GET", path=asked.path, query=query, headers=headers, signature=own
+            )
+            headers["authorization"] = sigv4.authorization(own, value)
+            answer = await self.upstream.send("GET", f"{asked.path}?{query}", headers.items())
+            listing = await answer.read()
+            if answer.status != 200:
+                return {}
+            numbers = map(int, _texts(listing, "PartNumber"))
+            sizes |= zip(numbers, map(int, _texts(listing, "Size")), strict=True)
+            if "true" not in _texts(listing, "IsTruncated"):
+                return sizes
+            marker = _texts(listing, "NextPartNumberMarker")[0]
+
+    def _check_pace(self, name: str) -> None:
+        """Refuse a second write to a key within the interval; note an admitted one."""
+        now, interval = time.monotonic(), self.rules.write_interval
+        if now - self.last_write.get(name, -interval) < interval:
+            message = "Reduce your concurrent request rate for the same object."
+            raise RefusedError(429, "TooManyRequests", message)
+        if len(self.last_write) > REMEMBERED_REQUESTS:
+            recent = self.last_write.items()
+            self.last_write = {key: at for key, at in recent if now - at < interval}
+        self.last_write[name] = now
+
+    async def _forward(self, asked: Asked, whole: bytes | None) -> Answer:
+        """Send it on; its body as it arrives, the last piece only when all of it is right."""
+        target = f"{asked.path}?{asked.query}" if asked.query else asked.path
+        promised = None
+        if asked.operation.name in HASHED:
+            promised = asked.headers.get("x-amz-checksum-sha256")
+        cut_at = asked.length // 2 if asked.meets(Fault.CUT) and asked.length else None
+        body = None
+        if asked.length or promised is not None:
+            pieces = _once(whole) if whole is not None else self._received(asked)
+            body = _checked(pieces, promised=promised, cut_at=cut_at)
+        if promised is not None and not asked.length:
+            async for _ in _checked(_once(b""), promised=promised, cut_at=None):
+                pass
+        return await self.upstream.send(asked.request.method, target, asked.headers.items(), body)
+
+    async def _received(self, asked: Asked) -> AsyncIterator[bytes]:
+        async for piece in _body(asked.request):
+            asked.seen.received += len(piece)
+            yield piece
+
+    async def _relay(self, asked: Asked, answer: Answer) -> web.StreamResponse:
+        """Hand an answer on to the client, or half of it."""
+        headers = CIMultiDict(
+            (name, value) for name, value in answer.headers if name.lower() not in HOP_BY_HOP
+        )
+        response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
+        asked.seen.status = answer.status
+        has_body = not answer.bodiless and answer.length != 0
+        cut = asked.meets(Fault.CUT) and answer.status in (200, 206) and has_body
+        async with contextlib.aclosing(answer.chunks()) as pieces:
+            await response.prepare(asked.request)
+            left = answer.length // 2 if cut and answer.length is not None else None
+            async for piece in pieces:
+                if cut and left is None:
+                    left = len(piece) // 2
+                kept = piece[:left]
+                asked.seen.sent += len(kept)
+                if kept:
+                    await response.write(kept)
+                if left is not None:
+                    left -= len(kept)
+                if left == 0:
+                    self._fire(asked)
+                    return _close(asked.request, response)
+        await response.write_eof()
+        return response
+
+    def _fire(self, asked: Asked) -> None:
+        assert asked.plan is not None
+        asked.fired = True
+        asked.seen.fault = asked.plan.kind.value
+        self.box.fire(asked.plan)
+
+    async def _error(
+        self,
+        asked: Asked,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        retry_after: float | None = None,
+    ) -> web.StreamResponse:
+        """Answer with an error of S3's, once the client has sent all of its request."""
+        async for piece in _body(asked.request):
+            asked.seen.received += len(piece)
+        asked.seen.status = status
+        headers = {} if retry_after is None else {"Retry-After": f"{retry_after:g}"}
+        body = (
+            '<?xml version="1.0" encoding="UTF-8"?>\n'
+            f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
+        )
+        return web.Response(
+            status=status, text=body, content_type="application/xml", headers=headers
+        )
+
+
+class Control:
+    """The second port, over which a test steers the proxy and asks what it saw."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        """Steer ``proxy``."""
+        self.proxy = proxy
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer ``POST /VERB`` with JSON on both sides."""
+        given = await request.read()
+        body = json.loads(given) if given else {}
+        return web.json_response(self._do(request.path, body))
+
+    def _do(self, path: str, body: dict[str, Any]) -> Any:
+        proxy = self.proxy
+        match path:
+            case "/faults":
+                body["methods"] = tuple(body["methods"])
+                body["operations"] = tuple(body["operations"])
+                proxy.box.use(Faults(**body))
+            case "/fail-next":
+                proxy.box.fail_next(NextFault(Fault(body.pop("kind")), **body))
+            case "/rules":
+                proxy.rules = Rules(**asdict(proxy.rules) | body)
+            case "/reset":
+                proxy.reset()
+            case "/counts":
+                return proxy.box.counts()
+            case "/pending":
+                return proxy.box.pending()
+            case "/refusals":
+                return dict(proxy.refusals)
+            case "/requests":
+                return [asdict(seen) for seen in proxy.seen]
+            case _:
+                raise web.HTTPNotFound
+        return None
+
+
+async def serve(
+    proxy: Proxy, *, port: int, control_port: int, certificate: tuple[str, str] | None
+) -> None:
+    """Serve the proxy and its control on 127.0.0.1; announce both, and go on until cancelled.
+
+    Args:
+        proxy: What to serve.
+        port: Of the proxy; 0: any.
+        control_port: Of the control; 0: any.
+        certificate: The files of a certificate and its key; None: plain HTTP.
+    """
+    context = None
+    if certificate is not None:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(*certificate)
+    options: dict[str, Any] = {
+        "access_log": None,
+        "auto_decompress": False,
+        "read_bufsize": CHUNK,
+        "max_line_size": 1 << 16,
+        "max_field_size": 1 << 16,
+    }
+    loop = asyncio.get_running_loop()
+    front = web.Server(proxy.handle, **options)
+    control = web.Server(Control(proxy).handle, access_log=None)
+    ports: list[int] = []
+    for server, wanted, tls in ((front, port, context), (control, control_port, None)):
+        shutdown: dict[str, Any] = {"ssl_shutdown_timeout": 1.0} if tls is not None else {}
+        listening = await loop.create_server(
+            server, "127.0.0.1", wanted, ssl=tls, backlog=512, **shutdown
+        )
+        ports.append(listening.sockets[0].getsockname()[1])
+    print(json.dumps({"port": ports[0], "control": ports[1]}), flush=True)
+    await asyncio.Event().wait()
+
+
+def _possible(asked: Asked) -> set[Fault]:
+    """The faults that can befall a request."""
+    cuttable = asked.request.method == "GET" or asked.length > 0
+    return set(Fault) if cuttable else set(Fault) - {Fault.CUT}
+
+
+def _check_grant(asked: Asked, grant: r2_token.Grant, whole: bytes | None) -> None:
+    """Refuse what a temporary credential does not allow."""
+    wanted = asked.operation
+    allowed = wanted.name in grant.operations and wanted.bucket == grant.bucket
+    if wanted.key:
+        allowed = allowed and grant.allows_key(wanted.key)
+    elif wanted.name.startswith("List"):
+        allowed = allowed and grant.allows_listing(wanted.query.get("prefix", ""))
+    elif wanted.name == "DeleteObjects":
+        keys = _texts(whole or b"", "Key") if allowed else []
+        allowed = allowed and all(map(grant.allows_key, keys))
+    source = asked.headers.get("x-amz-copy-source")
+    if source is not None:
+        bucket, _, key = unquote(source).removeprefix("/").partition("/")
+        allowed = allowed and bucket == grant.bucket and grant.allows_key(key.split("?")[0])
+    if not allowed:
+        raise RefusedError(403, "AccessDenied", "Access Denied.")
+
+
+async def _read_small(asked: Asked) -> bytes:
+    if asked.length > SMALL_BODY:
+        raise RefusedError(400, "EntityTooLarge", "The request is too large.")
+    pieces = [piece async for piece in _body(asked.request)]
+    asked.seen.received += sum(map(len, pieces))
+    return b"".join(pieces)
+
+
+async def _body(request: web.BaseRequest) -> AsyncIterator[bytes]:
+    """What the client sends, as it comes; told to go on, should it wait for that."""
+    try:
+        if request.headers.get("Expect", "").lower() == "100-continue" and not request.get("told"):
+            request["told"] = True
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0
+        while piece := await request.content.readany():
+            yield piece
+    except (web.RequestPayloadError, ConnectionError) as error:
+        raise ClientGoneError from error
+
+
+async def _once(whole: bytes) -> AsyncIterator[bytes]:
+    yield whole
+
+
+async def _checked(
+    pieces: AsyncIterator[bytes], *, promised: str | None, cut_at: int | None
+) -> AsyncIterator[bytes]:
+    """Hold back the last piece of a body until the whole is known to be right.
+
+    Args:
+        pieces: The body.
+        promised: What ``x-amz-checksum-sha256`` says, in base64.
+        cut_at: After so many bytes, raise `CutError`.
+    """
+    digest = hashlib.sha256() if promised is not None else None
+    held = b""
+    seen = 0
+    async for piece in pieces:
+        if held:
+            yield held
+        held = piece
+        seen += len(piece)
+        if digest is not None:
+            digest.update(piece)
+        if cut_at is not None and seen >= cut_at:
+            yield piece[: cut_at - (seen - len(piece))]
+            raise CutError
+    if digest is not None and base64.b64encode(digest.digest()).decode() != promised:
+        message = "The SHA-256 you specified did not match the calculated checksum."
+        raise RefusedError(400, "BadDigest", message)
+    if held:
+        yield held
+
+
+def _texts(document: bytes, tag: str) -> list[str]:
+    """The texts of the elements of that name, whatever their namespace."""
+    root = ET.fromstring(document)
+    return [one.text or "" for one in root.iter() if one.tag.rpartition("}")[2] == tag]
+
+
+def _close(
+    request: web.BaseRequest, response: web.StreamResponse | None = None
+) -> web.StreamResponse:
+    """Close the client's connection: after what was written to it, or at once."""
+    transport = request.transport
+    if transport is not None:
+        if response is not None:
+            transport.close()
+        else:
+            transport.abort()
+    return response or web.Response(status=500)

@@ -1,0 +1,24 @@
+"""This project as a repository that machines clone."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+from millrace.testing.process import REPOSITORY
+
+_FOLDERS = ("millrace", "blocks", "tasks", "flows", "examples")
+_FILES = ("pyproject.toml", "constraints.txt", "README.md", "LICENSE")
+
+
+def snapshot(folder: Path) -> Path:
+    """A repository of what the project is now, committed or not; a new one each time."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in _FOLDERS:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
+    for name in _FILES:
+        shutil.copy(REPOSITORY / name, folder / name)
+    git = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for command in ("init -q -b main", "add -A", "commit -q -m snapshot"):
+        subprocess.run([*git, *command.split()], check=True)
+    return folder

@@ -1,0 +1,169 @@
+"""Buckets to clean: every kind of object, written as those who use them would."""
+
+import hashlib
+import os
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from millrace.checkpoints.find import root_of, with_digest
+from millrace.digest import dump_canonical_json
+from millrace.keys import (
+    ChainKeys,
+    CheckpointKeys,
+    DatasetKeys,
+    GradientKeys,
+    LeaseKeys,
+    ShardName,
+)
+from millrace.lease import Holder, LeaseEpoch
+from millrace.records import commit_once, encode_record
+from millrace.schemas.chain import ChainLink, ChainStart, OuterOptimizer, Update
+from millrace.schemas.checkpoint import Checkpoint, EpochRecord, Part, Pin
+from millrace.schemas.dataset import DatasetPlan, Manifest, ShardCommit, ShardLayout, SourceRecord
+from millrace.schemas.gradient import Codec
+from millrace.storage import Store, put
+
+ELSEWHERE = Holder(id="elsewhere", host="elsewhere", machine="elsewhere", pid=1, started="1")
+
+
+def sha256(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
+
+
+@dataclass
+class Place:
+    """A store that is filled, each object with its age where the store is a folder.
+
+    Attributes:
+        store: Which.
+        pool: Where there are many objects: threads that write them.
+    """
+
+    store: Store
+    pool: Executor | None = None
+    _writing: list[Future[None]] = field(default_factory=list)
+
+    def put(self, key: str, body: bytes = b"x", *, hours: float = 0) -> str:
+        if self.pool is not None:
+            self._writing.append(self.pool.submit(put, self.store, key, body))
+            return key
+        put(self.store, key, body)
+        return self.aged(key, hours)
+
+    def settle(self) -> None:
+        """Wait until all is written."""
+        for one in self._writing:
+            one.result()
+        self._writing.clear()
+
+    def record(self, key: str, record, *, hours: float = 0) -> str:
+        return self.put(key, encode_record(record, "nonce"), hours=hours)
+
+    def aged(self, key: str, hours: float) -> str:
+        if hours:
+            path = Path(self.store.location.bucket) / key
+            then = (datetime.now(UTC) - timedelta(hours=hours)).timestamp()
+            os.utime(path, (then, then))
+        return key
+
+    def gradient(self, run: str, uid: str, window: int, version: str, hours: float = 0) -> str:
+        key = GradientKeys(run, version).gradient(uid, window)
+        return self.put(key, os.urandom(8), hours=hours)
+
+    def start_window(self, run: str, uid: str, window: int, version: str, hours: float = 0) -> str:
+        return self.put(GradientKeys(run, version).start_window(uid, window), b"{}", hours=hours)
+
+    def lease(self, scope: str, name: str, *, ended: bool = False) -> None:
+        """A lease that another machine holds for an hour from now, or has given back."""
+        keys = LeaseKeys(scope, name)
+        epoch = LeaseEpoch(holder=ELSEWHERE, ttl=timedelta(hours=1))
+        commit_once(self.store, keys.epoch(0), epoch)
+        put(self.store, keys.beat(0), b"elsewhere")
+        if ended:
+            put(self.store, keys.end(0), b"elsewhere")
+
+    def checkpoint(
+        self,
+        job: str,
+        step: int,
+        bodies: list[bytes],
+        *,
+        homes: dict[bytes, int] | None = None,
+        window: int | None = None,
+        hours: float = 0,
+        missing: int | None = None,
+    ) -> None:
+        """A checkpoint of files; those of `homes` lie in an earlier step's folder."""
+        keys = CheckpointKeys(job)
+        parts: list[Part] = []
+        for number, body in enumerate(bodies):
+            home = (homes or {}).get(body, step)
+            parts.append(Part(step=home, sha256=sha256(body), size=len(body)))
+            if number != missing:
+                self.put(keys.part(home, sha256(body)), body, hours=hours)
+        position = {} if window is None else {"window": window}
+        made = Checkpoint(
+            job=job, step=step, run="", position=position, notes={},
+            saved=datetime(2026, 1, 1, tzinfo=UTC), root=root_of(parts, {}), parts=tuple(parts),
+            tensors={},
+        )  # fmt: skip
+        self.record(keys.metadata(step), with_digest(made), hours=hours)
+
+    def pin(self, job: str, step: int) -> None:
+        self.record(CheckpointKeys(job).pin(step), Pin(job=job, step=step, why="mine"))
+
+    def epoch(self, job: str, number: int, step: int) -> None:
+        self.record(
+            CheckpointKeys(job).epoch(number),
+            EpochRecord(job=job, epoch=number, step=step, root=None),
+        )
+
+    def chain(
+        self, run: str, version: str, windows: int, heads: dict[int, float], hours: float = 0
+    ) -> None:
+        """A run of so many windows, with checkpoints after some of them; `heads`: their ages."""
+        keys = ChainKeys(run, version)
+        start = ChainStart(run=run, job=keys.job, step=0, root="", state="")
+        self.record(keys.link(0), start, hours=hours)
+        for window in range(1, windows + 1):
+            body = f"{run} {version} {window}".encode()
+            key = self.put(keys.update(window, sha256(body)), body, hours=hours)
+            update = Update(key=key, sha256=sha256(body), size=len(body), tensors=0)
+            link = ChainLink(
+                run=run, window=window, step=window, updates=(update,), codec=Codec(), names=(),
+                shapes=(), outer=OuterOptimizer(), rule="mean", taken={}, out={}, seconds=0.0,
+                previous="", state="",
+            )  # fmt: skip
+            self.record(keys.link(window), link, hours=hours)
+        for window, age in heads.items():
+            body = f"{run} {version} weights {window}".encode()
+            self.checkpoint(keys.job, window, [body], window=window, hours=age)
+
+    def dataset(
+        self, name: str, shards: int, *, sealed: bool = True, orphans: int = 0, hours: float = 0
+    ) -> None:
+        keys = DatasetKeys(name)
+        source = SourceRecord(kind="jsonl", url="x", settings={}, files=0, size=0, sha256="")
+        layout = ShardLayout(format="webdataset", writer={}, shard_bytes=1, shard_samples=1)
+        plan = DatasetPlan(
+            dataset=name, source=source, layout=layout, seed=None, holdout=0, split_bytes=1,
+            splits=(),
+        )  # fmt: skip
+        self.record(keys.plan, plan, hours=hours)
+        for n in range(shards + orphans):
+            shard = ShardName("train-00000", n)
+            key = self.put(keys.shard(shard, "tar"), f"{name} {n}".encode(), hours=hours)
+            if n < shards:
+                entry = ShardCommit(
+                    split="train-00000", n=n, key=key, size=1, sha256="", samples=1, start=n,
+                    next=n + 1,
+                )  # fmt: skip
+                self.record(keys.commit(shard), entry, hours=hours)
+        if sealed:
+            manifest = Manifest(
+                dataset=name, plan=sha256(dump_canonical_json(plan.model_dump(mode="json"))),
+                format="webdataset", shards=(), samples={}, size=0, quarantined=0,
+            )  # fmt: skip
+            self.record(keys.manifest, manifest, hours=hours)

@@ -1,0 +1,81 @@
+import io
+import random
+import tarfile
+
+import pytest
+import webdataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.datasets.formats.webdataset import TarEncoder
+from millrace.datasets.sources import Sample
+
+NAMES = st.text(
+    st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"], exclude_characters="./\\"),
+    min_size=1,
+    max_size=60,
+)
+FIELDS = st.dictionaries(
+    st.sampled_from(["txt", "json", "id.cls", "jpg"]), st.binary(max_size=2000), min_size=1
+)
+SAMPLES = st.lists(
+    st.tuples(st.lists(NAMES, min_size=1, max_size=4).map("/".join), FIELDS), min_size=1, max_size=8
+)
+
+
+def by_webdataset(samples: list[tuple[str, dict[str, bytes]]]) -> bytes:
+    target = io.BytesIO()
+    writer = webdataset.TarWriter(target, encoder=False, mtime=0)
+    for key, fields in samples:
+        writer.write({"__key__": key, **fields})
+    writer.close()
+    return target.getvalue()
+
+
+def by_millrace(samples: list[tuple[str, dict[str, bytes]]], capacity: int = 1024) -> bytes:
+    encoder = TarEncoder(capacity)
+    for key, fields in samples:
+        assert encoder.add(Sample(key, fields, 0), limit=1 << 40)
+    return bytes(encoder.close())
+
+
+@settings(deadline=None, max_examples=200)
+@given(SAMPLES)
+def test_a_shard_is_byte_for_byte_what_webdatasets_own_writer_makes(samples):
+    assert by_millrace(samples) == by_webdataset(samples)
+
+
+def test_a_plain_header_is_what_webdatasets_own_writer_makes():
+    samples = [("00000-0000000000000", {"txt": b"text", "id.cls": b"1"})]
+    assert by_millrace(samples) == by_webdataset(samples)
+
+
+def test_a_buffer_that_is_used_again_keeps_nothing_of_the_shard_before():
+    encoder = TarEncoder(1 << 16)
+    rng = random.Random(0)
+    for _ in range(3):
+        samples = [(f"k{i}", {"bin": rng.randbytes(rng.randrange(3000))}) for i in range(20)]
+        for key, fields in samples:
+            encoder.add(Sample(key, fields, 0), limit=1 << 30)
+        assert bytes(encoder.close()) == by_webdataset(samples)
+        encoder.reset()
+
+
+def test_a_shard_never_grows_over_its_limit_unless_one_sample_does():
+    encoder = TarEncoder(1 << 16)
+    limit = 40_960
+    while encoder.add(Sample(f"k{encoder.samples}", {"bin": bytes(700)}, 0), limit):
+        assert encoder.size <= limit
+    assert len(encoder.close()) <= limit
+    encoder.reset()
+    assert encoder.add(Sample("large", {"bin": bytes(3 * limit)}, 0), limit)
+    with tarfile.open(fileobj=io.BytesIO(bytes(encoder.close()))) as tar:
+        assert [member.size for member in tar] == [3 * limit]
+
+
+@pytest.mark.parametrize("length", [90, 99, 100, 101, 155, 300])
+def test_names_of_any_length_are_read_back(length):
+    key = "k" * (length - 4)
+    shard = by_millrace([(key, {"txt": b"x"})])
+    with tarfile.open(fileobj=io.BytesIO(shard)) as tar:
+        assert tar.getnames() == [f"{key}.txt"]

@@ -1,0 +1,349 @@
+"""Sources give every row once, however they are cut, from any cursor, or stop."""
+
+import json
+import os
+import random
+import secrets
+
+import pytest
+import webdataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace import PipelineSettings, errors, run_pipeline
+from millrace.datasets.sources import SourceKind, SourceSettings, cut, open_source
+from millrace.keys import DatasetKeys
+from millrace.schemas.sample import BadRow, Sample
+from millrace.storage import create, delete, open_store, put
+from tests.stores import spec_of
+
+KEYS = DatasetKeys("d")
+
+
+def rows_of(
+    source_settings, store, *, split_bytes=1 << 20, split_files=10_000, seed=0, holdout=0.0
+):
+    """Cut a source, and read every split of it: partition → rows."""
+    dataset = open_store(f"memory://{secrets.token_hex(8)}")
+    pieces = cut(
+        source_settings, store, KEYS,
+        split_bytes=split_bytes, split_files=split_files, seed=seed, holdout=holdout,
+    )  # fmt: skip
+    for key, body in pieces.listings.items():
+        create(dataset, key, body)
+    source = open_source(pieces.record, store, dataset)
+    rows = {}
+    for split in pieces.splits:
+        rows.setdefault(split.partition, []).extend(source.rows(split.piece, 0))
+    return pieces, source, rows
+
+
+LINES = st.lists(
+    st.one_of(
+        st.dictionaries(st.text(max_size=5), st.text(max_size=30), max_size=3).map(json.dumps),
+        st.sampled_from(["", "  ", "not json", "[1]", "null"]),
+    ),
+    max_size=30,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    files=st.lists(LINES, min_size=1, max_size=3),
+    split_bytes=st.integers(5, 400),
+    ending=st.sampled_from(["\n", "\r\n"]),
+    last=st.booleans(),
+    holdout=st.sampled_from([0.0, 0.2, 0.5]),
+)
+def test_any_cut_gives_every_line_once(files, split_bytes, ending, last, holdout):
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    wanted = []
+    for i, lines in enumerate(files):
+        body = ending.join(lines) + (ending if last else "")
+        put(store, f"{i}.jsonl", body.encode())
+        wanted += [line for line in lines if line.strip()]
+    _, _, rows = rows_of(SourceSettings(), store, split_bytes=split_bytes, holdout=holdout)
+    found = [row for part in rows.values() for row in part]
+    samples = [row for row in found if isinstance(row, Sample)]
+    bad = [row.data.decode() for row in found if isinstance(row, BadRow)]
+    good = [line for line in wanted if line.startswith("{")]
+    assert sorted(row.fields["json"].decode() for row in samples) == sorted(good)
+    assert sorted(bad) == sorted(line for line in wanted if not line.startswith("{"))
+    assert len({row.key for row in samples}) == len(samples)
+
+
+@settings(deadline=None, max_examples=60)
+@given(LINES, st.integers(5, 200))
+def test_every_cursor_goes_on_exactly_after_its_row(lines, split_bytes):
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    put(store, "a.jsonl", "\n".join(lines).encode())
+    pieces, source, _ = rows_of(SourceSettings(), store, split_bytes=split_bytes)
+    for split in pieces.splits:
+        whole = list(source.rows(split.piece, 0))
+        for i, row in enumerate(whole):
+            assert list(source.rows(split.piece, row.next)) == whole[i + 1 :]
+
+
+def test_a_holdout_is_its_share_of_the_bytes():
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    lines = [json.dumps({"i": i, "text": "x" * 90}) for i in range(2000)]
+    put(store, "a.jsonl", "\n".join(lines).encode())
+    _, _, rows = rows_of(SourceSettings(), store, split_bytes=50_000, holdout=0.1)
+    assert len(rows["val"]) == pytest.approx(200, abs=2)
+    assert len(rows["val"]) + len(rows["train"]) == 2000
+
+
+def test_columns_become_fields_and_a_row_without_one_is_put_aside():
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    rows = [{"t": "é", "n": 1, "x": None}, {"t": "b"}, {"t": [1], "n": {"a": 1.5}}]
+    put(store, "a.jsonl", "\n".join(map(json.dumps, rows)).encode())
+    chosen = SourceSettings(columns={"txt": "t", "n.json": "n"})
+    _, _, found = rows_of(chosen, store)
+    first, second, third = found["train"]
+    assert first.fields == {"txt": "é".encode(), "n.json": b"1"}
+    assert third.fields == {"txt": b"[1]", "n.json": b'{"a":1.5}'}
+    assert (second.reason, second.where) == ("no column 'n'", "a.jsonl, byte 35")
+
+
+def test_numbers_of_a_column_keep_every_digit():
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    wide = 2**200 + 1
+    lines = [
+        f'{{"n": {wide}}}',
+        f'{{"n": [1, {{"é": {-wide}, "f": 0.5}}]}}',
+        f'{{"n": {2**64 - 1}}}',
+    ]
+    put(store, "a.jsonl", "\n".join(lines).encode())
+    _, _, rows = rows_of(SourceSettings(columns={"n.json": "n"}), store)
+    fields = [row.fields["n.json"].decode() for row in rows["train"]]
+    assert fields == [f"{wide}", f'[1,{{"é":{-wide},"f":0.5}}]', f"{2**64 - 1}"]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [{"a/b": "t"}, {"": "t"}, {"__bad__": "t"}, {"x.__url__": "t"}, {"TXT": "t", "txt": "u"}],
+)
+def test_fields_that_readers_could_not_read_back_are_refused(columns):
+    with pytest.raises(ValueError, match=r"read the field|upper and lower"):
+        SourceSettings(columns=columns)
+
+
+def test_a_row_that_cannot_be_written_is_put_aside():
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    deep = '{"t": ' + "[" * 800 + "]" * 800 + "}"
+    put(store, "a.jsonl", f'{deep}\n{{"t": 1}}\n'.encode())
+    _, _, rows = rows_of(SourceSettings(columns={"txt": "t"}), store)
+    assert [type(row).__name__ for row in rows["train"]] == ["BadRow", "Sample"]
+
+
+def test_the_empty_objects_that_show_a_folder_are_no_samples(request):
+    store = open_store(spec_of("rgw", request))
+    put(store, "imgs/a.txt", b"1")
+    client = request.getfixturevalue("rgw").client(request.getfixturevalue("rgw").full)
+    for marker in ("imgs/", "nothing/below/", "/"):
+        client.put_object(Bucket=store.location.bucket, Key=f"below/here/{marker}", Body=b"")
+    pieces, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store)
+    assert [row.key for row in rows["train"]] == ["imgs/a"]
+    assert (pieces.record.files, pieces.record.markers) == (1, 3)
+
+
+def test_a_marker_whose_slash_the_store_drops_is_no_sample():
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    for key, data in {"imgs": b"", "imgs!": b"", "imgs/a.txt": b"1", "none": b""}.items():
+        put(store, key, data)
+    pieces, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store)
+    assert sorted(row.key for row in rows["train"]) == ["imgs!", "imgs/a", "none"]
+    assert pieces.record.markers == 1
+
+
+BAD_KEYS = ["a//b.txt", "/lead.txt", "c\x01d.txt", "x/../y.txt", "line\nbreak.txt"]
+
+
+@pytest.mark.parametrize("kind", list(SourceKind))
+def test_a_key_that_no_client_takes_costs_itself(kind, request, rgw):
+    store = open_store(spec_of("rgw", request))
+    for key in BAD_KEYS:
+        rgw.client(rgw.full).put_object(
+            Bucket=store.location.bucket, Key=f"below/here/{key}", Body=b'{"a":1}\n'
+        )
+    put(store, "good.txt", b'{"a":1}\n')
+    _, _, rows = rows_of(SourceSettings(kind=kind), store)
+    bad = {row.where: row.reason for row in rows["train"] if isinstance(row, BadRow)}
+    assert len([row for row in rows["train"] if isinstance(row, Sample)]) == 1
+    assert set(bad) == {
+        "a//b.txt", "/lead.txt", "c\\x01d.txt", "x/../y.txt", "line\\x0abreak.txt"
+    }  # fmt: skip
+    assert bad["a//b.txt"].startswith("its key has an empty or a relative segment")
+    assert bad["c\\x01d.txt"] == "its name has control characters"
+
+
+def test_a_local_name_that_is_no_text_costs_itself(tmp_path):
+    for name in (b"caf\xe9.txt", b"tab\t.txt", b"good.txt"):
+        (tmp_path / os.fsdecode(name)).write_bytes(b"1")
+    store = open_store(tmp_path.as_uri())
+    _, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store)
+    bad = {row.where: row.reason for row in rows["train"] if isinstance(row, BadRow)}
+    assert bad == {
+        "caf\\xe9.txt": "its name is not UTF-8",
+        "tab\\x09.txt": "its name has control characters",
+    }
+
+
+NAMES = [
+    "Screenshot 2024-01-01 at 9.41.00\u202fAM",  # macOS writes a narrow no-break space
+    "\u5199\u771f\u3000\u4e00",  # an ideographic space
+    "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",  # a zero-width non-joiner
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467",  # a family, joined
+    "\u2028line\u2029", "\ue000private", "soft\u00adhyphen", "\ufeffmark", "\U000e0067tag",
+]  # fmt: skip
+
+
+# webdataset leaves local files for the garbage collector to close.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("kind", ["local", "rgw"])
+def test_names_that_people_have_come_back_from_webdataset(kind, request, tmp_path):
+    store = open_store(spec_of(kind, request))
+    for number, name in enumerate(NAMES):
+        put(store, f"in/{name}/{name}.png", str(number).encode())
+    report = run_pipeline(
+        PipelineSettings.model_validate(
+            {
+                "dataset": "d",
+                "source": {"kind": "files", **store.spec.reveal()},
+                "store": {"url": (tmp_path.parent / f"{tmp_path.name}-out").as_uri()},
+                "run": {"workers": 0},
+            }
+        )
+    )
+    assert report.manifest.quarantined == 0
+    out = open_store(report.url)
+    shards = [f"{out.location.bucket}/{s.key[2:]}" for s in report.manifest.shards]
+    read_back = {}
+    for sample in webdataset.WebDataset(shards, shardshuffle=False):
+        fields = [name for name in sample if not name.startswith("__")]
+        assert len(fields) == 1
+        read_back[f"{sample['__key__']}.{fields[0]}"] = sample[fields[0]]
+    # Fields are in lower case, from the first dot on.
+    wanted = {}
+    for number, name in enumerate(NAMES):
+        head, dot, tail = f"{name}.png".partition(".")
+        wanted[f"in/{name}/{head}{dot}{tail.lower()}"] = str(number).encode()
+    assert read_back == wanted
+
+
+def test_many_small_files_make_several_splits():
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    for i in range(20):
+        put(store, f"{i:02d}.txt", b"1")
+        put(store, f"{i:02d}.json", b"{}")
+    pieces, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store, split_files=10)
+    assert [split.piece.samples for split in pieces.splits] == [5] * 4
+    assert len(rows["train"]) == 20
+
+
+def test_linked_folders_are_followed_once(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "a.txt").write_text("1")
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "source" / "link" / "round").symlink_to(tmp_path / "source" / "link")
+    store = open_store((tmp_path / "source").as_uri())
+    _, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store)
+    assert [row.key for row in rows["train"]] == ["link/a"]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row():
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    put(store, "a.jsonl", b'\xef\xbb\xbf{"a":1}\n{"a":2}')
+    _, _, rows = rows_of(SourceSettings(), store)
+    assert [row.fields["json"] for row in rows["train"]] == [b'{"a":1}', b'{"a":2}']
+
+
+def test_compressed_lines_are_refused_with_what_to_do():
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    put(store, "a.jsonl.gz", b"x")
+    with pytest.raises(errors.ConfigurationError, match="decompress it first"):
+        rows_of(SourceSettings(), store)
+
+
+def test_nothing_that_matches_is_said(tmp_path):
+    store = open_store(tmp_path.as_uri())
+    with pytest.raises(errors.NotFoundError, match="include patterns"):
+        rows_of(SourceSettings(include=["*.jsonl"]), store)
+
+
+FILES = {
+    "a/cat.jpg": b"jpg",
+    "a/cat.json": b"{}",
+    "a/cat.seg.png": b"png",
+    "b/dog.JPG": b"JPG",
+    "README": b"read me",
+    "__main__.py": b"main",
+    "__a.b__": b"odd",
+    "__x__/in.py": b"skipped by readers unless its name is kept from them",
+}
+
+
+@pytest.mark.parametrize("kind", ["local", "rgw"])
+def test_files_that_share_their_name_are_one_sample(kind, request):
+    store = open_store(spec_of(kind, request))
+    for path, data in FILES.items():
+        put(store, path, data)
+    put(store, ".hidden", b"no key")
+    put(store, "y.__url__", b"readers fail at it")
+    put(store, "b/two.txt", b"1")
+    put(store, "b/two.TXT", b"2")
+    _, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store, split_bytes=20)
+    samples = {row.key: row.fields for row in rows["train"] if isinstance(row, Sample)}
+    assert samples == {
+        "a/cat": {"jpg": b"jpg", "json": b"{}", "seg.png": b"png"},
+        "b/dog": {"jpg": b"JPG"},
+        "README": {"bin": b"read me"},
+        "__main__": {"py": b"main"},
+        "./__a": {"b__": b"odd"},
+        "./__x__/in": {"py": FILES["__x__/in.py"]},
+    }
+    bad = {row.where: row.reason for row in rows["train"] if isinstance(row, BadRow)}
+    assert set(bad) == {".hidden", "y.__url__", "b/two.TXT, b/two.txt"}
+
+
+def test_a_seed_shuffles_files_the_same_way_every_time(tmp_path):
+    store = open_store(tmp_path.as_uri())
+    for i in range(50):
+        put(store, f"{i:03d}.txt", bytes(i))
+    chosen = SourceSettings(kind=SourceKind.FILES)
+    orders = [
+        [row.key for row in rows_of(chosen, store, split_bytes=100, seed=seed)[2]["train"]]
+        for seed in (1, 1, 2, None)
+    ]
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[3] == sorted(orders[0])
+
+
+@pytest.mark.parametrize("kind", ["local", "rgw"])
+@pytest.mark.parametrize("source_kind", list(SourceKind))
+@pytest.mark.parametrize("change", ["rewritten", "longer", "gone"])
+def test_a_source_that_changed_stops_the_run(kind, source_kind, change, request, tmp_path):
+    store = open_store(spec_of(kind, request))
+    rng = random.Random(0)
+    line = json.dumps({"a": rng.random()}).encode()
+    put(store, "a.jsonl", line * 3)
+    pieces = cut(
+        SourceSettings(kind=source_kind), store, KEYS,
+        split_bytes=1 << 20, split_files=10_000, seed=0, holdout=0.0,
+    )  # fmt: skip
+    dataset = open_store(f"memory://{secrets.token_hex(8)}")
+    for key, body in pieces.listings.items():
+        create(dataset, key, body)
+    match change:
+        case "rewritten":
+            put(store, "a.jsonl", line[::-1] * 3)
+            if kind == "local":  # a clock that did not move would be the only thing in its way
+                os.utime(tmp_path / "a.jsonl", ns=(1, 1))
+        case "longer":
+            put(store, "a.jsonl", line * 4)
+        case "gone":
+            assert delete(store, ["a.jsonl"]) == []
+    source = open_source(pieces.record, store, dataset)
+    with pytest.raises(errors.ChangedError, match="has changed since the plan was made"):
+        list(source.rows(pieces.splits[0].piece, 0))

@@ -1,0 +1,759 @@
+"""The engine from a source to a sealed dataset, and what it refuses."""
+
+import io
+import json
+import os
+import random
+import secrets
+import tarfile
+import tracemalloc
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, wait
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import webdataset
+from click.testing import CliRunner
+
+from millrace import errors, run_from_file, run_pipeline
+from millrace.cli import main
+from millrace.datasets import (
+    PipelineSettings,
+    SplitState,
+    collect_garbage,
+    find_datasets,
+    garbage,
+    plan_dataset,
+    repair_dataset,
+    shard_dataset,
+    status,
+    verify,
+)
+from millrace.datasets.plan import pin_plan
+from millrace.datasets.quarantine import QuarantineLimit
+from millrace.keys import DatasetKeys, LeaseKeys
+from millrace.lease import Holder, Lease, StoreClock, acquire
+from millrace.progress import Event
+from millrace.records import fetch
+from millrace.schemas.dataset import DatasetPlan, ShardCommit
+from millrace.schemas.ledger import find_referenced_keys
+from millrace.storage import create, delete, exists, list_objects, open_store, put, read
+from tests.stores import spec_of
+
+
+def rows(count: int, seed: int = 0) -> list[dict[str, object]]:
+    rng = random.Random(seed)
+    return [{"id": i, "text": "x" * rng.randrange(400)} for i in range(count)]
+
+
+def lines(count: int) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows(count))
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """A dataset of 2,000 rows in a folder, in about 5 splits of 5 shards."""
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "a.jsonl").write_text(lines(2000))
+    return PipelineSettings.model_validate(
+        {
+            "dataset": "sets/one",
+            "source": {
+                "columns": {"txt": "text", "id": "id"},
+                "url": (tmp_path / "source").as_uri(),
+            },
+            "store": {"url": (tmp_path / "store").as_uri()},
+            "cut": {"shard_bytes": 512 << 10, "split_bytes": 100_000},
+            "run": {"workers": 2},
+        }
+    )
+
+
+def changed(settings, **parts):
+    """The settings with other values in some of their parts: ``cut={"seed": 1}``."""
+    data = settings.model_dump()
+    for name, part in parts.items():
+        data[name] = {**data[name], **part} if isinstance(part, dict) else part
+    return PipelineSettings.model_validate(data)
+
+
+def ids_in(store, shards) -> Counter:
+    """The ids of all samples, as Python's own tarfile sees them."""
+    found: Counter = Counter()
+    for shard in shards:
+        with tarfile.open(fileobj=io.BytesIO(read(store, shard.key))) as tar:
+            for member in tar:
+                if member.name.endswith(".id"):
+                    found[int(tar.extractfile(member).read())] += 1
+    return found
+
+
+def objects(store, prefix: str) -> dict[str, bytes]:
+    return {stat.key: read(store, stat.key) for stat in list_objects(store, prefix)}
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_every_row_is_in_exactly_one_shard(settings, workers):
+    report = shard_dataset(changed(settings, run={"workers": workers}))
+    store = open_store(settings.store)
+    assert report.samples == 2000
+    assert ids_in(store, report.manifest.shards) == Counter(range(2000))
+    assert verify(store, "sets/one").good
+
+
+def test_the_bytes_do_not_depend_on_who_made_them(settings):
+    store = open_store(settings.store)
+    made = []
+    for name, run in (("a", {"workers": 0}), ("b", {"workers": 3, "uploads": 3})):
+        shard_dataset(changed(settings, dataset=name, run=run))
+        made.append({k.partition("/")[2]: v for k, v in objects(store, f"{name}/shards/").items()})
+    assert made[0] == made[1]
+    assert len(made[0]) == 8
+
+
+def test_a_second_run_finds_all_done(settings):
+    first = shard_dataset(settings)
+    second = shard_dataset(settings)
+    assert (second.made, second.manifest) == (0, first.manifest)
+
+
+def test_two_runs_at_once_share_the_work_and_both_end_right(settings):
+    settings = changed(settings, cut={"split_bytes": 25_000}, run={"workers": 1})
+    with ThreadPoolExecutor(2) as pool:
+        reports = [f.result() for f in [pool.submit(shard_dataset, settings) for _ in range(2)]]
+    assert reports[0].manifest == reports[1].manifest
+    assert sum(report.made for report in reports) == len(reports[0].manifest.shards)
+    assert ids_in(open_store(settings.store), reports[0].manifest.shards) == Counter(range(2000))
+
+
+def test_bad_rows_are_kept_with_their_reasons(settings, tmp_path):
+    with (tmp_path / "source" / "a.jsonl").open("a") as file:
+        file.write('not json\n{"id": 1}\n[]\n')
+    report = shard_dataset(settings)
+    store = open_store(settings.store)
+    assert (report.samples, report.manifest.quarantined) == (2000, 3)
+    kept = [
+        json.loads(line)
+        for body in objects(store, "sets/one/quarantine/").values()
+        for line in body.splitlines()
+    ]
+    assert [row["data"] for row in kept] == ["not json", '{"id": 1}', "[]"]
+    assert [row["reason"].partition(":")[0] for row in kept] == [
+        "not valid JSON",
+        "no column 'text'",
+        "not a JSON object",
+    ]
+
+
+def test_a_column_that_no_row_has_fails_the_run_with_the_first_reasons(settings, tmp_path):
+    settings = changed(settings, cut={"seed": None}, run={"max_quarantined": 0.9})
+    typo = changed(settings, source={"columns": {"txt": "texd"}})
+    with pytest.raises(errors.QuarantineError) as caught:
+        shard_dataset(typo)
+    assert "2000 of 2000 rows" in str(caught.value)
+    assert "a.jsonl, byte 0: no column 'texd'" in str(caught.value)
+    assert not exists(open_store(settings.store), "sets/one/manifest.json")
+
+
+def test_the_first_reasons_are_found_among_objects_of_any_size_and_content(settings):
+    store, keys = open_store(settings.store), DatasetKeys("sets/one")
+    shard_dataset(settings)
+    row = b'{"where":"a, \\"b\\"","reason":"no \\"text\\"","data":"'
+    put(store, f"{keys.quarantined}a.jsonl", b"[]\nnonsense\n" + row + b"x" * (64 << 20))
+    limit = changed(settings, run={"max_quarantined": 0}).run
+    found = QuarantineLimit(store, keys, fetch(store, keys.plan, DatasetPlan), limit)
+    entry = ShardCommit(
+        split="train-00000", n=0, key=None, size=0, sha256="", samples=1, start=0, next=9,
+        quarantined=8,
+    )  # fmt: skip
+    tracemalloc.start()
+    with pytest.raises(errors.QuarantineError, match=r'reasons: a, "b": no "text" \(all'):
+        found.check([entry])
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 32 << 20
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_over_its_limit_of_bad_rows_goes_on_once_the_limit_is_raised(
+    settings, tmp_path, workers
+):
+    bad = "".join(f'{{"id": {i}}}\n' for i in range(60))
+    (tmp_path / "source" / "a.jsonl").write_text(bad + lines(2000))
+    settings = changed(settings, run={"workers": workers})
+    with pytest.raises(errors.QuarantineError, match=r"limit of 1%.*max_quarantined"):
+        shard_dataset(settings)
+    made = shard_dataset(changed(settings, run={"max_quarantined": 0.05}))
+    assert (made.samples, made.manifest.quarantined) == (2000, 60)
+    assert made.made < len(made.manifest.shards)  # the first run's shards were kept
+
+
+def test_a_run_that_can_no_longer_meet_its_limit_ends_early(settings, tmp_path):
+    (tmp_path / "source" / "a.jsonl").write_text("bad\n" * 300_000)
+    committed = []
+
+    def note(event: Event) -> None:
+        if event.name == "shard.committed":
+            committed.append(event.figures["quarantined"])
+
+    config = changed(settings, cut={"split_bytes": 10_000_000}, run={"workers": 0})
+    with pytest.raises(errors.QuarantineError, match="of about 300000 expected"):
+        shard_dataset(config, progress=note)
+    assert len(committed) == 1
+    with pytest.raises(errors.QuarantineError):  # and at once when it is started again
+        shard_dataset(config, progress=note)
+    assert len(committed) == 1
+
+
+def test_up_to_ten_bad_rows_are_allowed_in_a_small_dataset_unless_none_may_be(settings, tmp_path):
+    (tmp_path / "source" / "a.jsonl").write_text(lines(20) + "bad\n" * 10)
+    with pytest.raises(errors.QuarantineError, match="10 of 30 rows"):
+        shard_dataset(changed(settings, run={"max_quarantined": 0.0}))
+    assert shard_dataset(settings).manifest.quarantined == 10
+
+
+@pytest.mark.parametrize("content", ["", "\n", "bad\n" * 10])
+def test_a_dataset_of_no_samples_is_sealed_only_if_that_is_allowed(settings, tmp_path, content):
+    (tmp_path / "source" / "a.jsonl").write_text(content)
+    (tmp_path / "source" / "b.jsonl").write_text("\n\n")
+    with pytest.raises(errors.QuarantineError, match=r"no samples.*allow_empty"):
+        shard_dataset(settings)
+    allowed = changed(settings, run={"allow_empty": True, "max_quarantined": 1.0})
+    report = shard_dataset(allowed)
+    assert (report.samples, report.manifest.shards, report.made) == (0, (), 0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "named"),
+    [
+        ({"cut": {"shard_bytes": 1 << 20}}, r"layout.shard_bytes \(524288, now 1048576\)"),
+        ({"cut": {"seed": 7}}, r"seed \(0, now 7\)"),
+        ({"cut": {"holdout": 0.5}}, r"holdout \(0.0, now 0.5\)"),
+        ({"source": {"columns": {"txt": "text"}}}, "source.settings"),
+    ],
+)
+def test_other_settings_under_the_same_name_are_refused_by_their_names(settings, parts, named):
+    shard_dataset(settings)
+    with pytest.raises(errors.ConflictError, match=named):
+        shard_dataset(changed(settings, **parts))
+
+
+def test_a_source_that_changed_since_the_plan_is_refused(settings, tmp_path):
+    shard_dataset(settings)
+    (tmp_path / "source" / "b.jsonl").write_text(lines(3))
+    with pytest.raises(errors.ChangedError, match=r"b\.jsonl is new \(1 file .* then, 2 files"):
+        shard_dataset(settings)
+
+
+def test_a_source_that_changes_meanwhile_stops_the_run_and_mixes_nothing(settings, tmp_path):
+    source = tmp_path / "source" / "a.jsonl"
+
+    def rewrite(event: Event) -> None:
+        if event.name == "plan.committed":
+            source.write_text(lines(2000).replace("x", "y"))
+
+    with pytest.raises(errors.ChangedError, match="rather than mix two versions"):
+        shard_dataset(settings, progress=rewrite)
+    assert not exists(open_store(settings.store), "sets/one/manifest.json")
+
+
+class KilledError(Exception):
+    pass
+
+
+def kill_at(name: str):
+    """A progress that ends the run where it says so."""
+
+    def kill(event: Event) -> None:
+        if event.name == name:
+            raise KilledError
+
+    return kill
+
+
+OTHER = {"cut": {"split_bytes": 40_000}}
+
+
+@pytest.mark.parametrize("killed_at", ["", "plan.replacing", "plan.removed"])
+def test_a_plan_by_which_nothing_was_committed_is_replaced(settings, killed_at):
+    alone = changed(settings, run={"workers": 0})
+    with pytest.raises(KilledError):  # a shard is there, and no commit
+        shard_dataset(alone, progress=kill_at("shard.put"))
+    assert list(list_objects(open_store(settings.store), "sets/one/shards/"))
+    if killed_at:
+        with pytest.raises(KilledError):
+            shard_dataset(changed(alone, **OTHER), progress=kill_at(killed_at))
+    store = open_store(settings.store)
+    report = shard_dataset(changed(alone, **OTHER))
+    assert report.splits > 5
+    assert not exists(store, "sets/one/plan-removed.json")
+    assert ids_in(store, report.manifest.shards) == Counter(range(2000))
+    assert len(list(list_objects(store, "sets/one/shards/"))) == len(report.manifest.shards)
+
+
+def test_no_plan_is_committed_while_another_run_removes_one(settings):
+    """That run deletes shards that have no commit: a new run's first ones would be among them."""
+    store = open_store(settings.store)
+    clock = StoreClock.read(store, "sets/one", Holder.this_process())
+    put(store, "sets/one/plan-removed.json", b"")
+    lease = acquire(
+        store, LeaseKeys("sets/one", "plan"), Holder.this_process(), timedelta(minutes=1), clock
+    )
+    assert isinstance(lease, Lease)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(shard_dataset, changed(settings, run={"workers": 0}))
+        done, _ = wait([run], 3)
+        there = exists(store, "sets/one/plan.json")
+        lease.release()
+        assert (done, there) == (set(), False)
+        assert run.result(60).samples == 2000
+    assert not exists(store, "sets/one/plan-removed.json")
+
+
+def test_a_plan_that_a_run_works_by_is_not_replaced(settings):
+    def meet(event: Event) -> None:
+        if (event.name, event.subject) == ("split.opened", "train-00000"):
+            with pytest.raises(errors.ConflictError, match=r"A run of .* works on it"):
+                shard_dataset(changed(settings, **OTHER))
+
+    report = shard_dataset(changed(settings, run={"workers": 0}), progress=meet)
+    assert report.samples == 2000
+
+
+def test_a_commit_made_while_a_plan_is_replaced_keeps_the_plan(settings):
+    old = changed(settings, run={"workers": 0})
+    with pytest.raises(KilledError):
+        shard_dataset(old, progress=kill_at("plan.committed"))
+    store = open_store(settings.store)
+    plan = read(store, "sets/one/plan.json")
+
+    def commit(event: Event) -> None:
+        if event.name == "plan.removed":  # by a run that had read the plan before
+            put(store, "sets/one/plan.json", plan)
+            with pytest.raises(KilledError):
+                shard_dataset(old, progress=kill_at("shard.committed"))
+            assert delete(store, ["sets/one/plan.json"]) == []
+
+    with pytest.raises(errors.ConflictError, match="other settings: split_bytes"):
+        shard_dataset(changed(old, **OTHER), progress=commit)
+    assert shard_dataset(old).samples == 2000
+
+
+@pytest.mark.parametrize("other_dies", [False, True])
+def test_a_suspended_run_whose_plan_was_replaced_mixes_nothing(settings, other_dies):
+    store, alone = open_store(settings.store), changed(settings, run={"workers": 0})
+    other = changed(alone, **OTHER)
+    met = []
+
+    def meet(event: Event) -> None:
+        if event.name == "shard.put" and not met:
+            met.append(event)
+            leases = [stat.key for stat in list_objects(store, "sets/one/lease/")]
+            assert delete(store, leases) == []  # this run was not heard of for long
+            if other_dies:
+                with pytest.raises(KilledError):
+                    shard_dataset(other, progress=kill_at("splits.left"))
+            else:
+                shard_dataset(other)
+
+    with pytest.raises(errors.ConflictError):
+        shard_dataset(alone, progress=meet)
+    if other_dies:
+        with pytest.raises(errors.ConflictError, match="commit of another plan"):
+            shard_dataset(other)
+        assert not exists(store, "sets/one/manifest.json")
+    else:
+        assert verify(store, "sets/one").good
+        assert shard_dataset(other).samples == 2000
+
+
+def test_a_commit_of_a_split_that_the_new_plan_lacks_is_an_error_with_a_sentence(settings):
+    store, few = open_store(settings.store), changed(settings, run={"workers": 0})
+    many = changed(few, **OTHER)
+    met = []
+
+    def meet(event: Event) -> None:
+        if event.name == "shard.put" and not met:
+            met.append(event)
+            leases = [stat.key for stat in list_objects(store, "sets/one/lease/")]
+            assert delete(store, leases) == []  # this run was not heard of for long
+            with pytest.raises(KilledError):
+                shard_dataset(few, progress=kill_at("splits.left"))
+
+    with pytest.raises(errors.ConflictError):
+        shard_dataset(many, progress=meet)
+    left = json.loads(read(store, next(list_objects(store, "sets/one/commits/")).key))
+    left["record"] |= {"split": "train-00099", "n": 0, "key": None}
+    put(store, "sets/one/commits/train-00099-000000.json", json.dumps(left).encode())
+    with pytest.raises(errors.ConflictError, match="commit of another plan"):
+        shard_dataset(few)
+    assert status(store, "sets/one").dataset == "sets/one"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda file: file.unlink(), "a.jsonl has changed.*it is gone"),
+        (lambda file: file.write_text("{}"), "has 2 bytes now, and had"),
+        (lambda file: os.utime(file, ns=(1, 1)), "written again"),
+    ],
+)
+def test_a_source_that_changed_is_named_with_what_is_different(settings, tmp_path, change, said):
+    def make(event: Event) -> None:
+        if event.name == "plan.committed":
+            change(tmp_path / "source" / "a.jsonl")
+
+    with pytest.raises(errors.ChangedError, match=said):
+        shard_dataset(settings, progress=make)
+
+
+def test_a_shard_that_is_there_with_other_bytes_is_never_overwritten(settings):
+    store = open_store(settings.store)
+    key = "sets/one/shards/train-00000-000000.tar"
+    put(store, key, b"somebody else's")
+    with pytest.raises(errors.ConflictError, match="already there with other bytes"):
+        shard_dataset(settings)
+    assert read(store, key) == b"somebody else's"
+
+
+def test_verify_finds_what_is_missing_and_what_differs(settings):
+    report = shard_dataset(settings)
+    store = open_store(settings.store)
+    flipped, shortened, missing = (shard.key for shard in report.manifest.shards[:3])
+    data = bytearray(read(store, flipped))
+    data[len(data) // 2] ^= 1
+    put(store, flipped, data)
+    put(store, shortened, read(store, shortened)[:-512])
+    delete(store, [missing])
+    reasons = {fault.key: fault.reason for fault in verify(store, "sets/one").faults}
+    assert reasons.keys() == {flipped, shortened, missing}
+    assert "SHA-256 differs" in reasons[flipped]
+    assert reasons[missing] == "missing"
+    quick = verify(store, "sets/one", digests=False)
+    assert {fault.key for fault in quick.faults} == {shortened, missing}
+
+
+def test_garbage_is_what_no_record_names(settings):
+    report = shard_dataset(settings)
+    store = open_store(settings.store)
+    orphans = ["sets/one/shards/train-09999-000000.tar", "sets/one/quarantine/x.jsonl"]
+    for key in orphans:
+        put(store, key, b"orphan")
+    kept = {shard.key for shard in report.manifest.shards}
+    young = collect_garbage(store, "sets/one", dry_run=False)
+    assert young.keys == ()
+    old = {"min_age": timedelta(seconds=-60)}
+    found = collect_garbage(store, "sets/one", **old)
+    assert {key for key in found.keys if "/lease/" not in key} == set(orphans)
+    assert exists(store, orphans[0])
+    collect_garbage(store, "sets/one", dry_run=False, **old)
+    left = {stat.key for stat in list_objects(store, "sets/one/")}
+    assert kept <= left
+    assert not left & set(orphans)
+    assert verify(store, "sets/one").good
+
+
+def test_garbage_is_not_collected_under_a_run(settings):
+    def collect(event: Event) -> None:
+        if event.name == "shard.put":
+            with pytest.raises(errors.ConflictError, match="is being worked on"):
+                collect_garbage(open_store(settings.store), "sets/one")
+
+    shard_dataset(settings, progress=collect)
+
+
+def test_a_lease_that_appears_between_two_batches_ends_the_collecting(settings, monkeypatch):
+    monkeypatch.setattr(garbage, "_BATCH", 10)
+    shard_dataset(settings)
+    store = open_store(settings.store)
+    for number in range(30):
+        put(store, f"sets/one/shards/train-09999-{number:06d}.tar", b"orphan")
+    clock = StoreClock.read(store, "sets/one", Holder.this_process())
+
+    def take_lease(event: Event) -> None:
+        if event.name == "garbage.deleted" and event.figures["objects"] == 10:
+            keys, holder = LeaseKeys("sets/one", "train-00000"), Holder.this_process()
+            assert isinstance(acquire(store, keys, holder, timedelta(hours=1), clock), Lease)
+
+    with pytest.raises(errors.ConflictError, match="is being worked on"):
+        collect_garbage(
+            store, "sets/one", dry_run=False, min_age=timedelta(seconds=-60), progress=take_lease
+        )
+    left = [stat.key for stat in list_objects(store, "sets/one/shards/train-09999")]
+    assert len(left) == 20
+
+
+def test_garbage_is_left_once_a_lease_of_the_collector_has_ended(settings, monkeypatch):
+    monkeypatch.setattr(garbage, "_BATCH", 10)
+    store = open_store(settings.store)
+    pin_plan(store, DatasetKeys("sets/one"), plan_dataset(settings), {})
+    for number in range(30):
+        put(store, f"sets/one/shards/train-09999-{number:06d}.tar", b"orphan")
+
+    def end_lease(event: Event) -> None:
+        if event.name == "garbage.deleted" and event.figures["objects"] == 10:
+            create(store, LeaseKeys("sets/one", "train-00000").end(0), b"as after a suspension")
+
+    with pytest.raises(errors.ConflictError, match=r"The lease of train-00000 .* has ended"):
+        collect_garbage(
+            store, "sets/one", dry_run=False, min_age=timedelta(seconds=-60), progress=end_lease
+        )
+    left = [stat.key for stat in list_objects(store, "sets/one/shards/train-09999")]
+    assert len(left) == 20
+
+
+def test_a_worker_that_was_suspended_commits_nothing_that_is_gone(settings):
+    path = Path(settings.source.store.url.removeprefix("file://")) / "a.jsonl"
+    path.write_text(path.read_text() + "{\n")  # a row that is put aside
+    store, gone = open_store(settings.store), list[str]()
+
+    def collect(event: Event) -> None:
+        """Collect the garbage, as another machine does while this process is suspended."""
+        if event.name == "shard.put":
+            for prefix in ("sets/one/shards/", "sets/one/quarantine/"):
+                named = find_referenced_keys(store, DatasetKeys("sets/one"), plan)
+                lost = [stat.key for stat in list_objects(store, prefix) if stat.key not in named]
+                assert not delete(store, lost)
+                gone.extend(lost)
+
+    plan = plan_dataset(settings)
+    report = shard_dataset(changed(settings, run={"workers": 0}), progress=collect)
+    assert any("/shards/" in key for key in gone)
+    assert any("/quarantine/" in key for key in gone)
+    assert ids_in(store, report.manifest.shards) == Counter(range(2000))
+    assert verify(store, "sets/one").good
+    assert all(exists(store, key) for key in gone)
+
+
+def test_status_tells_from_the_bucket_alone_how_far_it_is(settings):
+    store = open_store(settings.store)
+    seen = []
+
+    def look(event: Event) -> None:
+        if event.name == "shard.committed" and not seen:
+            seen.append(status(store, "sets/one"))
+
+    shard_dataset(changed(settings, run={"workers": 1}), progress=look)
+    running = [split for split in seen[0].splits if split.state is SplitState.RUNNING]
+    assert [split.shards for split in running] == [1]
+    assert running[0].host
+    assert running[0].until > datetime.now(UTC)
+    done = status(store, "sets/one")
+    assert done.sealed
+    assert done.ended == len(done.splits)
+    assert sum(split.samples for split in done.splits) == 2000
+    assert find_datasets(open_store(f"{settings.store.url}/sets")) == ["one"]
+    assert find_datasets(store) == ["sets/one"]
+
+
+def test_a_damaged_commit_costs_itself_and_is_named(settings):
+    """Status counts all others, and what needs the whole ledger says which one is damaged."""
+    shard_dataset(settings)
+    store, keys = open_store(settings.store), DatasetKeys("sets/one")
+    commits = sorted(s.key for s in list_objects(store, keys.commits) if keys.parse_commit(s.key))
+    for key in commits[:2]:
+        put(store, key, b"nonsense")
+    found = status(store, "sets/one")
+    assert sum(split.shards for split in found.splits) == len(commits) - 2
+    assert len(found.damaged) == 2
+    for key, said in zip(commits, sorted(found.damaged), strict=False):
+        assert key in said
+    said = rf"2 of {len(commits)} records below .* is not a record .* is not a record"
+    there = objects(store, "")
+    with pytest.raises(errors.CorruptError, match=said):
+        collect_garbage(store, "sets/one", dry_run=False, min_age=timedelta(seconds=-60))
+    assert objects(store, keys.shards).keys() <= there.keys()
+    shown = CliRunner().invoke(main, ["status", settings.store.url, "sets/one"])
+    assert shown.exit_code == 0, shown.output
+    assert "2 records of its ledger cannot be read" in shown.output
+
+
+def test_a_plan_is_shown_without_writing(settings, tmp_path):
+    plan = plan_dataset(changed(settings, cut={"holdout": 0.2}))
+    assert {split.partition for split in plan.splits} == {"train", "val"}
+    assert sum(split.piece.size for split in plan.splits) == plan.source.size
+    assert not (tmp_path / "store").exists()
+
+
+# webdataset leaves local files for the garbage collector to close.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_dataset_reads_back_through_its_index(settings, tmp_path):
+    shard_dataset(settings)
+    base = tmp_path / "store" / "sets" / "one"
+    index = json.loads((base / "index.json").read_text())
+    assert index["__kind__"] == "wids-shard-index-v1"
+    shards = [str(base / shard["url"]) for shard in index["shardlist"]]
+    assert [Path(s).stat().st_size for s in shards] == [e["filesize"] for e in index["shardlist"]]
+    counted = Counter(int(s["id"]) for s in webdataset.WebDataset(shards, shardshuffle=False))
+    assert counted == Counter(range(2000))
+
+
+def test_a_run_in_memory_needs_no_processes(settings):
+    memory = f"memory://{secrets.token_hex(8)}"
+    report = run_pipeline(
+        changed(settings, store={"url": memory}, run={"workers": 0}), prefix="another"
+    )
+    assert report.url == f"{memory}/another"
+    assert report.samples == 2000
+
+
+def test_a_dataset_inside_its_own_source_is_refused(settings):
+    inside = {"url": f"{settings.source.url}/out"}
+    with pytest.raises(errors.ConfigurationError, match="inside of its own source"):
+        shard_dataset(changed(settings, store=inside))
+
+
+def test_without_a_store_the_environment_names_one(settings, tmp_path, monkeypatch):
+    monkeypatch.setenv("STORAGE_BACKEND", "local")
+    monkeypatch.setenv("LOCAL_STORAGE_PATH", str(tmp_path / "named"))
+    data = settings.model_dump(exclude={"store"})
+    report = shard_dataset(PipelineSettings.model_validate(data))
+    assert report.url == (tmp_path / "named" / "sets" / "one").as_uri()
+
+
+def test_a_run_from_a_file_is_the_same_run(settings, tmp_path, monkeypatch):
+    monkeypatch.setenv("WHERE", settings.store.url)
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        f"dataset: sets/one\nstore: {{url: '${{WHERE}}'}}\n"
+        f"source: {{columns: {{txt: text, id: id}}, url: {settings.source.url}}}\n"
+        "cut: {shard_bytes: 512KiB, split_bytes: 100000}\nrun: {workers: 2}\n"
+    )
+    assert run_from_file(path).manifest == shard_dataset(settings).manifest
+    assert run_from_file(path, prefix="two").manifest.dataset == "two"
+
+
+def test_an_upload_that_fails_is_never_sealed_over(settings, request, r2):
+
+    place = spec_of("r2", request).model_copy(update={"patience": timedelta(milliseconds=200)})
+    config = changed(settings, store=place.reveal(), run={"workers": 0, "uploads": 1})
+    r2.fail_next("error500", 10_000, method="PUT", key_contains="train-00001-000001.tar")
+    with pytest.raises(errors.UnavailableError, match=r"train-00001-000001\.tar"):
+        shard_dataset(config)
+    assert r2.counts()["error500"] > 0
+    assert not exists(open_store(place), "sets/one/manifest.json")
+    r2.reset()
+    report = shard_dataset(config)
+    assert ids_in(open_store(place), report.manifest.shards) == Counter(range(2000))
+
+
+def test_a_ledger_with_a_gap_is_never_sealed(settings):
+    store = open_store(settings.store)
+
+    def delete_a_commit(event: Event) -> None:
+        if event.name == "split.ended" and event.subject == "train-00001":
+            assert delete(store, ["sets/one/commits/train-00001-000000.json"]) == []
+
+    with pytest.raises(errors.ConflictError, match="train-00001 has no commit 0"):
+        shard_dataset(settings, progress=delete_a_commit)
+    assert not exists(store, "sets/one/manifest.json")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "files"])
+def test_a_repair_makes_what_verify_misses_byte_identical(settings, tmp_path, kind):
+    if kind == "files":
+        for row in rows(300):
+            (tmp_path / "source" / f"{row['id']:04d}.txt").write_text(str(row["text"]) * 20)
+        settings = changed(
+            settings,
+            source={"kind": kind, "columns": None, "include": ["*.txt"]},
+            cut={"split_bytes": 500_000},
+        )
+    else:
+        with (tmp_path / "source" / "a.jsonl").open("a") as file:
+            file.write("bad\n" * 3)
+    shard_dataset(settings)
+    store = open_store(settings.store)
+    before = objects(store, "sets/one/shards/")
+    missing, shortened, flipped, *good = before
+    assert delete(store, [missing]) == []
+    put(store, shortened, before[shortened][:-512])
+    put(store, flipped, before[flipped][:-1] + b"x")
+    times = {stat.key: stat.last_modified for stat in list_objects(store, "sets/one/shards/")}
+    report = repair_dataset(settings)
+    assert set(report.made) == {missing, shortened, flipped}
+    assert objects(store, "sets/one/shards/") == before
+    after = {stat.key: stat.last_modified for stat in list_objects(store, "sets/one/shards/")}
+    assert [after[key] for key in good] == [times[key] for key in good]
+    assert repair_dataset(settings).made == ()
+
+
+def test_a_repair_from_a_source_that_gives_other_bytes_replaces_nothing(settings, tmp_path):
+    report = shard_dataset(settings)
+    store, source = open_store(settings.store), tmp_path / "source" / "a.jsonl"
+    damaged = report.manifest.shards[0].key
+    put(store, damaged, b"damaged")
+    stat = source.stat()
+    source.write_text(lines(2000).replace("x", "y"))
+    os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # only the bytes tell
+    with pytest.raises(errors.ChangedError, match="the source gives other bytes now"):
+        repair_dataset(settings)
+    assert read(store, damaged) == b"damaged"
+
+
+@pytest.mark.parametrize("found", ["missing", "other size"])
+def test_a_shard_lost_before_the_dataset_is_complete_is_made_again(settings, found):
+    settings = changed(settings, run={"workers": 0})
+    store, lost = open_store(settings.store), ""
+    splits = len(plan_dataset(settings).splits)
+    expected: dict[str, bytes] = {}
+
+    def lose_a_shard(event: Event) -> None:
+        nonlocal splits, lost
+        splits -= event.name == "split.ended"
+        if splits == 0 and not lost:
+            expected.update(objects(store, "sets/one/shards/"))
+            lost = next(iter(expected))
+            if found == "missing":
+                assert delete(store, [lost]) == []
+            else:
+                put(store, lost, expected[lost][:-512])
+
+    shard_dataset(settings, progress=lose_a_shard)
+    assert lost
+    assert objects(store, "sets/one/shards/") == expected
+    assert verify(store, "sets/one").good
+
+
+def test_a_removal_that_another_runs_commits_overtook_names_the_repair(settings):
+    """A removal deletes what had no commit when it looked, and may have been suspended since."""
+    alone = changed(settings, run={"workers": 0})
+    with pytest.raises(KilledError):
+        shard_dataset(alone, progress=kill_at("shard.put"))
+    store = open_store(settings.store)
+    plan = read(store, "sets/one/plan.json")
+
+    def commit(event: Event) -> None:
+        if event.name == "plan.clearing":
+            put(store, "sets/one/plan.json", plan)
+            with pytest.raises(KilledError):
+                shard_dataset(alone, progress=kill_at("shard.committed"))
+
+    with pytest.raises(errors.ConflictError, match="--repair"):
+        shard_dataset(changed(alone, **OTHER), progress=commit)
+    shard_dataset(alone)
+    assert verify(store, "sets/one").good
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "files", "large files"])
+def test_a_repair_takes_a_source_that_was_uploaded_again_with_the_same_bytes(
+    settings, tmp_path, kind
+):
+    name = "a.jsonl"
+    if kind != "jsonl":
+        name = "a.bin"
+        (tmp_path / "source" / name).write_bytes(os.urandom((40 if "large" in kind else 1) << 20))
+        settings = changed(
+            settings, source={"kind": "files", "columns": None, "include": ["*.bin"]}
+        )
+    report = shard_dataset(settings)
+    store = open_store(settings.store)
+    before = objects(store, "sets/one/shards/")
+    assert delete(store, [report.manifest.shards[0].key]) == []
+    os.utime(tmp_path / "source" / name, ns=(1, 1))
+    with pytest.raises(errors.ChangedError, match="was written again"):
+        shard_dataset(settings)
+    assert shard_dataset(settings, repair=True).made == 0
+    assert repair_dataset(settings).made == (report.manifest.shards[0].key,)
+    assert objects(store, "sets/one/shards/") == before

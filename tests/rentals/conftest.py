@@ -1,0 +1,78 @@
+"""An account at the stand-in, and what is rented with it."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from millrace.progress import Event
+from millrace.rentals import Account, OfferRequest, Program, RentSettings, StandSettings, Vast
+from millrace.storage import StoreSpec
+from millrace.testing.vast import StandInClock, VastServer
+
+REPO = "https://example.org/somebody/program"
+
+
+class Account_:  # noqa: N801 - `Account` is the engine's
+    """An account at the stand-in.
+
+    Attributes:
+        server: Where.
+        key: Of the account.
+        folder: Its store.
+        told: What was reported.
+    """
+
+    def __init__(self, server: VastServer, key: str, folder: Path) -> None:
+        self.server, self.key, self.folder = server, key, folder
+        self.told: list[Event] = []
+
+    @property
+    def vast(self) -> Vast:
+        return Vast(SecretStr(self.key), self.server.url, clock=StandInClock(self.server))
+
+    def progress(self, event: Event) -> None:
+        self.told.append(event)
+
+    def count(self, name: str) -> int:
+        return sum(event.name == name for event in self.told)
+
+    def stand(self) -> StandSettings:
+        return StandSettings(store=self.store, account=self.account)
+
+    @property
+    def store(self) -> StoreSpec:
+        return StoreSpec(url=self.folder.as_uri())
+
+    @property
+    def account(self) -> Account:
+        return Account(api_key=SecretStr(self.key), server_url=self.server.url)
+
+    def settings(self, name: str = "fleet", **more: Any) -> RentSettings:
+        request = {"max_hourly": 2.0, "max_total": 50.0} | more.pop("request", {})
+        return RentSettings(
+            name=name,
+            store=self.store,
+            account=self.account,
+            request=OfferRequest(**request),
+            program=Program(repo_url=REPO, command=("true",)),
+            **({"poll": timedelta(seconds=10)} | more),
+        )
+
+
+Reset = Callable[..., Account_]
+
+
+@pytest.fixture
+def world(vast: VastServer, tmp_path: Path) -> Reset:
+    """Begin a world, with what `millrace.testing.vast.World` says of it."""
+
+    def reset(**more: Any) -> Account_:
+        folder = tmp_path / "store"
+        folder.mkdir(exist_ok=True)
+        return Account_(vast, vast.reset(**more), folder)
+
+    return reset

@@ -1,0 +1,82 @@
+"""The commands that rent machines, as a person types them."""
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from millrace.cli import main
+from millrace.testing.vast import VastServer
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(vast: VastServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """A command in a folder with a `rent.yaml`, at a stand-in whose time goes quickly."""
+    monkeypatch.setenv("VAST_KEY", vast.reset(rate=200.0, strict=False, program=300.0))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "store").mkdir()
+    (tmp_path / "rent.yaml").write_text(
+        f"""
+name: fleet
+store: {{url: {(tmp_path / "store").as_uri()}}}
+account: {{api_key: "${{VAST_KEY}}", server_url: {vast.url}}}
+request: {{gpu: RTX_4090, max_hourly: 1.0, max_total: 5.0, max_lifetime: PT2H}}
+program: {{repo_url: "https://example.org/x", command: [millrace, run]}}
+poll: PT0.5S
+"""
+    )
+
+    def command(*words: str, code: int = 0) -> str:
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == code, result.output
+        return result.output
+
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    yield command
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    vast.reset()
+
+
+def test_machines_are_looked_at_rented_and_given_back(run: Run, vast: VastServer) -> None:
+    shown = run("offers")
+    assert "1 x RTX 4090, 24 GB" in shown
+    assert vast.books() == []
+    said = run("rent")
+    assert "fleet/0: takes RTX 4090" in said
+    assert "fleet/0| the last words" in said
+    assert "fleet/0: given back (done: its program ended)" in said
+    assert "All is given back. It has cost about $" in said
+    assert "Rented: 0 machines" in run("rentals")
+    assert vast.alive() == []
+
+
+def test_what_is_left_running_is_listed_kept_and_released(run: Run, vast: VastServer) -> None:
+    said = run("rent", "--detach")
+    assert "fleet/0 runs at 127.0.0.1." in said
+    assert "give them back with `millrace release rent.yaml fleet`" in said
+    (one,) = vast.alive()
+    listed = run("rentals")
+    assert f"fleet: instance {one['id']} is running, since " in listed
+    assert "left until its time is over." in listed
+    assert "Given back: 0 machines. Stay: 1." in run("reap")
+    vast.advance(3 * 3600)
+    said = run("reap", "--dry-run")
+    assert "its program has ended.\nWould be given back: 1 machine. Stay: 0." in said
+    assert "knows no rental 'fleat'" in run("release", "rent.yaml", "fleat", code=1)
+    assert "Given back: 1 machine of fleet" in run("release", "rent.yaml", "fleet")
+    assert vast.alive() == []
+
+
+def test_a_machine_that_nobody_can_afford_is_not_there(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "rent.yaml"
+    path.write_text(path.read_text().replace("max_hourly: 1.0", "max_hourly: 0.01"))
+    assert "No offer fits" in run("offers", code=1)
+    assert "has no offer (any more) that fits fleet" in run("rent", code=1)

@@ -1,0 +1,78 @@
+"""The stand-ins as session fixtures: `rgw`, `r2` in front of it, `gcs`, `vast` and `hub`."""
+
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millrace.testing.gcs import GCSServer
+from millrace.testing.hub import HubServer
+from millrace.testing.r2 import R2Proxy
+from millrace.testing.repository import snapshot
+from millrace.testing.rgw import RGW
+from millrace.testing.vast import VastServer
+
+
+@pytest.fixture(scope="session")
+def server_folder() -> Iterator[Path]:
+    """Where the servers keep their data; removed at the end, as it may be large."""
+    with tempfile.TemporaryDirectory(prefix="millrace-servers-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="session")
+def rgw(server_folder: Path) -> Iterator[RGW]:
+    """A Ceph RGW."""
+    with RGW.start(server_folder / "rgw") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def r2(rgw: RGW, server_folder: Path) -> Iterator[R2Proxy]:
+    """An R2 over TLS in front of `rgw`: each test finds it without faults, its counts at zero."""
+    keys = {
+        key.access_key_id: key.secret_access_key for key in (rgw.full, rgw.read_only, rgw.other)
+    }
+    with R2Proxy.start(rgw.endpoint, keys, server_folder / "r2") as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _r2_at_rest(request: pytest.FixtureRequest) -> None:
+    if "r2" in request.fixturenames:
+        request.getfixturevalue("r2").reset()
+
+
+@pytest.fixture(scope="session")
+def gcs(server_folder: Path) -> Iterator[GCSServer]:
+    """A Cloud Storage with the bucket ``bucket``."""
+    with GCSServer.start(server_folder / "gcs") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def vast(server_folder: Path) -> Iterator[VastServer]:
+    """A Vast.ai; `VastServer.reset` gives a test a world of its own."""
+    with VastServer.start(server_folder / "vast") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def hub(server_folder: Path) -> Iterator[HubServer]:
+    """A Hugging Face Hub without repositories."""
+    with HubServer.start(server_folder / "hub") as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(rgw: RGW) -> str:
+    """A bucket of `rgw`, and so of `r2`, made for one test, that `rgw.full` owns."""
+    return rgw.create_bucket(f"bucket-{uuid.uuid4().hex[:12]}")
+
+
+@pytest.fixture(scope="session")
+def repository(server_folder: Path) -> Path:
+    """This project, as somebody would clone it."""
+    return snapshot(server_folder / "repository")
