@@ -1,10 +1,11 @@
 """The cooldown: an epoch ends with a checkpoint that some members upload and nobody can doubt.
 
 Members know of each other only what is in the bucket. Each member publishes the digest of its
-content before any of it is uploaded. The content that more than half of the members voted for is saved; a
-member that voted otherwise is told so. The seed of the epoch orders the members, and the first
-living ones upload (`shared_upload`). A member that sees a complete and verified upload commits the
-checkpoint's metadata, then the epoch: a record that is created once and moves the job on.
+content before any of it is uploaded. The content that more than half of the members voted for is
+saved; a member that voted otherwise is told so. The seed of the epoch orders the members, and the
+first living ones upload (`shared_upload`). A member that sees a complete and verified upload
+commits the checkpoint's metadata, then the epoch: a record that is created once and moves the job
+on.
 
 A confined member writes below its own prefixes only. It uploads there; the owner of the job copies,
 verifies and commits (`collector`).
