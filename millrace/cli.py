@@ -564,7 +564,7 @@ def clean_wipe(place: str, *, confirm: str | None, versions: bool, dry_run: bool
     Exit code 2, and nothing has happened, if the name is another.
     """
     from millrace.cleanup import name_to_type, plan_wiping, survey_wiping, wipe
-    from millrace.cleanup.wipe import check_name
+    from millrace.cleanup.wiping import check_name
     from millrace.progress_bar import ObjectsBar
     from millrace.storage import open_store
 

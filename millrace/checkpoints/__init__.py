@@ -35,8 +35,8 @@ if TYPE_CHECKING:
         survey,
         verify,
     )
-    from millrace.checkpoints.load import LoadedCheckpoint, load, load_into
-    from millrace.checkpoints.probe import ProbeResult, ProbeVerdict, probe
+    from millrace.checkpoints.loading import LoadedCheckpoint, load, load_into
+    from millrace.checkpoints.probing import ProbeResult, ProbeVerdict, probe
     from millrace.checkpoints.ranks import Ranks
     from millrace.checkpoints.retention import (
         Removal,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         plan_retention,
         unpin,
     )
-    from millrace.checkpoints.save import PendingSave, Saver
+    from millrace.checkpoints.saving import PendingSave, Saver
     from millrace.checkpoints.settings import (
         CooldownSettings,
         OnTimeout,
@@ -116,12 +116,12 @@ _MODULES = {
     "Destination": "destinations",
     "HubSpec": "destinations",
     "EpochSaver": "cooldown.epochs",
-    "LoadedCheckpoint": "load",
+    "LoadedCheckpoint": "loading",
     "MemberSettings": "cooldown.member",
     "Membership": "cooldown.membership",
     "OnTimeout": "settings",
     "CooldownOutcome": "cooldown.cooldown",
-    "ProbeResult": "probe",
+    "ProbeResult": "probing",
     "Ranks": "ranks",
     "Removal": "retention",
     "RetentionResult": "retention",
@@ -129,21 +129,21 @@ _MODULES = {
     "RetentionPlan": "retention",
     "SaveSettings": "settings",
     "SavedSource": "cooldown.member",
-    "Saver": "save",
-    "PendingSave": "save",
+    "Saver": "saving",
+    "PendingSave": "saving",
     "EpochStatus": "cooldown.watch",
     "StoreDestination": "destinations",
-    "ProbeVerdict": "probe",
+    "ProbeVerdict": "probing",
     "copy_checkpoint": "destinations",
     "cool_down": "cooldown.cooldown",
     "end_epoch": "cooldown.member",
     "count_epochs_without_checkpoint": "cooldown.cooldown",
-    "load": "load",
-    "load_into": "load",
+    "load": "loading",
+    "load_into": "loading",
     "open_destination": "destinations",
     "pin": "retention",
     "plan_retention": "retention",
-    "probe": "probe",
+    "probe": "probing",
     "apply_retention": "retention",
     "content_of": "contents",
     "unpin": "retention",

@@ -1,7 +1,7 @@
 """Delete what nobody needs from buckets, by rules and after a plan was shown."""
 
 from millrace.checkpoints import VerifyDepth
-from millrace.cleanup.execute import Cleaned, execute
+from millrace.cleanup.executor import Cleaned, execute
 from millrace.cleanup.planner import describe, make_plan
 from millrace.cleanup.plans import (
     CleaningPlan,
@@ -21,7 +21,7 @@ from millrace.cleanup.rules import (
     What,
 )
 from millrace.cleanup.stale_uploads import Aborted, abort_uploads
-from millrace.cleanup.wipe import Contents, name_to_type, plan_wiping, survey_wiping, wipe
+from millrace.cleanup.wiping import Contents, name_to_type, plan_wiping, survey_wiping, wipe
 
 __all__ = [
     "Aborted",

@@ -25,6 +25,7 @@ from millrace.cleanup import (
     What,
     WorkerJunk,
     execute,
+    executor,
     make_plan,
     plan_wiping,
     read_plan,
@@ -550,8 +551,8 @@ def trained_on(dataset: str, campaign: str = "small") -> TrainingPlan:
     ["gradients", "gathers", "checkpoints", "shards", "trained on", "orphans", "junk", "other"],
 )
 def test_a_lease_that_appears_between_two_batches_ends_the_deleting(folder, monkeypatch, kind):
-    monkeypatch.setattr(execute, "_BATCH", 10)
-    monkeypatch.setattr(execute, "_AT_ONCE", 1)  # each batch is settled before the next is chosen
+    monkeypatch.setattr(executor, "_BATCH", 10)
+    monkeypatch.setattr(executor, "_AT_ONCE", 1)  # each batch is settled before the next is chosen
     rule, scope, name = many(folder, kind)
     plan = make_plan(config_of(folder, rule))
     there = keys_of(folder)

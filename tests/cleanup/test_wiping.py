@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from millrace import errors
-from millrace.cleanup import abort_uploads, execute, name_to_type, plan_wiping, survey_wiping, wipe
+from millrace.cleanup import abort_uploads, executor, name_to_type, plan_wiping, survey_wiping, wipe
 from millrace.cli import main
 from millrace.keys import ChainKeys, RentalKeys
 from millrace.progress import Event
@@ -112,8 +112,8 @@ def test_what_was_written_since_a_wiping_was_planned_stays(place):
 
 
 def test_a_lease_that_appears_between_two_batches_ends_the_wiping(tmp_path, monkeypatch):
-    monkeypatch.setattr(execute, "_BATCH", 10)
-    monkeypatch.setattr(execute, "_AT_ONCE", 1)  # each batch is settled before the next is chosen
+    monkeypatch.setattr(executor, "_BATCH", 10)
+    monkeypatch.setattr(executor, "_AT_ONCE", 1)  # each batch is settled before the next is chosen
     place = Place(open_store((tmp_path / "bucket").as_uri()))
     place.put("another.txt")
     for window in range(30):

@@ -91,7 +91,7 @@ def run_races(
     """
     found, lock = Found(), threading.Lock()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.soak.races", "torch", "millrace.checkpoints.save"])
+    context.set_forkserver_preload(["tests.soak.races", "torch", "millrace.checkpoints.saving"])
     sources = _sources(folder, seed)
 
     def one(number: int) -> None:

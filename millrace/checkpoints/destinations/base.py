@@ -6,7 +6,7 @@ from typing import Protocol
 
 from millrace.checkpoints.contents import Content
 from millrace.checkpoints.find import VerifyDepth
-from millrace.checkpoints.probe import REQUEST_TIMEOUT, ProbeResult
+from millrace.checkpoints.probing import REQUEST_TIMEOUT, ProbeResult
 from millrace.progress import Progress, silent
 from millrace.schemas.checkpoint import Checkpoint
 
@@ -27,7 +27,7 @@ class Destination(Protocol):
         within: timedelta | None = None,
         patience: timedelta = REQUEST_TIMEOUT,
     ) -> ProbeResult:
-        """Try what a save does, and leave nothing behind. As of `millrace.checkpoints.probe`."""
+        """Try what a save does, and leave nothing behind. As of `millrace.checkpoints.probing`."""
         ...
 
     def iterate_checkpoints(self, job: str) -> Iterator[Checkpoint]:

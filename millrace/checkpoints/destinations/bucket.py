@@ -9,7 +9,7 @@ from millrace.checkpoints import find
 from millrace.checkpoints.contents import Content, content_of
 from millrace.checkpoints.cooldown.shared_upload import SharedUpload
 from millrace.checkpoints.find import VerifyDepth
-from millrace.checkpoints.probe import REQUEST_TIMEOUT, ProbeResult, probe
+from millrace.checkpoints.probing import REQUEST_TIMEOUT, ProbeResult, probe
 from millrace.keys import CheckpointKeys
 from millrace.progress import Event, Progress, silent
 from millrace.schemas.checkpoint import Checkpoint

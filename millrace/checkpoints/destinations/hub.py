@@ -31,7 +31,7 @@ from millrace import errors
 from millrace.checkpoints.contents import Content, make_content
 from millrace.checkpoints.destinations.spec import HubSpec
 from millrace.checkpoints.find import VerifyDepth, check_content, check_metadata
-from millrace.checkpoints.probe import (
+from millrace.checkpoints.probing import (
     REQUEST_TIMEOUT,
     SAMPLE_SIZE,
     ProbeResult,
@@ -188,7 +188,7 @@ class HubDestination:
         within: timedelta | None = None,
         patience: timedelta = REQUEST_TIMEOUT,
     ) -> ProbeResult:
-        """As of `millrace.checkpoints.probe`, on a branch of its own, which is deleted again."""
+        """As of `millrace.checkpoints.probing`, on a branch of its own, which is deleted again."""
         key = write_probe_key(CheckpointKeys(job).job, secrets.token_hex(8)) + ".bin"
         spec = self._spec.model_copy(update={"patience": patience})
         hurried = HubDestination(spec)

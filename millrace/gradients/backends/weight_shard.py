@@ -15,9 +15,9 @@ from typing import Any, cast
 import torch
 
 from millrace import errors
-from millrace.checkpoints.load import load
+from millrace.checkpoints.loading import load
 from millrace.checkpoints.ranks import Ranks
-from millrace.checkpoints.save import PendingSave, Saver
+from millrace.checkpoints.saving import PendingSave, Saver
 from millrace.checkpoints.tree import flatten_state, is_skeleton
 from millrace.gradients.codec.payload import Expected, Opened, Shapes, Tensors, read_tensors
 from millrace.gradients.state import Array, State, state_of

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 
 from millrace import errors
 from millrace.checkpoints import VerifyDepth
-from millrace.cleanup.execute import Cleaned, delete_entries
+from millrace.cleanup.executor import Cleaned, delete_entries
 from millrace.cleanup.planner import listed, new_name
 from millrace.cleanup.plans import (
     CleaningPlan,
@@ -124,7 +124,7 @@ def wipe(
         confirm: As a person has typed it: `name_to_type`.
         versions: Delete the older versions and delete markers of a versioned bucket, too. They
             are counted in any case.
-        progress: As of `millrace.cleanup.execute`.
+        progress: As of `millrace.cleanup.executor`.
 
     Raises:
         ConfigurationError: It is another name: nothing has happened.
