@@ -42,14 +42,14 @@ from millrace.gradients import (
     MergeSettings,
     RunSettings,
     Sender,
-    State,
-    begin,
+    WeightState,
+    encode_payload,
     follow,
-    payload_bytes,
-    weights_of_model,
+    select_weights,
+    start_chain,
 )
-from millrace.gradients.codec.chunks import chunks_of
-from millrace.gradients.codec.tensors import chosen, packed
+from millrace.gradients.codec.chunks import make_chunks
+from millrace.gradients.codec.tensors import pack_tensor, select_values
 from millrace.storage import open_store, put
 
 WORKERS, STEPS, ROWS, CONTEXT, RATE = 16, 5, 64, 3, 1.0
@@ -83,7 +83,7 @@ class Teachers:
         self._parts = seen.chunk(WORKERS)
         self._dice = [torch.Generator().manual_seed(n) for n in range(WORKERS)]
 
-    def change(self, state: State, worker: int) -> dict[str, torch.Tensor]:
+    def change(self, state: WeightState, worker: int) -> dict[str, torch.Tensor]:
         """Return the change of a worker in a window: the weights before less those after."""
         model = self.model(state)
         before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
@@ -95,7 +95,7 @@ class Teachers:
         after = dict(model.named_parameters())
         return {name: weight - after[name].detach() for name, weight in before.items()}
 
-    def model(self, state: State) -> Model:
+    def model(self, state: WeightState) -> Model:
         """Return a model with these weights."""
         model = deepcopy(self.first)
         with torch.no_grad():
@@ -103,7 +103,7 @@ class Teachers:
                 weight.copy_(torch.from_numpy(state.weights[name]))
         return model
 
-    def loss(self, state: State) -> float:
+    def loss(self, state: WeightState) -> float:
         """On text that nobody has seen."""
         with torch.no_grad():
             dice = torch.Generator().manual_seed(0)
@@ -160,7 +160,7 @@ def learn(merge: MergeSettings, windows: int, liars: int = 0, lie: str = "") -> 
         gather=GatherSettings(look=timedelta(milliseconds=5)),
         steps=STEPS,
     )
-    state = weights_of_model(teachers.first)
+    state = select_weights(teachers.first)
     shapes = {name: tensor.shape for name, tensor in state.weights.items()}
     kept = [Feedback(CODEC, decay=settings.decay) for _ in range(WORKERS)]
     before: list[deque[Change]] = [deque(maxlen=10) for _ in range(WORKERS)]
@@ -178,13 +178,15 @@ def learn(merge: MergeSettings, windows: int, liars: int = 0, lie: str = "") -> 
 
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         store = open_store(Path(folder).as_uri())
-        begin(store, settings.chain, ChainStart(run="run", job="job", step=0, root="", state=""))
+        start_chain(
+            store, settings.chain, ChainStart(run="run", job="job", step=0, root="", state="")
+        )
         workers = [Sender(f"w{n:02d}", store) for n in range(WORKERS)]
         merged = follow(store, settings, workers, state, until=windows)
         losses = [teachers.loss(state)]
         for window in range(1, windows + 1):
             for number, worker in enumerate(workers):
-                body = payload_bytes(
+                body = encode_payload(
                     bodies(number), shapes, CODEC, run="run", uid=worker.uid, window=window,
                     base=STEPS * (window - 1),
                 )  # fmt: skip
@@ -199,10 +201,10 @@ def learn(merge: MergeSettings, windows: int, liars: int = 0, lie: str = "") -> 
 def _no_numbers(change: torch.Tensor) -> bytes:
     """Return a tensor's bytes, its magnitudes replaced by NaN."""
     shape = tuple(change.shape)
-    runs = chosen(change.numpy().reshape(-1), shape, CODEC)
-    assert len(runs) == len(list(chunks_of(shape, CODEC)))
+    runs = select_values(change.numpy().reshape(-1), shape, CODEC)
+    assert len(runs) == len(list(make_chunks(shape, CODEC)))
     bad = tuple(replace(run, high=np.full_like(run.high, 0x7FC0)) for run in runs)
-    return packed(bad, CODEC)
+    return pack_tensor(bad, CODEC)
 
 
 def main() -> int:

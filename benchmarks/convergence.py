@@ -35,7 +35,7 @@ from millrace.gradients import (
     Sender,
     begin_run,
     follow,
-    weights_of_model,
+    select_weights,
 )
 from millrace.storage import list_objects, open_store
 
@@ -149,13 +149,13 @@ def compressed(
     training = Training(seed, settings.steps, windows)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         store = open_store(Path(folder).as_uri())
-        begin_run(store, settings.chain, weights_of_model(training.first))
+        begin_run(store, settings.chain, select_weights(training.first))
         models = [deepcopy(training.first) for _ in range(WORKERS)]
         everybody = [
             Participant.join(settings, str(n), store, store, threads=1) for n in range(WORKERS)
         ]
         workers = [Sender(str(n), store) for n in range(WORKERS)]
-        merged = follow(store, settings, workers, weights_of_model(training.first), until=windows)
+        merged = follow(store, settings, workers, select_weights(training.first), until=windows)
         losses = [training.loss(training.first)]
         for _ in range(windows):
             for number, (participant, model) in enumerate(zip(everybody, models, strict=True)):

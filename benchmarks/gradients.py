@@ -42,12 +42,12 @@ from millrace.gradients import (
     Payload,
     Transform,
     check_payload,
+    encode_payload,
     merge,
-    payload_bytes,
 )
-from millrace.gradients.codec.tensors import unpacked, values_of
+from millrace.gradients.codec.tensors import decode_values, unpack_tensor
 from millrace.gradients.codec.transform import forward
-from millrace.gradients.sync.merge import dense_of
+from millrace.gradients.sync.merge import make_dense
 from millrace.keys import GradientKeys
 from millrace.storage import list_objects, open_store, put
 
@@ -145,7 +145,7 @@ class Bench:
 
         def ours() -> None:
             for _, runs in merge(payloads, how, threads=2):
-                dense_of(runs, shape, out)
+                make_dense(runs, shape, out)
 
         self._timed(
             "merge",
@@ -228,7 +228,7 @@ def object_of(tensors: dict[str, torch.Tensor], uid: str) -> tuple[bytes, Expect
     encoder = GradientEncoder(CODEC)
     bodies = {name: encoder.encode(tensor) for name, tensor in tensors.items()}
     said = {"run": "run", "uid": uid, "window": 0, "base": 0}
-    body = payload_bytes(bodies, shapes, CODEC, **said)  # pyright: ignore[reportArgumentType]
+    body = encode_payload(bodies, shapes, CODEC, **said)  # pyright: ignore[reportArgumentType]
     return body, Expected(**said, codec=CODEC, shapes=shapes)  # pyright: ignore[reportArgumentType]
 
 
@@ -251,11 +251,11 @@ def off(tensors: dict[str, torch.Tensor]) -> float:
     for tensor in tensors.values():
         shape = tuple(tensor.shape)
         values = forward(tensor.contiguous(), CODEC.transform).numpy()
-        for run in unpacked(GradientEncoder(CODEC).encode(tensor), shape, CODEC):
+        for run in unpack_tensor(GradientEncoder(CODEC).encode(tensor), shape, CODEC):
             chunks = run.chunks
             table = values[chunks.first : chunks.first + chunks.values].reshape(-1, chunks.size)
             true = np.take_along_axis(table, run.places.astype(np.int64), axis=1)
-            wrong += float(np.square(values_of(run, CODEC) - true, dtype=np.float64).sum())
+            wrong += float(np.square(decode_values(run, CODEC) - true, dtype=np.float64).sum())
             right += float(np.square(true, dtype=np.float64).sum())
     return (wrong / right) ** 0.5
 

@@ -10,10 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from millrace.errors import ConfigurationError, HeldError, MillraceError
 from millrace.gradients import (
     AggregatorSettings,
-    Beginning,
     FollowSettings,
+    InitialWeights,
     RunSettings,
-    WeightsOf,
+    WeightsSource,
 )
 from millrace.storage import Right
 from tasks.merging import Aggregated, aggregate_windows, last_window, report_windows
@@ -31,13 +31,13 @@ class OwnBucket(BaseModel):
     )
 
 
-class First(InputLocation, WeightsOf):
+class First(InputLocation, WeightsSource):
     """The checkpoint whose weights a run begins with."""
 
-    def beginning(self) -> Beginning:
+    def beginning(self) -> InitialWeights:
         """Return the checkpoint as the engine takes it."""
-        which = {name: getattr(self, name) for name in WeightsOf.model_fields}
-        return Beginning(**dict(self.store()), **which)
+        which = {name: getattr(self, name) for name in WeightsSource.model_fields}
+        return InitialWeights(**dict(self.store()), **which)
 
 
 def run_name() -> str:

@@ -13,7 +13,7 @@ from millrace.campaigns.worker import TrainingPlan
 from millrace.checkpoints import CooldownSettings
 from millrace.cleanup import Rule
 from millrace.datasets import CutSettings
-from millrace.gradients import FollowRules, RunRules, WeightsOf
+from millrace.gradients import FollowRules, RunRules, WeightsSource
 from millrace.keys import CampaignKeys
 from millrace.remote import CodeRepository
 from millrace.rentals import OfferRequest, Patience
@@ -71,7 +71,7 @@ class LocalWorkers(_Part):
     )
 
 
-class FirstWeights(WeightsOf):
+class FirstWeights(WeightsSource):
     """The checkpoint whose weights the run begins with."""
 
     bucket: BucketLocation | None = Field(

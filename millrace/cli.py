@@ -689,16 +689,16 @@ def catch_up(url: str, run: str, version: str, to: str) -> int:
     They are saved as a checkpoint of the job RUN below the URL, its tensors in `weights` and, of
     an outer step with momentum, in `moments`.
     """
-    from millrace.gradients import ChainLink, newest_state
+    from millrace.gradients import ChainLink, load_newest_state
     from millrace.gradients import catch_up as replay
-    from millrace.gradients.sync.chain import link_at
+    from millrace.gradients.sync.chain import read_link
     from millrace.gradients.weights import save_weights
     from millrace.keys import ChainKeys
     from millrace.storage import open_store
 
     store, keys = open_store(url, make_folder=False), ChainKeys(run, version)
-    state, window = newest_state(store, keys)
-    last = replay(store, keys, state, after=window) or link_at(store, keys, window)
+    state, window = load_newest_state(store, keys)
+    last = replay(store, keys, state, after=window) or read_link(store, keys, window)
     now = last.window if isinstance(last, ChainLink) else 0
     saved = save_weights(state, open_store(to), run, step=last.step, window=now)
     echo(

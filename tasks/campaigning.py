@@ -166,7 +166,7 @@ def standing_of(place: StoreSpec, run: RunSettings, job: str, epochs: int) -> St
     """Return the progress of the training."""
     store = open_store(place)
     ended = {epoch for epoch in range(epochs) if _end_of(store, job, epoch) is not None}
-    return Standing(gradients.newest(store, run.chain), frozenset(ended))
+    return Standing(gradients.find_newest_window(store, run.chain), frozenset(ended))
 
 
 def _end_of(store: Store, job: str, epoch: int) -> EpochRecord | None:
@@ -359,9 +359,9 @@ def summarize(
         manifest = fetch(store, DatasetKeys(dataset).manifest, Manifest)
         samples = sum(manifest.samples.values())
         found = replace(found, samples=samples, shards=len(manifest.shards))
-    last = -1 if run is None else gradients.newest(store, run.chain)
+    last = -1 if run is None else gradients.find_newest_window(store, run.chain)
     if run is not None and last >= 0:
-        found = _trained(found, list(gradients.links(store, run.chain)))
+        found = _trained(found, list(gradients.iterate_links(store, run.chain)))
         uids = [keys.uid(number) for number in range(workers)]
         said = measured(store, run.gradients, uids, "loss", last=last + 1)
         losses = {window - 1: value for window, value in said.items()}

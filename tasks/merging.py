@@ -9,7 +9,7 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from millrace import gradients
-from millrace.gradients import AggregatorSettings, ChainLink, WeightsOf
+from millrace.gradients import AggregatorSettings, ChainLink, WeightsSource
 from millrace.progress import Event
 from millrace.schemas.chain import count_reasons
 from millrace.storage import StoreSpec, open_store
@@ -45,11 +45,11 @@ class Aggregated:
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
 def last_window(settings: AggregatorSettings) -> int:
     """Return the number of the newest window that is merged; 0 before the first."""
-    return max(0, gradients.newest(open_store(settings.store), settings.run.chain))
+    return max(0, gradients.find_newest_window(open_store(settings.store), settings.run.chain))
 
 
 @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def check_weights(settings: WeightsOf, place: StoreSpec) -> None:
+def check_weights(settings: WeightsSource, place: StoreSpec) -> None:
     """Refuse a checkpoint that no run can begin with, before anything is made or rented.
 
     Raises:
@@ -98,9 +98,9 @@ def aggregate_windows(settings: AggregatorSettings, before: int) -> Aggregated:
 def report_windows(settings: AggregatorSettings, before: int) -> None:
     """Leave a report that a person wants to read, of the windows after one. The chain tells all."""
     store, keys = open_store(settings.store), settings.run.chain
-    last = gradients.newest(store, keys)
+    last = gradients.find_newest_window(store, keys)
     first = max(before, last - _SHOWN)
-    found = list(gradients.links(store, keys, after=first)) if last > first >= 0 else []
+    found = list(gradients.iterate_links(store, keys, after=first)) if last > first >= 0 else []
     publish(
         describe(store.url_of(keys.job), found, skipped=first - before),
         key="aggregated-gradients",

@@ -12,7 +12,7 @@ import torch
 from examples.tiny_lm.model import LENGTH, TinyLM
 from examples.tiny_lm.text import rows_of, text_of
 from millrace.campaigns.worker import Worker
-from millrace.gradients import Turn
+from millrace.gradients import TrainingWindow
 
 ROWS, RATE, HELD = 8, 2e-3, 48
 
@@ -26,14 +26,14 @@ def main(threads: int) -> None:
         model = TinyLM()
         participant = worker.join(threads=threads)
 
-        def begin(turn: Turn) -> None:
+        def begin(turn: TrainingWindow) -> None:
             participant.load(model)
             with torch.no_grad():
                 loss = float(model.loss(held))
             print(f"window {turn.number}: step {turn.step}, loss {loss:.3f}", flush=True)
             worker.begin(turn, {"model": model.state_dict()}, loss=loss)
 
-        for turn in participant.windows():
+        for turn in participant.iterate_windows():
             begin(turn)
             dice = torch.Generator().manual_seed(turn.number * 1000 + worker.settings.number)
             optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0)

@@ -82,7 +82,7 @@ class MergeSettings(BaseModel):
             case _:
                 return 1
 
-    def too_few(self, taken: int) -> str:
+    def explain_too_few(self, taken: int) -> str:
         """Return why the rule cannot merge the gradients of so many workers; empty if it can."""
         if taken >= self.fewest:
             return ""
@@ -163,7 +163,7 @@ class WindowRules(BaseModel):
     )
 
 
-class Opening(Record, WindowRules):
+class WindowOpening(Record, WindowRules):
     """Record of a window that was opened: the rules that hold for it until it is merged.
 
     Attributes:
@@ -220,7 +220,7 @@ class RunRules(WindowRules):
         """
         gather = self.gather
         taken = max(workers if gather.wanted is None else gather.wanted, gather.quorum)
-        if few := self.merge.too_few(taken):
+        if few := self.merge.explain_too_few(taken):
             raise ValueError(
                 f"{few}, and a window takes {taken}: name more workers, declare fewer Byzantine "
                 "ones, or choose `centered clip`"
@@ -248,7 +248,7 @@ class RunSettings(RunRules):
         return ChainKeys(self.run, self.version)
 
 
-class WeightsOf(BaseModel):
+class WeightsSource(BaseModel):
     """Settings that name a checkpoint's weights."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -264,7 +264,7 @@ class WeightsOf(BaseModel):
     )
 
 
-class Beginning(WeightsOf, StoreSettings):
+class InitialWeights(WeightsSource, StoreSettings):
     """The checkpoint whose weights a run begins with, and the store that it is in."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -347,7 +347,7 @@ class AggregatorSettings(FollowSettings):
         default_factory=dict[str, StoreSpec],
         description="Buckets of workers that have one of their own.",
     )
-    begin: Beginning | None = Field(
+    begin: InitialWeights | None = Field(
         default=None,
         description="Weights that the run begins with; left out, the run must have begun.",
     )

@@ -16,9 +16,9 @@ import numpy.typing as npt
 from millrace import errors
 from millrace.digest import dump_canonical_json, sha256
 from millrace.gradients.codec import kernels
-from millrace.gradients.codec.chunks import matrix_of, tiles_of
-from millrace.gradients.codec.transform import basis_of
-from millrace.gradients.sync.merge import Merged, dense_of
+from millrace.gradients.codec.chunks import make_tiles, view_as_matrix
+from millrace.gradients.codec.transform import get_basis
+from millrace.gradients.sync.merge import MergedRun, make_dense
 from millrace.schemas.chain import OuterKind, OuterOptimizer
 from millrace.schemas.gradient import Codec, Transform
 
@@ -28,7 +28,7 @@ Array = npt.NDArray[np.float32]
 
 
 @dataclass(slots=True)
-class State:
+class WeightState:
     """The weights of a run, and what the outer step remembers.
 
     Attributes:
@@ -39,7 +39,9 @@ class State:
     weights: dict[str, Array]
     moments: dict[str, Array] = field(default_factory=dict[str, Array])
 
-    def apply(self, name: str, runs: Sequence[Merged], codec: Codec, outer: OuterOptimizer) -> None:
+    def apply(
+        self, name: str, runs: Sequence[MergedRun], codec: Codec, outer: OuterOptimizer
+    ) -> None:
         """Change a tensor by what was merged of it, in place; set a buffer to it.
 
         The moment of a buffer stays zero: weights and moments have the same names.
@@ -50,7 +52,7 @@ class State:
         weight = self.weights.get(name)
         if weight is None:
             raise errors.ConfigurationError(f"The weights have no {name}.")
-        change = dense_change(runs, weight.shape, codec.for_tensor(name))
+        change = compute_dense_change(runs, weight.shape, codec.for_tensor(name))
         if codec.is_buffer(name):
             weight[...] = change
             if outer.kind is OuterKind.NESTEROV:
@@ -72,7 +74,7 @@ class State:
 
     def digest(self) -> str:
         """SHA-256 of those of its tensors: equal states have equal ones."""
-        return digest_of_all(self.digests())
+        return combine_digests(self.digests())
 
     def digests(self) -> dict[str, str]:
         """Return the digest of each tensor's shape and bytes, by its name in the state."""
@@ -82,22 +84,22 @@ class State:
             for name in sorted(held)
         ]
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="digest") as pool:
-            digests = list(pool.map(_digest, [tensor for _, _, tensor in tensors]))
+            digests = list(pool.map(_digest_tensor, [tensor for _, _, tensor in tensors]))
         names = (f"{kind}.{name}" for kind, name, _ in tensors)
         return dict(zip(names, digests, strict=True))
 
 
-def digest_of_all(digests: Mapping[str, str]) -> str:
-    """Return the digest of weights, from those of their tensors, as `State.digests` has them."""
+def combine_digests(digests: Mapping[str, str]) -> str:
+    """Return the digest of weights from the digests of their tensors (`WeightState.digests`)."""
     return sha256(dump_canonical_json(dict(digests)))
 
 
-def _digest(tensor: Array) -> str:
+def _digest_tensor(tensor: Array) -> str:
     content = sha256(np.ascontiguousarray(tensor, dtype="<f4").data)
     return sha256(dump_canonical_json({"shape": list(tensor.shape), "sha256": content}))
 
 
-def state_of(tensors: Mapping[str, Any], names: Sequence[str] | None = None) -> State:
+def copy_state(tensors: Mapping[str, Any], names: Sequence[str] | None = None) -> WeightState:
     """Copy the state of a model's tensors: torch's or numpy's, of any floating type.
 
     Args:
@@ -110,23 +112,23 @@ def state_of(tensors: Mapping[str, Any], names: Sequence[str] | None = None) -> 
             tensor = tensor.detach().cpu().float().numpy()
         return np.array(tensor, dtype=np.float32)
 
-    return State({name: copied(tensors[name]) for name in (names or tensors)})
+    return WeightState({name: copied(tensors[name]) for name in (names or tensors)})
 
 
-def dense_change(runs: Sequence[Merged], shape: tuple[int, ...], codec: Codec) -> Array:
+def compute_dense_change(runs: Sequence[MergedRun], shape: tuple[int, ...], codec: Codec) -> Array:
     """Return a merged tensor, dense: the same bytes on every machine."""
-    values = dense_of(runs, shape)
+    values = make_dense(runs, shape)
     if codec.transform is Transform.NONE:
         return values.reshape(shape)
-    matrix = np.empty(matrix_of(shape), np.float32)
+    matrix = np.empty(view_as_matrix(shape), np.float32)
     first = 0
-    for tiles in tiles_of(shape):
+    for tiles in make_tiles(shape):
         count, size = tiles.rows * tiles.columns, tiles.height * tiles.width
         stack = values[first : first + count * size].reshape(count, tiles.height, tiles.width)
         kernels.inverse_tiles(
             stack,
-            basis_of(tiles.height),
-            basis_of(tiles.width),
+            get_basis(tiles.height),
+            get_basis(tiles.width),
             tiles.columns,
             matrix[tiles.row :, tiles.column :],
         )

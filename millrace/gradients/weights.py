@@ -21,12 +21,17 @@ from millrace.checkpoints.find import (
 from millrace.checkpoints.parts import dtype_of
 from millrace.checkpoints.retention import pin
 from millrace.checkpoints.tree import parse_own_name
-from millrace.gradients.backends.rank_group import Together
-from millrace.gradients.backends.sharded_weights import Placing, Spread, here, placed_here
+from millrace.gradients.backends.rank_group import RankGroup
+from millrace.gradients.backends.sharded_weights import (
+    Placing,
+    ShardedWeights,
+    hold_here,
+    place_here,
+)
 from millrace.gradients.backends.weight_shard import KINDS, WINDOW
 from millrace.gradients.codec.payload import Shapes
-from millrace.gradients.state import State
-from millrace.gradients.sync.chain import ChainError, begin, link_at
+from millrace.gradients.state import WeightState
+from millrace.gradients.sync.chain import ChainError, read_link, start_chain
 from millrace.keys import ChainKeys
 from millrace.progress import Event, Progress, silent
 from millrace.schemas.chain import ChainLink, ChainStart
@@ -34,11 +39,11 @@ from millrace.schemas.checkpoint import Checkpoint
 from millrace.schemas.gradient import BUFFER_NAMES, last_part_of
 from millrace.storage import Store
 
-S = TypeVar("S", bound=Spread)
+S = TypeVar("S", bound=ShardedWeights)
 
 
 def begin_run(
-    store: Store, keys: ChainKeys, weights: State | Spread, *, step: int = 0
+    store: Store, keys: ChainKeys, weights: WeightState | ShardedWeights, *, step: int = 0
 ) -> ChainStart:
     """Save the weights that a run begins with, and commit its first link.
 
@@ -53,7 +58,7 @@ def begin_run(
     Raises:
         ConflictError: The run began with other weights, or at another step.
     """
-    with _spread(weights) as model:
+    with _open_weights(weights) as model:
         digest = model.digest()
         try:
             root = save_weights(model, store, keys.job, step=step, window=0).root
@@ -63,13 +68,13 @@ def begin_run(
                 raise
             root = read_checkpoint(store, keys.job, step).root
     pin(store, keys.job, step, "The chain begins with it.")
-    return begin(
+    return start_chain(
         store, keys, ChainStart(run=keys.run, job=keys.job, step=step, root=root, state=digest)
     )
 
 
 def save_weights(
-    weights: State | Spread, store: Store, job: str, *, step: int, window: int
+    weights: WeightState | ShardedWeights, store: Store, job: str, *, step: int, window: int
 ) -> Checkpoint:
     """Save the weights after a window, and wait until they are there.
 
@@ -83,7 +88,7 @@ def save_weights(
     Raises:
         ConflictError: The job has another checkpoint of this step.
     """
-    with _spread(weights) as model:
+    with _open_weights(weights) as model:
         model.save(store, job, step=step, window=window)
         saved = model.saved()
     assert saved is not None
@@ -91,21 +96,21 @@ def save_weights(
 
 
 @contextmanager
-def _spread(weights: State | Spread) -> Generator[Spread]:
+def _open_weights(weights: WeightState | ShardedWeights) -> Generator[ShardedWeights]:
     """Weights wherever they are; what is made of them for the block is closed at its end."""
-    if isinstance(weights, Spread):
+    if isinstance(weights, ShardedWeights):
         yield weights
         return
-    model = here(weights)
+    model = hold_here(weights)
     try:
         yield model
     finally:
         model.close()
 
 
-def newest_state(
+def load_newest_state(
     store: Store, keys: ChainKeys, *, progress: Progress = silent
-) -> tuple[State, int]:
+) -> tuple[WeightState, int]:
     """Return the newest weights that a checkpoint of the chain has, all of them verified.
 
     Args:
@@ -120,19 +125,19 @@ def newest_state(
         NotFoundError: The run has not begun.
         ChainError: No checkpoint of the chain is there and undamaged.
     """
-    model, window = newest_weights(store, keys, placed_here(), progress=progress)
+    model, window = load_newest_weights(store, keys, place_here(), progress=progress)
     return model.state(), window
 
 
-def newest_weights(
+def load_newest_weights(
     store: Store,
     keys: ChainKeys,
     place: Callable[[Shapes], S],
     *,
-    ranks: Together | None = None,
+    ranks: RankGroup | None = None,
     progress: Progress = silent,
 ) -> tuple[S, int]:
-    """As `newest_state`, with the weights where there is room for them.
+    """As `load_newest_state`, with the weights where there is room for them.
 
     Args:
         store: The aggregator's bucket.
@@ -141,25 +146,25 @@ def newest_weights(
         ranks: Where several ranks have some of the weights each: all of them call it.
         progress: Told ``checkpoint.damaged`` of each that was passed over.
     """
-    ranks = ranks or Together()
+    ranks = ranks or RankGroup()
 
     def passed(step: int, error: errors.MillraceError) -> None:
         figures = {"step": step, "damage": str(error)}
         progress(Event("checkpoint.damaged", keys.job, figures))
 
-    ranks.each(lambda: link_at(store, keys, 0))
+    ranks.run_on_each(lambda: read_link(store, keys, 0))
     model: S | None = None
-    for step in reversed(ranks.first(lambda: list_steps(store, keys.job))):
+    for step in reversed(ranks.run_on_first(lambda: list_steps(store, keys.job))):
         try:
-            found = ranks.each(partial(read_checkpoint, store, keys.job, step))
+            found = ranks.run_on_each(partial(read_checkpoint, store, keys.job, step))
         except errors.NotFoundError:
             continue  # on its way, or what is left of one
         except errors.CorruptError as error:
             passed(step, error)
             continue
         try:
-            link = ranks.each(partial(_link_of, store, keys, found))
-            shapes = _shapes(found, f"{KINDS[0]}.")
+            link = ranks.run_on_each(partial(_read_checkpoint_link, store, keys, found))
+            shapes = _read_shapes(found, f"{KINDS[0]}.")
             if model is None or model.shapes != shapes:
                 model = place(shapes)
             model.load_state(store, keys.job, step)
@@ -173,9 +178,9 @@ def newest_weights(
     )
 
 
-def state_of_checkpoint(
+def load_checkpoint_state(
     store: Store, job: str, *, step: int | None = None, tensors: str = ""
-) -> tuple[State, int]:
+) -> tuple[WeightState, int]:
     """Return the weights of any checkpoint of `Saver`, to begin a run with, and their step.
 
     Args:
@@ -188,14 +193,14 @@ def state_of_checkpoint(
         NotFoundError: There is no such checkpoint.
         ConfigurationError: It has no such tensors.
     """
-    model, step = weights_of_checkpoint(store, job, placed_here(), step=step, tensors=tensors)
+    model, step = load_checkpoint_weights(store, job, place_here(), step=step, tensors=tensors)
     return model.state(), step
 
 
-def weights_of_checkpoint(
+def load_checkpoint_weights(
     store: Store, job: str, place: Placing, *, step: int | None = None, tensors: str = ""
-) -> tuple[Spread, int]:
-    """As `state_of_checkpoint`, with the weights where there is room for them.
+) -> tuple[ShardedWeights, int]:
+    """As `load_checkpoint_state`, with the weights where there is room for them.
 
     Args:
         store: Where it is.
@@ -204,11 +209,11 @@ def weights_of_checkpoint(
         step: Which; by default the newest.
         tensors: What the names of the weights begin with there; it is cut off.
     """
-    model: Spread | None = None
-    for found in _asked(store, job, step):
-        shapes = _shapes(found, tensors)
+    model: ShardedWeights | None = None
+    for found in _find_requested(store, job, step):
+        shapes = _read_shapes(found, tensors)
         if not shapes:
-            raise _unlike(found, tensors)
+            raise _make_mismatch_error(found, tensors)
         if model is None or model.shapes != shapes:
             model = place(shapes)
         try:
@@ -224,7 +229,7 @@ def weights_of_checkpoint(
 def check_weights(
     store: Store, job: str, *, step: int | None = None, tensors: str = ""
 ) -> Checkpoint:
-    """Find the checkpoint that `weights_of_checkpoint` would take first; read its metadata only.
+    """Find the checkpoint that `load_checkpoint_weights` would take first; read its metadata only.
 
     Args:
         store: Where it is.
@@ -237,9 +242,9 @@ def check_weights(
         CorruptError: Its metadata cannot be read, or one of its files is missing or cut.
         ConfigurationError: It has no such tensors.
     """
-    for found in _asked(store, job, step):
-        if not _shapes(found, tensors):
-            raise _unlike(found, tensors)
+    for found in _find_requested(store, job, step):
+        if not _read_shapes(found, tensors):
+            raise _make_mismatch_error(found, tensors)
         damage = verify(store, found, check=VerifyDepth.SIZES)
         if not damage:
             return found
@@ -248,18 +253,18 @@ def check_weights(
     raise errors.NotFoundError(f"{store.url_of(job)} has no checkpoint that is undamaged.")
 
 
-def _unlike(found: Checkpoint, tensors: str) -> errors.ConfigurationError:
+def _make_mismatch_error(found: Checkpoint, tensors: str) -> errors.ConfigurationError:
     return errors.ConfigurationError(
         f"Step {found.step} of {found.job} has no weights whose names begin with {tensors!r}: "
         f"one of its tensors is {next(iter(found.tensors), None)!r}."
     )
 
 
-def _asked(store: Store, job: str, step: int | None) -> Iterable[Checkpoint]:
+def _find_requested(store: Store, job: str, step: int | None) -> Iterable[Checkpoint]:
     return iterate_checkpoints(store, job) if step is None else [read_checkpoint(store, job, step)]
 
 
-def _shapes(found: Checkpoint, prefix: str) -> Shapes:
+def _read_shapes(found: Checkpoint, prefix: str) -> Shapes:
     """Return the shapes of a checkpoint's weights, by their names without a prefix.
 
     Weights are the tensors that have the prefix and are floating, and BatchNorm's counts.
@@ -273,12 +278,14 @@ def _shapes(found: Checkpoint, prefix: str) -> Shapes:
     }
 
 
-def _link_of(store: Store, keys: ChainKeys, found: Checkpoint) -> ChainStart | ChainLink:
+def _read_checkpoint_link(
+    store: Store, keys: ChainKeys, found: Checkpoint
+) -> ChainStart | ChainLink:
     """Return the link that a checkpoint names as that of its weights."""
     window = found.position.get(WINDOW)
     if not isinstance(window, int):
         raise errors.CorruptError(f"Step {found.step} of {keys.job} names no window.")
-    link = link_at(store, keys, window)
+    link = read_link(store, keys, window)
     if link.step != found.step:
         raise errors.CorruptError(f"Step {found.step} of {keys.job} is none of the chain's.")
     return link

@@ -9,7 +9,7 @@ import torch
 from millrace import errors
 from millrace.campaigns.worker import Worker, joined, measured
 from millrace.checkpoints import load
-from millrace.gradients import Turn, begin_run, weights_of_model
+from millrace.gradients import TrainingWindow, begin_run, select_weights
 from millrace.records import commit_once, fetch
 from millrace.schemas.checkpoint import EpochRecord
 from millrace.schemas.gradient import StartWindow
@@ -75,13 +75,13 @@ def test_an_epoch_ends_where_a_window_begins_that_follows_it(store: Store, make:
     model = torch.nn.Linear(3, 2)
     settings = make()
     with owned(store, epochs=2), Worker(settings) as worker:
-        worker.begin(Turn(1, 0, 5), model.state_dict(), loss=3.0)
-        worker.begin(Turn(2, 5, 5), model.state_dict(), loss=float("nan"))
+        worker.begin(TrainingWindow(1, 0, 5), model.state_dict(), loss=3.0)
+        worker.begin(TrainingWindow(2, 5, 5), model.state_dict(), loss=float("nan"))
         with pytest.raises(errors.NotFoundError):
             fetch(store, "small/model/epochs/000000.json", EpochRecord)
-        worker.begin(Turn(3, 10, 5), model.state_dict(), loss=2.0)
-        worker.begin(Turn(3, 10, 5), model.state_dict(), loss=9.0)  # started again
-        worker.begin(Turn(5, 20, 5), model.state_dict(), loss=1.0)
+        worker.begin(TrainingWindow(3, 10, 5), model.state_dict(), loss=2.0)
+        worker.begin(TrainingWindow(3, 10, 5), model.state_dict(), loss=9.0)  # started again
+        worker.begin(TrainingWindow(5, 20, 5), model.state_dict(), loss=1.0)
     assert fetch(store, "small/model/epochs/000000.json", EpochRecord).step == 10
     assert fetch(store, "small/model/epochs/000001.json", EpochRecord).step == 20
     found = load(store, "small/model")
@@ -113,7 +113,7 @@ def test_a_member_that_writes_nonsense_stops_no_other(store: Store, make: Make) 
     put(store, "small/model/lease/members/liar/000000.json", b"nonsense")
     put(store, "small/model/members/liar/cooldowns/000000/vote.json", b"nonsense")
     with owned(store), Worker(make()) as worker:
-        worker.begin(Turn(3, 10, 5), torch.nn.Linear(3, 2).state_dict())
+        worker.begin(TrainingWindow(3, 10, 5), torch.nn.Linear(3, 2).state_dict())
     assert fetch(store, "small/model/epochs/000000.json", EpochRecord).step == 10
 
 
@@ -123,8 +123,8 @@ def test_a_worker_waits_for_its_run_to_begin(store: Store, make: Make) -> None:
     settings, model = make(), torch.nn.Linear(3, 2)
     with pytest.raises(errors.UnavailableError, match="has not begun in 0:00:00"):
         Worker(settings).join(patience=timedelta(0))
-    begin_run(store, settings.run.chain, weights_of_model(model))
-    assert Worker(settings).join().turn == Turn(1, 0, 30)
+    begin_run(store, settings.run.chain, select_weights(model))
+    assert Worker(settings).join().turn == TrainingWindow(1, 0, 30)
 
 
 def test_who_has_joined_is_who_has_written_since_the_run_began(store: Store, make: Make) -> None:
@@ -133,7 +133,7 @@ def test_who_has_joined_is_who_has_written_since_the_run_began(store: Store, mak
     with pytest.raises(errors.NotFoundError):
         joined(store, settings.run, uids)
     put(store, settings.run.gradients.gradient("worker-1", 1), b"of a run before")
-    begin_run(store, settings.run.chain, weights_of_model(model))
+    begin_run(store, settings.run.chain, select_weights(model))
     assert joined(store, settings.run, uids) == set()
     with Worker(settings) as worker:
         worker.begin(worker.join().turn, model.state_dict())

@@ -18,11 +18,11 @@ from millrace.gradients import (
     RunSettings,
     begin_run,
     catch_up,
-    links,
-    newest_state,
-    state_of,
+    copy_state,
+    iterate_links,
+    load_newest_state,
 )
-from millrace.gradients.sync.chain import newest
+from millrace.gradients.sync.chain import find_newest_window
 from millrace.keys import LeaseKeys
 from millrace.storage import Right, Store, StoreSpec, exists, list_objects, open_store, put, scoped
 from millrace.testing.rgw import RGW
@@ -50,9 +50,9 @@ def model() -> torch.nn.Module:
 def take_part(store: Store, chain: Store, uid: str, windows: int, broken: int = 0) -> ChainLink:
     """Send a change in each window; ``c`` sends no gradient in the one that is to be broken."""
     mine = model()
-    until(lambda: newest(chain, RUN.chain) >= 0, "the run to begin")
+    until(lambda: find_newest_window(chain, RUN.chain) >= 0, "the run to begin")
     participant = Participant.join(RUN, uid, store, chain)
-    for turn in participant.windows():
+    for turn in participant.iterate_windows():
         participant.load(mine)
         dice = torch.Generator().manual_seed(turn.number * 1000 + ord(uid))
         with torch.no_grad():
@@ -114,10 +114,10 @@ def test_a_run_is_aggregated_by_credentials_that_reach_no_more_than_they_must(
 
     assert run.state_name == "Completed", deployed.logs(running.run)
     assert run.name == "aggregate-runs/one"
-    found = list(links(chain, RUN.chain))
+    found = list(iterate_links(chain, RUN.chain))
     assert [link.step for link in found] == [45, 50, 55]
     assert {found[-1].state} == last
-    state, window = newest_state(chain, RUN.chain)
+    state, window = load_newest_state(chain, RUN.chain)
     assert (window, state.digest()) == (WINDOWS, found[-1].state)
     artifacts = deployed.artifacts(running.run)
     assert artifacts["progress-aggregate-runs-one"] == 100.0
@@ -135,7 +135,7 @@ def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_can
     deployed: PrefectServer, worker: Worker, tmp_path: Path
 ) -> None:
     store = open_store((tmp_path / "bucket").as_uri())
-    start = state_of(dict(model().named_parameters()))
+    start = copy_state(dict(model().named_parameters()))
     begin_run(store, RUN.chain, start, step=40)
     parameters: dict[str, Any] = {
         "bucket": store.url,
@@ -157,7 +157,7 @@ def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_can
     with ThreadPoolExecutor(len(UIDS)) as pool:
         once = [pool.submit(take_part, store, store, uid, 1) for uid in UIDS]
         assert {one.result().window for one in once} == {1}
-        until(lambda: newest(store, RUN.chain) == 1, "a window to be merged")
+        until(lambda: find_newest_window(store, RUN.chain) == 1, "a window to be merged")
         said = deployed.prefect("flow-run", "cancel", str(first.run))
         assert said.returncode == 0, said.stdout + said.stderr
         deployed.wait(first.run, "Cancelled")
@@ -169,7 +169,7 @@ def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_can
         done = deployed.start(AGGREGATE, **parameters)
         assert done.code == 0, done.output
         assert len({one.result().state for one in working}) == 1
-    found = list(links(store, RUN.chain))
+    found = list(iterate_links(store, RUN.chain))
     assert [link.window for link in found] == [1, 2, 3]
     assert [sorted(link.taken) for link in found] == [UIDS, UIDS, ["a", "b"]]
     assert "| 3 | 55 | 2 | 1 format |" in deployed.artifacts(done.run)["aggregated-gradients"]

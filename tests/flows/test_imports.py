@@ -47,7 +47,7 @@ def test_what_needs_an_extra_names_it():
     ended = _run("""
 from millrace import checkpoints, errors, gradients, training
 
-for package, name in ((gradients, "links"), (checkpoints, "Saver"), (training, "Worker")):
+for package, name in ((gradients, "iterate_links"), (checkpoints, "Saver"), (training, "Worker")):
     try:
         getattr(package, name)
     except errors.ConfigurationError as error:

@@ -54,7 +54,7 @@ def main() -> None:
 
     fcntl.flock = saying
     try:
-        say(str(kernels.sum_of_squares(VALUES[layout])))
+        say(str(kernels.sum_squares(VALUES[layout])))
     except TypeError as error:
         say(f"TypeError {error}")
 

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from millrace import errors
-from millrace.gradients import Codec, GatherSettings, Participant, RunSettings, weights_of_model
-from millrace.gradients.backends.rank_group import Together
-from millrace.gradients.state import State
+from millrace.gradients import Codec, GatherSettings, Participant, RunSettings, select_weights
+from millrace.gradients.backends.rank_group import RankGroup
+from millrace.gradients.state import WeightState
 from millrace.storage import open_store
 from tests.ranks import leave
 
@@ -50,7 +50,7 @@ def train(model: torch.nn.Module, window: int) -> None:
 
 def take_part(
     folder: Path, model: torch.nn.Module, group: dist.ProcessGroup | None = None
-) -> State:
+) -> WeightState:
     """Two windows, the second by a participant that was started again; the weights after them."""
     store = open_store(folder.as_uri())
     left: dict[str, Any] | None = None
@@ -58,18 +58,18 @@ def take_part(
         participant = Participant.join(SETTINGS, "a", store, store, group=group)
         if left is not None:
             participant.load_state_dict(left)
-        turn = next(participant.windows())
+        turn = next(participant.iterate_windows())
         participant.load(model)
         train(model, turn.number)
         participant.submit(model, tokens=5)
         participant.apply(model)
         left = participant.state_dict()
-    return weights_of_model(model)
+    return select_weights(model)
 
 
 def differ(group: dist.ProcessGroup, rank: int) -> None:
     """Each fails in another way: all hear the first one's reason, and go on together."""
-    ranks = Together(group)
+    ranks = RankGroup(group)
 
     def fail() -> None:
         if rank == 0:
@@ -77,7 +77,7 @@ def differ(group: dist.ProcessGroup, rank: int) -> None:
         raise MemoryError("no more")
 
     try:
-        ranks.each(fail)
+        ranks.run_on_each(fail)
     except errors.NotFoundError as error:
         print(error)
 
@@ -86,10 +86,10 @@ def differ(group: dist.ProcessGroup, rank: int) -> None:
             raise MemoryError("no more")
 
     try:
-        ranks.each(fail_here)
+        ranks.run_on_each(fail_here)
     except (errors.WorkerError, MemoryError) as error:
         print(error)
-    print(ranks.all(lambda: rank), ranks.first(lambda: rank + 7))
+    print(ranks.gather_results(lambda: rank), ranks.run_on_first(lambda: rank + 7))
 
 
 def fails(*_: object) -> torch.Tensor:
@@ -110,13 +110,13 @@ def spoil(folder: Path, model: torch.nn.Module, rank: int, group: dist.ProcessGr
     except errors.ConfigurationError as error:
         print(error)
     participant.load(model)
-    change = Participant._change
-    Participant._change = fails if rank == 0 else change  # pyright: ignore[reportPrivateUsage]
+    change = Participant._compute_change
+    Participant._compute_change = fails if rank == 0 else change  # pyright: ignore[reportPrivateUsage]
     try:
         participant.submit(model)
     except (errors.WorkerError, MemoryError) as error:
         print(error)
-    Participant._change = change
+    Participant._compute_change = change
     participant.submit(model)
 
 

@@ -22,23 +22,23 @@ from millrace.checkpoints import Saver, iterate_checkpoints, load
 from millrace.cli import main
 from millrace.gradients import (
     AggregatorSettings,
-    Beginning,
     ChainError,
     ChainLink,
     Codec,
     GatherSettings,
+    InitialWeights,
     OuterKind,
     OuterOptimizer,
     Participant,
     Refusal,
     RunSettings,
-    State,
+    WeightState,
     aggregate_run,
     begin_run,
     catch_up,
-    links,
-    newest_state,
-    state_of,
+    copy_state,
+    iterate_links,
+    load_newest_state,
 )
 from millrace.gradients.weights import save_weights
 from millrace.keys import CheckpointKeys, LeaseKeys
@@ -89,7 +89,7 @@ def take_part(settings: AggregatorSettings, store: Store, uid: str, windows: int
     """Train without training: each window moves the weights by what the worker's name says."""
     mine = model()
     participant = Participant.join(settings.run, uid, store, store)
-    for count, turn in enumerate(participant.windows(), start=1):
+    for count, turn in enumerate(participant.iterate_windows(), start=1):
         participant.load(mine)
         dice = torch.Generator().manual_seed(turn.number * 1000 + ord(uid))
         with torch.no_grad():
@@ -100,7 +100,7 @@ def take_part(settings: AggregatorSettings, store: Store, uid: str, windows: int
         if count == windows:
             break
     participant.load(mine)
-    return state_of(dict(mine.named_parameters())).digest()
+    return copy_state(dict(mine.named_parameters())).digest()
 
 
 def run_windows(store: Store, windows: int, settings: AggregatorSettings) -> list[ChainLink]:
@@ -111,8 +111,8 @@ def run_windows(store: Store, windows: int, settings: AggregatorSettings) -> lis
     return made
 
 
-def replayed(store: Store, settings: AggregatorSettings) -> tuple[State, int]:
-    state, window = newest_state(store, settings.run.chain)
+def replayed(store: Store, settings: AggregatorSettings) -> tuple[WeightState, int]:
+    state, window = load_newest_state(store, settings.run.chain)
     catch_up(store, settings.run.chain, state, after=window)
     return state, window
 
@@ -120,7 +120,7 @@ def replayed(store: Store, settings: AggregatorSettings) -> tuple[State, int]:
 @pytest.fixture
 def begun(store: Store) -> AggregatorSettings:
     settings = settings_of(store)
-    begin_run(store, settings.run.chain, state_of(dict(model().named_parameters())), step=40)
+    begin_run(store, settings.run.chain, copy_state(dict(model().named_parameters())), step=40)
     return settings
 
 
@@ -145,15 +145,15 @@ def test_a_run_begins_with_a_checkpoint_and_goes_on_from_its_own(store, begun):
 
 
 def test_it_begins_with_any_checkpoint_once(store, trained):
-    begin = Beginning(job=trained, tensors="model.")
+    begin = InitialWeights(job=trained, tensors="model.")
     alone = RunSettings(run="runs/two", window=timedelta(milliseconds=50), gather=QUICK)
     settings = AggregatorSettings(run=alone, store=store.spec, workers=("a",), begin=begin)
     made = list(aggregate_run(settings))
     assert [link.window for link in made] == [1, 2, 3]  # nobody came, so it was over
     assert {one.reason for link in made for one in link.out.values()} == {Refusal.MISSING}
-    state, window = newest_state(store, alone.chain)
+    state, window = load_newest_state(store, alone.chain)
     assert window == 3
-    assert state.digest() == state_of(dict(model().named_parameters())).digest()
+    assert state.digest() == copy_state(dict(model().named_parameters())).digest()
     again = list(aggregate_run(settings.model_copy(update={"windows": 1})))
     assert [link.window for link in again] == [4]
 
@@ -165,11 +165,11 @@ def test_without_weights_nothing_begins(store, trained):
     settings = settings_of(store)
     with pytest.raises(errors.NotFoundError, match="Say with which checkpoint"):
         list(aggregate_run(settings))
-    nothing = settings_of(store, begin=Beginning(job=trained, tensors="weights."))
+    nothing = settings_of(store, begin=InitialWeights(job=trained, tensors="weights."))
     with pytest.raises(errors.ConfigurationError, match=r"no weights whose names begin with"):
         list(aggregate_run(nothing))
     with pytest.raises(errors.NotFoundError):
-        list(aggregate_run(settings_of(store, begin=Beginning(job="nobody"))))
+        list(aggregate_run(settings_of(store, begin=InitialWeights(job="nobody"))))
 
 
 def test_one_that_lives_is_left_alone_until_it_is_gone(store, begun):
@@ -194,7 +194,7 @@ def test_one_that_lives_is_left_alone_until_it_is_gone(store, begun):
 def test_a_checkpoint_that_is_damaged_or_not_the_chains_is_passed_over(store, begun):
     made = run_windows(store, 4, begun)
     keys = begun.run.chain
-    foreign = state_of(dict(model(9).named_parameters()))
+    foreign = copy_state(dict(model(9).named_parameters()))
     save_weights(foreign, store, keys.job, step=made[2].step, window=3)  # with other weights
     save_weights(foreign, store, keys.job, step=99, window=4)  # of no step that the chain has
     with Saver(store, keys.job) as saver:
@@ -203,7 +203,7 @@ def test_a_checkpoint_that_is_damaged_or_not_the_chains_is_passed_over(store, be
     good = next(
         found for found in iterate_checkpoints(store, keys.job) if found.step == made[-1].step
     )
-    state, window = newest_state(store, keys)
+    state, window = load_newest_state(store, keys)
     assert (window, state.digest()) == (4, made[-1].state)
 
     key = CheckpointKeys(keys.job).part(good.parts[0].step, good.parts[0].sha256)
@@ -211,7 +211,7 @@ def test_a_checkpoint_that_is_damaged_or_not_the_chains_is_passed_over(store, be
     body[-1] ^= 1
     put(store, key, bytes(body))
     told: list[Event] = []
-    state, window = newest_state(store, keys, progress=told.append)
+    state, window = load_newest_state(store, keys, progress=told.append)
     assert [event.figures["step"] for event in told] == [100, 99, 60, 55, 51]
     assert window == 2
     catch_up(store, keys, state, after=window)
@@ -223,7 +223,7 @@ def test_without_any_checkpoint_it_says_which_to_bring_back(store, begun):
     (only,) = iterate_checkpoints(store, keys.job)
     put(store, CheckpointKeys(keys.job).part(only.step, only.parts[0].sha256), b"")
     with pytest.raises(ChainError, match="bring back that of its first link"):
-        newest_state(store, keys)
+        load_newest_state(store, keys)
 
 
 def test_workers_with_buckets_of_their_own_and_a_shared_one(store, begun, tmp_path):
@@ -244,7 +244,7 @@ def test_workers_with_buckets_of_their_own_and_a_shared_one(store, begun, tmp_pa
 def take_part_in(settings: AggregatorSettings, bucket: Store, chain: Store, uid: str) -> str:
     mine = model()
     participant = Participant.join(settings.run, uid, bucket, chain)
-    next(participant.windows())
+    next(participant.iterate_windows())
     with torch.no_grad():
         for weight in mine.parameters():
             weight.mul_(1.01 + 0.01 * ord(uid))
@@ -256,7 +256,7 @@ def test_a_run_of_so_many_windows_is_over_for_all(store):
     settings = settings_of(store)
     run = settings.run.model_copy(update={"windows": 2})
     settings = settings.model_copy(update={"run": run})
-    begin_run(store, run.chain, state_of(dict(model().named_parameters())))
+    begin_run(store, run.chain, copy_state(dict(model().named_parameters())))
     with ThreadPoolExecutor(3) as pool:
         working = [pool.submit(take_part, settings, store, uid, 99) for uid in UIDS]
         made = list(aggregate_run(settings))
@@ -280,9 +280,9 @@ def test_the_commands(store, begun, tmp_path):
     run = CliRunner().invoke(main, ["catch-up", store.url, "runs/one", "--to", to])
     assert run.exit_code == 0, run.output
     assert "runs/one is at step 85, after window 4" in run.output
-    last = list(links(store, begun.run.chain))[-1]
+    last = list(iterate_links(store, begun.run.chain))[-1]
     content = load(open_store(to), "runs/one").state
-    assert State(content["weights"], content["moments"]).digest() == last.state
+    assert WeightState(content["weights"], content["moments"]).digest() == last.state
 
     run = CliRunner().invoke(main, ["catch-up", store.url, "runs/none", "--to", to])
     assert run.exit_code == 1

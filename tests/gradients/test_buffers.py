@@ -12,11 +12,11 @@ from millrace import errors
 from millrace.checkpoints import Saver, load
 from millrace.gradients import (
     AggregatorSettings,
-    Beginning,
     Codec,
     Expected,
     GatherSettings,
     GradientEncoder,
+    InitialWeights,
     Mask,
     MergeRule,
     MergeSettings,
@@ -31,13 +31,13 @@ from millrace.gradients import (
     begin_chain,
     begin_run,
     check_payload,
+    compute_merge_weights,
+    encode_payload,
     merge,
-    payload_bytes,
-    weights_of,
-    weights_of_model,
+    select_weights,
 )
-from millrace.gradients.sync.chain import update_bytes
-from millrace.gradients.sync.merge import dense_of, merge_tensor
+from millrace.gradients.sync.chain import encode_update
+from millrace.gradients.sync.merge import make_dense, merge_tensor
 from millrace.storage import Store, StoreSpec, open_store
 from tests.gradients.test_codec import drawn
 
@@ -85,7 +85,7 @@ def aggregator(store: Store, **changes: object) -> AggregatorSettings:
         "run": SETTINGS,
         "store": StoreSpec(url=store.url),
         "workers": UIDS,
-        "begin": Beginning(job="trained", tensors="model."),
+        "begin": InitialWeights(job="trained", tensors="model."),
         "windows": 1,
         **changes,
     }
@@ -155,7 +155,7 @@ def test_buffers_are_averaged_anew_in_each_window(store):
 
 
 def test_a_run_that_begins_with_a_model_has_its_buffers():
-    state = weights_of_model(model())
+    state = select_weights(model())
     assert set(BUFFERS) <= set(state.weights)
     assert state.weights[COUNT].shape == ()
 
@@ -171,7 +171,7 @@ def test_other_buffers_are_averaged_if_the_settings_name_them(store):
     settings = SETTINGS.model_copy(
         update={"codec": codec, "gather": GatherSettings(look=timedelta(milliseconds=20))}
     )
-    begin_run(store, settings.chain, weights_of_model(Averaged(), buffers=("scale",)))
+    begin_run(store, settings.chain, select_weights(Averaged(), buffers=("scale",)))
     mine = Averaged()
     participant = Participant.join(settings, "a", store, store)
     participant.load(mine)
@@ -196,7 +196,7 @@ def test_a_model_whose_buffers_are_not_finite_is_not_sent(store):
 def test_a_run_without_a_models_buffers_is_named_in_the_log(store, caplog):
     mine = model()
     trained = {name: weight.detach().numpy() for name, weight in mine.named_parameters()}
-    begin_run(store, SETTINGS.chain, type(weights_of_model(mine))(trained))
+    begin_run(store, SETTINGS.chain, type(select_weights(mine))(trained))
     participant = Participant.join(SETTINGS, "a", store, store)
     participant.load(mine)
     participant.load(mine)
@@ -232,7 +232,7 @@ def bodies(seed: int, values: Mapping[str, torch.Tensor] | None = None) -> dict[
 
 def made(uid: str, content: Mapping[str, bytes]) -> bytes:
     shapes = {name: SHAPES[name] for name in content}
-    return payload_bytes(content, shapes, CODEC, run="runs/one", uid=uid, window=1, base=0)
+    return encode_payload(content, shapes, CODEC, run="runs/one", uid=uid, window=1, base=0)
 
 
 def payload(seed: int, values: Mapping[str, torch.Tensor] | None = None) -> Payload:
@@ -300,7 +300,7 @@ Arrays = dict[str, np.ndarray]
 
 def merged_of(payloads: Mapping[str, Payload], rule: MergeRule, faulty: int = 0) -> Arrays:
     settings = MergeSettings(rule=rule, faulty=faulty, clip=False)
-    return {name: dense_of(runs, SHAPES[name]) for name, runs in merge(payloads, settings)}
+    return {name: make_dense(runs, SHAPES[name]) for name, runs in merge(payloads, settings)}
 
 
 RULES = [
@@ -334,8 +334,8 @@ def test_rules_that_judge_each_value_judge_those_of_buffers(rule):
     }
     settings = MergeSettings(rule=rule, faulty=1)
     gradients = {uid: one.tensors for uid, one in sent.items()}
-    weights = weights_of(sent, settings)
-    found = dense_of(merge_tensor(MEAN, gradients, CODEC, settings, weights), (40,))
+    weights = compute_merge_weights(sent, settings)
+    found = make_dense(merge_tensor(MEAN, gradients, CODEC, settings, weights), (40,))
     assert found.tolist() == [4.0] * 40
 
 
@@ -357,7 +357,7 @@ def test_merged_buffers_are_the_same_bytes_in_any_order_and_on_any_number_of_thr
     for rule in RULES:
         settings = MergeSettings(rule=rule, faulty=1)
         made = {
-            update_bytes(dict(merge(some, settings, threads=threads)))
+            encode_update(dict(merge(some, settings, threads=threads)))
             for some in (payloads, turned)
             for threads in (1, 3)
         }

@@ -14,6 +14,7 @@ from millrace.gradients import (
     ChainError,
     ChainLink,
     ChainStart,
+    ChainStep,
     Codec,
     GatherSettings,
     GradientEncoder,
@@ -23,23 +24,27 @@ from millrace.gradients import (
     OuterOptimizer,
     Refusal,
     Sender,
-    State,
-    Step,
     Transform,
+    WeightState,
     Window,
     aggregate,
-    begin,
     catch_up,
+    copy_state,
+    encode_payload,
     gather,
-    links,
-    payload_bytes,
-    state_of,
+    iterate_links,
+    start_chain,
 )
-from millrace.gradients.codec.tensors import chosen, values_of
+from millrace.gradients.codec.tensors import decode_values, select_values
 from millrace.gradients.codec.transform import backward, forward
-from millrace.gradients.state import dense_change
-from millrace.gradients.sync.chain import apply_link, merged_of, newest, store_update
-from millrace.gradients.sync.merge import Merged, dense_of
+from millrace.gradients.state import compute_dense_change
+from millrace.gradients.sync.chain import (
+    apply_link,
+    find_newest_window,
+    iterate_merged,
+    store_update,
+)
+from millrace.gradients.sync.merge import MergedRun, make_dense
 from millrace.keys import ChainKeys, GradientKeys
 from millrace.records import encode_record, fetch
 from millrace.storage import Store, copy, delete, list_objects, open_store, put, read
@@ -53,31 +58,33 @@ NOW = datetime.now(UTC)
 QUICK = GatherSettings(look=timedelta(milliseconds=10), quorum=0)
 
 
-def weights() -> State:
-    return state_of({name: drawn(shape, 50) for name, shape in SHAPES.items()})
+def weights() -> WeightState:
+    return copy_state({name: drawn(shape, 50) for name, shape in SHAPES.items()})
 
 
-def whole(change: torch.Tensor, codec: Codec) -> list[Merged]:
+def whole(change: torch.Tensor, codec: Codec) -> list[MergedRun]:
     """What one worker alone comes to."""
     shape = tuple(change.shape)
     values = forward(change, codec.transform).numpy().reshape(-1)
     return [
-        Merged(
+        MergedRun(
             run.chunks,
             np.full(run.chunks.count, run.chunks.k, np.uint16),
             run.places.ravel(),
-            values_of(run, codec).ravel(),
+            decode_values(run, codec).ravel(),
         )
-        for run in chosen(values, shape, codec)
+        for run in select_values(values, shape, codec)
     ]
 
 
 class Run:
     """A run with three workers, whose windows are aggregated one after another."""
 
-    def __init__(self, store: Store, codec: Codec, outer: OuterOptimizer, state: State) -> None:
+    def __init__(
+        self, store: Store, codec: Codec, outer: OuterOptimizer, state: WeightState
+    ) -> None:
         self.store, self.codec, self.outer, self.state = store, codec, outer, state
-        self.before: ChainStart | ChainLink = begin(store, KEYS, START)
+        self.before: ChainStart | ChainLink = start_chain(store, KEYS, START)
         self.rule = MergeSettings(rule=MergeRule.MEAN)
 
     def window(self, number: int, workers: int = 3) -> ChainLink:
@@ -89,7 +96,7 @@ class Run:
                 for name, shape in SHAPES.items()
             }
             said = {"run": KEYS.run, "uid": str(uid), "window": number, "base": number - 1}
-            body = payload_bytes(bodies, SHAPES, self.codec, **said)  # pyright: ignore[reportArgumentType]
+            body = encode_payload(bodies, SHAPES, self.codec, **said)  # pyright: ignore[reportArgumentType]
             put(self.store, keys.gradient(str(uid), number), body)
         window = Window(
             keys=keys,
@@ -102,7 +109,7 @@ class Run:
         )
         everybody = [Sender(str(uid), self.store) for uid in range(3)]
         found = gather(window, everybody, QUICK)
-        step = Step(self.before, number, self.outer, self.rule)
+        step = ChainStep(self.before, number, self.outer, self.rule)
         self.before = aggregate(self.store, window, found, step, self.state)
         return self.before
 
@@ -131,14 +138,14 @@ def test_whoever_comes_late_has_the_same_weights(place, transform, kind, request
     last = catch_up(run.store, KEYS, late)
     assert last == run.before
     assert late.digest() == run.state.digest() == run.before.state
-    assert newest(run.store, KEYS) == 3
-    assert [link.window for link in links(run.store, KEYS, after=1)] == [2, 3]
+    assert find_newest_window(run.store, KEYS) == 3
+    assert [link.window for link in iterate_links(run.store, KEYS, after=1)] == [2, 3]
 
 
 def test_a_late_one_can_begin_in_the_middle(store):
     run = run_of(store, kind="nesterov")
     run.window(1)
-    middle = State(
+    middle = WeightState(
         {name: tensor.copy() for name, tensor in run.state.weights.items()},
         {name: tensor.copy() for name, tensor in run.state.moments.items()},
     )
@@ -153,13 +160,13 @@ def test_the_outer_step_is_that_of_torch():
     changes = [drawn(shape, seed) for seed in range(3)]
     for kind in (OuterKind.SGD, OuterKind.NESTEROV):
         weight = torch.nn.Parameter(drawn(shape, 9))
-        state = state_of({"w": weight})
+        state = copy_state({"w": weight})
         nesterov = kind is OuterKind.NESTEROV
         momentum = 0.9 if nesterov else 0.0
         optimizer = torch.optim.SGD([weight], lr=0.5, momentum=momentum, nesterov=nesterov)
         for change in changes:
             merged = whole(change, codec)
-            weight.grad = torch.from_numpy(dense_of(merged, shape)).view(shape)
+            weight.grad = torch.from_numpy(make_dense(merged, shape)).view(shape)
             optimizer.step()
             state.apply("w", merged, codec, OuterOptimizer(kind=kind, lr=0.5, momentum=0.9))
         torch.testing.assert_close(torch.from_numpy(state.weights["w"]), weight.detach())
@@ -169,8 +176,8 @@ def test_the_outer_step_is_that_of_torch():
 def test_the_inverse_in_one_order_is_the_inverse(shape):
     codec = Codec(transform=Transform.DCT, k=4096, bits=16)
     merged = whole(drawn(shape), codec)
-    wanted = backward(torch.from_numpy(dense_of(merged, shape)), shape, Transform.DCT)
-    torch.testing.assert_close(torch.from_numpy(dense_change(merged, shape, codec)), wanted)
+    wanted = backward(torch.from_numpy(make_dense(merged, shape)), shape, Transform.DCT)
+    torch.testing.assert_close(torch.from_numpy(compute_dense_change(merged, shape, codec)), wanted)
 
 
 def test_a_window_with_nobody_is_a_link_too(store):
@@ -197,7 +204,7 @@ def test_a_window_is_merged_once_though_two_try(store):
     late = Run(store, run.codec, OuterOptimizer(kind=OuterKind.SGD, lr=0.1), weights())
     with pytest.raises(errors.ConflictError, match="merged window 1 of runs/one otherwise"):
         late.window(1)
-    assert [link.window for link in links(store, KEYS)] == [1, 2]
+    assert [link.window for link in iterate_links(store, KEYS)] == [1, 2]
 
 
 def test_weights_that_are_not_those_of_the_link_before_are_not_merged_into(store):
@@ -206,7 +213,7 @@ def test_weights_that_are_not_those_of_the_link_before_are_not_merged_into(store
     run.state.weights["scale"] += np.float32(1)
     with pytest.raises(ChainError, match="After window 1 of runs/one the weights are not those"):
         run.window(2)
-    assert newest(store, KEYS) == 1
+    assert find_newest_window(store, KEYS) == 1
 
 
 def test_too_few_for_the_rule_is_a_window_that_changes_nothing(store):
@@ -234,7 +241,7 @@ def test_who_sends_other_places_is_out_where_the_rule_needs_the_same_of_all(stor
 def test_another_beginning_is_refused(store):
     run_of(store)
     with pytest.raises(errors.ConflictError, match="begins with step 0 of job"):
-        begin(store, KEYS, START.model_copy(update={"step": 5}))
+        start_chain(store, KEYS, START.model_copy(update={"step": 5}))
 
 
 def test_killed_between_the_update_and_its_link_it_goes_on(store):
@@ -260,7 +267,7 @@ def broken(store) -> Run:
     return run
 
 
-def refused(run: Run, sentence: str) -> State:
+def refused(run: Run, sentence: str) -> WeightState:
     late = weights()
     with pytest.raises(ChainError, match=sentence):
         catch_up(run.store, KEYS, late)
@@ -329,7 +336,7 @@ def test_an_update_that_is_none_is_an_error_though_its_digest_is_right(broken, b
     assert isinstance(link, ChainLink)
     update = store_update(broken.store, KEYS, 4, body, len(link.names))
     with pytest.raises(ChainError, match="is no update"):
-        list(merged_of(broken.store, link.model_copy(update={"updates": (update,)})))
+        list(iterate_merged(broken.store, link.model_copy(update={"updates": (update,)})))
 
 
 def bomb() -> bytes:
@@ -353,7 +360,7 @@ def test_an_update_that_is_compressed_is_refused_before_it_is_unpacked(broken):
     changed = link.model_copy(update={"updates": (update,)})
     tracemalloc.start()
     with pytest.raises(ChainError, match="is no update: it is compressed"):
-        list(merged_of(broken.store, changed))
+        list(iterate_merged(broken.store, changed))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 10_000_000
@@ -365,7 +372,7 @@ def test_an_update_that_is_larger_than_its_tensors_is_not_read(broken):
     update = link.updates[0].model_copy(update={"size": 5 << 30})
     changed = link.model_copy(update={"updates": (update,)})
     with pytest.raises(ChainError, match=r"5,368,709,120 bytes by its link.*It was not read"):
-        list(merged_of(broken.store, changed))
+        list(iterate_merged(broken.store, changed))
 
 
 def test_a_link_of_other_tensors_is_refused_before_its_updates_are_read(broken):
@@ -383,7 +390,7 @@ def test_what_stands_beside_the_links_is_no_window(store):
     beside = ("7.json", "000000008x.json", f"{arabic}.json", "0000000000009.json", "000000009/a")
     for name in beside:
         put(store, f"{KEYS.links}{name}", b"{}")
-    assert newest(store, KEYS) == 1
+    assert find_newest_window(store, KEYS) == 1
 
 
 def test_other_weights_than_the_aggregators_are_noticed(broken):

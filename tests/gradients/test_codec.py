@@ -20,8 +20,13 @@ from millrace.gradients import (
     encode,
 )
 from millrace.gradients.codec import kernels
-from millrace.gradients.codec.chunks import chunks_of, tiles_of
-from millrace.gradients.codec.tensors import chosen, packed, unpacked, values_of
+from millrace.gradients.codec.chunks import make_chunks, make_tiles
+from millrace.gradients.codec.tensors import (
+    decode_values,
+    pack_tensor,
+    select_values,
+    unpack_tensor,
+)
 from millrace.gradients.codec.transform import backward, forward
 from millrace.schemas.gradient import CHUNK_SIZE
 
@@ -53,7 +58,7 @@ def drawn(shape: tuple[int, ...], seed: int = 0, kind: str = "gauss") -> torch.T
 def top_k(values: np.ndarray, codec: Codec, shape: tuple[int, ...]) -> list[np.ndarray]:
     """The places of the largest values, as slowly and plainly as can be."""
     found = []
-    for run in chunks_of(shape, codec):
+    for run in make_chunks(shape, codec):
         table = values[run.first : run.first + run.values].reshape(run.count, run.size)
         order = np.argsort(-np.abs(table), axis=1, kind="stable")[:, : run.k]
         found.append(np.sort(order, axis=1))
@@ -68,7 +73,7 @@ def nearest(values: np.ndarray, table: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("transform", Transform)
 def test_every_value_is_in_one_chunk(shape, transform):
-    runs = chunks_of(shape, Codec(transform=transform))
+    runs = make_chunks(shape, Codec(transform=transform))
     assert sum(run.values for run in runs) == prod(shape)
     assert all(1 <= run.k <= run.size <= CHUNK_SIZE for run in runs)
     assert [run.first for run in runs] == [
@@ -78,7 +83,7 @@ def test_every_value_is_in_one_chunk(shape, transform):
 
 def test_primes_and_odd_sizes_are_not_left_uncompressed():
     for shape, least in (((1021, 4099), 205), ((50257, 64), 205), ((1000, 1), 100)):
-        assert all(tile.height <= 64 and tile.width <= 64 for tile in tiles_of(shape))
+        assert all(tile.height <= 64 and tile.width <= 64 for tile in make_tiles(shape))
         for transform in Transform:
             body = encode(drawn(shape), Codec(transform=transform))
             assert prod(shape) * 4 / len(body) > least, (shape, transform)
@@ -116,8 +121,8 @@ def test_what_is_decoded_is_the_quantised_top_k(shape, codec, seed, kind):
     tensor = drawn(shape, seed, kind)
     values = forward(tensor, codec.transform)
     body = encode(tensor, codec)
-    runs = unpacked(body, shape, codec)
-    assert packed(runs, codec) == body
+    runs = unpack_tensor(body, shape, codec)
+    assert pack_tensor(runs, codec) == body
     places = top_k(values.numpy(), codec, shape)
     assert all(np.array_equal(run.places, own) for run, own in zip(runs, places, strict=True))
 
@@ -126,11 +131,11 @@ def test_what_is_decoded_is_the_quantised_top_k(shape, codec, seed, kind):
         chunks = run.chunks
         rows = slice(chunks.first, chunks.first + chunks.values)
         table = sent[rows].reshape(chunks.count, chunks.size)
-        np.put_along_axis(table, run.places.astype(np.int64), values_of(run, codec), axis=1)
+        np.put_along_axis(table, run.places.astype(np.int64), decode_values(run, codec), axis=1)
         true = np.take_along_axis(
             values.numpy()[rows].reshape(table.shape), run.places.astype(np.int64), axis=1
         )
-        held = values_of(run, codec)
+        held = decode_values(run, codec)
         assert ((np.sign(held) == np.sign(true)) | (held == 0) | (true == 0)).all()
         if codec.bits < 16:  # each is the nearest of the levels that its chunk has
             levels = 1 << (codec.bits - 1)
@@ -151,7 +156,7 @@ def test_the_bytes_do_not_depend_on_how_many_threads_made_them(transform, thread
     codec = Codec(transform=transform)
     tensor = drawn((1500, 1100))
     values = forward(tensor, transform).numpy()
-    body = packed(chosen(values, (1500, 1100), codec, threads), codec)
+    body = pack_tensor(select_values(values, (1500, 1100), codec, threads), codec)
     assert body == GradientEncoder(codec, 7).encode(tensor)
     decoded = Decoder(codec, threads).decode(body, (1500, 1100), out=torch.empty(1500, 1100))
     assert torch.equal(decoded, decode(body, (1500, 1100), codec))
@@ -162,10 +167,10 @@ def test_two_bits_a_value_are_two_hundred_times_smaller_and_near_enough(kind, er
     tensor, codec = drawn((1024, 4096), 1, kind), Codec()
     body = encode(tensor, codec)
     assert tensor.numel() * 4 / len(body) > 205
-    (run,) = unpacked(body, (1024, 4096), codec)
+    (run,) = unpack_tensor(body, (1024, 4096), codec)
     table = tensor.numpy().reshape(run.chunks.count, run.chunks.size)
     true = np.take_along_axis(table, run.places.astype(np.int64), axis=1)
-    assert np.linalg.norm(values_of(run, codec) - true) / np.linalg.norm(true) <= error
+    assert np.linalg.norm(decode_values(run, codec) - true) / np.linalg.norm(true) <= error
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -198,7 +203,7 @@ def test_error_feedback_conserves_mass(shape, codec, seed, steps):
         change = drawn(shape, seed + step)
         given_ += change
         sent += decode(feedback.compress("w", change), shape, codec)
-    torch.testing.assert_close(sent + feedback.kept("w"), given_, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sent + feedback.read_residual("w"), given_, rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_small_is_sent_later():
@@ -207,7 +212,7 @@ def test_what_is_small_is_sent_later():
     bodies = [feedback.compress("w", change * (step == 0)) for step in range(3)]
     got = [decode(body, (3,), codec).tolist() for body in bodies]
     assert got == [[3, 0, 0], [0, 2, 0], [0, 0, 1]]
-    assert feedback.kept("w").tolist() == [0, 0, 0]
+    assert feedback.read_residual("w").tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("transform", Transform)
@@ -216,11 +221,11 @@ def test_what_nobody_took_is_kept(transform):
     feedback = Feedback(codec)
     change = drawn((90, 70))
     body = feedback.compress("w", change)
-    torch.testing.assert_close(feedback.kept("w") + decode(body, (90, 70), codec), change)
+    torch.testing.assert_close(feedback.read_residual("w") + decode(body, (90, 70), codec), change)
     feedback.give_back()
-    torch.testing.assert_close(feedback.kept("w"), change)
+    torch.testing.assert_close(feedback.read_residual("w"), change)
     feedback.give_back()  # once
-    torch.testing.assert_close(feedback.kept("w"), change)
+    torch.testing.assert_close(feedback.read_residual("w"), change)
 
 
 def test_the_memory_decays_and_can_be_saved():
@@ -230,14 +235,14 @@ def test_the_memory_decays_and_can_be_saved():
     again.load_state_dict(feedback.state_dict())
     for one in (feedback, again):
         one.compress("w", torch.tensor([0.0, 0.25]))
-        assert one.kept("w").tolist() == [0, 0]
+        assert one.read_residual("w").tolist() == [0, 0]
     with pytest.raises(NotFoundError):
-        feedback.kept("other")
+        feedback.read_residual("other")
     with pytest.raises(ConfigurationError, match="shape"):
         feedback.compress("w", torch.ones(3))
     with pytest.raises(ConfigurationError, match="not finite"):
         feedback.compress("w", torch.tensor([float("nan"), 0.0]))
-    assert feedback.kept("w").tolist() == [0, 0]
+    assert feedback.read_residual("w").tolist() == [0, 0]
 
 
 # -- bytes of whom one does not trust
@@ -246,26 +251,28 @@ def test_the_memory_decays_and_can_be_saved():
 def refused_or_whole(body: bytes, shape: tuple[int, ...], codec: Codec) -> None:
     """Whatever the bytes are: refused with a sentence, or the one way to write what they mean."""
     try:
-        runs = unpacked(body, shape, codec)
+        runs = unpack_tensor(body, shape, codec)
     except CodeError:
         return
-    assert packed(runs, codec) == body
+    assert pack_tensor(runs, codec) == body
     for run in runs:
         assert (np.diff(run.places.astype(np.int64), axis=1) > 0).all()
         assert run.places.max(initial=0) < run.chunks.size
-        assert np.isfinite(values_of(run, codec)).all()
+        assert np.isfinite(decode_values(run, codec)).all()
     assert torch.isfinite(decode(body, shape, codec)).all()
 
 
 def test_there_is_one_way_to_write_a_gradient():
     shape, codec = (5000,), Codec()
-    run = unpacked(encode(drawn(shape), codec), shape, codec)[0]
+    run = unpack_tensor(encode(drawn(shape), codec), shape, codec)[0]
     room = np.empty(10_000, np.uint8)
     length = kernels.write_gaps(run.places, 3, room)  # longer codes of the same places
-    rest = packed((run,), codec)[5 + int.from_bytes(packed((run,), codec)[1:5], "little") :]
+    rest = pack_tensor((run,), codec)[
+        5 + int.from_bytes(pack_tensor((run,), codec)[1:5], "little") :
+    ]
     body = bytes([3]) + int(length).to_bytes(4, "little") + room[:length].tobytes() + rest
     with pytest.raises(CodeError, match="longer than they need be"):
-        unpacked(body, shape, codec)
+        unpack_tensor(body, shape, codec)
 
 
 @settings(max_examples=400, deadline=None)
@@ -283,9 +290,9 @@ def test_changed_bytes_are_refused_or_right(bits, shape, data):
     refused_or_whole(bytes(body), shape, codec)
     cut = data.draw(st.integers(0, len(body) - 1))
     with pytest.raises(CodeError):
-        unpacked(bytes(body[:cut]), shape, codec)
+        unpack_tensor(bytes(body[:cut]), shape, codec)
     with pytest.raises(CodeError):
-        unpacked(bytes(body) + b"\0", shape, codec)
+        unpack_tensor(bytes(body) + b"\0", shape, codec)
 
 
 @settings(max_examples=300, deadline=None)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from millrace.errors import ConfigurationError
 from millrace.gradients import Codec, Decoder, GradientEncoder, Mask, Support, Transform
 from millrace.gradients.codec import device as there
-from millrace.gradients.codec.device import chosen_there, dense_there
-from millrace.gradients.codec.tensors import chosen, dense, packed
+from millrace.gradients.codec.device import fill_dense_on_device, select_on_device
+from millrace.gradients.codec.tensors import fill_dense, pack_tensor, select_values
 from millrace.gradients.codec.transform import forward
 from tests.gradients.test_codec import SHAPES, codecs, drawn
 
@@ -31,28 +31,28 @@ SHARED = Mask("run", 3)
 def test_the_same_is_chosen_and_put_back(shape, codec, kind, support):
     codec = codec.model_copy(update={"support": support})
     values = forward(drawn(shape, 3, kind), codec.transform)
-    here = chosen(values.numpy(), shape, codec, mask=SHARED)
+    here = select_values(values.numpy(), shape, codec, mask=SHARED)
     expected = np.empty(values.numel(), np.float32)
-    dense(here, codec, expected)
+    fill_dense(here, codec, expected)
     for device in DEVICES:
-        found = chosen_there(values.to(device), shape, codec, mask=SHARED)
-        assert packed(found, codec) == packed(here, codec)
+        found = select_on_device(values.to(device), shape, codec, mask=SHARED)
+        assert pack_tensor(found, codec) == pack_tensor(here, codec)
         filled = torch.full((values.numel(),), 9.0, device=device)
-        dense_there(found, codec, filled)
+        fill_dense_on_device(found, codec, filled)
         assert filled.cpu().numpy().tobytes() == expected.tobytes()
 
 
 def test_many_chunks_are_chosen_some_at_a_time(monkeypatch):
     values, codec = drawn((100, 4096)).flatten(), Codec()
-    expected = packed(chosen(values.numpy(), (100, 4096), codec), codec)
+    expected = pack_tensor(select_values(values.numpy(), (100, 4096), codec), codec)
     monkeypatch.setattr(there, "_AT_ONCE", 7 * 4096)
-    assert packed(chosen_there(values, (100, 4096), codec), codec) == expected
+    assert pack_tensor(select_on_device(values, (100, 4096), codec), codec) == expected
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_refused_there_too(value):
     with pytest.raises(ConfigurationError, match="not finite"):
-        chosen_there(torch.tensor([1.0, value]), (2,), Codec())
+        select_on_device(torch.tensor([1.0, value]), (2,), Codec())
 
 
 @pytest.mark.parametrize("transform", Transform)

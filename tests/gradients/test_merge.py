@@ -18,13 +18,13 @@ from millrace.gradients import (
     Payload,
     Transform,
     check_payload,
+    compute_merge_weights,
     decode,
+    encode_payload,
     merge,
-    payload_bytes,
-    weights_of,
 )
 from millrace.gradients.codec.transform import backward
-from millrace.gradients.sync.merge import dense_of
+from millrace.gradients.sync.merge import make_dense
 
 SHAPES = {"a": (120, 70), "b": (37,), "c": (5000,)}
 Gradients = dict[str, dict[str, torch.Tensor]]
@@ -39,7 +39,7 @@ def made(
     for uid, tensors in gradients.items():
         bodies = {name: encoder.encode(tensor) for name, tensor in tensors.items()}
         weight = (tokens or {}).get(uid, 0)
-        body = payload_bytes(
+        body = encode_payload(
             bodies, SHAPES, codec, run="r", uid=uid, window=0, base=0, tokens=weight
         )
         expected = Expected(run="r", uid=uid, window=0, base=0, codec=codec, shapes=SHAPES)
@@ -76,7 +76,7 @@ def whole(
 ) -> np.ndarray:
     parts = []
     for name, runs in merge(payloads, how, threads=threads):
-        values = torch.from_numpy(dense_of(runs, SHAPES[name]))
+        values = torch.from_numpy(make_dense(runs, SHAPES[name]))
         parts.append(backward(values, SHAPES[name], codec.transform).flatten())
     return torch.cat(parts).double().numpy()
 
@@ -211,7 +211,7 @@ def of_norms(norms: list[float]) -> dict[str, Payload]:
 def scaled_norms(norms: list[float], how: MergeSettings) -> np.ndarray:
     """The norms of such gradients as the rule has them, in the workers' order."""
     payloads = of_norms(norms)
-    found = weights_of(payloads, how)
+    found = compute_merge_weights(payloads, how)
     return found.scales * [payloads[uid].norm for uid in found.workers]
 
 
@@ -250,11 +250,11 @@ def test_whoever_is_larger_than_the_median_is_scaled_down_to_it():
     gradients = drawn(5)
     gradients["w03"] = {name: 50 * tensor for name, tensor in gradients["w03"].items()}
     payloads = made(gradients, Codec())
-    found = weights_of(payloads, MergeSettings())
+    found = compute_merge_weights(payloads, MergeSettings())
     norms = np.array([payloads[uid].norm for uid in found.workers])
     assert (norms * found.scales).max() <= np.median(norms) * (1 + 1e-12)
     assert (found.scales == 1).sum() >= 3
-    assert (weights_of(payloads, MergeSettings(clip=False)).scales == 1).all()
+    assert (compute_merge_weights(payloads, MergeSettings(clip=False)).scales == 1).all()
 
 
 @pytest.mark.parametrize(
@@ -266,9 +266,9 @@ def test_whoever_is_larger_than_the_median_is_scaled_down_to_it():
 )
 def test_a_rule_that_cannot_bear_it_says_so(how, sentence):
     with pytest.raises(ConfigurationError, match=sentence):
-        weights_of(made(drawn(6), Codec()), how)
+        compute_merge_weights(made(drawn(6), Codec()), how)
 
 
 def test_nothing_cannot_be_merged():
     with pytest.raises(ConfigurationError, match="no gradient was taken"):
-        weights_of({}, MergeSettings())
+        compute_merge_weights({}, MergeSettings())

@@ -30,12 +30,12 @@ from millrace.gradients import (
     Refusal,
     check_payload,
     decode,
-    payload_bytes,
+    encode_payload,
     read_payload,
 )
-from millrace.gradients.codec.payload import fingerprint
-from millrace.gradients.codec.tensors import largest
-from millrace.gradients.codec.torchfile import FormatError, texts_and_tensors
+from millrace.gradients.codec.payload import compute_fingerprint
+from millrace.gradients.codec.tensors import compute_largest_size
+from millrace.gradients.codec.torchfile import FormatError, read_texts_and_tensors
 from millrace.keys import GradientKeys
 from millrace.storage import Stat, Store, StoreSpec, delete, head, open_store, put
 from tests.gradients.test_codec import drawn
@@ -54,7 +54,7 @@ def bodies(codec: Codec = CODEC, seed: int = 0) -> dict[str, bytes]:
 def made(**changes: object) -> bytes:
     said: dict[str, object] = {"run": "runs/one", "uid": "7", "window": 3, "base": 120}
     parts = {"bodies": bodies(), "shapes": SHAPES, "codec": CODEC, **said, **changes}
-    return payload_bytes(**parts)  # pyright: ignore[reportArgumentType]
+    return encode_payload(**parts)  # pyright: ignore[reportArgumentType]
 
 
 def reason_of(body: bytes, expected: Expected = EXPECTED) -> Refusal:
@@ -218,12 +218,16 @@ def test_nothing_is_larger_than_the_most_it_can_be(bits, k):
         ends = torch.zeros(shape).flatten()
         ends[-k:] = 1.0  # the longest distances
         for tensor in (drawn(shape), ends.view(shape)):
-            assert len(GradientEncoder(codec, 1).encode(tensor)) <= largest(shape, codec)
+            assert len(GradientEncoder(codec, 1).encode(tensor)) <= compute_largest_size(
+                shape, codec
+            )
 
 
 def test_the_fingerprint_tells_models_apart():
-    assert fingerprint({"a": (2, 3), "b": ()}) == fingerprint({"b": (), "a": (2, 3)})
-    assert fingerprint({"a": (2, 3)}) != fingerprint({"a": (3, 2)})
+    assert compute_fingerprint({"a": (2, 3), "b": ()}) == compute_fingerprint(
+        {"b": (), "a": (2, 3)}
+    )
+    assert compute_fingerprint({"a": (2, 3)}) != compute_fingerprint({"a": (3, 2)})
 
 
 # -- whatever stands there: refused or right, and one good peer before and after
@@ -287,7 +291,7 @@ def torch_file(content: object) -> bytes:
 
 
 def texts_of(body: bytes, head: int = 4096) -> list[str]:
-    return list(texts_and_tensors(body, most=len(SHAPES), head=head)[0].values())
+    return list(read_texts_and_tensors(body, most=len(SHAPES), head=head)[0].values())
 
 
 def from_torch(store: Store, body: bytes) -> Payload:
@@ -411,11 +415,11 @@ def archive(items: dict[str, bytes], records: dict[str, bytes] | None = None) ->
 
 def test_archives_and_pickles_that_torch_would_not_write_are_refused(store):
     right = archive({"a": tensor("0", 3), "millrace": text("x")}, {"0": b"abc"})
-    assert texts_and_tensors(right, most=1, head=999) == ({"millrace": "x"}, {"a": b"abc"})
+    assert read_texts_and_tensors(right, most=1, head=999) == ({"millrace": "x"}, {"a": b"abc"})
 
     def refused(body: bytes, why: str) -> None:
         with pytest.raises(FormatError, match=why) as caught:
-            texts_and_tensors(body, most=4, head=1 << 20)
+            read_texts_and_tensors(body, most=4, head=1 << 20)
         assert len(str(caught.value)) < 100  # it is kept in the chain
 
     refused(archive({"millrace": text("\ud800")}), "or a broken one")
@@ -442,7 +446,7 @@ def test_files_that_overlap_do_not_make_more_of_it(store):
     items = {str(n): tensor(str(n), 4000) for n in range(4)}
     body = archive(items, {"0": bytes(4000)})
     with pytest.raises(FormatError, match="longer than it is"):
-        texts_and_tensors(body, most=4, head=4096)
+        read_texts_and_tensors(body, most=4, head=4096)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -10,7 +10,7 @@ from millrace.gradients import (
     ChainLink,
     aggregate_run,
     begin_run,
-    weights_of_model,
+    select_weights,
 )
 from millrace.storage import exists, open_store, read
 from tests.gradients.rank import SETTINGS, model_of, take_part
@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 
 def begun(folder: Path) -> AggregatorSettings:
     store = open_store(folder.as_uri())
-    begin_run(store, SETTINGS.chain, weights_of_model(model_of()))
+    begin_run(store, SETTINGS.chain, select_weights(model_of()))
     return AggregatorSettings(run=SETTINGS, store=store.spec, workers=("a",))
 
 

@@ -21,15 +21,15 @@ from millrace.gradients import (
     Refusal,
     RunSettings,
     Sender,
-    begin,
     begin_run,
     check_weights,
     follow,
-    links,
-    state_of_checkpoint,
-    weights_of_model,
+    iterate_links,
+    load_checkpoint_state,
+    select_weights,
+    start_chain,
 )
-from millrace.gradients.settings import Opening
+from millrace.gradients.settings import WindowOpening
 from millrace.records import commit_once, fetch
 from millrace.storage import Store, delete, open_store
 
@@ -73,7 +73,7 @@ def loss(one: torch.nn.Module) -> float:
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     made = open_store(tmp_path.as_uri())
-    begin(
+    start_chain(
         made, settings_of().chain, ChainStart(run="runs/one", job="j", step=100, root="", state="")
     )
     return made
@@ -81,8 +81,8 @@ def store(tmp_path: Path) -> Store:
 
 def take_part(store: Store, uid: int, windows: int) -> torch.nn.Module:
     mine, settings = model(), settings_of()
-    participant = Participant(settings, str(uid), store, store, weights_of_model(mine))
-    for window in participant.windows():
+    participant = Participant(settings, str(uid), store, store, select_weights(mine))
+    for window in participant.iterate_windows():
         participant.load(mine)
         train(mine, window.steps, 100 * window.number + uid)
         participant.submit(mine, tokens=32)
@@ -97,7 +97,7 @@ def everybody(store: Store) -> list[Sender]:
 
 
 def test_all_who_take_part_have_the_same_weights_and_they_learn(store):
-    state = weights_of_model(model())
+    state = select_weights(model())
     before = loss(model())
     with ThreadPoolExecutor(3) as pool:
         models = [pool.submit(take_part, store, uid, WINDOWS) for uid in range(3)]
@@ -107,17 +107,17 @@ def test_all_who_take_part_have_the_same_weights_and_they_learn(store):
     assert [link.step for link in made] == [102, 104, 106, 108]
     assert all(set(link.taken) == {"0", "1", "2"} for link in made)
     for one in trained:
-        assert weights_of_model(one).digest() == weights_of_model(trained[0]).digest()
+        assert select_weights(one).digest() == select_weights(trained[0]).digest()
         for name, weight in one.named_parameters():
             assert torch.equal(weight, torch.from_numpy(state.weights[name]))
     assert loss(trained[0]) < 0.9 * before
 
     late = model()
-    participant = Participant(settings_of(), "late", store, store, weights_of_model(late))
-    turn = next(participant.windows())
+    participant = Participant(settings_of(), "late", store, store, select_weights(late))
+    turn = next(participant.iterate_windows())
     participant.load(late)
     assert (turn.number, turn.step) == (WINDOWS + 1, 108)
-    assert weights_of_model(late).digest() == weights_of_model(trained[0]).digest()
+    assert select_weights(late).digest() == select_weights(trained[0]).digest()
 
 
 def test_what_is_not_trained_or_has_two_names_is_carried_along(tmp_path):
@@ -135,12 +135,12 @@ def test_what_is_not_trained_or_has_two_names_is_carried_along(tmp_path):
 
     with Saver(store, "trained") as saver:
         saver.save({"model": made().state_dict()}, step=3).result()
-    first, step = state_of_checkpoint(store, "trained", tensors="model.")
+    first, step = load_checkpoint_state(store, "trained", tensors="model.")
     begin_run(store, settings.chain, first, step=step)
     assert {"0.weight", "1.running_mean"} <= set(first.weights)
     mine = made()
     participant = Participant.join(settings, "0", store, store)
-    next(participant.windows())
+    next(participant.iterate_windows())
     participant.load(mine)
     with torch.no_grad():
         mine(torch.randn(64, 4) + 5)
@@ -157,8 +157,8 @@ def test_what_is_not_trained_or_has_two_names_is_carried_along(tmp_path):
 def test_a_worker_that_is_started_again_loses_nothing_that_nobody_took(store):
     settings = settings_of().model_copy(update={"window": timedelta(seconds=1)})
     mine = model()
-    participant = Participant(settings, "0", store, store, weights_of_model(mine))
-    next(participant.windows())
+    participant = Participant(settings, "0", store, store, select_weights(mine))
+    next(participant.iterate_windows())
     train(mine, 2, 7)
     participant.submit(mine)
     saved = participant.state_dict()
@@ -168,7 +168,7 @@ def test_a_worker_that_is_started_again_loses_nothing_that_nobody_took(store):
             mine.named_parameters(), model().parameters(), strict=True
         )
     }
-    state = weights_of_model(model())
+    state = select_weights(model())
     (link,) = follow(store, settings, everybody(store), state, until=1)
     assert not link.taken
     again = Participant(settings, "0", store, store, state, after=1)  # it begins behind it
@@ -178,16 +178,16 @@ def test_a_worker_that_is_started_again_loses_nothing_that_nobody_took(store):
 
 
 def test_a_worker_that_is_started_again_does_not_train_for_what_it_has_sent(store):
-    settings, state = settings_of(1), weights_of_model(model())
-    participant = Participant(settings, "0", store, store, weights_of_model(model()))
-    next(participant.windows())
+    settings, state = settings_of(1), select_weights(model())
+    participant = Participant(settings, "0", store, store, select_weights(model()))
+    next(participant.iterate_windows())
     mine = model()
     train(mine, 2, 7)
     participant.submit(mine)
-    again = Participant(settings, "0", store, store, weights_of_model(model()))
+    again = Participant(settings, "0", store, store, select_weights(model()))
     again.load_state_dict(participant.state_dict())
     with ThreadPoolExecutor(1) as pool:
-        turn = pool.submit(lambda: next(again.windows()))
+        turn = pool.submit(lambda: next(again.iterate_windows()))
         (link,) = follow(store, settings, [Sender("0", store)], state, until=1)
         assert set(link.taken) == {"0"}
         assert turn.result().number == 2
@@ -197,20 +197,20 @@ def test_an_aggregator_that_is_started_again_goes_on(store):
     settings = settings_of()
     with ThreadPoolExecutor(3) as pool:
         models = [pool.submit(take_part, store, uid, 2) for uid in range(3)]
-        first = weights_of_model(model())
+        first = select_weights(model())
         next(follow(store, settings, everybody(store), first, until=1))
-        again = weights_of_model(model())  # it has lost all that it knew
+        again = select_weights(model())  # it has lost all that it knew
         (link,) = follow(store, settings, everybody(store), again, until=2)
         assert link.window == 2
         assert link.state == again.digest()
         assert all(one.result() for one in models)
-    assert [found.window for found in links(store, settings.chain)] == [1, 2]
+    assert [found.window for found in iterate_links(store, settings.chain)] == [1, 2]
 
 
 def test_a_window_that_too_few_came_to_is_over_and_nothing_that_was_sent_is_lost(store):
     mine, settings = model(), settings_of().model_copy(update={"window": timedelta(seconds=1)})
-    participant = Participant(settings, "0", store, store, weights_of_model(mine))
-    next(participant.windows())
+    participant = Participant(settings, "0", store, store, select_weights(mine))
+    next(participant.iterate_windows())
     train(mine, 2, 7)
     change = {
         name: before - weight.detach()
@@ -219,11 +219,11 @@ def test_a_window_that_too_few_came_to_is_over_and_nothing_that_was_sent_is_lost
         )
     }
     participant.submit(mine)
-    (link,) = follow(store, settings, everybody(store), weights_of_model(model()), until=1)
+    (link,) = follow(store, settings, everybody(store), select_weights(model()), until=1)
     reasons = {uid: out.reason for uid, out in link.out.items()}
     assert reasons == {"0": Refusal.QUORUM, "1": Refusal.MISSING, "2": Refusal.MISSING}
     participant.apply(mine, patience=timedelta(0))
-    assert weights_of_model(mine).digest() == weights_of_model(model()).digest()
+    assert select_weights(mine).digest() == select_weights(model()).digest()
     kept = participant.state_dict()["kept"]
     for name, whole in change.items():
         torch.testing.assert_close(kept[name], whole)
@@ -232,8 +232,8 @@ def test_a_window_that_too_few_came_to_is_over_and_nothing_that_was_sent_is_lost
 def test_a_submit_that_fails_changes_nothing_and_can_be_made_again(store, tmp_path):
     mine = model()
     nowhere = open_store((tmp_path / "gone").as_uri())
-    participant = Participant(settings_of(), "0", nowhere, store, weights_of_model(mine))
-    next(participant.windows())
+    participant = Participant(settings_of(), "0", nowhere, store, select_weights(mine))
+    next(participant.iterate_windows())
     train(mine, 2, 7)
     last = list(mine.parameters())[-1]
     good = last.detach().clone()
@@ -251,9 +251,9 @@ def test_a_submit_that_fails_changes_nothing_and_can_be_made_again(store, tmp_pa
 
 def test_a_model_in_half_precision_that_does_not_train_sends_nothing(store):
     mine = model().to(torch.bfloat16)
-    state = weights_of_model(model())
+    state = select_weights(model())
     participant = Participant(settings_of(), "0", store, store, state)
-    next(participant.windows())
+    next(participant.iterate_windows())
     participant.load(mine)
     participant.submit(mine)
     assert all(not kept.any() for kept in participant.state_dict()["kept"].values())
@@ -261,15 +261,15 @@ def test_a_model_in_half_precision_that_does_not_train_sends_nothing(store):
 
 def test_without_an_aggregator_a_worker_says_so(store):
     mine = model()
-    participant = Participant(settings_of(), "0", store, store, weights_of_model(mine))
-    next(participant.windows())
+    participant = Participant(settings_of(), "0", store, store, select_weights(mine))
+    next(participant.iterate_windows())
     participant.submit(mine)
     with pytest.raises(errors.UnavailableError, match="Window 1 of runs/one was not merged"):
         participant.apply(mine, patience=timedelta(0))
 
 
 def test_another_model_is_refused(store):
-    state = weights_of_model(model())
+    state = select_weights(model())
     participant = Participant(settings_of(), "0", store, store, state)
     with pytest.raises(errors.ConfigurationError, match=r"The model has no 0\.bias"):
         participant.submit(torch.nn.Linear(3, 3))
@@ -279,15 +279,15 @@ def test_a_chain_with_a_gap_stops_the_aggregator(store):
     settings = settings_of()
     with ThreadPoolExecutor(3) as pool:
         models = [pool.submit(take_part, store, uid, 2) for uid in range(3)]
-        list(follow(store, settings, everybody(store), weights_of_model(model()), until=2))
+        list(follow(store, settings, everybody(store), select_weights(model()), until=2))
         assert all(one.result() for one in models)
     delete(store, [settings.chain.link(1)])
     with pytest.raises(ChainError, match="Window 1 of runs/one is missing"):
-        list(follow(store, settings, everybody(store), weights_of_model(model()), until=3))
+        list(follow(store, settings, everybody(store), select_weights(model()), until=3))
 
 
 def test_what_may_change_between_windows_holds_from_the_next_one_on(store):
-    state = weights_of_model(model())
+    state = select_weights(model())
     alone = settings_of(1).model_copy(update={"window": timedelta(minutes=3)})
     with ThreadPoolExecutor(1) as pool:
         trained = pool.submit(take_part, store, 0, 2)
@@ -298,13 +298,13 @@ def test_what_may_change_between_windows_holds_from_the_next_one_on(store):
         made += list(follow(store, later, one, state, after=1, until=2))
         trained.result()
     assert [link.window for link in made] == [1, 2]
-    openings = [fetch(store, alone.chain.opening(number), Opening) for number in (1, 2)]
+    openings = [fetch(store, alone.chain.opening(number), WindowOpening) for number in (1, 2)]
     assert [one.window for one in openings] == [timedelta(minutes=3), timedelta(minutes=7)]
     assert [one.gather.quorum for one in openings] == [1, 0]
 
 
 def test_a_gradient_above_the_runs_largest_norm_is_refused_and_the_window_goes_on(store):
-    state = weights_of_model(model())
+    state = select_weights(model())
     alone = settings_of(2)
     with ThreadPoolExecutor(2) as pool:
         for uid in range(2):
@@ -315,7 +315,7 @@ def test_a_gradient_above_the_runs_largest_norm_is_refused_and_the_window_goes_o
     gather = GatherSettings(look=timedelta(milliseconds=20), max_norm=limit)
     delete(store, [alone.chain.link(1), alone.chain.opening(1)])
     bounded = alone.model_copy(update={"gather": gather, "window": timedelta(seconds=1)})
-    (link,) = follow(store, bounded, everybody(store)[:2], weights_of_model(model()), until=1)
+    (link,) = follow(store, bounded, everybody(store)[:2], select_weights(model()), until=1)
     (_, less), (_, more) = norms
     assert set(link.taken) == {less}
     assert link.out[more].reason is Refusal.NORM
@@ -326,21 +326,23 @@ def test_a_window_that_is_open_keeps_the_rules_it_was_opened_with(store):
     short = settings_of(0).model_copy(update={"window": timedelta(milliseconds=1)})
     opening = short.chain.opening(1)
     rules = short.model_dump(include={"window", "gather"})
-    commit_once(store, opening, Opening(run=short.run, number=1, **rules))
+    commit_once(store, opening, WindowOpening(run=short.run, number=1, **rules))
     longer = short.model_copy(update={"window": timedelta(days=1)})  # never ends in this test
-    made = list(follow(store, longer, everybody(store), weights_of_model(model()), until=1))
+    made = list(follow(store, longer, everybody(store), select_weights(model()), until=1))
     assert [(link.window, len(link.taken)) for link in made] == [(1, 0)]
-    assert fetch(store, opening, Opening).window == timedelta(milliseconds=1)
+    assert fetch(store, opening, WindowOpening).window == timedelta(milliseconds=1)
 
 
 def test_a_worker_waits_as_long_as_the_aggregator_says(store):
     """Its own settings are those of the run's beginning: a rented machine keeps its file."""
     mine, settings = model(), settings_of().model_copy(update={"window": timedelta(0)})
-    participant = Participant(settings, "0", store, store, weights_of_model(mine))
+    participant = Participant(settings, "0", store, store, select_weights(mine))
     with pytest.raises(errors.UnavailableError, match=r"not merged in 0:00:00"):
         participant.apply(mine)
     rules = {"window": timedelta(milliseconds=5), "gather": settings.gather}
-    commit_once(store, settings.chain.opening(1), Opening(run=settings.run, number=1, **rules))
+    commit_once(
+        store, settings.chain.opening(1), WindowOpening(run=settings.run, number=1, **rules)
+    )
     with pytest.raises(errors.UnavailableError, match=r"not merged in 0:00:00\.01"):
         participant.apply(mine)
 

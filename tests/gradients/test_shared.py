@@ -20,14 +20,19 @@ from millrace.gradients import (
     Support,
     Transform,
     check_payload,
+    compute_merge_weights,
     decode,
+    encode_payload,
     merge,
-    payload_bytes,
-    weights_of,
 )
 from millrace.gradients.codec.compress import Decoder
-from millrace.gradients.codec.tensors import largest, packed, unpacked, values_of
-from millrace.gradients.sync.merge import dense_of
+from millrace.gradients.codec.tensors import (
+    compute_largest_size,
+    decode_values,
+    pack_tensor,
+    unpack_tensor,
+)
+from millrace.gradients.sync.merge import make_dense
 from millrace.schemas.gradient import CHUNK_SIZE
 from tests.gradients.test_codec import BITS, drawn, shapes
 
@@ -42,9 +47,9 @@ codecs = st.builds(
 
 
 def test_the_places_of_a_window_are_the_same_on_every_machine():
-    assert Mask("runs/one", 3).places(20, 4).tolist() == [3, 8, 10, 15]
-    assert Mask("runs/one", 4).places(20, 4).tolist() == [0, 9, 13, 19]
-    assert Mask("runs/two", 3).places(20, 4).tolist() == [8, 13, 14, 18]
+    assert Mask("runs/one", 3).select_indices(20, 4).tolist() == [3, 8, 10, 15]
+    assert Mask("runs/one", 4).select_indices(20, 4).tolist() == [0, 9, 13, 19]
+    assert Mask("runs/two", 3).select_indices(20, 4).tolist() == [8, 13, 14, 18]
 
 
 @given(size=st.integers(1, CHUNK_SIZE), data=st.data())
@@ -53,7 +58,7 @@ def test_every_place_has_its_turn(size, data):
     windows = -(-size // k)
     cycle = data.draw(st.integers(0, 5))
     sent = [
-        Mask("run", window).places(size, k)
+        Mask("run", window).select_indices(size, k)
         for window in range(cycle * windows, cycle * windows + windows)
     ]
     assert all(len(places) == k and (np.diff(places.astype(int)) > 0).all() for places in sent)
@@ -65,16 +70,18 @@ def test_every_place_has_its_turn(size, data):
 def test_what_is_decoded_is_what_stood_at_the_places(shape, codec, seed, window):
     tensor, mask = drawn(shape, seed), Mask("run", window)
     body = GradientEncoder(codec, 1).encode(tensor, mask)
-    assert len(body) <= largest(shape, codec)
-    runs = unpacked(body, shape, codec, mask=mask)
-    assert packed(runs, codec) == body
-    assert all((run.places == mask.places(run.chunks.size, run.chunks.k)).all() for run in runs)
+    assert len(body) <= compute_largest_size(shape, codec)
+    runs = unpack_tensor(body, shape, codec, mask=mask)
+    assert pack_tensor(runs, codec) == body
+    assert all(
+        (run.places == mask.select_indices(run.chunks.size, run.chunks.k)).all() for run in runs
+    )
     if codec.transform is Transform.NONE and codec.bits == 16:
         got = Decoder(codec, 1).decode(body, shape, mask=mask)
         at = got != 0
         torch.testing.assert_close(got[at], tensor[at], rtol=1e-3, atol=1e-6)
     with pytest.raises(CodeError):
-        unpacked(body[:-1], shape, codec, mask=mask)
+        unpack_tensor(body[:-1], shape, codec, mask=mask)
 
 
 def test_no_place_is_sent():
@@ -100,7 +107,7 @@ def test_what_nobody_took_is_kept_also_by_whoever_starts_again():
     feedback.compress("w", change, mask)
     again.load_state_dict(feedback.state_dict())
     again.give_back()
-    torch.testing.assert_close(again.kept("w"), change)
+    torch.testing.assert_close(again.read_residual("w"), change)
 
 
 def test_without_its_window_it_is_refused():
@@ -110,7 +117,7 @@ def test_without_its_window_it_is_refused():
         decode(b"", (64, 64), SHARED)
     tensor = drawn((64, 64))
     hidden = next(
-        n for n in range(CHUNK_SIZE) if n not in set(Mask("run", 0).places(CHUNK_SIZE, 256))
+        n for n in range(CHUNK_SIZE) if n not in set(Mask("run", 0).select_indices(CHUNK_SIZE, 256))
     )
     tensor.view(-1)[hidden] = float("nan")  # where nothing is sent
     with pytest.raises(ConfigurationError, match="not finite"):
@@ -126,7 +133,7 @@ def payloads(gradients: list[dict[str, torch.Tensor]]) -> dict[str, Payload]:
         encoder, mask = GradientEncoder(SHARED, 1), Mask("runs/one", 7)
         bodies = {name: encoder.encode(tensor, mask) for name, tensor in gradient.items()}
         said = {"run": "runs/one", "uid": f"w{number}", "window": 7, "base": 1}
-        body = payload_bytes(bodies, SHAPES, SHARED, **said)  # pyright: ignore[reportArgumentType]
+        body = encode_payload(bodies, SHAPES, SHARED, **said)  # pyright: ignore[reportArgumentType]
         expected = Expected("runs/one", f"w{number}", 7, 1, SHARED, SHAPES)
         found[f"w{number}"] = check_payload(body, expected)
     return found
@@ -142,11 +149,11 @@ def test_three_liars_of_nine_do_not_move_what_is_judged_by_place(rule):
     liars = [{name: -1000 * each for name, each in truth.items()} for _ in range(3)]
     sent = payloads(honest + liars)
     how = MergeSettings(rule=rule, faulty=3)
-    merged = dict(merge(sent, how, weights_of(sent, how)))
+    merged = dict(merge(sent, how, compute_merge_weights(sent, how)))
     for name, shape in SHAPES.items():
-        got = dense_of(merged[name], shape).reshape(shape)
+        got = make_dense(merged[name], shape).reshape(shape)
         at = got != 0
         (run, *_) = sent["w0"].tensors[name]
-        assert at.sum() >= 0.9 * values_of(run, SHARED).size
+        assert at.sum() >= 0.9 * decode_values(run, SHARED).size
         true = truth[name].numpy()[at]
         assert np.linalg.norm(got[at] - true) < 0.3 * np.linalg.norm(true)

@@ -27,23 +27,23 @@ from millrace.gradients import (
     Refusal,
     RunSettings,
     Sender,
-    State,
     Support,
     Transform,
+    WeightState,
     Window,
     begin_run,
     catch_up,
+    copy_state,
+    encode_payload,
     follow,
-    links,
-    newest_state,
-    payload_bytes,
-    state_of,
+    iterate_links,
+    load_newest_state,
 )
-from millrace.gradients.backends.sharded_weights import Spread, at_hand, shares_of
-from millrace.gradients.backends.weight_shard import Portion
+from millrace.gradients.backends.sharded_weights import ShardedWeights, divide_tensors, hold_locally
+from millrace.gradients.backends.weight_shard import WeightShard
 from millrace.gradients.codec.payload import Shapes
 from millrace.gradients.codec.shared_indices import Mask
-from millrace.gradients.sync.merge import objects_of
+from millrace.gradients.sync.merge import group_tensors
 from millrace.storage import Store, head, list_objects, open_store, put, read
 from tests.gradients.test_codec import drawn
 from tests.gradients.test_payload import as_torch
@@ -73,8 +73,8 @@ def settings_of(rule: MergeRule, outer: OuterKind, codec: Codec) -> RunSettings:
     )
 
 
-def weights() -> State:
-    return state_of({name: drawn(shape, 50) for name, shape in SHAPES.items()})
+def weights() -> WeightState:
+    return copy_state({name: drawn(shape, 50) for name, shape in SHAPES.items()})
 
 
 def gradient(
@@ -90,7 +90,7 @@ def gradient(
     if cut:
         bodies[cut] = bodies[cut][:-3]
     said: dict[str, Any] = {"run": run.run, "uid": uid, "window": window, "tokens": 9}
-    return payload_bytes(bodies, shapes, run.codec, base=(window - 1) * run.steps, **said)
+    return encode_payload(bodies, shapes, run.codec, base=(window - 1) * run.steps, **said)
 
 
 def send(store: Store, run: RunSettings, window: int) -> None:
@@ -103,12 +103,12 @@ def send(store: Store, run: RunSettings, window: int) -> None:
     put(store, run.gradients.gradient("bad", window), gradient(run, "a", window))
 
 
-def in_portions(state: State, names: list[list[str]]) -> Spread:
+def in_portions(state: WeightState, names: list[list[str]]) -> ShardedWeights:
     portions = []
     for number, some in enumerate(names):
-        its = State({name: state.weights[name] for name in some})
-        portions.append(at_hand(Portion(some, its, rank=(number, len(names)))))
-    return Spread(SHAPES, portions)
+        its = WeightState({name: state.weights[name] for name in some})
+        portions.append(hold_locally(WeightShard(some, its, rank=(number, len(names)))))
+    return ShardedWeights(SHAPES, portions)
 
 
 def run_windows(store: Store, run: RunSettings, names: list[list[str]]) -> list[ChainLink]:
@@ -150,7 +150,7 @@ def test_the_number_of_portions_does_not_change_a_byte(tmp_path, rule, outer, co
     assert [len(link.updates) for link in alone] == [3, 3]
     for nodes, count in ((2, 2), (8, 3)):
         store = open_store((tmp_path / str(count)).as_uri())
-        shares = shares_of(SHAPES, objects_of(SHAPES, VALUES), nodes)
+        shares = divide_tensors(SHAPES, group_tensors(SHAPES, VALUES), nodes)
         assert len(shares) == count
         made = run_windows(store, run, shares)
         assert [link.state for link in made] == [link.state for link in alone]
@@ -207,14 +207,14 @@ names_and_sizes = st.dictionaries(st.text("abc", min_size=1), st.integers(0, 9),
 @given(names_and_sizes, st.integers(1, 20), st.integers(1, 5))
 def test_each_tensor_is_in_one_object_of_one_share(sizes, values, count):
     shapes = {name: (size,) for name, size in sizes.items()}
-    objects = objects_of(shapes, values)
+    objects = group_tensors(shapes, values)
     assert [name for names in objects for name in names] == sorted(shapes)
     assert all(len(names) == 1 or sum(sizes[n] for n in names) <= values for names in objects)
-    shares = shares_of(shapes, objects, count)
+    shares = divide_tensors(shapes, objects, count)
     assert [name for names in shares for name in names] == sorted(shapes)
     assert 1 <= len(shares) <= count
     # What a share makes of its tensors alone are the same objects.
-    assert [o for s in shares for o in objects_of({n: shapes[n] for n in s}, values)] == objects
+    assert [o for s in shares for o in group_tensors({n: shapes[n] for n in s}, values)] == objects
 
 
 # -- on the nodes of a cluster
@@ -258,20 +258,20 @@ def test_on_a_cluster_a_run_comes_to_the_same_and_goes_on_when_a_node_has_died(
     with aggregator(ray_cluster, settings) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "1\n"
-        ray_cluster.kill_actor("Portion")
+        ray_cluster.kill_actor("WeightShard")
         send(store, run, 2)
         _, said = first.communicate(timeout=120)
     assert first.returncode == 1
     assert "WorkerError: A node that has some weights is gone" in said
-    assert [link.state for link in links(store, run.chain)] == [alone[0].state]
+    assert [link.state for link in iterate_links(store, run.chain)] == [alone[0].state]
 
     with aggregator(ray_cluster, settings.model_copy(update={"windows": 1})) as second:
         _, said = second.communicate(timeout=120)
     assert second.returncode == 0, said
-    made = list(links(store, run.chain))
+    made = list(iterate_links(store, run.chain))
     assert [link.state for link in made] == [link.state for link in alone]
     assert [link.out for link in made] == [link.out for link in alone]
-    state, window = newest_state(store, run.chain)
+    state, window = load_newest_state(store, run.chain)
     assert (window, state.digest()) == (2, alone[1].state)
     saved = next(iterate_checkpoints(store, run.chain.job))
     assert len(saved.parts) >= 3  # of two nodes, and what holds them together

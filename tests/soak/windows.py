@@ -27,10 +27,10 @@ from millrace import errors
 from millrace.checkpoints import Saver
 from millrace.gradients import (
     AggregatorSettings,
-    Beginning,
     ChainLink,
     Codec,
     GatherSettings,
+    InitialWeights,
     OuterKind,
     OuterOptimizer,
     Participant,
@@ -38,13 +38,13 @@ from millrace.gradients import (
     Sender,
     aggregate_run,
     catch_up,
+    copy_state,
     follow,
-    links,
-    newest_state,
-    state_of,
+    iterate_links,
+    load_newest_state,
 )
-from millrace.gradients.sync.aggregator import beginning
-from millrace.gradients.sync.chain import newest
+from millrace.gradients.sync.aggregator import open_newest_weights
+from millrace.gradients.sync.chain import find_newest_window
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 from tests.soak.blows import ANYWHERE, Blow, Struck, stopped
 
@@ -161,11 +161,11 @@ def _model() -> torch.nn.Module:
 _FIRST = _model()
 
 
-def _begin(folder: Path) -> Beginning:
+def _begin(folder: Path) -> InitialWeights:
     store = open_store((folder / "begin").as_uri())
     with Saver(store, "trained") as saver:
         saver.save(dict(_FIRST.named_parameters()), step=7).result()
-    return Beginning(**dict(store.spec), job="trained")
+    return InitialWeights(**dict(store.spec), job="trained")
 
 
 class _Run:
@@ -175,7 +175,7 @@ class _Run:
         self,
         context: Any,
         place: StoreSpec,
-        begin: Beginning,
+        begin: InitialWeights,
         folder: Path,
         number: int,
         blows: list[Blow],
@@ -204,16 +204,16 @@ class _Run:
 
     def run(self) -> None:
         store, keys = open_store(self.settings.store), self.settings.run.chain
-        self._until(lambda: newest(store, keys) >= 0)
+        self._until(lambda: find_newest_window(store, keys) >= 0)
         everybody = [Participant.join(self.settings.run, uid, store, store) for uid in UIDS]
         models = [_model() for _ in UIDS]
         for window in range(1, WINDOWS + 1):
             for uid, participant, model in zip(UIDS, everybody, models, strict=True):
-                next(participant.windows())
+                next(participant.iterate_windows())
                 participant.load(model)
                 _change(model, window, uid)
                 participant.submit(model)
-            self._until(lambda window=window: newest(store, keys) >= window)
+            self._until(lambda window=window: find_newest_window(store, keys) >= window)
         for participant, model in zip(everybody, models, strict=True):
             participant.catch_up()
             participant.load(model)
@@ -272,7 +272,7 @@ class _Run:
 
     def _judge(self, store: Store, models: Sequence[torch.nn.Module]) -> None:
         keys = self.settings.run.chain
-        chain = list(links(store, keys))
+        chain = list(iterate_links(store, keys))
         self.states = [link.state for link in chain]
         if [link.window for link in chain] != list(range(1, WINDOWS + 1)):
             self.wrong.append(f"windows {[link.window for link in chain]}")
@@ -282,10 +282,10 @@ class _Run:
         updates = {stat.key for stat in list_objects(store, keys.prefix) if ".npz" in stat.key}
         if updates != {update.key for link in chain for update in link.updates}:
             self.wrong.append(f"{len(updates)} updates of {len(chain)} windows")
-        state, window = newest_state(store, keys)
+        state, window = load_newest_state(store, keys)
         catch_up(store, keys, state, after=window)
-        trained = {state_of(dict(model.named_parameters())).digest() for model in models}
-        live = {state_of(state.weights).digest()}
+        trained = {copy_state(dict(model.named_parameters())).digest() for model in models}
+        live = {copy_state(state.weights).digest()}
         if state.digest() != chain[-1].state or trained != live:
             self.wrong.append(f"from window {window} on there are other weights than live")
 
@@ -320,6 +320,6 @@ def _aggregate(
 def _without_lease(settings: AggregatorSettings) -> Iterator[ChainLink]:
     """As if the lease had let two through."""
     store, run = open_store(settings.store), settings.run
-    state, after = beginning(settings, store)
+    state, after = open_newest_weights(settings, store)
     workers = [Sender(uid, store) for uid in settings.workers]
     return follow(store, run, workers, state, after=after, until=settings.until)

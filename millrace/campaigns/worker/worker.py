@@ -16,7 +16,7 @@ from millrace.campaigns.worker.settings import FILE, WorkerSettings
 from millrace.checkpoints.cooldown.epochs import EpochSaver
 from millrace.checkpoints.cooldown.membership import Membership
 from millrace.digest import sha256_of
-from millrace.gradients.sync.participant import Participant, Turn
+from millrace.gradients.sync.participant import Participant, TrainingWindow
 from millrace.keys import CampaignKeys, DatasetKeys
 from millrace.progress import Progress, silent
 from millrace.records import commit_once, fetch
@@ -164,7 +164,7 @@ class Worker:
             progress=self._progress,
         )
 
-    def begin(self, turn: Turn, state: Mapping[str, Any], **measured: float) -> None:
+    def begin(self, turn: TrainingWindow, state: Mapping[str, Any], **measured: float) -> None:
         """Say with what weights a window begins; where it ends an epoch, save them with the others.
 
         Call it before each window, and once more when the run is over.

@@ -18,7 +18,7 @@ T = TypeVar("T")
 distributed: Any = torch.distributed
 
 
-class Together:
+class RankGroup:
     """The ranks of a worker; by default there is one.
 
     Every rank makes it, and calls the same methods in the same order.
@@ -35,35 +35,35 @@ class Together:
             gpu = "nccl" in distributed.get_backend(group)
             self._device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
 
-    def each(self, call: Callable[[], T]) -> T:
+    def run_on_each(self, call: Callable[[], T]) -> T:
         """Do something on every rank; what it came to on this one.
 
         Raises:
             MillraceError: What went wrong here, or on another rank.
         """
-        return self._said(call, lambda _: None)[0]
+        return self._exchange_results(call, lambda _: None)[0]
 
-    def all(self, call: Callable[[], T]) -> list[T]:
+    def gather_results(self, call: Callable[[], T]) -> list[T]:
         """Do something on every rank; what it came to on each, as JSON has it."""
-        mine, others = self._said(call, lambda value: value)
+        mine, others = self._exchange_results(call, lambda value: value)
         return [orjson.loads(said)["value"] for said in others] if others else [mine]
 
-    def first(self, call: Callable[[], T]) -> T:
+    def run_on_first(self, call: Callable[[], T]) -> T:
         """Do something on the first rank alone; what it came to, as JSON has it, on all."""
         none: Callable[[], Any] = lambda: None  # noqa: E731
-        return self.all(call if self.rank == 0 else none)[0]
+        return self.gather_results(call if self.rank == 0 else none)[0]
 
-    def brought(self, mine: bytes) -> list[bytes]:
+    def gather_bytes(self, mine: bytes) -> list[bytes]:
         """Bring the bytes of all ranks to the first; return nothing on the others."""
         if self._group is None:
             return [mine]
-        sizes = self._sizes(mine)
-        sent = self._padded(mine, max(sizes))
+        sizes = self._exchange_sizes(mine)
+        sent = self._pad(mine, max(sizes))
         room = [torch.empty_like(sent) for _ in sizes] if self.rank == 0 else None
         distributed.gather(sent, room, group=self._group, group_dst=0)
-        return [_bytes(one, size) for one, size in zip(room or [], sizes, strict=False)]
+        return [_to_bytes(one, size) for one, size in zip(room or [], sizes, strict=False)]
 
-    def spread(self, whole: torch.Tensor | None, into: torch.Tensor, owner: int) -> None:
+    def broadcast(self, whole: torch.Tensor | None, into: torch.Tensor, owner: int) -> None:
         """Give every rank's tensor, or its shard of one, the values that its owner has.
 
         Args:
@@ -83,7 +83,9 @@ class Together:
 
     # -- what is told
 
-    def _said(self, call: Callable[[], T], of: Callable[[T], Any]) -> tuple[T, list[bytes]]:
+    def _exchange_results(
+        self, call: Callable[[], T], of: Callable[[T], Any]
+    ) -> tuple[T, list[bytes]]:
         """Exchange the results of all ranks: JSON, or the error."""
         if self._group is None:
             return call(), []
@@ -93,8 +95,8 @@ class Together:
             made.append(call())
             said = orjson.dumps({"value": of(made[0])})
         except BaseException as error:  # noqa: BLE001 - raised when all have heard of it
-            failed, said = error, orjson.dumps(_described(self.rank, error))
-        found = self._told(said)
+            failed, said = error, orjson.dumps(_describe_error(self.rank, error))
+        found = self._gather_to_all(said)
         try:
             for rank, one in enumerate(map(orjson.loads, found)):
                 if "error" in one:  # of several, all raise the first one's: and go on alike
@@ -105,32 +107,32 @@ class Together:
             failed = None  # whose traceback holds this frame, and so the group, at the very end
         return made[0], found
 
-    def _told(self, mine: bytes) -> list[bytes]:
+    def _gather_to_all(self, mine: bytes) -> list[bytes]:
         """Bring the bytes of all ranks to all."""
-        sizes = self._sizes(mine)
-        sent = self._padded(mine, max(sizes))
+        sizes = self._exchange_sizes(mine)
+        sent = self._pad(mine, max(sizes))
         room = [torch.empty_like(sent) for _ in sizes]
         distributed.all_gather(room, sent, group=self._group)
-        return [_bytes(one, size) for one, size in zip(room, sizes, strict=True)]
+        return [_to_bytes(one, size) for one, size in zip(room, sizes, strict=True)]
 
-    def _sizes(self, mine: bytes) -> list[int]:
+    def _exchange_sizes(self, mine: bytes) -> list[int]:
         size = torch.tensor([len(mine)], dtype=torch.int64, device=self._device)
         room = [torch.empty_like(size) for _ in range(self.world)]
         distributed.all_gather(room, size, group=self._group)
         return [int(one.item()) for one in room]
 
-    def _padded(self, mine: bytes, size: int) -> torch.Tensor:
+    def _pad(self, mine: bytes, size: int) -> torch.Tensor:
         sent = torch.zeros(max(1, size), dtype=torch.uint8)
         if mine:
             sent[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         return sent.to(self._device)
 
 
-def _bytes(tensor: torch.Tensor, size: int) -> bytes:
+def _to_bytes(tensor: torch.Tensor, size: int) -> bytes:
     return tensor[:size].cpu().numpy().tobytes()
 
 
-def _described(rank: int, error: BaseException) -> dict[str, str]:
+def _describe_error(rank: int, error: BaseException) -> dict[str, str]:
     """Describe an error to the other ranks: its nearest class that all know, and the reason."""
     if not isinstance(error, errors.MillraceError):
         sentence = f"Rank {rank} of this worker: {errors.one_line(error)}"

@@ -12,20 +12,20 @@ from math import prod
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from millrace import cluster, errors
-from millrace.gradients.backends.weight_shard import Portion
+from millrace.gradients.backends.weight_shard import WeightShard
 from millrace.gradients.codec.payload import (
     Expected,
     Payload,
     PayloadError,
     Shapes,
-    put_together,
+    assemble_payload,
     read_header,
 )
 from millrace.gradients.settings import MergeSettings
-from millrace.gradients.state import State, digest_of_all
+from millrace.gradients.state import WeightState, combine_digests
 from millrace.gradients.sync.chain import check_state, check_tensors
 from millrace.gradients.sync.gather import Window
-from millrace.gradients.sync.merge import Gradients, Vector, Weights, objects_of
+from millrace.gradients.sync.merge import Gradients, MergeWeights, Vector, group_tensors
 from millrace.keys import ChainKeys
 from millrace.progress import Progress, silent
 from millrace.schemas.chain import ChainLink, ChainStart, OuterOptimizer, Update
@@ -44,7 +44,7 @@ class Ask(Protocol):
     """A portion that can be asked, wherever it is."""
 
     def __call__(
-        self, method: Callable[Concatenate[Portion, P], T], *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[Concatenate[WeightShard, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> Future[T]:
         """Ask for something.
 
@@ -53,7 +53,7 @@ class Ask(Protocol):
         ...
 
 
-class Spread:
+class ShardedWeights:
     """The weights of a run, in portions.
 
     Args:
@@ -67,7 +67,7 @@ class Spread:
         self._attempt = secrets.token_hex(8)
 
     def _all(
-        self, method: Callable[Concatenate[Portion, P], T], *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[Concatenate[WeightShard, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> list[T]:
         """Return all answers, when all have come: none is still at work when an error is raised.
 
@@ -85,17 +85,17 @@ class Spread:
     # -- the weights
 
     def load_state(self, store: Store, job: str, step: int) -> None:
-        """As `Portion.load_state`."""
-        self._all(Portion.load_state, store, job, step)
+        """As `WeightShard.load_state`."""
+        self._all(WeightShard.load_state, store, job, step)
 
     def load_weights(self, store: Store, job: str, step: int, prefix: str) -> None:
         """As `Portion.load_weights`."""
-        self._all(Portion.load_weights, store, job, step, prefix)
+        self._all(WeightShard.load_weights, store, job, step, prefix)
 
     def digest(self) -> str:
-        """As `State.digest`."""
-        digests = self._all(Portion.digests)
-        return digest_of_all({name: one for part in digests for name, one in part.items()})
+        """As `WeightState.digest`."""
+        digests = self._all(WeightShard.digests)
+        return combine_digests({name: one for part in digests for name, one in part.items()})
 
     def check(self, link: ChainStart | ChainLink) -> None:
         """Prove that the weights are those that a link leads to.
@@ -113,15 +113,15 @@ class Spread:
             ChainError: It is missing or broken, or they are not.
         """
         check_tensors(link, self.shapes)
-        self._all(Portion.fetch, store, link)
-        self._all(Portion.apply, link)
+        self._all(WeightShard.fetch, store, link)
+        self._all(WeightShard.apply, link)
         self.check(link)
 
     # -- a window
 
     def open(self, window: Window) -> None:
         """Forget the gradients of other windows."""
-        self._all(Portion.open, window.number)
+        self._all(WeightShard.open, window.number)
 
     def read(self, uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:
         """Read a worker's gradient, each portion its tensors: they stay where they are read.
@@ -131,20 +131,20 @@ class Spread:
         """
         opened = read_header(store, stat, expected)
         try:
-            parts = self._all(Portion.receive, uid, store, stat, opened, expected)
-            return put_together(opened, parts, expected)
+            parts = self._all(WeightShard.receive, uid, store, stat, opened, expected)
+            return assemble_payload(opened, parts, expected)
         except PayloadError:
-            self._all(Portion.forget, uid)
+            self._all(WeightShard.forget, uid)
             raise
 
     def places(self, workers: Sequence[str]) -> dict[str, list[str]]:
         """Return the digests of the indices that each worker has sent of each tensor."""
-        answers = self._all(Portion.places, workers)
+        answers = self._all(WeightShard.places, workers)
         return {worker: [one for part in answers for one in part[worker]] for worker in workers}
 
     def products(self, workers: Sequence[str], codec: Codec) -> list[Vector]:
-        """Return the inner products of workers' gradients, of each tensor: see `products_of`."""
-        return [one for part in self._all(Portion.products, workers, codec) for one in part]
+        """Return inner products of workers' gradients for each tensor: see `compute_products`."""
+        return [one for part in self._all(WeightShard.products, workers, codec) for one in part]
 
     def merge(
         self,
@@ -153,11 +153,11 @@ class Spread:
         step: int,
         codec: Codec,
         settings: MergeSettings,
-        weights: Weights,
+        weights: MergeWeights,
         outer: OuterOptimizer,
     ) -> tuple[Update, ...]:
-        """As `Portion.merge`."""
-        parts = self._all(Portion.merge, store, keys, step, codec, settings, weights, outer)
+        """As `WeightShard.merge`."""
+        parts = self._all(WeightShard.merge, store, keys, step, codec, settings, weights, outer)
         return tuple(update for part in parts for update in part)
 
     # -- checkpoints
@@ -171,29 +171,31 @@ class Spread:
             step: That they are at.
             window: That they are after.
         """
-        self._all(Portion.save, store, job, self._attempt, step, window, self.shapes)
+        self._all(WeightShard.save, store, job, self._attempt, step, window, self.shapes)
 
     def saved(self) -> Checkpoint | None:
         """Return the checkpoint whose save was begun, once it is there.
 
         None if none was since the last time.
         """
-        return next((found for found in self._all(Portion.saved) if found), None)
+        return next((found for found in self._all(WeightShard.saved) if found), None)
 
     def close(self) -> None:
         """Wait for what is being saved, and let go of its memory."""
-        self._all(Portion.close)
+        self._all(WeightShard.close)
 
-    def state(self) -> State:
+    def state(self) -> WeightState:
         """All of it, brought here."""
-        whole = State({})
-        for part in self._all(Portion.state):
+        whole = WeightState({})
+        for part in self._all(WeightShard.state):
             whole.weights.update(part.weights)
             whole.moments.update(part.moments)
         return whole
 
 
-def here(state: State, gradients: Gradients | None = None, *, threads: int | None = None) -> Spread:
+def hold_here(
+    state: WeightState, gradients: Gradients | None = None, *, threads: int | None = None
+) -> ShardedWeights:
     """Weights that are here, and gradients that were read already.
 
     Args:
@@ -202,15 +204,15 @@ def here(state: State, gradients: Gradients | None = None, *, threads: int | Non
         threads: How many work side by side; by default one a processor.
     """
     shapes = {name: weight.shape for name, weight in state.weights.items()}
-    portion = Portion(sorted(shapes), state, gradients, threads=threads)
-    return Spread(shapes, [at_hand(portion)])
+    portion = WeightShard(sorted(shapes), state, gradients, threads=threads)
+    return ShardedWeights(shapes, [hold_locally(portion)])
 
 
-Placing = Callable[[Shapes], Spread]
+Placing = Callable[[Shapes], ShardedWeights]
 """Makes room for weights, by their shapes."""
 
 
-def placed_here(*, threads: int | None = None, progress: Progress = silent) -> Placing:
+def place_here(*, threads: int | None = None, progress: Progress = silent) -> Placing:
     """Room on this machine.
 
     Args:
@@ -218,15 +220,15 @@ def placed_here(*, threads: int | None = None, progress: Progress = silent) -> P
         progress: As of `Saver`.
     """
 
-    def place(shapes: Shapes) -> Spread:
-        portion = Portion(sorted(shapes), threads=threads, progress=progress)
-        return Spread(shapes, [at_hand(portion)])
+    def place(shapes: Shapes) -> ShardedWeights:
+        portion = WeightShard(sorted(shapes), threads=threads, progress=progress)
+        return ShardedWeights(shapes, [hold_locally(portion)])
 
     return place
 
 
 @contextmanager
-def placed_on_ray(address: str, *, values: int, threads: int | None = None) -> Generator[Placing]:
+def place_on_ray(address: str, *, values: int, threads: int | None = None) -> Generator[Placing]:
     """Room on the living nodes of a Ray cluster that have a CPU: a portion on each.
 
     It is theirs as long as the block lasts.
@@ -247,18 +249,18 @@ def placed_on_ray(address: str, *, values: int, threads: int | None = None) -> G
             raise errors.ConfigurationError("No node of the Ray cluster answers: start some.")
 
         # Reads that hang hold up nothing else.
-        holder = ray.remote(concurrency_groups={_READING: _AT_ONCE})(Portion)
+        holder = ray.remote(concurrency_groups={_READING: _AT_ONCE})(WeightShard)
 
-        def place(shapes: Shapes) -> Spread:
-            shares = shares_of(shapes, objects_of(shapes, values), len(nodes))
+        def place(shapes: Shapes) -> ShardedWeights:
+            shares = divide_tensors(shapes, group_tensors(shapes, values), len(nodes))
             portions: list[Ask] = []
             for number, (node, names) in enumerate(zip(nodes, shares, strict=False)):
                 options = {"max_concurrency": _CALLS, **cluster.make_node_options(node)}
                 actor = holder.options(**options)
                 rank = (number, len(shares))
                 actors.append(actor.remote(names, rank=rank, threads=threads))
-                portions.append(_in_actor(ray, actors[-1]))
-            return Spread(shapes, portions)
+                portions.append(_hold_in_actor(ray, actors[-1]))
+            return ShardedWeights(shapes, portions)
 
         try:
             yield place
@@ -267,7 +269,9 @@ def placed_on_ray(address: str, *, values: int, threads: int | None = None) -> G
                 ray.kill(actor)
 
 
-def shares_of(shapes: Shapes, objects: Sequence[tuple[str, ...]], count: int) -> list[list[str]]:
+def divide_tensors(
+    shapes: Shapes, objects: Sequence[tuple[str, ...]], count: int
+) -> list[list[str]]:
     """Return the tensors of each of so many nodes at most: neighbours, about as many values each.
 
     Args:
@@ -285,11 +289,11 @@ def shares_of(shapes: Shapes, objects: Sequence[tuple[str, ...]], count: int) ->
     return [share for share in shares if share]
 
 
-def at_hand(portion: Portion) -> Ask:
+def hold_locally(portion: WeightShard) -> Ask:
     """Hold a shard of the weights on this machine: the caller does the work."""
 
     def ask(
-        method: Callable[Concatenate[Portion, P], T], *args: P.args, **kwargs: P.kwargs
+        method: Callable[Concatenate[WeightShard, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> Future[T]:
         answer: Future[T] = Future()
         try:
@@ -301,14 +305,14 @@ def at_hand(portion: Portion) -> Ask:
     return ask
 
 
-def _in_actor(ray: Any, actor: Any) -> Ask:
+def _hold_in_actor(ray: Any, actor: Any) -> Ask:
     """Hold a shard of the weights in an actor of Ray."""
 
     def ask(
-        method: Callable[Concatenate[Portion, P], T], *args: P.args, **kwargs: P.kwargs
+        method: Callable[Concatenate[WeightShard, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> Future[T]:
         remote = getattr(actor, method.__name__)
-        group = _READING if method.__name__ == Portion.receive.__name__ else None
+        group = _READING if method.__name__ == WeightShard.receive.__name__ else None
         asked = (remote.options(concurrency_group=group) if group else remote).remote(
             *args, **kwargs
         )
@@ -321,7 +325,7 @@ def _in_actor(ray: Any, actor: Any) -> Ask:
             elif isinstance(error, ray.exceptions.RayTaskError):
                 answer.set_exception(cast("Any", error).cause or error)  # as if raised here
             else:
-                answer.set_exception(_gone(error))
+                answer.set_exception(_make_lost_error(error))
 
         asked.future().add_done_callback(tell)
         return answer
@@ -329,7 +333,7 @@ def _in_actor(ray: Any, actor: Any) -> Ask:
     return ask
 
 
-def _gone(error: BaseException) -> errors.WorkerError:
+def _make_lost_error(error: BaseException) -> errors.WorkerError:
     return errors.WorkerError(
         f"A node that has some weights is gone ({errors.one_line(error)}): start the aggregator "
         "again, it goes on from the chain."

@@ -1,9 +1,8 @@
 """A portion of a run's weights: where it is kept, its gradients are read, merged and applied.
 
-One machine has one portion, which is all of them; on a cluster each node has some tensors. What is
-decided about a window needs all portions, and is decided by whoever asks them (see `spread`): each
-answers with digests, sums and inner products of tensor after tensor, which come to the same however
-many portions there are.
+One machine holds all weights in one shard; on a cluster, each node holds some tensors. A decision
+about a window needs all shards, and `sharded_weights` asks them: each shard answers with digests,
+sums and inner products of its tensors. The answers do not depend on the number of shards.
 """
 
 import os
@@ -20,17 +19,17 @@ from millrace.checkpoints.ranks import Ranks
 from millrace.checkpoints.saving import PendingSave, Saver
 from millrace.checkpoints.tree import flatten_state, is_skeleton
 from millrace.gradients.codec.payload import Expected, Opened, Shapes, Tensors, read_tensors
-from millrace.gradients.state import Array, State, state_of
-from millrace.gradients.sync.chain import merged_of, store_update, update_bytes
+from millrace.gradients.state import Array, WeightState, copy_state
+from millrace.gradients.sync.chain import encode_update, iterate_merged, store_update
 from millrace.gradients.sync.merge import (
     Gradients,
-    Merged,
+    MergedRun,
     MergeSettings,
-    Weights,
+    MergeWeights,
+    compute_products,
+    digest_indices,
+    group_tensors,
     merge_tensor,
-    objects_of,
-    places_of,
-    products_of,
 )
 from millrace.keys import ChainKeys
 from millrace.progress import Progress, silent
@@ -40,13 +39,13 @@ from millrace.schemas.gradient import Codec
 from millrace.storage import Stat, Store
 
 KINDS = ("weights", "moments")
-"""What a checkpoint of a run has of its `State`, each a dict of tensors by their names."""
+"""What a checkpoint of a run has of its `WeightState`, each a dict of tensors by their names."""
 
 WINDOW = "window"
 """What its position calls the window that it is after."""
 
 
-class Portion:
+class WeightShard:
     """Some tensors of a run.
 
     Args:
@@ -61,20 +60,20 @@ class Portion:
     def __init__(
         self,
         names: Sequence[str],
-        state: State | None = None,
+        state: WeightState | None = None,
         gradients: Gradients | None = None,
         *,
         rank: tuple[int, int] = (0, 1),
         threads: int | None = None,
         progress: Progress = silent,
     ) -> None:
-        self._names, self._state = tuple(names), state or State({})
+        self._names, self._state = tuple(names), state or WeightState({})
         self._rank = rank
         self._threads = threads or os.cpu_count() or 1
         self._progress = progress
         self._window = -1
         self._received = dict(gradients or {})
-        self._fetched: list[dict[str, tuple[Merged, ...]]] = []
+        self._fetched: list[dict[str, tuple[MergedRun, ...]]] = []
         self._lock = threading.Lock()
         self._saver: Saver | None = None
         self._saving: PendingSave | None = None
@@ -90,7 +89,7 @@ class Portion:
         """
         wanted = {f"{kind}.{name}" for kind in KINDS for name in self._names}
         content = load(store, job, step=step, only=wanted.__contains__).state
-        state = State(*(_arrays(content, kind) for kind in KINDS))
+        state = WeightState(*(_arrays(content, kind) for kind in KINDS))
         if [sorted(state.weights), sorted(state.moments or self._names)] != [list(self._names)] * 2:
             raise errors.CorruptError(f"Step {step} of {job} has other tensors than the run.")
         self._state = state
@@ -109,14 +108,14 @@ class Portion:
             for name, tensor in flatten_state(loaded.state).items()
             if not is_skeleton(name)
         }
-        self._state = state_of(found)
+        self._state = copy_state(found)
 
-    def state(self) -> State:
+    def state(self) -> WeightState:
         """Return the tensors themselves."""
         return self._state
 
     def digests(self) -> dict[str, str]:
-        """As `State.digests`."""
+        """As `WeightState.digests`."""
         return self._state.digests()
 
     def fetch(self, store: Store, link: ChainLink) -> None:
@@ -125,7 +124,7 @@ class Portion:
         Raises:
             ChainError: It is missing or broken.
         """
-        self._fetched = list(merged_of(store, link, self._names))
+        self._fetched = list(iterate_merged(store, link, self._names))
 
     def apply(self, link: ChainLink) -> None:
         """Apply what was fetched."""
@@ -166,14 +165,14 @@ class Portion:
     def places(self, workers: Sequence[str]) -> dict[str, list[str]]:
         """Return the digests of the indices that each worker has sent of each tensor."""
         return {
-            worker: [places_of(name, self._received, worker) for name in self._names]
+            worker: [digest_indices(name, self._received, worker) for name in self._names]
             for worker in workers
         }
 
     def products(self, workers: Sequence[str], codec: Codec) -> list[Any]:
-        """Return the inner products of workers' gradients, of each tensor: see `products_of`."""
+        """Return inner products of workers' gradients for each tensor: see `compute_products`."""
         return [
-            products_of(name, self._received, workers, codec, threads=self._threads)
+            compute_products(name, self._received, workers, codec, threads=self._threads)
             for name in self._names
             if not codec.is_buffer(name)
         ]
@@ -185,7 +184,7 @@ class Portion:
         step: int,
         codec: Codec,
         settings: MergeSettings,
-        weights: Weights,
+        weights: MergeWeights,
         outer: OuterOptimizer,
     ) -> list[Update]:
         """Merge what was received, store it, and apply it: one object's tensors at a time.
@@ -201,14 +200,14 @@ class Portion:
         """
         shapes = {name: self._state.weights[name].shape for name in self._names}
         made: list[Update] = []
-        for names in objects_of(shapes, settings.values):
+        for names in group_tensors(shapes, settings.values):
             merged = {
                 name: merge_tensor(
                     name, self._received, codec, settings, weights, threads=self._threads
                 )
                 for name in names
             }
-            made.append(store_update(store, keys, step, update_bytes(merged), len(names)))
+            made.append(store_update(store, keys, step, encode_update(merged), len(names)))
             for name, runs in merged.items():
                 self._state.apply(name, runs, codec, outer)
         return made

@@ -57,7 +57,7 @@ class Tiles:
     width: int
 
 
-def chunks_of(shape: tuple[int, ...], codec: Codec) -> tuple[Chunks, ...]:
+def make_chunks(shape: tuple[int, ...], codec: Codec) -> tuple[Chunks, ...]:
     """Cut a tensor into chunks.
 
     Every value is in one; no size is padded, so that nothing is wasted.
@@ -68,7 +68,7 @@ def chunks_of(shape: tuple[int, ...], codec: Codec) -> tuple[Chunks, ...]:
     if codec.transform is Transform.DCT:
         sizes = [
             (count, run * tiles.height * tiles.width)
-            for tiles in tiles_of(shape)
+            for tiles in make_tiles(shape)
             for count, run in _even(
                 tiles.rows * tiles.columns, CHUNK_SIZE // (tiles.height * tiles.width)
             )
@@ -84,13 +84,13 @@ def chunks_of(shape: tuple[int, ...], codec: Codec) -> tuple[Chunks, ...]:
     return tuple(found)
 
 
-def tiles_of(shape: tuple[int, ...]) -> tuple[Tiles, ...]:
+def make_tiles(shape: tuple[int, ...]) -> tuple[Tiles, ...]:
     """Cut a tensor into tiles, as a matrix: its first dimension by all others.
 
     Rows and columns are cut as evenly as can be, into at most two lengths each: a prime or odd
     dimension makes tiles of two sizes, and none of 1 by 1.
     """
-    height, width = matrix_of(shape)
+    height, width = view_as_matrix(shape)
     found: list[Tiles] = []
     row = 0
     for rows, tall in _even(height, TILE):
@@ -102,7 +102,7 @@ def tiles_of(shape: tuple[int, ...]) -> tuple[Tiles, ...]:
     return tuple(found)
 
 
-def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
+def view_as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the rows and columns of a tensor as a matrix; of a vector, one row."""
     if len(shape) < 2:
         return 1, prod(shape)

@@ -37,7 +37,7 @@ _gave_up = False  # whether it has waited for the lock in vain
 _log = logging.getLogger(__name__)
 
 
-def compiled(function: F) -> F:
+def compile_once(function: F) -> F:
     """Compile a function for each signature that it is called with, once for all processes."""
     source = Path(inspect.getfile(function)).read_bytes()
     digest = hashlib.sha256(source + numba.__version__.encode()).hexdigest()[:16]
@@ -47,7 +47,7 @@ def compiled(function: F) -> F:
     compile_one = made.compile
 
     def locked(signature: Any) -> Any:
-        with _alone(folder) as is_alone:
+        with _hold_cache_lock(folder) as is_alone:
             if is_alone:
                 return compile_one(signature)
             cache, made._cache = made._cache, NullCache()  # noqa: SLF001
@@ -61,7 +61,7 @@ def compiled(function: F) -> F:
 
 
 @contextmanager
-def _alone(folder: Path) -> Generator[bool]:
+def _hold_cache_lock(folder: Path) -> Generator[bool]:
     """Hold the lock of a cache's folder; a function may compile another one meanwhile.
 
     Yields whether the cache may be used: not if another process holds the lock for too long.
@@ -72,7 +72,7 @@ def _alone(folder: Path) -> Generator[bool]:
             yield True
             return
         try:
-            descriptor = _locked(folder / _LOCK)
+            descriptor = _acquire_lock(folder / _LOCK)
         except TimeoutError:
             yield False
             return
@@ -85,7 +85,7 @@ def _alone(folder: Path) -> Generator[bool]:
                 os.close(descriptor)
 
 
-def _locked(path: Path) -> int | None:
+def _acquire_lock(path: Path) -> int | None:
     """Wait for the lock of a file; None on a file system that has no locks, or is read-only.
 
     Raises:

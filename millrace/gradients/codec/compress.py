@@ -10,9 +10,16 @@ import torch
 
 from millrace import errors
 from millrace.gradients.codec import kernels
-from millrace.gradients.codec.device import chosen_there, dense_there
+from millrace.gradients.codec.device import fill_dense_on_device, select_on_device
 from millrace.gradients.codec.shared_indices import Mask
-from millrace.gradients.codec.tensors import Sparse, chosen, dense, packed, unpacked, values_of
+from millrace.gradients.codec.tensors import (
+    Sparse,
+    decode_values,
+    fill_dense,
+    pack_tensor,
+    select_values,
+    unpack_tensor,
+)
 from millrace.gradients.codec.transform import backward, forward
 from millrace.schemas.gradient import Codec, Transform
 
@@ -46,7 +53,7 @@ class GradientEncoder:
 
     def __init__(self, codec: Codec, threads: int | None = None) -> None:
         self.codec = codec
-        self.threads = threads or _processors()
+        self.threads = threads or _count_processors()
         self._scratch = _Scratch()
 
     def encode(self, tensor: torch.Tensor, mask: Mask | None = None) -> bytes:
@@ -59,9 +66,9 @@ class GradientEncoder:
         Raises:
             ConfigurationError: It is of another type, or not finite, or the mask is missing.
         """
-        return packed(self.chosen(_float32(tensor, tensor.device), mask)[1], self.codec)
+        return pack_tensor(self.select(_float32(tensor, tensor.device), mask)[1], self.codec)
 
-    def chosen(
+    def select(
         self, tensor: torch.Tensor, mask: Mask | None = None
     ) -> tuple[torch.Tensor, tuple[Sparse, ...]]:
         """Return a tensor's values in the order of its chunks, and those of them that are sent.
@@ -81,8 +88,8 @@ class GradientEncoder:
         values = forward(tensor, self.codec.transform, scratch)
         shape = tuple(tensor.shape)
         if tensor.is_cpu:
-            return values, chosen(values.numpy(), shape, self.codec, self.threads, mask)
-        return values, chosen_there(values, shape, self.codec, self.threads, mask)
+            return values, select_values(values.numpy(), shape, self.codec, self.threads, mask)
+        return values, select_on_device(values, shape, self.codec, self.threads, mask)
 
 
 def encode(tensor: torch.Tensor, codec: Codec) -> bytes:
@@ -100,7 +107,7 @@ class Decoder:
 
     def __init__(self, codec: Codec, threads: int | None = None) -> None:
         self.codec = codec
-        self.threads = threads or _processors()
+        self.threads = threads or _count_processors()
         self._scratch = _Scratch()
 
     def decode(
@@ -122,15 +129,15 @@ class Decoder:
         Raises:
             CodeError: They are no compressed tensor of this shape.
         """
-        runs = unpacked(body, shape, self.codec, self.threads, mask)
+        runs = unpack_tensor(body, shape, self.codec, self.threads, mask)
         if out is None:
             out = torch.empty(shape)
         plain = self.codec.transform is Transform.NONE
         values = out.view(-1) if plain else self._scratch.of(out.numel(), out.device)
         if out.is_cpu:
-            dense(runs, self.codec, values.numpy(), self.threads)
+            fill_dense(runs, self.codec, values.numpy(), self.threads)
         else:
-            dense_there(runs, self.codec, values)
+            fill_dense_on_device(runs, self.codec, values)
         return out if plain else backward(values, shape, self.codec.transform, out)
 
 
@@ -180,12 +187,12 @@ class Feedback:
                 f"{name} has the shape {list(shape)}, and before it had {list(before.shape)}."
             )
         total = change.clone() if before is None else change.add(before, alpha=self.decay)
-        values, runs = self._encoder.chosen(total, mask)
+        values, runs = self._encoder.select(total, mask)
         for run in runs:
-            _take_away(values.numpy(), run, self.codec)
+            _subtract_sent(values.numpy(), run, self.codec)
         if self.codec.transform is not Transform.NONE:  # whose values are the tensor's memory
             backward(values, shape, self.codec.transform, total)
-        self._kept[name], self._sent[name] = total, packed(runs, self.codec)
+        self._kept[name], self._sent[name] = total, pack_tensor(runs, self.codec)
         self._mask = mask
         return self._sent[name]
 
@@ -198,7 +205,7 @@ class Feedback:
         self._sent = {}
 
     @contextmanager
-    def all_or_nothing(self) -> Generator[None]:
+    def restore_on_error(self) -> Generator[None]:
         """Restore the kept values if the block raises."""
         kept, sent = dict(self._kept), dict(self._sent)  # tensors in them are never changed
         mask = self._mask
@@ -208,7 +215,7 @@ class Feedback:
             self._kept, self._sent, self._mask = kept, sent, mask
             raise
 
-    def kept(self, name: str) -> torch.Tensor:
+    def read_residual(self, name: str) -> torch.Tensor:
         """Return the values of a tensor that were not sent yet.
 
         Raises:
@@ -231,10 +238,12 @@ class Feedback:
         self._mask = None if state["mask"] is None else Mask(**state["mask"])
 
 
-def _take_away(values: np.ndarray[Any, Any], run: Sparse, codec: Codec) -> None:
+def _subtract_sent(values: np.ndarray[Any, Any], run: Sparse, codec: Codec) -> None:
     chunks = run.chunks
     table = values[chunks.first : chunks.first + chunks.values]
-    kernels.subtract(table.reshape(chunks.count, chunks.size), run.places, values_of(run, codec))
+    kernels.subtract(
+        table.reshape(chunks.count, chunks.size), run.places, decode_values(run, codec)
+    )
 
 
 def _float32(tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -245,5 +254,5 @@ def _float32(tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.
     return tensor.detach().to(device=device, dtype=torch.float32).contiguous()
 
 
-def _processors() -> int:
+def _count_processors() -> int:
     return len(os.sched_getaffinity(0))

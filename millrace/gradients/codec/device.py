@@ -10,23 +10,29 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from millrace.gradients.codec.chunks import chunks_of
+from millrace.gradients.codec.chunks import make_chunks
 from millrace.gradients.codec.shared_indices import Mask
-from millrace.gradients.codec.tensors import Sparse, not_finite, quantised, shared_places, values_of
+from millrace.gradients.codec.tensors import (
+    Sparse,
+    decode_values,
+    find_shared_indices,
+    make_not_finite_error,
+    quantise_sparse,
+)
 from millrace.schemas.gradient import Codec
 
 _AT_ONCE = 1 << 24  # values: choosing takes eight bytes more of each
 _MAGNITUDE = 0x7FFFFFFF
 
 
-def chosen_there(
+def select_on_device(
     values: torch.Tensor,
     shape: tuple[int, ...],
     codec: Codec,
     threads: int = 1,
     mask: Mask | None = None,
 ) -> tuple[Sparse, ...]:
-    """As `tensors.chosen`, of values that are on another device.
+    """As `tensors.select_values`, of values that are on another device.
 
     Args:
         values: Of the tensor, in the order of its chunks, float32, in one dimension.
@@ -39,40 +45,40 @@ def chosen_there(
         ConfigurationError: A value is not finite, or the mask is missing.
     """
     if not torch.isfinite(values).all():
-        raise not_finite()
+        raise make_not_finite_error()
     found: list[Sparse] = []
-    for run in chunks_of(shape, codec):
+    for run in make_chunks(shape, codec):
         table = values[run.first : run.first + run.values].view(torch.int32)
         table = table.view(run.count, run.size)
-        shared = shared_places(run, codec, mask)
+        shared = find_shared_indices(run, codec, mask)
         places = np.empty((run.count, run.k), np.uint16)
         picked = np.empty((run.count, run.k), np.int32)
         step = max(1, _AT_ONCE // run.size)
         for row in range(0, run.count, step):
             part = table[row : row + step]
             if shared is None:
-                at = _largest(part, run.k)
+                at = _select_largest(part, run.k)
             else:
                 at = torch.from_numpy(shared.astype(np.int64)).to(values.device)  # pyright: ignore[reportUnknownMemberType]
                 at = at.expand(len(part), -1)
             places[row : row + step] = at.to(torch.int16).cpu().numpy()
             picked[row : row + step] = part.gather(1, at).cpu().numpy()
-        found.append(quantised(run, places, picked, codec, threads))
+        found.append(quantise_sparse(run, places, picked, codec, threads))
     return tuple(found)
 
 
-def dense_there(runs: Sequence[Sparse], codec: Codec, out: torch.Tensor) -> None:
-    """As `tensors.dense`, into values that are on another device."""
+def fill_dense_on_device(runs: Sequence[Sparse], codec: Codec, out: torch.Tensor) -> None:
+    """As `tensors.fill_dense`, into values that are on another device."""
     out.zero_()
     for run in runs:
         chunks = run.chunks
         table = out[chunks.first : chunks.first + chunks.values].view(chunks.count, chunks.size)
         places = torch.from_numpy(run.places.astype(np.int64)).to(out.device)  # pyright: ignore[reportUnknownMemberType]
-        sent = torch.from_numpy(values_of(run, codec)).to(out.device)  # pyright: ignore[reportUnknownMemberType]
+        sent = torch.from_numpy(decode_values(run, codec)).to(out.device)  # pyright: ignore[reportUnknownMemberType]
         table.scatter_(1, places, sent)
 
 
-def _largest(chunks: torch.Tensor, k: int) -> torch.Tensor:
+def _select_largest(chunks: torch.Tensor, k: int) -> torch.Tensor:
     """Return the places of the ``k`` largest magnitudes of each chunk, ascending.
 
     Of equals the first.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from millrace.gradients.codec.compiling import compiled
+from millrace.gradients.codec.compiling import compile_once
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _MANTISSA = np.int32(0x007FFFFF)
@@ -31,7 +31,7 @@ def _count_above(bits: Any, size: int, threshold: Any) -> Any:
     return count
 
 
-@compiled
+@compile_once
 def select(chunks: Any, k: int, out: Any) -> None:  # noqa: C901, PLR0912 - one loop, compiled
     """Return the places of the ``k`` largest magnitudes of each chunk, ascending.
 
@@ -94,7 +94,7 @@ def select(chunks: Any, k: int, out: Any) -> None:  # noqa: C901, PLR0912 - one 
                 taken += 1
 
 
-@compiled
+@compile_once
 def gather(chunks: Any, places: Any, out: Any) -> None:
     """Return the values at places of each chunk: (chunks, k)."""
     for row in range(places.shape[0]):
@@ -102,7 +102,7 @@ def gather(chunks: Any, places: Any, out: Any) -> None:
             out[row, j] = chunks[row, places[row, j]]
 
 
-@compiled
+@compile_once
 def subtract(chunks: Any, places: Any, values: Any) -> None:
     """Take values away from places of each chunk."""
     for row in range(places.shape[0]):
@@ -110,7 +110,7 @@ def subtract(chunks: Any, places: Any, values: Any) -> None:
             chunks[row, places[row, j]] -= values[row, j]
 
 
-@compiled
+@compile_once
 def spread(places: Any, values: Any, out: Any) -> None:
     """Put values at places of each chunk, and zeros elsewhere: (chunks, size)."""
     out[:, :] = 0.0
@@ -132,7 +132,7 @@ def _level(high: Any, ratio: Any, code: Any, most: Any) -> Any:
     return low + (high - low) * (code / most)
 
 
-@compiled
+@compile_once
 def _two_means(bits: Any, sizes: Any) -> tuple[Any, Any]:
     """Two magnitudes that stand for those of a chunk, by least squares (Lloyd 1982).
 
@@ -169,7 +169,7 @@ def _two_means(bits: Any, sizes: Any) -> tuple[Any, Any]:
     return high * unit, low * unit
 
 
-@compiled
+@compile_once
 def quantise(values: Any, levels: int, high: Any, ratio: Any, codes: Any) -> None:
     """Stand for each value by its sign and the nearest of some magnitudes of its chunk.
 
@@ -213,7 +213,7 @@ def quantise(values: Any, levels: int, high: Any, ratio: Any, codes: Any) -> Non
             codes[row, j] = np.uint8(code) + np.uint8(sign)
 
 
-@compiled
+@compile_once
 def dequantise(high: Any, ratio: Any, codes: Any, levels: int, values: Any) -> None:
     """Return the float32 that codes mean: (chunks, k)."""
     rows, k = codes.shape
@@ -231,7 +231,7 @@ def dequantise(high: Any, ratio: Any, codes: Any, levels: int, values: Any) -> N
             values[row, j] = table[codes[row, j]]
 
 
-@compiled
+@compile_once
 def count_gaps(places: Any, counts: Any) -> None:
     """Return how often each distance between two places of a chunk occurs: added to ``counts``."""
     for row in range(places.shape[0]):
@@ -242,7 +242,7 @@ def count_gaps(places: Any, counts: Any) -> None:
             before = place
 
 
-@compiled
+@compile_once
 def write_gaps(places: Any, rice: int, out: Any) -> int:
     """Write the distances between places as Rice codes; bytes that it took.
 
@@ -289,7 +289,7 @@ def write_gaps(places: Any, rice: int, out: Any) -> int:
     return at
 
 
-@compiled
+@compile_once
 def read_gaps(body: Any, rice: int, size: int, places: Any) -> int:  # noqa: C901 - one loop, compiled
     """Read what `write_gaps` wrote, all of it; what is wrong, or 0.
 
@@ -342,8 +342,8 @@ def read_gaps(body: Any, rice: int, size: int, places: Any) -> int:  # noqa: C90
     return 0
 
 
-@compiled
-def sum_of_squares(values: Any) -> float:
+@compile_once
+def sum_squares(values: Any) -> float:
     """Sum the squares of values in one order, so that all machines have the same sum."""
     total = 0.0
     for value in values:
@@ -351,8 +351,8 @@ def sum_of_squares(values: Any) -> float:
     return total
 
 
-@compiled
-def inner_products(places: Any, values: Any, size: int, out: Any) -> None:
+@compile_once
+def compute_inner_products(places: Any, values: Any, size: int, out: Any) -> None:
     """Add the inner product of every two senders to a matrix of them, its lower half.
 
     Args:
@@ -376,8 +376,8 @@ def inner_products(places: Any, values: Any, size: int, out: Any) -> None:
                 row_of[places[one, row, j]] = 0.0
 
 
-@compiled
-def weighted_sums(
+@compile_once
+def compute_weighted_sums(
     places: Any,
     values: Any,
     weights: Any,
@@ -422,7 +422,7 @@ def weighted_sums(
     return at
 
 
-@compiled
+@compile_once
 def inverse_tiles(stack: Any, down: Any, across: Any, columns: int, out: Any) -> None:
     """Return the inverse of the DCT of tiles, in one order of additions.
 

@@ -20,8 +20,14 @@ from millrace import errors
 from millrace.digest import dump_canonical_json, sha256
 from millrace.gradients.codec import kernels
 from millrace.gradients.codec.shared_indices import Mask
-from millrace.gradients.codec.tensors import CodeError, Sparse, largest, unpacked, values_of
-from millrace.gradients.codec.torchfile import FormatError, texts_and_tensors
+from millrace.gradients.codec.tensors import (
+    CodeError,
+    Sparse,
+    compute_largest_size,
+    decode_values,
+    unpack_tensor,
+)
+from millrace.gradients.codec.torchfile import FormatError, read_texts_and_tensors
 from millrace.schemas.gradient import Codec, GradientHeader, Refusal, range_of
 from millrace.storage import Stat, Store, read_range
 
@@ -76,7 +82,10 @@ class Expected:
     def size(self) -> int:
         """Bytes that it has at most."""
         codec = self.codec
-        bodies = sum(largest(shape, codec.for_tensor(name)) for name, shape in self.shapes.items())
+        bodies = sum(
+            compute_largest_size(shape, codec.for_tensor(name))
+            for name, shape in self.shapes.items()
+        )
         return self.header_size + bodies
 
     @property
@@ -140,12 +149,12 @@ class Tensors:
     fault: str = ""
 
 
-def fingerprint(shapes: Shapes) -> str:
+def compute_fingerprint(shapes: Shapes) -> str:
     """Return a fingerprint of a model: the digest of its tensors' names and shapes."""
     return sha256(dump_canonical_json({name: list(shape) for name, shape in shapes.items()}))
 
 
-def payload_bytes(
+def encode_payload(
     bodies: Mapping[str, bytes],
     shapes: Shapes,
     codec: Codec,
@@ -176,18 +185,18 @@ def payload_bytes(
         uid=uid,
         window=window,
         base=base,
-        model=fingerprint(shapes),
+        model=compute_fingerprint(shapes),
         codec=codec,
         shapes=tuple(tuple(shapes[name]) for name in names),
         tokens=tokens,
         samples=samples,
-        body=_of_all(sha256(bodies[name]) for name in names),
+        body=_digest_tensors(sha256(bodies[name]) for name in names),
     )
-    whole = header.model_copy(update={"digest": _digest_of(header)})
-    return _safetensors(dump_canonical_json(whole.model_dump()).decode(), bodies)
+    whole = header.model_copy(update={"digest": _digest_header(header)})
+    return _encode_safetensors(dump_canonical_json(whole.model_dump()).decode(), bodies)
 
 
-def _safetensors(said: str, bodies: Mapping[str, bytes]) -> bytes:
+def _encode_safetensors(said: str, bodies: Mapping[str, bytes]) -> bytes:
     """Return a file of tensors of bytes, in the order of their names."""
     described: dict[str, object] = {"__metadata__": {_KEY: said}}
     names, at = sorted(bodies), 0
@@ -213,7 +222,7 @@ def read_payload(store: Store, stat: Stat, expected: Expected) -> Payload:
     """
     opened = read_header(store, stat, expected)
     tensors = read_tensors(store, stat, opened, sorted(expected.shapes), expected)
-    return put_together(opened, [tensors], expected)
+    return assemble_payload(opened, [tensors], expected)
 
 
 def read_header(store: Store, stat: Stat, expected: Expected) -> Opened:
@@ -267,7 +276,7 @@ def _from_torch(store: Store, stat: Stat, expected: Expected) -> bytes:
     """Convert a file of ``torch.save`` into the safetensors file that it could have been."""
     body = _read(store, stat, 0, stat.size)
     try:
-        texts, tensors = texts_and_tensors(
+        texts, tensors = read_texts_and_tensors(
             body, most=len(expected.shapes), head=expected.header_size
         )
     except FormatError as error:
@@ -275,7 +284,7 @@ def _from_torch(store: Store, stat: Stat, expected: Expected) -> bytes:
         raise PayloadError(Refusal.FORMAT, sentence) from error
     if set(texts) != {_KEY}:
         raise PayloadError(Refusal.HEADER, f"It does not say what it is, as text under {_KEY!r}.")
-    return _safetensors(texts[_KEY], tensors)
+    return _encode_safetensors(texts[_KEY], tensors)
 
 
 def _read(store: Store, stat: Stat, begin: int, end: int) -> bytes:
@@ -284,10 +293,10 @@ def _read(store: Store, stat: Stat, begin: int, end: int) -> bytes:
     except (errors.ChangedError, errors.NotFoundError) as error:
         raise PayloadError(Refusal.CHANGED, "It was replaced while it was read.") from error
     except (errors.UnavailableError, errors.DeniedError, errors.CorruptError) as error:
-        raise PayloadError(Refusal.UNAVAILABLE, unanswered(error)) from error
+        raise PayloadError(Refusal.UNAVAILABLE, explain_failure(error)) from error
 
 
-def unanswered(error: errors.MillraceError) -> str:
+def explain_failure(error: errors.MillraceError) -> str:
     """Return the reason why a worker's bucket was of no use, in words of ours."""
     match error:
         case errors.DeniedError():
@@ -313,7 +322,7 @@ def check_payload(body: bytes, expected: Expected) -> Payload:
     view = memoryview(body)
     opened = open_payload(view, len(body), expected)
     tensors = check_tensors(view, 0, opened, sorted(expected.shapes), expected)
-    return put_together(opened, [tensors], expected)
+    return assemble_payload(opened, [tensors], expected)
 
 
 def open_payload(head: memoryview, size: int, expected: Expected) -> Opened:
@@ -327,7 +336,7 @@ def open_payload(head: memoryview, size: int, expected: Expected) -> Opened:
     Raises:
         PayloadError: It is not; why is said.
     """
-    header, spans, begins = _header_of(head, size, expected.header_size)
+    header, spans, begins = _make_header(head, size, expected.header_size)
     _compare(header, expected)
     if set(spans) != set(expected.shapes):
         raise PayloadError(Refusal.TENSORS, "It has other tensors than the model.")
@@ -356,7 +365,7 @@ def check_tensors(
         piece = body[begin - at : end - at]
         digests[name] = sha256(piece)
         try:
-            runs = unpacked(piece, expected.shapes[name], codec.for_tensor(name), mask=mask)
+            runs = unpack_tensor(piece, expected.shapes[name], codec.for_tensor(name), mask=mask)
             if codec.is_buffer(name):
                 _check_range(name, runs, codec.for_tensor(name))
         except CodeError as error:
@@ -365,7 +374,7 @@ def check_tensors(
         tensors[name] = runs
         if codec.is_buffer(name):  # a value and no change: no part of the gradient's norm
             continue
-        each = (kernels.sum_of_squares(values_of(run, codec).reshape(-1)) for run in runs)
+        each = (kernels.sum_squares(decode_values(run, codec).reshape(-1)) for run in runs)
         squares[name] = float(sum(each))
     return Tensors(tensors, digests, squares, fault)
 
@@ -378,12 +387,12 @@ def _check_range(name: str, runs: Sequence[Sparse], codec: Codec) -> None:
     """
     least, most = range_of(name)
     for run in runs:
-        values = values_of(run, codec)
+        values = decode_values(run, codec)
         if (values < least).any() or (values > most).any():
             raise CodeError(f"A value is not between {least:g} and {most:g}.")
 
 
-def put_together(opened: Opened, parts: Sequence[Tensors], expected: Expected) -> Payload:
+def assemble_payload(opened: Opened, parts: Sequence[Tensors], expected: Expected) -> Payload:
     """Return a gradient, all of whose tensors were checked.
 
     Args:
@@ -394,7 +403,10 @@ def put_together(opened: Opened, parts: Sequence[Tensors], expected: Expected) -
     Raises:
         PayloadError: They are not what its header names, or one of them is none; why is said.
     """
-    if _of_all(digest for part in parts for digest in part.digests.values()) != opened.header.body:
+    if (
+        _digest_tensors(digest for part in parts for digest in part.digests.values())
+        != opened.header.body
+    ):
         raise PayloadError(Refusal.DIGEST, "Its bytes are not those that its header names.")
     for part in parts:
         if part.fault:
@@ -407,24 +419,24 @@ def put_together(opened: Opened, parts: Sequence[Tensors], expected: Expected) -
     return Payload(opened.header, tensors, norm, opened.sha256, opened.size)
 
 
-def identity_of(body: bytes) -> str:
+def compute_identity(body: bytes) -> str:
     """Return the digest of a gradient: of its header, which has the digests of all else."""
     (length,) = _LENGTH.unpack_from(body)
     return sha256(memoryview(body)[: _LENGTH.size + length])
 
 
-def _of_all(digests: Iterable[str]) -> str:
+def _digest_tensors(digests: Iterable[str]) -> str:
     """Return the digest of tensors' digests, in the order of their names."""
     return sha256("".join(digests).encode())
 
 
-def _digest_of(header: GradientHeader) -> str:
+def _digest_header(header: GradientHeader) -> str:
     """Return the digest of all fields of a header but itself."""
     return sha256(dump_canonical_json(header.model_dump(mode="json", exclude={"digest"})))
 
 
 def _compare(header: GradientHeader, expected: Expected) -> None:
-    if header.digest != _digest_of(header):
+    if header.digest != _digest_header(header):
         raise PayloadError(Refusal.DIGEST, "Its header is not the one that was written.")
     shapes = tuple(expected.shapes[name] for name in sorted(expected.shapes))
     for reason, said, wanted in (
@@ -432,7 +444,7 @@ def _compare(header: GradientHeader, expected: Expected) -> None:
         (Refusal.UID, header.uid, expected.uid),
         (Refusal.WINDOW, header.window, expected.window),
         (Refusal.BASE, header.base, expected.base),
-        (Refusal.MODEL, header.model, fingerprint(expected.shapes)),
+        (Refusal.MODEL, header.model, compute_fingerprint(expected.shapes)),
         (Refusal.MODEL, header.shapes, shapes),
         (Refusal.CODEC, header.codec, expected.codec),
     ):
@@ -440,12 +452,12 @@ def _compare(header: GradientHeader, expected: Expected) -> None:
             raise PayloadError(reason, f"Its {reason} is not the one that is expected here.")
 
 
-def _header_of(
+def _make_header(
     head: memoryview, size: int, most: int
 ) -> tuple[GradientHeader, dict[str, tuple[int, int]], int]:
     """Return the header, the offsets of the tensors in the object, and where they begin."""
     try:
-        said, spans, begins = _parsed(head, size, most)
+        said, spans, begins = _parse(head, size, most)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         sentence = f"It is no safetensors file of ours: {errors.one_line(error)}."
         raise PayloadError(Refusal.FORMAT, sentence) from error
@@ -455,7 +467,7 @@ def _header_of(
         raise PayloadError(Refusal.HEADER, "Its header does not say what it is.") from error
 
 
-def _parsed(head: memoryview, size: int, most: int) -> tuple[str, dict[str, tuple[int, int]], int]:
+def _parse(head: memoryview, size: int, most: int) -> tuple[str, dict[str, tuple[int, int]], int]:
     (length,) = _LENGTH.unpack_from(head)
     begins = _LENGTH.size + length
     if length > most or begins > min(size, len(head)):

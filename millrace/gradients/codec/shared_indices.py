@@ -27,7 +27,7 @@ class Mask:
     run: str
     window: int
 
-    def places(self, size: int, k: int) -> Places:
+    def select_indices(self, size: int, k: int) -> Places:
         """Return the ``k`` places of every chunk of a size, ascending.
 
         The same on every machine.
@@ -35,11 +35,11 @@ class Mask:
         windows = -(-size // k)
         cycle, turn = divmod(self.window, windows)
         first = min(turn * k, size - k)
-        return np.sort(_order(self.run, cycle, size)[first : first + k])
+        return np.sort(_shuffle(self.run, cycle, size)[first : first + k])
 
 
 @lru_cache(maxsize=64)
-def _order(run: str, cycle: int, size: int) -> Places:
+def _shuffle(run: str, cycle: int, size: int) -> Places:
     seed = hashlib.sha256(f"{run}\0{cycle}\0{size}".encode()).digest()
     # The bits of a generator never change from one version of numpy to the next; what its methods
     # make of them may.

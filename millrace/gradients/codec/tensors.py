@@ -12,7 +12,7 @@ The bytes of each run of equal chunks, little-endian:
 With 32 bits the codes are the values themselves, as float32. A buffer is all of its values so.
 
 Equal values make equal bytes, on every machine, and every value has one way to be written: bytes
-that `unpacked` takes are those that `packed` makes of what it returns.
+that `unpack_tensor` takes are those that `pack_tensor` makes of what it returns.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from millrace import errors
 from millrace.gradients.codec import kernels
-from millrace.gradients.codec.chunks import Chunks, chunks_of
+from millrace.gradients.codec.chunks import Chunks, make_chunks
 from millrace.gradients.codec.shared_indices import Mask, Places
 from millrace.schemas.gradient import Codec, Support
 
@@ -67,7 +67,7 @@ class Sparse:
     codes: npt.NDArray[Any]
 
 
-def chosen(
+def select_values(
     values: npt.NDArray[np.float32],
     shape: tuple[int, ...],
     codec: Codec,
@@ -87,12 +87,12 @@ def chosen(
         ConfigurationError: A value is not finite, or the mask is missing.
     """
     return tuple(
-        _chosen(values, run, codec, threads, shared_places(run, codec, mask))
-        for run in chunks_of(shape, codec)
+        _select_block(values, run, codec, threads, find_shared_indices(run, codec, mask))
+        for run in make_chunks(shape, codec)
     )
 
 
-def values_of(sparse: Sparse, codec: Codec) -> npt.NDArray[np.float32]:
+def decode_values(sparse: Sparse, codec: Codec) -> npt.NDArray[np.float32]:
     """Return the values that codes mean: (count, k), float32."""
     if codec.bits == 32:
         return sparse.codes.view(np.float32)
@@ -106,33 +106,33 @@ def values_of(sparse: Sparse, codec: Codec) -> npt.NDArray[np.float32]:
     return values
 
 
-def dense(
+def fill_dense(
     runs: tuple[Sparse, ...], codec: Codec, out: npt.NDArray[np.float32], threads: int = 1
 ) -> None:
     """Fill all values of a tensor in the order of its chunks: those that were sent, and zeros."""
     for run in runs:
-        chunks, sent = run.chunks, values_of(run, codec)
+        chunks, sent = run.chunks, decode_values(run, codec)
         table = out[chunks.first : chunks.first + chunks.values].reshape(chunks.count, chunks.size)
 
         def part(rows: slice, run: Sparse = run, sent: Any = sent, table: Any = table) -> None:
             kernels.spread(run.places[rows], sent[rows], table[rows])
 
-        side_by_side(part, chunks.count, threads)
+        map_blocks(part, chunks.count, threads)
 
 
-def packed(runs: tuple[Sparse, ...], codec: Codec) -> bytes:
+def pack_tensor(runs: tuple[Sparse, ...], codec: Codec) -> bytes:
     """Pack a tensor into bytes."""
-    return b"".join(piece for run in runs for piece in _packed(run, codec))
+    return b"".join(piece for run in runs for piece in _pack_runs(run, codec))
 
 
-def unpacked(
+def unpack_tensor(
     body: bytes | memoryview,
     shape: tuple[int, ...],
     codec: Codec,
     threads: int = 1,
     mask: Mask | None = None,
 ) -> tuple[Sparse, ...]:
-    """Unpack the bytes of `packed`. Everything in them is checked; nothing is assumed.
+    """Unpack the bytes of `pack_tensor`. Everything in them is checked; nothing is assumed.
 
     Args:
         body: The bytes.
@@ -146,36 +146,36 @@ def unpacked(
     """
     rest = np.frombuffer(body, np.uint8)
     found: list[Sparse] = []
-    for run in chunks_of(shape, codec):
-        sparse, rest = _unpacked(rest, run, codec, threads, shared_places(run, codec, mask))
+    for run in make_chunks(shape, codec):
+        sparse, rest = _unpack_run(rest, run, codec, threads, find_shared_indices(run, codec, mask))
         found.append(sparse)
     if rest.size:
         raise CodeError(f"{rest.size:,} bytes are left over.")
     return tuple(found)
 
 
-def largest(shape: tuple[int, ...], codec: Codec) -> int:
+def compute_largest_size(shape: tuple[int, ...], codec: Codec) -> int:
     """Bytes that a compressed tensor of a shape has at most."""
     places = codec.support is Support.LARGEST
     return sum(
         places * (1 + 5 * -(-run.count // BLOCK) + -(-run.sent * (_RICE_MOST + 1) // 8))
         + -(-run.sent * codec.bits // 8)
-        + (_high_bytes(codec) + _ratio_bytes(codec)) * run.count
-        for run in chunks_of(shape, codec)
+        + (_count_high_bytes(codec) + _count_ratio_bytes(codec)) * run.count
+        for run in make_chunks(shape, codec)
     )
 
 
-def _high_bytes(codec: Codec) -> int:
+def _count_high_bytes(codec: Codec) -> int:
     """Return how many bytes the largest magnitude of a chunk has."""
     return 0 if codec.bits == 32 else 2
 
 
-def _ratio_bytes(codec: Codec) -> int:
+def _count_ratio_bytes(codec: Codec) -> int:
     """Return how many bytes the ratio of a chunk's smallest and largest magnitude has."""
     return 0 if codec.bits >= 16 else 1
 
 
-def shared_places(run: Chunks, codec: Codec, mask: Mask | None) -> Places | None:
+def find_shared_indices(run: Chunks, codec: Codec, mask: Mask | None) -> Places | None:
     """Return the indices that all workers send of each chunk; None if each sends its own."""
     if codec.support is Support.LARGEST:
         return None
@@ -185,10 +185,10 @@ def shared_places(run: Chunks, codec: Codec, mask: Mask | None) -> Places | None
         raise errors.ConfigurationError(
             "The places that all workers send are those of a window: say of which (a Mask)."
         )
-    return mask.places(run.size, run.k)
+    return mask.select_indices(run.size, run.k)
 
 
-def _chosen(
+def _select_block(
     values: npt.NDArray[np.float32],
     run: Chunks,
     codec: Codec,
@@ -208,20 +208,20 @@ def _chosen(
         # What is not finite is the largest; elsewhere it may hide.
         seen = picked[rows] if shared is None else table[rows]
         if not np.isfinite(seen.view(np.float32)).all():
-            raise not_finite()
+            raise make_not_finite_error()
 
-    side_by_side(part, run.count, threads)
-    return quantised(run, places, picked, codec, threads)
+    map_blocks(part, run.count, threads)
+    return quantise_sparse(run, places, picked, codec, threads)
 
 
-def not_finite() -> errors.ConfigurationError:
+def make_not_finite_error() -> errors.ConfigurationError:
     """Return the error for a gradient that cannot be compressed."""
     return errors.ConfigurationError(
         "A gradient has values that are not finite: leave this step out."
     )
 
 
-def quantised(
+def quantise_sparse(
     run: Chunks,
     places: npt.NDArray[np.uint16],
     picked: npt.NDArray[np.int32],
@@ -247,16 +247,16 @@ def quantised(
 
     def part(rows: slice) -> None:
         if half:
-            _halved(picked[rows].view(np.float32), high[rows], codes[rows])
+            _halve(picked[rows].view(np.float32), high[rows], codes[rows])
         else:
             levels = 1 << (codec.bits - 1)
             kernels.quantise(picked[rows], levels, high[rows], ratio[rows], codes[rows])
 
-    side_by_side(part, run.count, threads)
+    map_blocks(part, run.count, threads)
     return Sparse(run, places, high, ratio, codes)
 
 
-def _halved(
+def _halve(
     values: npt.NDArray[np.float32], high: npt.NDArray[np.uint16], codes: npt.NDArray[Any]
 ) -> None:
     """Values as float16, over the power of two below the largest of their chunk."""
@@ -267,7 +267,7 @@ def _halved(
     codes[:] = (values / unit[:, None]).astype(np.float16).view(np.uint16)
 
 
-def _shortest(places: npt.NDArray[np.uint16], chunks: Chunks) -> tuple[int, int]:
+def _find_shortest_code(places: npt.NDArray[np.uint16], chunks: Chunks) -> tuple[int, int]:
     """Return the parameter of the Rice codes that makes them shortest, and their number of bits."""
     counts = np.zeros(chunks.size, np.int64)
     kernels.count_gaps(places, counts)
@@ -280,16 +280,16 @@ def _shortest(places: npt.NDArray[np.uint16], chunks: Chunks) -> tuple[int, int]
     return rice, costs[rice]
 
 
-def _packed(run: Sparse, codec: Codec) -> Iterator[bytes]:
+def _pack_runs(run: Sparse, codec: Codec) -> Iterator[bytes]:
     if codec.support is Support.LARGEST:
-        yield from _places_packed(run)
-    yield _codes_packed(run.codes.reshape(-1), codec.bits)
+        yield from _pack_indices(run)
+    yield _pack_codes(run.codes.reshape(-1), codec.bits)
     yield run.high.astype(_U16).tobytes()
     yield run.ratio.tobytes()
 
 
-def _places_packed(run: Sparse) -> Iterator[bytes]:
-    rice, bits = _shortest(run.places, run.chunks)
+def _pack_indices(run: Sparse) -> Iterator[bytes]:
+    rice, bits = _find_shortest_code(run.places, run.chunks)
     room = np.empty(bits // 8 + 2 * -(-run.chunks.count // BLOCK), np.uint8)
     lengths: list[int] = []
     at = 0
@@ -302,32 +302,32 @@ def _places_packed(run: Sparse) -> Iterator[bytes]:
     yield room[:at].tobytes()
 
 
-def _unpacked(
+def _unpack_run(
     rest: Bytes, run: Chunks, codec: Codec, threads: int, shared: Places | None
 ) -> tuple[Sparse, Bytes]:
     if shared is None:
-        places, rest = _places_unpacked(rest, run, threads)
+        places, rest = _unpack_indices(rest, run, threads)
     else:
         places = np.tile(shared, (run.count, 1))
-    packed, rest = _taken(rest, -(-run.sent * codec.bits // 8))
-    raw, rest = _taken(rest, _high_bytes(codec) * run.count)
+    packed, rest = _take_bytes(rest, -(-run.sent * codec.bits // 8))
+    raw, rest = _take_bytes(rest, _count_high_bytes(codec) * run.count)
     high = np.frombuffer(raw.tobytes(), _U16).astype(np.uint16)
-    ratio, rest = _taken(rest, _ratio_bytes(codec) * run.count)
+    ratio, rest = _take_bytes(rest, _count_ratio_bytes(codec) * run.count)
     if (high > 0x7F7F).any() or (codec.bits == 16 and (high & 0x7F).any()):
         raise CodeError("A magnitude is negative, not finite, or no power of two.")
-    codes = _codes_unpacked(packed, run.sent, codec.bits).reshape(run.count, run.k)
+    codes = _unpack_codes(packed, run.sent, codec.bits).reshape(run.count, run.k)
     return Sparse(run, places, high, ratio.copy(), codes), rest
 
 
-def _places_unpacked(rest: Bytes, run: Chunks, threads: int) -> tuple[Places, Bytes]:
+def _unpack_indices(rest: Bytes, run: Chunks, threads: int) -> tuple[Places, Bytes]:
     blocks = -(-run.count // BLOCK)
-    head, rest = _taken(rest, 1)
+    head, rest = _take_bytes(rest, 1)
     rice = int(head[0])
     if rice > _RICE_MOST:
         raise CodeError(f"Its Rice codes have the parameter {rice}; at most {_RICE_MOST} is known.")
-    raw, rest = _taken(rest, 4 * blocks)
+    raw, rest = _take_bytes(rest, 4 * blocks)
     lengths = np.frombuffer(raw.tobytes(), _U32).astype(np.int64)
-    gaps, rest = _taken(rest, int(lengths.sum()))
+    gaps, rest = _take_bytes(rest, int(lengths.sum()))
     places = np.empty((run.count, run.k), np.uint16)
     ends = np.cumsum(lengths)
 
@@ -340,19 +340,19 @@ def _places_unpacked(rest: Bytes, run: Chunks, threads: int) -> tuple[Places, By
             if wrong:
                 raise CodeError(f"In block {number:,} {_WRONG[wrong]}.")
 
-    side_by_side(block, run.count, threads)
-    if _shortest(places, run)[0] != rice:
+    map_blocks(block, run.count, threads)
+    if _find_shortest_code(places, run)[0] != rice:
         raise CodeError("Its Rice codes are longer than they need be.")
     return places, rest
 
 
-def _taken(rest: Bytes, count: int) -> tuple[Bytes, Bytes]:
+def _take_bytes(rest: Bytes, count: int) -> tuple[Bytes, Bytes]:
     if count > rest.size:
         raise CodeError("It ends too early.")
     return rest[:count], rest[count:]
 
 
-def _codes_packed(codes: npt.NDArray[Any], bits: int) -> bytes:
+def _pack_codes(codes: npt.NDArray[Any], bits: int) -> bytes:
     if bits >= 16:
         return codes.astype(_U16 if bits == 16 else _U32).tobytes()
     each = 8 // bits
@@ -364,7 +364,7 @@ def _codes_packed(codes: npt.NDArray[Any], bits: int) -> bytes:
     return out.tobytes()
 
 
-def _codes_unpacked(packed: Bytes, count: int, bits: int) -> npt.NDArray[Any]:
+def _unpack_codes(packed: Bytes, count: int, bits: int) -> npt.NDArray[Any]:
     if bits == 16:
         codes = np.frombuffer(packed.tobytes(), _U16).astype(np.uint16)
         if not (np.abs(codes.view(np.float16)) <= 2.0).all():
@@ -384,7 +384,7 @@ def _codes_unpacked(packed: Bytes, count: int, bits: int) -> npt.NDArray[Any]:
     return out[:count]
 
 
-def side_by_side(
+def map_blocks(
     part: Callable[[slice], T], count: int, threads: int, step: int | None = None
 ) -> list[T]:
     """Do a part for some chunks at a time, on several threads; what each returns, in their order.

@@ -51,7 +51,7 @@ class _StorageSlice:
     size: int
 
 
-def texts_and_tensors(
+def read_texts_and_tensors(
     body: bytes, *, most: int, head: int
 ) -> tuple[dict[str, str], dict[str, bytes]]:
     """Return the texts and the tensors of a dict that ``torch.save`` wrote.
@@ -105,7 +105,7 @@ def _read(
     archive: zipfile.ZipFile, most: int, head: int, whole: int
 ) -> tuple[dict[str, str], dict[str, bytes]]:
     root = archive.namelist()[0].partition("/")[0]
-    found = _followed(_stored(archive, f"{root}/data.pkl", head))
+    found = _run_pickle(_read_stored(archive, f"{root}/data.pkl", head))
     texts = {name: value for name, value in found.items() if isinstance(value, str)}
     pieces = {name: value for name, value in found.items() if isinstance(value, _StorageSlice)}
     if len(texts) + len(pieces) != len(found) or len(pieces) > most:
@@ -117,14 +117,14 @@ def _read(
     tensors: dict[str, bytes] = {}
     for name, piece in pieces.items():
         size = piece.storage.size
-        content = _stored(archive, f"{root}/data/{piece.storage.key}", size)
+        content = _read_stored(archive, f"{root}/data/{piece.storage.key}", size)
         if len(content) != size:
             raise _WrongError("a storage is shorter than it says")
         tensors[name] = content[piece.begin : piece.begin + piece.size]
     return texts, tensors
 
 
-def _stored(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
+def _read_stored(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
     info = archive.getinfo(name)
     if info.file_size > most:
         raise _WrongError("a file in it is longer than it can be")
@@ -133,7 +133,7 @@ def _stored(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
     return archive.read(info)
 
 
-def _followed(pickle: bytes) -> dict[str, Any]:
+def _run_pickle(pickle: bytes) -> dict[str, Any]:
     """Return the dict that a pickle makes."""
     machine = _Machine()
     for opcode, arg, _ in pickletools.genops(pickle):
@@ -180,7 +180,7 @@ class _Machine:
 
     def reduce(self) -> None:
         args = self.stack.pop()
-        self.stack.append(_made(self.stack.pop(), args))
+        self.stack.append(_make_tensor(self.stack.pop(), args))
 
     def set_items(self, count: int | None) -> None:
         """Put the last two values, or those since the mark, into the dict before them."""
@@ -232,7 +232,7 @@ def _storage(said: Any) -> _Storage:
     return _Storage(key, size)
 
 
-def _made(what: Any, args: Any) -> Any:
+def _make_tensor(what: Any, args: Any) -> Any:
     if what == _Name(_ORDERED) and args == ():
         return None  # hooks, of which there are none
     if what != _Name(_REBUILD):

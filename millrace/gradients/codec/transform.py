@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from millrace.gradients.codec.chunks import TILE, Tiles, matrix_of, tiles_of
+from millrace.gradients.codec.chunks import TILE, Tiles, make_tiles, view_as_matrix
 from millrace.schemas.gradient import Transform
 
 _AT_ONCE = 1 << 17  # values
@@ -35,11 +35,14 @@ def forward(
     """
     if transform is Transform.NONE:
         return tensor.reshape(-1)
-    matrix = tensor.reshape(matrix_of(tuple(tensor.shape)))
+    matrix = tensor.reshape(view_as_matrix(tuple(tensor.shape)))
     if out is None:
         out = torch.empty(tensor.numel(), dtype=torch.float32, device=tensor.device)
-    for tiles, place, band in _bands(out, matrix, tuple(tensor.shape)):
-        down, across = _basis(tiles.height, out.device), _basis(tiles.width, out.device)
+    for tiles, place, band in _iterate_bands(out, matrix, tuple(tensor.shape)):
+        down, across = (
+            _compute_basis(tiles.height, out.device),
+            _compute_basis(tiles.width, out.device),
+        )
         if len(band) == 1:  # one row of tiles: a plain product, which reads it where it lies
             half = torch.mm(down, band[0]).view(tiles.height, -1, tiles.width)
             torch.matmul(half.transpose(0, 1), across.T, out=place[0])
@@ -68,8 +71,11 @@ def backward(
         return values.view(shape) if out is None else out.copy_(values.view(shape))
     if out is None:
         out = torch.empty(shape, dtype=torch.float32, device=values.device)
-    for tiles, place, band in _bands(values, out.view(matrix_of(shape)), shape):
-        down, across = _basis(tiles.height, values.device), _basis(tiles.width, values.device)
+    for tiles, place, band in _iterate_bands(values, out.view(view_as_matrix(shape)), shape):
+        down, across = (
+            _compute_basis(tiles.height, values.device),
+            _compute_basis(tiles.width, values.device),
+        )
         half = torch.mm(place.reshape(-1, tiles.width), across)
         half = half.view(len(band), -1, tiles.height, tiles.width).transpose(1, 2)
         half = half.reshape(len(band), tiles.height, -1)
@@ -80,7 +86,7 @@ def backward(
     return out
 
 
-def _bands(
+def _iterate_bands(
     values: torch.Tensor, matrix: torch.Tensor, shape: tuple[int, ...]
 ) -> Iterator[tuple[Tiles, torch.Tensor, torch.Tensor]]:
     """Yield some rows of tiles at a time, as views of both.
@@ -89,7 +95,7 @@ def _bands(
     ``(rows, height, columns * width)``.
     """
     first = 0
-    for tiles in tiles_of(shape):
+    for tiles in make_tiles(shape):
         size, wide = tiles.height * tiles.width, tiles.columns * tiles.width
         high = tiles.rows * tiles.height
         place = values[first : first + high * wide]
@@ -113,7 +119,7 @@ def _bands(
 
 
 @lru_cache(maxsize=TILE)
-def basis_of(size: int) -> npt.NDArray[np.float32]:
+def get_basis(size: int) -> npt.NDArray[np.float32]:
     """Return the orthonormal basis of the DCT-II, (coefficients, values), rounded from float64."""
     n = np.arange(size, dtype=np.float64)
     basis = np.cos(np.pi / size * (n[None, :] + 0.5) * n[:, None]) * np.sqrt(2.0 / size)
@@ -122,5 +128,5 @@ def basis_of(size: int) -> npt.NDArray[np.float32]:
 
 
 @lru_cache(maxsize=512)
-def _basis(size: int, device: torch.device) -> torch.Tensor:
-    return torch.tensor(basis_of(size), device=device)
+def _compute_basis(size: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor(get_basis(size), device=device)

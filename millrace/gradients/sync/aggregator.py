@@ -9,12 +9,17 @@ from millrace import errors
 from millrace.checkpoints.find import VerifyDepth
 from millrace.checkpoints.retention import apply_retention, plan_retention
 from millrace.checkpoints.settings import RetentionSettings
-from millrace.gradients.backends.sharded_weights import Placing, Spread, placed_here, placed_on_ray
+from millrace.gradients.backends.sharded_weights import (
+    Placing,
+    ShardedWeights,
+    place_here,
+    place_on_ray,
+)
 from millrace.gradients.settings import AggregatorSettings
-from millrace.gradients.sync.chain import newest
+from millrace.gradients.sync.chain import find_newest_window
 from millrace.gradients.sync.follow import follow
 from millrace.gradients.sync.gather import Sender
-from millrace.gradients.weights import begin_run, newest_weights, weights_of_checkpoint
+from millrace.gradients.weights import begin_run, load_checkpoint_weights, load_newest_weights
 from millrace.keys import ChainKeys, LeaseKeys
 from millrace.lease import Heartbeat, HeldLease, Holder, Lease, StoreClock, await_lease
 from millrace.progress import Progress, silent
@@ -57,9 +62,9 @@ def aggregate_run(
     reserves = [worker(uid) for uid in settings.reserves]
     with ExitStack() as stack:
         heart = stack.enter_context(Heartbeat(settings.lease))
-        heart.keep(_leased(store, keys, settings.lease))
-        place = stack.enter_context(_placing(settings, progress))
-        model, window = beginning(settings, store, place, progress=progress)
+        heart.keep(_acquire_run_lease(store, keys, settings.lease))
+        place = stack.enter_context(_choose_placing(settings, progress))
+        model, window = open_newest_weights(settings, store, place, progress=progress)
         keeper = stack.enter_context(_Keeper(store, keys, model, settings))
         merged = follow(
             store,
@@ -94,22 +99,24 @@ def begin_chain(settings: AggregatorSettings, *, progress: Progress = silent) ->
         NotFoundError: The run has not begun, and nothing says with which weights.
     """
     store = open_store(settings.store)
-    last = newest(store, settings.run.chain)
+    last = find_newest_window(store, settings.run.chain)
     if last < 0:
-        with _placing(settings, progress) as place:
-            model, last = beginning(settings, store, place, progress=progress)
+        with _choose_placing(settings, progress) as place:
+            model, last = open_newest_weights(settings, store, place, progress=progress)
             model.close()
     return last
 
 
-def _placing(settings: AggregatorSettings, progress: Progress) -> AbstractContextManager[Placing]:
+def _choose_placing(
+    settings: AggregatorSettings, progress: Progress
+) -> AbstractContextManager[Placing]:
     if settings.ray is None:
-        return nullcontext(placed_here(threads=settings.threads, progress=progress))
+        return nullcontext(place_here(threads=settings.threads, progress=progress))
     values = settings.run.merge.values
-    return placed_on_ray(settings.ray, values=values, threads=settings.threads)
+    return place_on_ray(settings.ray, values=values, threads=settings.threads)
 
 
-def _leased(store: Store, keys: ChainKeys, ttl: timedelta) -> Lease:
+def _acquire_run_lease(store: Store, keys: ChainKeys, ttl: timedelta) -> Lease:
     """Acquire the run's lease: wait until it is free, or its holder is heard of."""
     holder = Holder.this_process()
     clock = StoreClock.read(store, keys.job, holder)
@@ -122,13 +129,13 @@ def _leased(store: Store, keys: ChainKeys, ttl: timedelta) -> Lease:
     return held
 
 
-def beginning(
+def open_newest_weights(
     settings: AggregatorSettings,
     store: Store,
     place: Placing | None = None,
     *,
     progress: Progress = silent,
-) -> tuple[Spread, int]:
+) -> tuple[ShardedWeights, int]:
     """Return the newest weights of a run that a checkpoint has, and their window.
 
     Begin it if it is new.
@@ -143,17 +150,17 @@ def beginning(
         NotFoundError: It has not begun, and nothing says with which weights.
         ChainError: No checkpoint of the chain is there and undamaged.
     """
-    place = place or placed_here()
+    place = place or place_here()
     keys, begin = settings.run.chain, settings.begin
-    if newest(store, keys) >= 0:
-        return newest_weights(store, keys, place, progress=progress)
+    if find_newest_window(store, keys) >= 0:
+        return load_newest_weights(store, keys, place, progress=progress)
     if begin is None:
         raise errors.NotFoundError(
             f"{store.url_of(keys.links)} has no link: the run has not begun. Say with which "
             "checkpoint it begins."
         )
     origin = open_store(begin.store, make_folder=False) if begin.url else store
-    model, step = weights_of_checkpoint(
+    model, step = load_checkpoint_weights(
         origin, begin.job, place, step=begin.step, tensors=begin.tensors
     )
     begin_run(store, keys, model, step=step)
@@ -164,7 +171,7 @@ class _Keeper:
     """Saves the weights now and then, and at the end, and removes old ones."""
 
     def __init__(
-        self, store: Store, keys: ChainKeys, model: Spread, settings: AggregatorSettings
+        self, store: Store, keys: ChainKeys, model: ShardedWeights, settings: AggregatorSettings
     ) -> None:
         self._store, self._job, self._model = store, keys.job, model
         self._every, self._rules = settings.every, RetentionSettings(last=settings.keep)

@@ -17,9 +17,9 @@ import numpy as np
 
 from millrace import errors
 from millrace.digest import dump_canonical_json, sha256
-from millrace.gradients.codec.chunks import Chunks, chunks_of
-from millrace.gradients.state import State
-from millrace.gradients.sync.merge import Merged
+from millrace.gradients.codec.chunks import Chunks, make_chunks
+from millrace.gradients.state import WeightState
+from millrace.gradients.sync.merge import MergedRun
 from millrace.keys import ChainKeys, is_plain
 from millrace.progress import Event, Progress, silent
 from millrace.records import commit_once, fetch
@@ -39,14 +39,14 @@ _UNREADABLE = (
     zipfile.BadZipFile,
 )
 
-MergedTensors = Mapping[str, tuple[Merged, ...]]
+MergedTensors = Mapping[str, tuple[MergedRun, ...]]
 
 
 class ChainError(errors.CorruptError):
     """A link is missing or broken: nothing after it can be applied."""
 
 
-def begin(store: Store, keys: ChainKeys, start: ChainStart) -> ChainStart:
+def start_chain(store: Store, keys: ChainKeys, start: ChainStart) -> ChainStart:
     """Commit the first link of a run, or find it.
 
     Raises:
@@ -63,7 +63,7 @@ def begin(store: Store, keys: ChainKeys, start: ChainStart) -> ChainStart:
     return commit.record
 
 
-def update_bytes(merged: MergedTensors) -> bytes:
+def encode_update(merged: MergedTensors) -> bytes:
     """Encode merged gradients as an ``.npz`` file. Equal ones make equal bytes.
 
     Its arrays are named by the tensor's place and what they are: ``0.counts``, ``0.places``,
@@ -97,18 +97,18 @@ def store_update(store: Store, keys: ChainKeys, step: int, body: bytes, tensors:
     return Update(key=key, sha256=digest, size=len(body), tensors=tensors)
 
 
-def digest_of(link: ChainStart | ChainLink) -> str:
+def digest_update(link: ChainStart | ChainLink) -> str:
     """Return the digest by which the next link names this one."""
     return sha256(dump_canonical_json(link.model_dump(mode="json")))
 
 
-def newest(store: Store, keys: ChainKeys) -> int:
+def find_newest_window(store: Store, keys: ChainKeys) -> int:
     """Return the number of the newest committed window; -1 if there is none. One listing."""
     numbers = (keys.parse_link(stat.key) for stat in list_objects(store, keys.links))
     return max((number for number in numbers if number is not None), default=-1)
 
 
-def links(store: Store, keys: ChainKeys, *, after: int = 0) -> Iterator[ChainLink]:
+def iterate_links(store: Store, keys: ChainKeys, *, after: int = 0) -> Iterator[ChainLink]:
     """Yield the links of a run, in order, each checked against the one before.
 
     Args:
@@ -120,14 +120,14 @@ def links(store: Store, keys: ChainKeys, *, after: int = 0) -> Iterator[ChainLin
         ChainError: One is missing, or does not name the one before.
         NotFoundError: The run has not begun.
     """
-    before = link_at(store, keys, after)
-    last = newest(store, keys)
+    before = read_link(store, keys, after)
+    last = find_newest_window(store, keys)
     for window in range(after + 1, last + 1):
-        before = link_after(store, keys, window, before)
+        before = read_link_after(store, keys, window, before)
         yield before
 
 
-def link_at(store: Store, keys: ChainKeys, window: int) -> ChainStart | ChainLink:
+def read_link(store: Store, keys: ChainKeys, window: int) -> ChainStart | ChainLink:
     """Return the link of a window, by itself; of window 0 the first.
 
     Raises:
@@ -138,13 +138,13 @@ def link_at(store: Store, keys: ChainKeys, window: int) -> ChainStart | ChainLin
     try:
         return fetch(store, keys.link(window), ChainLink if window else ChainStart)
     except errors.NotFoundError:
-        if newest(store, keys) >= 0:
-            raise _missing(store, keys, window) from None
+        if find_newest_window(store, keys) >= 0:
+            raise _make_missing_error(store, keys, window) from None
         where = store.url_of(keys.links)
         raise errors.NotFoundError(f"{where} has no link: the run has not begun.") from None
 
 
-def link_after(
+def read_link_after(
     store: Store, keys: ChainKeys, window: int, before: ChainStart | ChainLink
 ) -> ChainLink:
     """Return the link of a window, checked against the one before.
@@ -155,10 +155,10 @@ def link_after(
     try:
         link = fetch(store, keys.link(window), ChainLink)
     except errors.NotFoundError:
-        raise _missing(store, keys, window) from None
+        raise _make_missing_error(store, keys, window) from None
     except errors.CorruptError as error:
         raise ChainError(f"Window {window} of {keys.run}: {error}") from error
-    if (link.run, link.window, link.previous) != (keys.run, window, digest_of(before)):
+    if (link.run, link.window, link.previous) != (keys.run, window, digest_update(before)):
         raise ChainError(
             f"Window {window} of {keys.run} does not follow the one before: "
             f"{store.url_of(keys.link(window))} was changed, or copied there."
@@ -190,7 +190,7 @@ def check_state(link: ChainStart | ChainLink, digest: str) -> None:
 
     Args:
         link: Which.
-        digest: Of the weights, as of `State.digest`.
+        digest: Of the weights, as of `WeightState.digest`.
 
     Raises:
         ChainError: They are not.
@@ -203,9 +203,9 @@ def check_state(link: ChainStart | ChainLink, digest: str) -> None:
         )
 
 
-def merged_of(
+def iterate_merged(
     store: Store, link: ChainLink, names: Container[str] | None = None
-) -> Iterator[dict[str, tuple[Merged, ...]]]:
+) -> Iterator[dict[str, tuple[MergedRun, ...]]]:
     """Yield the merged gradients of a link, one object at a time, all of it checked.
 
     Args:
@@ -239,7 +239,7 @@ def _read_update(
     update: Update,
     tensors: Mapping[str, tuple[int, tuple[int, ...]]],
     most: int,
-) -> dict[str, tuple[Merged, ...]]:
+) -> dict[str, tuple[MergedRun, ...]]:
     """Read tensors of an update.
 
     Args:
@@ -270,14 +270,16 @@ def _read_update(
             if any(one.compress_type != zipfile.ZIP_STORED for one in arrays.zip.infolist()):
                 raise ValueError("it is compressed")
             return {
-                name: _runs(arrays, number, shape, link.codec.for_tensor(name))
+                name: _parse_runs(arrays, number, shape, link.codec.for_tensor(name))
                 for name, (number, shape) in tensors.items()
             }
     except _UNREADABLE as error:
         raise ChainError(f"{where}: {store.url_of(update.key)} is no update: {error}.") from error
 
 
-def apply_link(store: Store, link: ChainLink, state: State, progress: Progress = silent) -> None:
+def apply_link(
+    store: Store, link: ChainLink, state: WeightState, progress: Progress = silent
+) -> None:
     """Change the weights by one link, in place, and prove that they are what they should be.
 
     Args:
@@ -291,7 +293,7 @@ def apply_link(store: Store, link: ChainLink, state: State, progress: Progress =
             after it: then they are of no use any more.
     """
     check_tensors(link, {name: weight.shape for name, weight in state.weights.items()})
-    for merged in list(merged_of(store, link)):  # all or nothing
+    for merged in list(iterate_merged(store, link)):  # all or nothing
         for name, runs in merged.items():
             state.apply(name, runs, link.codec, link.outer)
     check_state(link, state.digest())
@@ -299,7 +301,12 @@ def apply_link(store: Store, link: ChainLink, state: State, progress: Progress =
 
 
 def catch_up(
-    store: Store, keys: ChainKeys, state: State, *, after: int = 0, progress: Progress = silent
+    store: Store,
+    keys: ChainKeys,
+    state: WeightState,
+    *,
+    after: int = 0,
+    progress: Progress = silent,
 ) -> ChainLink | None:
     """Apply all links behind a window.
 
@@ -318,30 +325,32 @@ def catch_up(
             it says otherwise.
     """
     last: ChainLink | None = None
-    for link in links(store, keys, after=after):
+    for link in iterate_links(store, keys, after=after):
         apply_link(store, link, state, progress)
         last = link
     return last
 
 
-def _missing(store: Store, keys: ChainKeys, window: int) -> ChainError:
+def _make_missing_error(store: Store, keys: ChainKeys, window: int) -> ChainError:
     return ChainError(
         f"Window {window} of {keys.run} is missing ({store.url_of(keys.link(window))}), and later "
         "ones are there: nothing can be applied until it is back."
     )
 
 
-def _runs(arrays: Any, number: int, shape: tuple[int, ...], codec: Codec) -> tuple[Merged, ...]:
+def _parse_runs(
+    arrays: Any, number: int, shape: tuple[int, ...], codec: Codec
+) -> tuple[MergedRun, ...]:
     counts, places, values = (arrays[f"{number}.{part}"] for part in ("counts", "places", "values"))
     types = (counts.dtype, places.dtype, values.dtype)
     if types != (np.uint16, np.uint16, np.float32):
         raise ValueError("an array is of another type")
-    found: list[Merged] = []
+    found: list[MergedRun] = []
     at = row = 0
-    for chunks in chunks_of(shape, codec):
+    for chunks in make_chunks(shape, codec):
         its = counts[row : row + chunks.count]
         size = int(its.sum())
-        run = Merged(chunks, its, places[at : at + size], values[at : at + size])
+        run = MergedRun(chunks, its, places[at : at + size], values[at : at + size])
         _check(run, chunks)
         found.append(run)
         at, row = at + size, row + chunks.count
@@ -350,7 +359,7 @@ def _runs(arrays: Any, number: int, shape: tuple[int, ...], codec: Codec) -> tup
     return tuple(found)
 
 
-def _check(run: Merged, chunks: Chunks) -> None:
+def _check(run: MergedRun, chunks: Chunks) -> None:
     size = int(run.counts.sum())
     if (len(run.counts), len(run.places), len(run.values)) != (chunks.count, size, size):
         raise ValueError("its arrays do not fit the tensors")
@@ -361,7 +370,7 @@ def _check(run: Merged, chunks: Chunks) -> None:
         raise ValueError("a place is beyond its chunk or there twice, or a value is not finite")
 
 
-def names_and_shapes(
+def list_names_and_shapes(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
     """Return the names and shapes of the tensors in a link, in the order of their names."""

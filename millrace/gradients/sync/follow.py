@@ -7,13 +7,13 @@ clock. The workers know it from the chain alone.
 
 from collections.abc import Iterator, Sequence
 
-from millrace.gradients.backends.sharded_weights import Spread, here
+from millrace.gradients.backends.sharded_weights import ShardedWeights, hold_here
 from millrace.gradients.codec.payload import Shapes
-from millrace.gradients.settings import Opening, RunSettings
-from millrace.gradients.state import State
-from millrace.gradients.sync.chain import link_after, link_at, newest
+from millrace.gradients.settings import RunSettings, WindowOpening
+from millrace.gradients.state import WeightState
+from millrace.gradients.sync.chain import find_newest_window, read_link, read_link_after
 from millrace.gradients.sync.gather import QuorumError, Sender, Window, gather
-from millrace.gradients.sync.window import Step, aggregate
+from millrace.gradients.sync.window import ChainStep, aggregate
 from millrace.lease import Holder, StoreClock
 from millrace.progress import Event, Progress, silent
 from millrace.records import commit_once
@@ -25,7 +25,7 @@ def follow(
     store: Store,
     settings: RunSettings,
     workers: Sequence[Sender],
-    model: State | Spread,
+    model: WeightState | ShardedWeights,
     *,
     reserves: Sequence[Sender] = (),
     after: int = 0,
@@ -59,15 +59,15 @@ def follow(
         ChainError: The chain is broken.
         WorkerError: A node that had some of the weights is gone.
     """
-    if isinstance(model, State):
-        model = here(model, threads=threads)
+    if isinstance(model, WeightState):
+        model = hold_here(model, threads=threads)
     clock = StoreClock.read(store, settings.chain.job, Holder.this_process())
-    number, last = after, newest(store, settings.chain)
-    before = link_at(store, settings.chain, number)
+    number, last = after, find_newest_window(store, settings.chain)
+    before = read_link(store, settings.chain, number)
     while until is None or number < until:
         number += 1
         if number <= last:
-            before = link_after(store, settings.chain, number, before)
+            before = read_link_after(store, settings.chain, number, before)
             model.replay(store, before)
             figures = {"window": number, "step": before.step}
             progress(Event("chain.applied", settings.run, figures))
@@ -86,7 +86,7 @@ def follow(
             )
         except QuorumError as error:
             gathered = error.gathered  # the window is over all the same, and its link says so
-        step = Step(before, before.step + settings.steps, settings.outer, settings.merge)
+        step = ChainStep(before, before.step + settings.steps, settings.outer, settings.merge)
         before = aggregate(store, window, gathered, step, model, progress=progress)
         figures = {"window": number, "taken": len(before.taken), "out": len(before.out)}
         progress(Event("window.merged", settings.run, figures))
@@ -100,10 +100,12 @@ def _open(
     number: int,
     base: int,
     clock: StoreClock,
-) -> tuple[Opening, Window]:
+) -> tuple[WindowOpening, Window]:
     """Open a window, or find it open: then the rules hold that it was opened with."""
     keys = settings.chain
-    ours = Opening(run=settings.run, number=number, window=settings.window, gather=settings.gather)
+    ours = WindowOpening(
+        run=settings.run, number=number, window=settings.window, gather=settings.gather
+    )
     rules = commit_once(store, keys.opening(number), ours).record
     began = head(store, keys.link(number - 1)).last_modified  # workers send from then on
     opened = head(store, keys.opening(number)).last_modified

@@ -24,9 +24,9 @@ from millrace.gradients.codec.payload import (
     Payload,
     PayloadError,
     Shapes,
+    explain_failure,
     is_torch_file,
     read_payload,
-    unanswered,
 )
 from millrace.gradients.settings import GatherSettings
 from millrace.keys import GradientKeys
@@ -92,7 +92,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Out:
+class RejectedWorker:
     """A worker whose gradient was not taken.
 
     Attributes:
@@ -105,7 +105,7 @@ class Out:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class GatheredWindow:
     """The gradients of a window.
 
     Attributes:
@@ -117,7 +117,7 @@ class Gathered:
     """
 
     taken: Mapping[str, Payload] = field(repr=False)
-    out: Mapping[str, Out]
+    out: Mapping[str, RejectedWorker]
     spare: tuple[str, ...]
     size: int
     seconds: float
@@ -130,7 +130,7 @@ class QuorumError(errors.UnavailableError):
         gathered: Nobody's is taken, and everybody is out with a reason.
     """
 
-    def __init__(self, sentence: str, gathered: Gathered) -> None:
+    def __init__(self, sentence: str, gathered: GatheredWindow) -> None:
         super().__init__(sentence)
         self.gathered = gathered
 
@@ -154,7 +154,7 @@ def gather(
     reading: Reading = _read_here,
     clock: StoreClock | None = None,
     progress: Progress = silent,
-) -> Gathered:
+) -> GatheredWindow:
     """Gather the gradients of a window: returns when it is whole, or its time is up.
 
     Memory: that of what is taken, and of those that are being read.
@@ -194,7 +194,7 @@ class _Read:
     """A gradient that was read, right or not."""
 
     payload: Payload | None
-    out: Out | None
+    out: RejectedWorker | None
     size: int = 0
     written: datetime | None = None
 
@@ -238,15 +238,15 @@ class _Gathering:
         self._listings: dict[int, Future[_Listing]] = {}
         self._named: set[str] = set()  # workers that are said to store too much
         self._over = False
-        self._said: dict[str, Out] = {}  # of who has sent nothing that is read yet
+        self._said: dict[str, RejectedWorker] = {}  # of who has sent nothing that is read yet
 
-    def run(self, clock: StoreClock) -> Gathered:
+    def run(self, clock: StoreClock) -> GatheredWindow:
         began = time.monotonic()
         window, settings = self._window, self._settings
         hedged_at = window.opens + settings.hedge * (window.closes - window.opens)
         reading = DaemonPool(settings.at_once, "gradient")
         # A thread for each, as some buckets may hang.
-        listing = DaemonPool(max(1, len(self._places(self._order))), "listing")
+        listing = DaemonPool(max(1, len(self._group_by_bucket(self._order))), "listing")
         try:
             while (now := clock.now()) <= window.closes:
                 hedged = now >= hedged_at or self._first <= self._read.keys()
@@ -256,9 +256,9 @@ class _Gathering:
                 self._until = looked + left + settings.grace.total_seconds()
                 self._ask(listing, everybody=hedged)
                 wait(self._listings.values(), pause)
-                self._heard(reading)
+                self._read_listings(reading)
                 self._collect()
-                if len(self._right()) >= self._wanted:
+                if len(self._select_valid()) >= self._wanted:
                     break
                 time.sleep(max(0.0, looked + pause - time.monotonic()))
             else:
@@ -268,7 +268,7 @@ class _Gathering:
         finally:  # nobody waits for those that hang
             reading.shutdown()
             listing.shutdown()
-        return self._gathered(time.monotonic() - began)
+        return self._make_result(time.monotonic() - began)
 
     def _finish(self, listing: DaemonPool, reading: DaemonPool) -> None:
         """Wait for what is on its way, all of it together for the grace and no longer.
@@ -281,7 +281,7 @@ class _Gathering:
             self._collect(last=True)
             under_way: list[Future[Any]] = []
             if self._over:
-                self._heard(reading)
+                self._read_listings(reading)
                 before = set(self._listings)
                 self._ask(listing, everybody=True, besides=looked)
                 looked |= self._listings.keys() - before
@@ -304,20 +304,20 @@ class _Gathering:
             everybody: Reserves, too.
             besides: The buckets that are not.
         """
-        right = set(self._right())
+        right = set(self._select_valid())
         asked = [
             uid
             for uid in self._order
             if uid not in self._reading and uid not in right and (everybody or uid in self._first)
         ]
-        for uids in self._places(asked):
+        for uids in self._group_by_bucket(asked):
             place = id(self._stores[uids[0]])
             if place not in self._listings and place not in besides:
-                self._listings[place] = listing.submit(self._listed, uids)
+                self._listings[place] = listing.submit(self._list_bucket, uids)
 
-    def _heard(self, reading: DaemonPool) -> None:
+    def _read_listings(self, reading: DaemonPool) -> None:
         """Have read what is new in the listings that are there."""
-        right = set(self._right())
+        right = set(self._select_valid())
         for place, listed in list(self._listings.items()):
             if not listed.done():
                 continue
@@ -333,7 +333,7 @@ class _Gathering:
                 if self._reads[uid] >= _MOST_READS:
                     self._refuse_more(uid, stat)
                     continue
-                self._reading[uid] = reading.submit(self._one, uid, stat)
+                self._reading[uid] = reading.submit(self._read_worker, uid, stat)
 
     def _check_quota(self, listing: _Listing) -> None:
         """Name each worker, once in a window, that stores more than the settings say."""
@@ -355,23 +355,23 @@ class _Gathering:
             return
         name = PurePosixPath(stat.key).name
         sentence = f"{name} was overwritten after it was read {_MOST_READS} times in this window."
-        self._read[uid] = _Read(None, Out(Refusal.OVERWRITTEN, sentence))
+        self._read[uid] = _Read(None, RejectedWorker(Refusal.OVERWRITTEN, sentence))
         self._progress(Event("gradient.refused", uid, {"reason": Refusal.OVERWRITTEN}))
 
-    def _hurried(self, uid: str) -> Store:
+    def _open_hurried(self, uid: str) -> Store:
         """Return a worker's store, whose requests are not tried again when the window is over."""
         left = max(1.0, self._until - time.monotonic())
         store = self._stores[uid]
         return store.hurried(min(store.spec.patience, timedelta(seconds=left)))
 
-    def _places(self, asked: Sequence[str]) -> list[list[str]]:
+    def _group_by_bucket(self, asked: Sequence[str]) -> list[list[str]]:
         """Group the workers by bucket: a bucket that many share is listed once."""
         places: dict[int, list[str]] = {}
         for uid in asked:
             places.setdefault(id(self._stores[uid]), []).append(uid)
         return list(places.values())
 
-    def _listed(self, uids: list[str]) -> _Listing:
+    def _list_bucket(self, uids: list[str]) -> _Listing:
         keys = self._window.keys
         prefix = f"{keys.run}/" if len(uids) > 1 else keys.worker(uids[0])
         store = self._stores[uids[0]]
@@ -379,7 +379,7 @@ class _Gathering:
         asked, listing = set(uids), _Listing()
         found = listing.found
         try:
-            for stat in list_objects(self._hurried(uids[0]), prefix):
+            for stat in list_objects(self._open_hurried(uids[0]), prefix):
                 whose = stat.key.removeprefix(f"{keys.run}/").partition("/")[0]
                 if whose in counted:
                     listing.objects[whose] += 1
@@ -391,31 +391,33 @@ class _Gathering:
                     found[uid] = stat
         except errors.MillraceError as error:  # its next listing may be better
             for uid in uids:
-                self._said[uid] = Out(Refusal.UNAVAILABLE, unanswered(error))
+                self._said[uid] = RejectedWorker(Refusal.UNAVAILABLE, explain_failure(error))
             listing.objects.clear()
             listing.size.clear()
         return listing
 
-    def _one(self, uid: str, stat: Stat, *, again: bool = True) -> _Read:
+    def _read_worker(self, uid: str, stat: Stat, *, again: bool = True) -> _Read:
         window = self._window
         name = PurePosixPath(stat.key).name
         if stat.last_modified < window.opens:
             sentence = f"{name} was written before the window began."
-            return _Read(None, Out(Refusal.EARLY, sentence))
+            return _Read(None, RejectedWorker(Refusal.EARLY, sentence))
         if stat.last_modified > window.closes:
-            return _Read(None, Out(Refusal.LATE, f"{name} was written after the deadline."))
+            return _Read(
+                None, RejectedWorker(Refusal.LATE, f"{name} was written after the deadline.")
+            )
         try:
-            payload = self._read_one(uid, self._hurried(uid), stat, window.expected(uid))
+            payload = self._read_one(uid, self._open_hurried(uid), stat, window.expected(uid))
         except PayloadError as error:
-            return _Read(None, Out(error.reason, str(error)))
+            return _Read(None, RejectedWorker(error.reason, str(error)))
         except (errors.WorkerError, errors.ConfigurationError):
             raise  # it is ours, and no fault of whoever sent this
         except errors.MillraceError as error:
-            return _Read(None, Out(Refusal.UNAVAILABLE, unanswered(error)))
+            return _Read(None, RejectedWorker(Refusal.UNAVAILABLE, explain_failure(error)))
         except Exception as error:  # noqa: BLE001 - what its bytes have done costs its own worker
-            odd = Out(Refusal.FORMAT, f"{name} cannot be read ({type(error).__name__}).")
+            odd = RejectedWorker(Refusal.FORMAT, f"{name} cannot be read ({type(error).__name__}).")
             # Or was it not its bytes? What happens once costs nobody a gradient.
-            return self._one(uid, stat, again=False) if again else _Read(None, odd)
+            return self._read_worker(uid, stat, again=False) if again else _Read(None, odd)
         return _Read(payload, None, stat.size, stat.last_modified)
 
     # -- what has come
@@ -439,7 +441,7 @@ class _Gathering:
             elif read.out is not None:
                 self._progress(Event("gradient.refused", uid, {"reason": read.out.reason}))
 
-    def _right(self) -> list[str]:
+    def _select_valid(self) -> list[str]:
         """Return the workers whose gradients are right, in the order in which they count.
 
         No content twice.
@@ -453,40 +455,46 @@ class _Gathering:
         first = set(by_content.values())
         return [uid for uid in right if uid in first]
 
-    def _gathered(self, seconds: float) -> Gathered:
-        right = self._right()
+    def _make_result(self, seconds: float) -> GatheredWindow:
+        right = self._select_valid()
         taken = right[: self._wanted]
         whole = len(taken) >= self._wanted
         unread = [uid for uid in self._order if uid in self._reading and uid not in self._read]
         if self._over:
             unread = [uid for uid in unread if whole and uid not in self._first]
         spare = right[self._wanted :] + unread
-        out = {uid: self._out(uid) for uid in self._order if uid not in {*taken, *spare}}
+        out = {uid: self._reject(uid) for uid in self._order if uid not in {*taken, *spare}}
         if whole:  # a reserve that was not needed is not missed
             out = {uid: one for uid, one in out.items() if uid in self._first or uid in self._read}
         seconds = round(seconds, 3)
         if len(taken) < self._settings.quorum:
-            alone = Out(Refusal.QUORUM, "It is right, and too few others came.")
-            nobody = Gathered({}, {**out, **dict.fromkeys(right, alone)}, (), 0, seconds)
+            alone = RejectedWorker(Refusal.QUORUM, "It is right, and too few others came.")
+            nobody = GatheredWindow({}, {**out, **dict.fromkeys(right, alone)}, (), 0, seconds)
             raise QuorumError(
                 f"{len(taken)} gradients of window {self._window.number} came in time, and "
                 f"{self._settings.quorum} are needed: let it last longer, or ask for fewer.",
                 nobody,
             )
         size = sum(self._read[uid].size for uid in taken)
-        return Gathered(dict(self._payloads(taken)), out, tuple(spare), size, seconds)
+        return GatheredWindow(dict(self._iterate_payloads(taken)), out, tuple(spare), size, seconds)
 
-    def _payloads(self, uids: Sequence[str]) -> Iterator[tuple[str, Payload]]:
+    def _iterate_payloads(self, uids: Sequence[str]) -> Iterator[tuple[str, Payload]]:
         for uid in uids:
             payload = self._read[uid].payload
             assert payload is not None
             yield uid, payload
 
-    def _out(self, uid: str) -> Out:
+    def _reject(self, uid: str) -> RejectedWorker:
         read = self._read.get(uid)
         if read is None and (uid in self._reading or id(self._stores[uid]) in self._listings):
-            return Out(Refusal.UNAVAILABLE, "Its bucket had not answered when time was up.")
+            return RejectedWorker(
+                Refusal.UNAVAILABLE, "Its bucket had not answered when time was up."
+            )
         if read is None:
-            missing = Out(Refusal.MISSING, "Nothing of it came before the window was over.")
+            missing = RejectedWorker(
+                Refusal.MISSING, "Nothing of it came before the window was over."
+            )
             return self._said.get(uid, missing)
-        return read.out or Out(Refusal.DUPLICATE, "Another worker had sent the same before.")
+        return read.out or RejectedWorker(
+            Refusal.DUPLICATE, "Another worker had sent the same before."
+        )

@@ -21,7 +21,7 @@ from millrace.digest import sha256_of
 from millrace.gradients.codec import kernels
 from millrace.gradients.codec.chunks import Chunks
 from millrace.gradients.codec.payload import Payload, Shapes
-from millrace.gradients.codec.tensors import BLOCK, Sparse, side_by_side, values_of
+from millrace.gradients.codec.tensors import BLOCK, Sparse, decode_values, map_blocks
 from millrace.gradients.settings import BY_PLACE, MergeRule, MergeSettings
 from millrace.schemas.gradient import Codec
 
@@ -29,7 +29,7 @@ Vector = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class MergedRun:
     """The values of a run of equal chunks after a merge.
 
     Attributes:
@@ -53,7 +53,7 @@ class Merged:
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class MergeWeights:
     """Weights of the workers in a merge.
 
     Attributes:
@@ -70,7 +70,7 @@ class Weights:
     shares: Vector
 
 
-def objects_of(shapes: Shapes, values: int) -> list[tuple[str, ...]]:
+def group_tensors(shapes: Shapes, values: int) -> list[tuple[str, ...]]:
     """Group tensors whose merged gradients are one object: neighbours by name, so many values.
 
     Args:
@@ -97,20 +97,20 @@ Products = Callable[[Sequence[str]], Iterable[Vector]]
 """The inner products of workers' gradients: of each tensor, in the order of their names."""
 
 
-def weights_of(
+def compute_merge_weights(
     payloads: Mapping[str, Payload],
     settings: MergeSettings,
     *,
     products: Products | None = None,
     threads: int = 1,
-) -> Weights:
+) -> MergeWeights:
     """Return the weight of each worker by a rule.
 
     Args:
         payloads: By the workers' names; each was checked.
         settings: The rule.
-        products: Where the payloads' tensors are elsewhere: asked for what `products_of` returns
-            of each.
+        products: Function that returns the result of `compute_products` for a tensor, for
+            tensors that are held elsewhere.
         threads: How many work side by side.
 
     Raises:
@@ -123,12 +123,12 @@ def weights_of(
     norms = np.array([payloads[name].norm for name in workers])
     scales = np.ones(len(workers))
     if settings.clip:
-        limit = _norm_limit(norms, settings.faulty)
+        limit = _compute_norm_limit(norms, settings.faulty)
         above = norms > limit
         scales[above] = limit / norms[above]
 
     def gram() -> Vector:
-        of_each = products or partial(_products, payloads, threads=threads)
+        of_each = products or partial(_iterate_products, payloads, threads=threads)
         total = np.zeros((len(workers), len(workers)))
         for part in of_each(workers):
             total += part
@@ -145,10 +145,10 @@ def weights_of(
                 )
             share = tokens / tokens.sum()
         case MergeRule.CENTERED_CLIP:
-            share = _centered_clip(gram(), settings)
+            share = _clip_to_center(gram(), settings)
         case MergeRule.MULTI_KRUM:
             _check_bound(settings, every)
-            share = _multi_krum(gram(), settings.faulty)
+            share = _select_multi_krum(gram(), settings.faulty)
         case MergeRule.TRIMMED:
             _check_bound(settings, every)
             share = np.ones(every)
@@ -156,16 +156,16 @@ def weights_of(
             share = np.ones(every)
         case MergeRule.MEAN:
             share = np.full(every, 1.0 / every)
-    return Weights(workers, scales, share * scales, share / fsum(share))
+    return MergeWeights(workers, scales, share * scales, share / fsum(share))
 
 
 def merge(
     payloads: Mapping[str, Payload],
     settings: MergeSettings,
-    weights: Weights | None = None,
+    weights: MergeWeights | None = None,
     *,
     threads: int = 1,
-) -> Iterator[tuple[str, tuple[Merged, ...]]]:
+) -> Iterator[tuple[str, tuple[MergedRun, ...]]]:
     """Merge gradients, tensor by tensor.
 
     Memory: one merged tensor, and of each worker what its payload holds.
@@ -182,8 +182,8 @@ def merge(
     Raises:
         ConfigurationError: The rule cannot merge these; the message says why.
     """
-    weights = weights or weights_of(payloads, settings, threads=threads)
-    gradients, codec = _tensors_of(payloads)
+    weights = weights or compute_merge_weights(payloads, settings, threads=threads)
+    gradients, codec = _get_tensors(payloads)
     for name in gradients[weights.workers[0]]:
         yield name, merge_tensor(name, gradients, codec, settings, weights, threads=threads)
 
@@ -193,10 +193,10 @@ def merge_tensor(
     gradients: Gradients,
     codec: Codec,
     settings: MergeSettings,
-    weights: Weights,
+    weights: MergeWeights,
     *,
     threads: int = 1,
-) -> tuple[Merged, ...]:
+) -> tuple[MergedRun, ...]:
     """Merge one tensor.
 
     Args:
@@ -211,12 +211,12 @@ def merge_tensor(
         ConfigurationError: The rule cannot merge these; the message says why.
     """
     if codec.is_buffer(name):
-        return _merged_buffer(name, gradients, codec, settings, weights)
+        return _merge_buffer(name, gradients, codec, settings, weights)
     runs = zip(*(gradients[worker][name] for worker in weights.workers), strict=True)
-    return tuple(_merged(name, run, codec, settings, weights.weights, threads) for run in runs)
+    return tuple(_merge_run(name, run, codec, settings, weights.weights, threads) for run in runs)
 
 
-def products_of(
+def compute_products(
     name: str, gradients: Gradients, workers: Sequence[str], codec: Codec, *, threads: int = 1
 ) -> Vector:
     """Return the inner products of a tensor's gradients: (workers, workers), lower triangle.
@@ -234,22 +234,22 @@ def products_of(
         chunks = run[0].chunks
 
         def block(rows: slice, run: Any = run, size: int = chunks.size) -> Vector:
-            places, values = _stacked(run, rows, codec)
+            places, values = _stack(run, rows, codec)
             part = np.zeros((every, every))
-            kernels.inner_products(places, values, size, part)
+            kernels.compute_inner_products(places, values, size, part)
             return part
 
-        for part in side_by_side(block, chunks.count, threads, BLOCK):
+        for part in map_blocks(block, chunks.count, threads, BLOCK):
             total += part
     return total
 
 
-def places_of(name: str, gradients: Gradients, worker: str) -> str:
+def digest_indices(name: str, gradients: Gradients, worker: str) -> str:
     """Return the digest of the places that a worker has sent of a tensor."""
     return sha256_of(run.places.tobytes() for run in gradients[worker][name])[0]
 
 
-def apart(places: Mapping[str, Sequence[str]]) -> list[str]:
+def find_deviating_workers(places: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the workers that have not sent the indices that most have.
 
     Of equally many the first's.
@@ -264,29 +264,29 @@ def apart(places: Mapping[str, Sequence[str]]) -> list[str]:
     return [worker for worker in sorted(places) if worker not in most]
 
 
-def _tensors_of(payloads: Mapping[str, Payload]) -> tuple[Gradients, Codec]:
+def _get_tensors(payloads: Mapping[str, Payload]) -> tuple[Gradients, Codec]:
     first = next(iter(payloads.values()))
     return {worker: payload.tensors for worker, payload in payloads.items()}, first.header.codec
 
 
-def _products(
+def _iterate_products(
     payloads: Mapping[str, Payload], workers: Sequence[str], *, threads: int
 ) -> Iterator[Vector]:
-    gradients, codec = _tensors_of(payloads)
+    gradients, codec = _get_tensors(payloads)
     for name in sorted(gradients[workers[0]]):
         if codec.is_buffer(name):
             continue
-        yield products_of(name, gradients, workers, codec, threads=threads)
+        yield compute_products(name, gradients, workers, codec, threads=threads)
 
 
-def _merged(
+def _merge_run(
     name: str,
     run: Sequence[Sparse],
     codec: Codec,
     settings: MergeSettings,
     weights: Vector,
     threads: int,
-) -> Merged:
+) -> MergedRun:
     chunks = run[0].chunks
     by_place = settings.rule in BY_PLACE
     if by_place and any(not np.array_equal(run[0].places, one.places) for one in run[1:]):
@@ -297,10 +297,10 @@ def _merged(
         )
 
     def block(rows: slice) -> tuple[Any, Any, Any]:
-        places, values = _stacked(run, rows, codec)
+        places, values = _stack(run, rows, codec)
         if by_place:
             scaled = values * weights[:, None, None]
-            made = _by_place(scaled, settings).astype(np.float32)
+            made = _sum_by_index(scaled, settings).astype(np.float32)
             return np.full(len(made), chunks.k, np.uint16), places[0].ravel(), made.ravel()
         voting = settings.rule is MergeRule.SIGN
         if voting:
@@ -309,19 +309,21 @@ def _merged(
         counts = np.empty(values.shape[1], np.uint16)
         each = np.ones(len(run)) if voting else weights
         by_senders = settings.rule is MergeRule.SENDERS
-        found = kernels.weighted_sums(places, values, each, chunks.size, by_senders, counts, out)
+        found = kernels.compute_weighted_sums(
+            places, values, each, chunks.size, by_senders, counts, out
+        )
         sums = out[1, :found]
         sums = np.sign(sums) if voting else sums.copy()
         return counts, out[0, :found].astype(np.uint16), sums
 
-    blocks = side_by_side(block, chunks.count, threads, BLOCK)
+    blocks = map_blocks(block, chunks.count, threads, BLOCK)
     counts, places, values = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
-    return Merged(chunks, counts, places, values)
+    return MergedRun(chunks, counts, places, values)
 
 
-def _merged_buffer(
-    name: str, gradients: Gradients, codec: Codec, settings: MergeSettings, weights: Weights
-) -> tuple[Merged, ...]:
+def _merge_buffer(
+    name: str, gradients: Gradients, codec: Codec, settings: MergeSettings, weights: MergeWeights
+) -> tuple[MergedRun, ...]:
     """Average a buffer, after moving values far from the coordinate-wise median towards it.
 
     The largest distance that is kept is the lower median distance, or the one at the sorted
@@ -338,16 +340,16 @@ def _merged_buffer(
     empty = np.empty(0, np.float32)  # of a tensor without values
     values = np.array(
         [
-            np.concatenate([empty, *(values_of(run, codec).ravel() for run in one)])
+            np.concatenate([empty, *(decode_values(run, codec).ravel() for run in one)])
             for one in senders
         ],
         np.float64,
     )
     if settings.rule in BY_PLACE:
-        merged = _by_place(values, settings)
+        merged = _sum_by_index(values, settings)
     else:
         center = np.median(values, axis=0)
-        apart = np.array([kernels.sum_of_squares(one - center) for one in values]) ** 0.5
+        apart = np.array([kernels.sum_squares(one - center) for one in values]) ** 0.5
         middle = (len(apart) - 1) // 2
         radius = np.sort(apart)[min(settings.faulty or middle, middle)]
         merged = np.zeros_like(center)
@@ -356,7 +358,7 @@ def _merged_buffer(
             merged += share * (near * one + (1.0 - near) * center)
     made = merged.astype(np.float32)
     return tuple(
-        Merged(
+        MergedRun(
             run,
             np.full(run.count, run.size, np.uint16),
             np.tile(np.arange(run.size, dtype=np.uint16), run.count),
@@ -366,16 +368,16 @@ def _merged_buffer(
     )
 
 
-def _stacked(
+def _stack(
     run: Sequence[Sparse], rows: slice, codec: Codec
 ) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
     """Return the places and the values of some chunks of all workers: (workers, chunks, k)."""
-    parts = [_part(one, rows) for one in run]
+    parts = [_slice_sparse(one, rows) for one in run]
     places = np.stack([part.places for part in parts])
-    return places, np.stack([values_of(part, codec) for part in parts])
+    return places, np.stack([decode_values(part, codec) for part in parts])
 
 
-def _part(sparse: Sparse, rows: slice) -> Sparse:
+def _slice_sparse(sparse: Sparse, rows: slice) -> Sparse:
     return replace(
         sparse,
         places=sparse.places[rows],
@@ -385,7 +387,7 @@ def _part(sparse: Sparse, rows: slice) -> Sparse:
     )
 
 
-def _by_place(values: Vector, settings: MergeSettings) -> Vector:
+def _sum_by_index(values: Vector, settings: MergeSettings) -> Vector:
     if settings.rule is MergeRule.MEDIAN:
         return np.median(values, axis=0)
     faulty, every = settings.faulty, len(values)
@@ -393,7 +395,7 @@ def _by_place(values: Vector, settings: MergeSettings) -> Vector:
 
 
 def _check_bound(settings: MergeSettings, every: int) -> None:
-    if few := settings.too_few(every):
+    if few := settings.explain_too_few(every):
         raise errors.ConfigurationError(
             f"{few}, and there are {every}: wait for more, declare fewer, or choose `centered "
             "clip`."
@@ -403,7 +405,7 @@ def _check_bound(settings: MergeSettings, every: int) -> None:
 # -- rules that judge workers by their distances
 
 
-def _norm_limit(norms: Vector, faulty: int) -> float:
+def _compute_norm_limit(norms: Vector, faulty: int) -> float:
     """Return the norm that larger gradients are scaled down to before the rule.
 
     Without `faulty` workers the limit is the lower median of the norms: of two workers, neither
@@ -425,7 +427,7 @@ def _norm_limit(norms: Vector, faulty: int) -> float:
     return float(max(counted[0], counted[min(faulty, middle)] / 2))
 
 
-def _centered_clip(gram: Vector, settings: MergeSettings) -> Vector:
+def _clip_to_center(gram: Vector, settings: MergeSettings) -> Vector:
     """Return the weights that centred clipping ends with.
 
     ``v <- v + mean((x_i - v) * min(1, radius / |x_i - v|))``. As v stays a weighted sum of the
@@ -448,7 +450,7 @@ def _centered_clip(gram: Vector, settings: MergeSettings) -> Vector:
     return weights
 
 
-def _multi_krum(gram: Vector, faulty: int) -> Vector:
+def _select_multi_krum(gram: Vector, faulty: int) -> Vector:
     """Return the same weight for those whose nearest are nearest: all but ``faulty``."""
     every = len(gram)
     squares = np.diag(gram)
@@ -461,8 +463,8 @@ def _multi_krum(gram: Vector, faulty: int) -> Vector:
     return weights
 
 
-def dense_of(
-    runs: Sequence[Merged], shape: tuple[int, ...], out: npt.NDArray[np.float32] | None = None
+def make_dense(
+    runs: Sequence[MergedRun], shape: tuple[int, ...], out: npt.NDArray[np.float32] | None = None
 ) -> npt.NDArray[np.float32]:
     """All merged values of a tensor in the order of its chunks."""
     values = np.empty(prod(shape), np.float32) if out is None else out

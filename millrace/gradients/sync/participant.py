@@ -16,16 +16,16 @@ from torch import distributed
 
 from millrace import errors
 from millrace.checkpoints.tensor_shards import is_distributed
-from millrace.gradients.backends.rank_group import Together
-from millrace.gradients.backends.sharded_weights import Spread, shares_of
-from millrace.gradients.backends.weight_shard import Portion
+from millrace.gradients.backends.rank_group import RankGroup
+from millrace.gradients.backends.sharded_weights import ShardedWeights, divide_tensors
+from millrace.gradients.backends.weight_shard import WeightShard
 from millrace.gradients.codec.compress import Feedback, GradientEncoder
-from millrace.gradients.codec.payload import Shapes, identity_of, payload_bytes
+from millrace.gradients.codec.payload import Shapes, compute_identity, encode_payload
 from millrace.gradients.codec.shared_indices import Mask
-from millrace.gradients.settings import Opening, RunSettings
-from millrace.gradients.state import State, state_of
-from millrace.gradients.sync.chain import link_after, link_at, newest
-from millrace.gradients.weights import newest_weights
+from millrace.gradients.settings import RunSettings, WindowOpening
+from millrace.gradients.state import WeightState, copy_state
+from millrace.gradients.sync.chain import find_newest_window, read_link, read_link_after
+from millrace.gradients.weights import load_newest_weights
 from millrace.progress import Event, Progress, silent
 from millrace.records import fetch
 from millrace.schemas.chain import ChainLink, ChainStart
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TrainingWindow:
     """A window that a worker trains in.
 
     Attributes:
@@ -53,7 +53,7 @@ class Turn:
     steps: int
 
 
-class Ranked(Spread):
+class RankedWeights(ShardedWeights):
     """The weights of a run, each rank of a worker with some of them.
 
     Args:
@@ -66,32 +66,32 @@ class Ranked(Spread):
     def __init__(
         self,
         shapes: Shapes,
-        ranks: Together,
-        state: State | None = None,
+        ranks: RankGroup,
+        state: WeightState | None = None,
         *,
         threads: int | None = None,
     ) -> None:
         super().__init__(shapes, ())
-        names = shares_of(shapes, [(name,) for name in sorted(shapes)], ranks.world)
+        names = divide_tensors(shapes, [(name,) for name in sorted(shapes)], ranks.world)
         self.owners = {name: rank for rank, some in enumerate(names) for name in some}
         mine = [name for name, owner in self.owners.items() if owner == ranks.rank]
-        self._portion = Portion(mine, state and _some(state, mine), threads=threads)
+        self._portion = WeightShard(mine, state and _select_state(state, mine), threads=threads)
         self._ranks = ranks
 
     def _all(
-        self, method: Callable[Concatenate[Portion, P], T], *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[Concatenate[WeightShard, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> list[T]:
-        return self._ranks.all(partial(method, self._portion, *args, **kwargs))
+        return self._ranks.gather_results(partial(method, self._portion, *args, **kwargs))
 
     @property
-    def held(self) -> State:
+    def held(self) -> WeightState:
         """Weights that this rank has."""
         return self._portion.state()
 
 
-def _some(state: State, names: Sequence[str]) -> State:
+def _select_state(state: WeightState, names: Sequence[str]) -> WeightState:
     kinds = (state.weights, state.moments)
-    return State(*({name: kind[name] for name in names if name in kind} for kind in kinds))
+    return WeightState(*({name: kind[name] for name in names if name in kind} for kind in kinds))
 
 
 class Participant:
@@ -120,7 +120,7 @@ class Participant:
         uid: str,
         store: Store,
         aggregator: Store,
-        weights: State | Ranked,
+        weights: WeightState | RankedWeights,
         *,
         after: int = 0,
         group: distributed.ProcessGroup | None = None,
@@ -129,12 +129,12 @@ class Participant:
     ) -> None:
         self._settings, self._uid, self._store = settings, uid, store
         self._aggregator, self._progress, self._number = aggregator, progress, after
-        self._ranks = ranks = Together(group)
-        if isinstance(weights, State):
+        self._ranks = ranks = RankGroup(group)
+        if isinstance(weights, WeightState):
             shapes = {name: weight.shape for name, weight in weights.weights.items()}
-            weights = Ranked(shapes, ranks, weights, threads=threads)
+            weights = RankedWeights(shapes, ranks, weights, threads=threads)
         self._model = weights
-        self._before = ranks.each(lambda: link_at(aggregator, settings.chain, after))
+        self._before = ranks.run_on_each(lambda: read_link(aggregator, settings.chain, after))
         self._feedback = Feedback(settings.codec, decay=settings.decay, threads=threads)
         self._threads, self._warned = threads, False
         self._submitted, self._sha256 = 0, ""
@@ -159,12 +159,12 @@ class Participant:
             NotFoundError: The run has not begun.
             ChainError: No such checkpoint is there and undamaged, or the chain is broken.
         """
-        ranks = Together(group)
+        ranks = RankGroup(group)
 
-        def place(shapes: Shapes) -> Ranked:
-            return Ranked(shapes, ranks, threads=threads)
+        def place(shapes: Shapes) -> RankedWeights:
+            return RankedWeights(shapes, ranks, threads=threads)
 
-        weights, after = newest_weights(
+        weights, after = load_newest_weights(
             aggregator, settings.chain, place, ranks=ranks, progress=progress
         )
         return cls(
@@ -179,7 +179,7 @@ class Participant:
             progress=progress,
         )
 
-    def windows(self) -> Iterator[Turn]:
+    def iterate_windows(self) -> Iterator[TrainingWindow]:
         """Yield the windows, from the one that is open on, until the run is over.
 
         Raises:
@@ -194,13 +194,15 @@ class Participant:
             yield self.turn
 
     @property
-    def turn(self) -> Turn:
+    def turn(self) -> TrainingWindow:
         """The window that is open; one past the last when the run is over."""
-        return Turn(self._number + 1, self._before.step, self._settings.steps)
+        return TrainingWindow(self._number + 1, self._before.step, self._settings.steps)
 
     def catch_up(self) -> None:
         """Apply what was merged meanwhile."""
-        last = self._ranks.first(lambda: newest(self._aggregator, self._settings.chain))
+        last = self._ranks.run_on_first(
+            lambda: find_newest_window(self._aggregator, self._settings.chain)
+        )
         for number in range(self._number + 1, last + 1):
             self._advance(number)
 
@@ -227,27 +229,29 @@ class Participant:
             raise errors.ConfigurationError(
                 f"Window {number} was submitted already: apply it before the next one."
             )
-        with self._feedback.all_or_nothing():
-            brought = self._ranks.brought(self._compressed(model, number))
-            sent = self._ranks.first(lambda: self._put(brought, number, tokens, samples))
+        with self._feedback.restore_on_error():
+            brought = self._ranks.gather_bytes(self._compress(model, number))
+            sent = self._ranks.run_on_first(lambda: self._put(brought, number, tokens, samples))
         size, digest = sent
         self._submitted, self._sha256 = number, digest
         self._progress(Event("gradient.sent", self._uid, {"window": number, "bytes": size}))
         return size
 
-    def _compressed(self, model: torch.nn.Module, number: int) -> bytes:
+    def _compress(self, model: torch.nn.Module, number: int) -> bytes:
         """Return this rank's tensors of the gradient, packed."""
         mask = Mask(self._settings.run, number)
         bodies: dict[str, Any] = {}
         failed: list[Exception] = []
-        for name, weight in self._ranks.each(lambda: self._weights(model)).items():
-            whole = _whole(weight)  # of all ranks: also of one that has failed
+        for name, weight in self._ranks.run_on_each(lambda: self._select_weights(model)).items():
+            whole = _gather_tensor(weight)  # of all ranks: also of one that has failed
             if name in self._model.held.weights and not failed:
                 try:
                     if self._settings.codec.is_buffer(name):
-                        body = self._encoded(name, whole)
+                        body = self._encode_buffer(name, whole)
                     else:
-                        body = self._feedback.compress(name, self._change(name, whole), mask)
+                        body = self._feedback.compress(
+                            name, self._compute_change(name, whole), mask
+                        )
                     bodies[name] = np.frombuffer(body, np.uint8)
                 except Exception as error:  # noqa: BLE001 - raised when all have done theirs
                     failed.append(error)
@@ -257,9 +261,9 @@ class Participant:
                 raise failed.pop()  # kept by nothing that its traceback keeps
             return pack(bodies)
 
-        return self._ranks.each(end)
+        return self._ranks.run_on_each(end)
 
-    def _encoded(self, name: str, buffer: torch.Tensor) -> bytes:
+    def _encode_buffer(self, name: str, buffer: torch.Tensor) -> bytes:
         """Return the values of a buffer, packed."""
         values = buffer.cpu().float()
         if not torch.isfinite(values).all():
@@ -268,14 +272,14 @@ class Participant:
             )
         return GradientEncoder(self._settings.codec.for_tensor(name), self._threads).encode(values)
 
-    def _change(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+    def _compute_change(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         whole = torch.from_numpy(self._model.held.weights[name])  # pyright: ignore[reportUnknownMemberType]
         before = whole.to(weight.dtype).float()  # as the model was given it
         return before - weight.detach().cpu().float()
 
     def _put(self, brought: Sequence[bytes], number: int, tokens: int, samples: str) -> list[Any]:
         bodies = {name: body.tobytes() for one in brought for name, body in unpack(one).items()}
-        body = payload_bytes(
+        body = encode_payload(
             bodies,
             self._model.shapes,
             self._settings.codec,
@@ -287,7 +291,7 @@ class Participant:
             samples=samples,
         )
         put(self._store, self._settings.gradients.gradient(self._uid, number), body)
-        return [len(body), identity_of(body)]
+        return [len(body), compute_identity(body)]
 
     def apply(self, model: torch.nn.Module, *, patience: timedelta | None = None) -> ChainLink:
         """Wait until this window is merged, and give the model the weights of all.
@@ -321,7 +325,9 @@ class Participant:
             usual = 2 * self._settings.window if patience is None else patience
             if waited <= usual.total_seconds():
                 return False
-            last = usual if patience is not None else max(usual, 2 * self._lasts(number))
+            last = (
+                usual if patience is not None else max(usual, 2 * self._read_window_length(number))
+            )
             if waited > last.total_seconds():
                 raise errors.UnavailableError(
                     f"Window {number} of {keys.run} was not merged in {last}: is there an "
@@ -329,15 +335,15 @@ class Participant:
                 )
             return False
 
-        while not self._ranks.first(merged):  # a collective does not wait for ever
+        while not self._ranks.run_on_first(merged):  # a collective does not wait for ever
             time.sleep(self._settings.gather.look.total_seconds())
         self.catch_up()
 
-    def _lasts(self, number: int) -> timedelta:
+    def _read_window_length(self, number: int) -> timedelta:
         """Return how long a window lasts: the aggregator may have been given other rules."""
         try:
             opening = self._settings.chain.opening(number)
-            return fetch(self._aggregator, opening, Opening).window
+            return fetch(self._aggregator, opening, WindowOpening).window
         except (errors.NotFoundError, errors.CorruptError):
             return self._settings.window
 
@@ -345,11 +351,13 @@ class Participant:
         """Give the model the weights and buffers of all, as they are after the last window."""
         held = self._model.held.weights
         with torch.no_grad():
-            for name, weight in self._ranks.each(lambda: self._weights(model)).items():
+            for name, weight in self._ranks.run_on_each(
+                lambda: self._select_weights(model)
+            ).items():
                 whole = torch.from_numpy(held[name]) if name in held else None  # pyright: ignore[reportUnknownMemberType]
-                self._ranks.spread(whole, weight, self._model.owners[name])
+                self._ranks.broadcast(whole, weight, self._model.owners[name])
 
-    def _weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    def _select_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the tensors of a model that the run's weights are, in the order of their names."""
         # What is not trained may be among them, and what is tied has two names.
         tensors = dict[str, torch.Tensor](model.named_buffers(remove_duplicate=False))
@@ -392,11 +400,13 @@ class Participant:
         self._submitted, self._sha256 = state["submitted"]["window"], state["submitted"]["sha256"]
         if 0 < self._submitted <= self._number:  # it was merged meanwhile, with it or without
             keys, window = self._settings.chain, self._submitted
-            self._settle(self._ranks.each(lambda: link_at(self._aggregator, keys, window)))
+            self._settle(self._ranks.run_on_each(lambda: read_link(self._aggregator, keys, window)))
 
     def _advance(self, number: int) -> None:
         keys, before = self._settings.chain, self._before
-        link = self._ranks.each(lambda: link_after(self._aggregator, keys, number, before))
+        link = self._ranks.run_on_each(
+            lambda: read_link_after(self._aggregator, keys, number, before)
+        )
         self._model.replay(self._aggregator, link)
         figures = {"window": link.window, "step": link.step}
         self._progress(Event("chain.applied", link.run, figures))
@@ -411,7 +421,7 @@ class Participant:
             self._feedback.give_back()
 
 
-def weights_of_model(model: torch.nn.Module, *, buffers: Sequence[str] = BUFFER_NAMES) -> State:
+def select_weights(model: torch.nn.Module, *, buffers: Sequence[str] = BUFFER_NAMES) -> WeightState:
     """Return the weights of a model as a run has them: what is trained, and buffers, in float32.
 
     Of a model that is sharded, all ranks call it, and each has all of it in memory.
@@ -423,10 +433,10 @@ def weights_of_model(model: torch.nn.Module, *, buffers: Sequence[str] = BUFFER_
     codec = Codec(buffers=tuple(buffers))
     tensors = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     tensors |= {name: value for name, value in model.named_buffers() if codec.is_buffer(name)}
-    return state_of({name: _whole(tensor) for name, tensor in tensors.items()})
+    return copy_state({name: _gather_tensor(tensor) for name, tensor in tensors.items()})
 
 
-def _whole(weight: torch.Tensor) -> torch.Tensor:
+def _gather_tensor(weight: torch.Tensor) -> torch.Tensor:
     """All of a tensor; of a sharded one, brought together: a collective."""
     weight = weight.detach()
     return cast("Any", weight).full_tensor() if is_distributed(weight) else weight

@@ -5,13 +5,17 @@ from dataclasses import dataclass
 from functools import partial
 
 from millrace import errors
-from millrace.gradients.backends.sharded_weights import Spread, here
+from millrace.gradients.backends.sharded_weights import ShardedWeights, hold_here
 from millrace.gradients.codec.payload import Payload
 from millrace.gradients.settings import BY_PLACE, MergeSettings
-from millrace.gradients.state import State
-from millrace.gradients.sync.chain import digest_of, names_and_shapes
-from millrace.gradients.sync.gather import Gathered, Window
-from millrace.gradients.sync.merge import Weights, apart, weights_of
+from millrace.gradients.state import WeightState
+from millrace.gradients.sync.chain import digest_update, list_names_and_shapes
+from millrace.gradients.sync.gather import GatheredWindow, Window
+from millrace.gradients.sync.merge import (
+    MergeWeights,
+    compute_merge_weights,
+    find_deviating_workers,
+)
 from millrace.keys import ChainKeys
 from millrace.progress import Event, Progress, silent
 from millrace.records import commit_once
@@ -28,7 +32,7 @@ from millrace.storage import Store
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ChainStep:
     """Changes that lead from one link to the next.
 
     Attributes:
@@ -47,9 +51,9 @@ class Step:
 def aggregate(
     store: Store,
     window: Window,
-    gathered: Gathered,
-    step: Step,
-    model: State | Spread,
+    gathered: GatheredWindow,
+    step: ChainStep,
+    model: WeightState | ShardedWeights,
     *,
     threads: int = 1,
     progress: Progress = silent,
@@ -75,9 +79,9 @@ def aggregate(
 
     After any error the weights are of no use any more: catch up from the chain.
     """
-    if isinstance(model, State):
+    if isinstance(model, WeightState):
         tensors = {uid: payload.tensors for uid, payload in gathered.taken.items()}
-        model = here(model, tensors, threads=threads)
+        model = hold_here(model, tensors, threads=threads)
     model.check(step.before)
     keys = ChainKeys(window.keys.run, window.keys.version)
     out = {
@@ -86,16 +90,16 @@ def aggregate(
     }
     payloads = dict(gathered.taken)
     if step.merge.rule in BY_PLACE:
-        for uid in apart(model.places(sorted(payloads))):
+        for uid in find_deviating_workers(model.places(sorted(payloads))):
             sentence = "It has other places than most, and the rule needs the same of all."
             out[uid] = ExcludedWorker(reason=Refusal.PLACES, sentence=sentence)
             del payloads[uid]
-    weights: Weights | None = None
+    weights: MergeWeights | None = None
     updates: tuple[Update, ...] = ()
     try:
         if payloads:
             products = partial(model.products, codec=window.codec)
-            weights = weights_of(payloads, step.merge, products=products)
+            weights = compute_merge_weights(payloads, step.merge, products=products)
     except errors.ConfigurationError as error:  # the window is over; the next may have more
         for uid in payloads:
             out[uid] = ExcludedWorker(reason=Refusal.QUORUM, sentence=str(error))
@@ -104,7 +108,7 @@ def aggregate(
     for update in updates:
         figures = {"window": window.number, "bytes": update.size}
         progress(Event("update.stored", update.key, figures))
-    names, shapes = names_and_shapes(window.shapes)
+    names, shapes = list_names_and_shapes(window.shapes)
     link = ChainLink(
         run=window.keys.run,
         window=window.number,
@@ -115,10 +119,10 @@ def aggregate(
         shapes=shapes,
         outer=step.outer,
         rule=step.merge.rule,
-        taken=_taken(payloads, weights),
+        taken=_list_merged_workers(payloads, weights),
         out=out,
         seconds=gathered.seconds,
-        previous=digest_of(step.before),
+        previous=digest_update(step.before),
         state=model.digest(),
     )
     commit = commit_once(store, keys.link(window.number), link)
@@ -130,7 +134,9 @@ def aggregate(
     return commit.record
 
 
-def _taken(payloads: Mapping[str, Payload], weights: Weights | None) -> dict[str, MergedWorker]:
+def _list_merged_workers(
+    payloads: Mapping[str, Payload], weights: MergeWeights | None
+) -> dict[str, MergedWorker]:
     """Return the workers that are in, with the weight of each."""
     if weights is None:
         return {}

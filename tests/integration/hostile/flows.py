@@ -66,18 +66,18 @@ from millrace.datasets import ExecutionSettings as ShardSettings
 from millrace.datasets import verify as verify_shards
 from millrace.gradients import (
     AggregatorSettings,
-    Beginning,
     Codec,
     GatherSettings,
+    InitialWeights,
     OuterKind,
     OuterOptimizer,
     Participant,
     RunSettings,
     aggregate_run,
     catch_up,
-    newest,
-    newest_state,
-    state_of,
+    copy_state,
+    find_newest_window,
+    load_newest_state,
 )
 from millrace.keys import MACHINES, CampaignKeys, CheckpointKeys, DatasetKeys, classify_key
 from millrace.progress import Event
@@ -345,7 +345,7 @@ def _change(model: torch.nn.Module, window: int, uid: str) -> None:
 
 
 def aggregator(site: Site) -> AggregatorSettings:
-    begin = Beginning(**dict(site.spec()), job="first")
+    begin = InitialWeights(**dict(site.spec()), job="first")
     return AggregatorSettings(
         run=RUN, store=site.spec(), workers=UIDS, begin=begin, until=LAST, every=1
     )
@@ -374,12 +374,12 @@ def _aggregate(site: Site) -> Any:
 
     with ThreadPoolExecutor(1) as pool:
         working = pool.submit(work)
-        while newest(store, RUN.chain) < 0 and not working.done():
+        while find_newest_window(store, RUN.chain) < 0 and not working.done():
             threading.Event().wait(0.05)
         everybody = {uid: Participant.join(RUN, uid, store, store) for uid in UIDS[:2]}
         models = {uid: _model() for uid in everybody}
         for window in range(1, LAST + 1):
-            turns = {uid: next(one.windows()) for uid, one in everybody.items()}
+            turns = {uid: next(one.iterate_windows()) for uid, one in everybody.items()}
             refused.clear()
             key = RUN.gradients.gradient(EVIL, window)
             genuine = site.genuine.get(RUN.gradients.gradient(UIDS[0], window), b"")
@@ -392,7 +392,7 @@ def _aggregate(site: Site) -> Any:
                 one.load(models[uid])
                 _change(models[uid], window, uid)
                 one.submit(models[uid])
-            while newest(store, RUN.chain) < window and not working.done():
+            while find_newest_window(store, RUN.chain) < window and not working.done():
                 threading.Event().wait(0.05)
         working.result()
     _tell_of_links(site, made, sent)
@@ -436,7 +436,7 @@ def _catch_up(site: Site) -> Any:
     model = _model()
     one.load(model)
     weights = b"".join(w.detach().numpy().tobytes() for w in model.parameters())
-    return [newest(store, RUN.chain), hashlib.sha256(weights).hexdigest()]
+    return [find_newest_window(store, RUN.chain), hashlib.sha256(weights).hexdigest()]
 
 
 def _forge(site: Site) -> None:
@@ -478,8 +478,8 @@ def _follow(site: Site) -> Any:
              if key in site.genuine]  # fmt: skip
     store = site.store()
     try:
-        newest_state(store, RUN.chain)
-        state = state_of(dict(_model().named_parameters()))
+        load_newest_state(store, RUN.chain)
+        state = copy_state(dict(_model().named_parameters()))
         catch_up(store, RUN.chain, state)
     except errors.MillraceError as error:
         site.said.append(str(error))
