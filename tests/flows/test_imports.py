@@ -45,9 +45,10 @@ def test_every_flow_task_and_block_loads_without_an_extra():
 
 def test_what_needs_an_extra_names_it():
     ended = _run("""
-from millrace import checkpoints, errors, gradients, training
+from millrace import checkpoints, errors, gradients
+from millrace.campaigns import worker
 
-for package, name in ((gradients, "iterate_links"), (checkpoints, "Saver"), (training, "Worker")):
+for package, name in ((gradients, "iterate_links"), (checkpoints, "Saver"), (worker, "Worker")):
     try:
         getattr(package, name)
     except errors.ConfigurationError as error:
