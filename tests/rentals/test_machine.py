@@ -294,7 +294,7 @@ def test_what_runs_in_a_machine_cannot_read_the_key_that_destroys_it(tmp_path: P
         "MILLRACE_OWNER_URL": (tmp_path / "owner.txt").as_uri(),
         "MILLRACE_SETUP": base64.b64encode(b"print('installed')").decode(),
         **{
-            name: base64.b64encode((REPOSITORY / "millrace/rentals" / text).read_bytes()).decode()
+            name: base64.b64encode((REPOSITORY / "millrace/rentals/guest" / text).read_bytes()).decode()
             for name, text in texts.items()
         },
     }  # fmt: skip
