@@ -286,6 +286,7 @@ print(found)
 
 def test_what_runs_in_a_machine_cannot_read_the_key_that_destroys_it(tmp_path: Path) -> None:
     key = secrets.token_hex(32)
+    guest = REPOSITORY / "millrace/rentals/guest"
     texts = {"MILLRACE_TRAFFIC": "traffic.py", "MILLRACE_WATCHDOG": "watchdog.py"}
     environment = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(tmp_path),
@@ -294,11 +295,11 @@ def test_what_runs_in_a_machine_cannot_read_the_key_that_destroys_it(tmp_path: P
         "MILLRACE_OWNER_URL": (tmp_path / "owner.txt").as_uri(),
         "MILLRACE_SETUP": base64.b64encode(b"print('installed')").decode(),
         **{
-            name: base64.b64encode((REPOSITORY / "millrace/rentals/guest" / text).read_bytes()).decode()
+            name: base64.b64encode((guest / text).read_bytes()).decode()
             for name, text in texts.items()
         },
     }  # fmt: skip
-    script = (REPOSITORY / "millrace/rentals/guest/onstart.sh").read_text()
+    script = (guest / "onstart.sh").read_text()
     machine = subprocess.Popen(  # as the provider, whose own process ends with the script
         ["bash", "-c", script], env=environment, cwd=tmp_path, start_new_session=True
     )
