@@ -324,10 +324,15 @@ def _watching(session: int) -> list[int] | None:
         int(process.name)
         for process in Path("/proc").glob("[0-9]*")
         if _session(process) == session
-        and b"MILLRACE_WATCHDOG" in _read(process / "cmdline")
+        and _runs_the_watchdog(_read(process / "cmdline").split(b"\0"))
         and _read(process / "stat").split(b") ")[-1][:1] != b"Z"
     ]
     return found if len(found) == 2 else None
+
+
+def _runs_the_watchdog(command: list[bytes]) -> bool:
+    """Tell Python from the copies of bash before their exec, which bear the whole script."""
+    return command[0] == b"python3" and b"MILLRACE_WATCHDOG" in command[-2]
 
 
 def _read(path: Path) -> bytes:
