@@ -228,20 +228,20 @@ def _boto3_put(place: dict[str, Any], state: dict[str, Any], step: int) -> Calla
 def _sender(place: dict[str, Any], step: int) -> Callable[[Path], object]:
     if place["name"] == "folder":
         return lambda local: shutil.copyfile(local, f"{place['folder']}/boto3-{step}")
-    from millrace.storage import boto3_client
+    from millrace.storage import make_boto3_client
 
-    client = boto3_client(_store(place))
+    client = make_boto3_client(_store(place))
     return lambda local: client.upload_file(str(local), place["bucket"], f"boto3-{step}")
 
 
 def _boto3_get(place: dict[str, Any], step: int) -> Callable[[], dict[str, Any]]:
     from safetensors.torch import load_file
 
-    from millrace.storage import boto3_client
+    from millrace.storage import make_boto3_client
 
     if place["name"] == "folder":
         return lambda: _read_in(load_file(f"{place['folder']}/boto3-{step}"))
-    client, local = boto3_client(_store(place)), Path(place["scratch"]) / f"{step}.safetensors"
+    client, local = make_boto3_client(_store(place)), Path(place["scratch"]) / f"{step}.safetensors"
 
     def run() -> dict[str, Any]:
         client.download_file(place["bucket"], f"boto3-{step}", str(local))

@@ -34,16 +34,16 @@ import obstore
 
 from benchmarks.common import Results, measured, options, rotated, show
 from benchmarks.endless import Endless
-from millrace.cleanup import CleanSettings, Rule, What, execute, make_plan
+from millrace.cleanup import CleanupKind, CleanupSettings, Rule, execute, make_plan
 from millrace.keys import GradientKeys
-from millrace.storage import Store, StoreSpec, boto3_client, list_objects, open_store, put
+from millrace.storage import Store, StoreSpec, list_objects, make_boto3_client, open_store, put
 from millrace.testing.rgw import RGW
 from tests.stores import credentials
 
 SYSTEMS = ("millrace", "s5cmd", "boto3", "floor")
 CAPACITY = 12 << 30  # of the server's disk
 WORKERS = 8
-RULE = Rule(what=(What.GRADIENTS,), older_than=timedelta(0))
+RULE = Rule(kinds=(CleanupKind.GRADIENTS,), older_than=timedelta(0))
 MILLION = 1_000_000
 
 
@@ -69,7 +69,7 @@ def one_run(rgw: RGW, bucket: str, system: str, objects: int, results: Results) 
     spec = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=credentials(rgw.full))
     fill(open_store(spec), objects)
     run = {"millrace": millrace, "s5cmd": by_s5cmd, "boto3": by_boto3, "floor": floor}[system]
-    figures = measured(run, spec.reveal()).figures
+    figures = measured(run, spec.reveal_secrets()).figures
     left = sum(not stat.key.startswith("_clean/") for stat in list_objects(open_store(spec)))
     if left or figures.pop("objects") != objects:
         raise RuntimeError(f"{system} left {left} objects, or did not see all of them.")
@@ -90,7 +90,7 @@ def millrace(told: dict[str, Any]) -> dict[str, float]:
     began = time.perf_counter()
     count = sum(1 for _ in list_objects(open_store(spec)))
     listed = time.perf_counter() - began
-    config = CleanSettings(store=spec, rules=(RULE,))
+    config = CleanupSettings(store=spec, rules=(RULE,))
     began = time.perf_counter()
     plan = make_plan(config)
     planned = time.perf_counter() - began
@@ -125,7 +125,7 @@ def by_s5cmd(told: dict[str, Any]) -> dict[str, float]:
 
 def by_boto3(told: dict[str, Any]) -> dict[str, float]:
     store = open_store(StoreSpec.model_validate(told))
-    client, bucket = boto3_client(store), store.location.bucket
+    client, bucket = make_boto3_client(store), store.location.bucket
     began = time.perf_counter()
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket)
     keys = [stat.get("Key", "") for page in pages for stat in page.get("Contents", [])]
@@ -168,7 +168,7 @@ def plan_many(endpoint: str, objects: int) -> dict[str, float]:
         }
     )
     began = time.perf_counter()
-    plan = make_plan(CleanSettings(store=spec, rules=(RULE,)))
+    plan = make_plan(CleanupSettings(store=spec, rules=(RULE,)))
     if plan.objects != objects:
         raise RuntimeError(f"{plan.objects} of {objects} keys are in the plan.")
     return {"s": time.perf_counter() - began}

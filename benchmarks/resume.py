@@ -1,8 +1,8 @@
 """Time until a killed run goes on: Millrace, and the usual way of reading again and skipping.
 
 Run it with ``python -m benchmarks.resume [--quick] [--json FILE]``. One file of JSON lines is one
-split, so that going on is a seek inside it. A run is killed with SIGKILL, worker and all, when it
-has committed 10, 50 and 90 % of the rows, and started again.
+partition, so that going on is a seek inside it. A run is killed with SIGKILL, worker and all, when
+it has committed 10, 50 and 90 % of the rows, and started again.
 
 - ``millrace``: until ``shard.half`` is reported: 4 MiB of new samples are encoded, so the first
   one is.

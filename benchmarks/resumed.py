@@ -20,10 +20,10 @@ def shard_on(job: dict[str, Any]) -> None:
     from pydantic import ByteSize
 
     from millrace.datasets import (
-        CutSettings,
         ExecutionSettings,
         PipelineSettings,
-        SourcePlace,
+        ShardingSettings,
+        SourceLocation,
         run_pipeline,
     )
     from millrace.progress import Event
@@ -31,10 +31,10 @@ def shard_on(job: dict[str, Any]) -> None:
 
     config = PipelineSettings(
         dataset="text",
-        source=SourcePlace(**job["source"], columns={"txt": "text"}),
+        source=SourceLocation(**job["source"], columns={"txt": "text"}),
         store=StoreSpec(**job["store"]),
-        cut=CutSettings(shard_bytes=ByteSize(SHARD), split_bytes=ByteSize(1 << 40)),
-        run=ExecutionSettings(workers=1),
+        sharding=ShardingSettings(shard_bytes=ByteSize(SHARD), partition_bytes=ByteSize(1 << 40)),
+        execution=ExecutionSettings(workers=1),
     )
     called = time.perf_counter()
 

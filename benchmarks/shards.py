@@ -44,10 +44,10 @@ from benchmarks.corpus import write_jsonl
 from benchmarks.endless import Endless
 from millrace import run_pipeline
 from millrace.datasets import (
-    CutSettings,
     ExecutionSettings,
     PipelineSettings,
-    SourcePlace,
+    ShardingSettings,
+    SourceLocation,
     plan_dataset,
 )
 from millrace.datasets.sources import SourceKind
@@ -114,9 +114,9 @@ class Target:
         return [key for key in self.listed() if key.endswith(".tar")]
 
 
-def run_millrace(source: Path, target: Target, split: int) -> dict[str, float]:
+def run_millrace(source: Path, target: Target, partition: int) -> dict[str, float]:
     """Shard a folder of JSON lines with Millrace."""
-    config = _pipeline(source, target, split)
+    config = _pipeline(source, target, partition)
     cpu, began = Cpu(), time.perf_counter()
     report = run_pipeline(config)
     wall, spent = time.perf_counter() - began, cpu.spent()
@@ -202,7 +202,7 @@ def run_planning(endpoint: str) -> dict[str, float]:
     credentials = Credentials(access_key_id="a", secret_access_key=SecretStr("s"))
     store = StoreSpec(url="s3://bucket", endpoint=endpoint, credentials=credentials)
     config = PipelineSettings(
-        dataset="d", source=SourcePlace(kind=SourceKind.FILES, **dict(store)), store=store
+        dataset="d", source=SourceLocation(kind=SourceKind.FILES, **dict(store)), store=store
     )
     cpu, began = Cpu(), time.perf_counter()
     files = plan_dataset(config).source.files
@@ -215,7 +215,7 @@ def _figures(size: int, wall: float, cpu: float) -> dict[str, float]:
 
 
 def _pipeline(
-    source: Path, target: Target, split: int, *, folder: Path | None = None
+    source: Path, target: Target, partition: int, *, folder: Path | None = None
 ) -> PipelineSettings:
     if folder is None:
         credentials = Credentials(
@@ -228,10 +228,10 @@ def _pipeline(
         store = StoreSpec(url=folder.as_uri())
     return PipelineSettings(
         dataset=target.prefix,
-        source=SourcePlace(url=source.as_uri(), columns={"txt": "text"}),
+        source=SourceLocation(url=source.as_uri(), columns={"txt": "text"}),
         store=store,
-        cut=CutSettings(shard_bytes=ByteSize(SHARD), split_bytes=ByteSize(split)),
-        run=ExecutionSettings(workers=WORKERS, uploads=UPLOADS),
+        sharding=ShardingSettings(shard_bytes=ByteSize(SHARD), partition_bytes=ByteSize(partition)),
+        execution=ExecutionSettings(workers=WORKERS, uploads=UPLOADS),
     )
 
 
@@ -278,9 +278,9 @@ class Bench:
         source, ready = self._folder / "source", self._folder / "ready"
         size = work.quick if self._quick else work.size
         rows = write_jsonl(source / "text.jsonl", characters=work.characters, size=size)
-        split = size // WORKERS
+        partition = size // WORKERS
         # The shards that the floor sends.
-        run_pipeline(_pipeline(source, self._target("ready"), split, folder=ready))
+        run_pipeline(_pipeline(source, self._target("ready"), partition, folder=ready))
         seen: dict[str, tuple[int, str]] = {}
         for repeat in range(1 if self._quick else 3):
             for system in rotated(SYSTEMS, repeat):
@@ -288,7 +288,7 @@ class Bench:
                 _read_through(source)
                 match system:
                     case "millrace":
-                        cost = measured(run_millrace, source, target, split)
+                        cost = measured(run_millrace, source, target, partition)
                     case "webdataset":
                         cost = measured(run_webdataset, source, target)
                     case _:

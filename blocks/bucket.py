@@ -1,4 +1,4 @@
-"""A bucket: a place in an object store, and who we are to it."""
+"""Block of a bucket with a role and credentials."""
 
 from enum import StrEnum
 from typing import Any, ClassVar, Literal
@@ -15,7 +15,7 @@ from pydantic import (
 
 from millrace import errors
 from millrace.storage import Backend, Credentials, Location, Right, Store, StoreSpec, open_store
-from millrace.storage import check as check_store
+from millrace.storage import check_access as check_store
 
 _HIDDEN = "*" * 8
 
@@ -29,9 +29,9 @@ class BucketRole(StrEnum):
 
 
 class Bucket(Block):
-    """A bucket with a role, and one key pair for reading and one for writing it.
+    """A bucket with a role, and one key pair for reading and one for writing.
 
-    A flow opens it with the right that it needs and gets no more than that.
+    A flow opens the bucket with the right that it needs and gets no other right.
 
     Example:
         Open a bucket for reading:
@@ -64,8 +64,7 @@ store = bucket.open("read")
     role: BucketRole = Field(description="Purpose of the bucket.")
     url: str = Field(
         description="URL of the bucket: `r2://account/bucket`, `s3://bucket` or `gs://bucket`, "
-        "with "
-        "`/prefix` after it if the role has only a part of the bucket."
+        "with `/prefix` after it if the role has only a part of the bucket."
     )
     account_id: str | None = Field(
         default=None,
@@ -76,8 +75,8 @@ store = bucket.open("read")
         default=None,
         repr=False,
         title="Read credentials",
-        description="A key pair that may list and read. With neither pair, the environment of "
-        "whoever opens the bucket is asked.",
+        description="A key pair that may list and read. With neither pair, the environment of the "
+        "process that opens the bucket is used.",
     )
     write_credentials: AwsCredentials | None = Field(
         default=None,
@@ -93,75 +92,77 @@ store = bucket.open("read")
 
     @field_validator("url")
     @classmethod
-    def _names_a_store(cls, url: str) -> str:
+    def _check_url(cls, url: str) -> str:
         if "://" not in url:
             raise ValueError("write r2://account/bucket, s3://bucket, gs://bucket or file:///path")
         return url
 
     @field_serializer("read_credentials", "write_credentials", mode="wrap")
-    def _without_token(
+    def _hide_session_token(
         self, value: Any, handler: SerializerFunctionWrapHandler, info: SerializationInfo
     ) -> Any:
-        # prefect-aws does not take a session token for a secret.
+        # prefect-aws does not treat a session token as a secret.
         data = handler(value)
         if isinstance(data, dict) and not (info.context or {}).get("include_secrets"):
             return {**data, "aws_session_token": data.get("aws_session_token") and _HIDDEN}
         return data
 
-    def spec(self, right: Right | Literal["read", "write"]) -> StoreSpec:
-        """Return where the bucket is, with the credentials for one right.
+    def make_spec(self, right: Right | Literal["read", "write"]) -> StoreSpec:
+        """Return the store of the bucket, with the credentials for one right.
 
         Raises:
-            ConfigurationError: The block has no such credentials, or they are of a kind that
-                does not work outside of this process.
+            ConfigurationError: The block has no such credentials, or their kind does not work
+                outside of this process.
         """
-        return self._spec(self.url, Right(right))
+        return self._make_spec_for_url(self.url, Right(right))
 
     def open(self, right: Right | Literal["read", "write"]) -> Store:
-        """Return the bucket's store, with just this right. Nothing is sent yet.
+        """Return the bucket's store, with only this right. Nothing is sent yet.
 
         Raises:
-            ConfigurationError: As for `spec`.
+            ConfigurationError: As for `make_spec`.
         """
-        return open_store(self.spec(right), make_folder=Right(right) is Right.WRITE)
+        return open_store(self.make_spec(right), make_folder=Right(right) is Right.WRITE)
 
     def check(self, right: Right | Literal["read", "write"], scope: str = "") -> None:
-        """Make sure that the credentials may do what they are for. At most five small requests.
+        """Check that the credentials have their right, with at most five small requests.
 
         Args:
-            right: Which credentials.
-            scope: The prefix that will be worked under, such as a dataset's name.
+            right: Right of the credentials to check.
+            scope: Prefix that a run works below, such as a dataset's name.
 
         Raises:
-            DeniedError: They may not.
-            ConfigurationError: As for `spec`.
+            DeniedError: The credentials lack the right.
+            ConfigurationError: As for `make_spec`.
         """
         try:
             check_store(self.open(right), Right(right), scope)
         except errors.DeniedError as error:
             raise errors.DeniedError(
-                f"{error} They are the {Right(right)} credentials of {self._called}: correct "
+                f"{error} They are the {Right(right)} credentials of {self._display_name}: correct "
                 "them there (`millrace setup` writes them from R2_* variables)."
             ) from error
 
-    def mirror_specs(self) -> list[StoreSpec]:
+    def make_mirror_specs(self) -> list[StoreSpec]:
         """Return the mirrors, with their read credentials.
 
         Raises:
-            ConfigurationError: As for `spec`.
+            ConfigurationError: As for `make_spec`.
             ValueError: A mirror is the name of a block that does not exist.
         """
         return [
-            self._spec(mirror, Right.READ) if "://" in mirror else _named(mirror).spec(Right.READ)
+            self._make_spec_for_url(mirror, Right.READ)
+            if "://" in mirror
+            else _load_bucket(mirror).make_spec(Right.READ)
             for mirror in self.mirrors
         ]
 
     @property
-    def _called(self) -> str:
+    def _display_name(self) -> str:
         name = self._block_document_name
         return f"the Millrace Bucket block {name!r}" if name else f"the bucket {self.url}"
 
-    def _spec(self, url: str, right: Right) -> StoreSpec:
+    def _make_spec_for_url(self, url: str, right: Right) -> StoreSpec:
         spec = StoreSpec(url=url, account_id=self.account_id)
         backend = Location.parse(url, account_id=self.account_id).backend
         if backend not in {Backend.S3, Backend.R2}:
@@ -173,34 +174,34 @@ store = bucket.open("read")
             if other is None:
                 return spec
             raise errors.ConfigurationError(
-                f"To {right} {url}, {right} credentials are needed, and {self._called} has none: "
-                f"add them there, or run `millrace setup`."
+                f"To {right} {url}, {right} credentials are needed, and {self._display_name} has "
+                f"none: add them there, or run `millrace setup`."
             )
-        return spec.model_copy(update=self._known(chosen, right))
+        return spec.model_copy(update=self._convert_credentials(chosen, right))
 
-    def _known(self, aws: AwsCredentials, right: Right) -> dict[str, Any]:
+    def _convert_credentials(self, aws: AwsCredentials, right: Right) -> dict[str, Any]:
         """Return the fields of a `StoreSpec` that a prefect-aws block holds."""
         if aws.assume_role_arn or aws.profile_name or not aws.aws_access_key_id:
             raise errors.ConfigurationError(
-                f"The {right} credentials of {self._called} need an access key id and its secret: "
-                "a profile or an assumed role does not reach the processes that do the work."
+                f"The {right} credentials of {self._display_name} need an access key id and its "
+                "secret: a profile or an assumed role does not reach the worker processes."
             )
         if aws.aws_session_token:
             raise errors.ConfigurationError(
-                f"The {right} credentials of {self._called} have a session token. Prefect does not "
-                "take it for a secret and shows it in its events, and it ends within hours: use a "
-                "lasting key, for this bucket only."
+                f"The {right} credentials of {self._display_name} have a session token. Prefect "
+                "shows the token in its events, and the token ends within hours: use a lasting "
+                "key, for this bucket only."
             )
         client = aws.aws_client_parameters
         if client.verify is False:
             raise errors.ConfigurationError(
-                f"The {right} credentials of {self._called} turn the verification of TLS off: "
-                "name the authority's certificate instead (Certificate Authority Bundle)."
+                f"The {right} credentials of {self._display_name} turn the verification of TLS "
+                "off: name the authority's certificate instead (Certificate Authority Bundle)."
             )
         secret = aws.aws_secret_access_key
         if secret is None:
             raise errors.ConfigurationError(
-                f"The {right} credentials of {self._called} have no secret access key."
+                f"The {right} credentials of {self._display_name} have no secret access key."
             )
         return {
             "credentials": Credentials(
@@ -213,5 +214,5 @@ store = bucket.open("read")
         }
 
 
-def _named(name: str) -> Bucket:
+def _load_bucket(name: str) -> Bucket:
     return Bucket.load(name)  # pyright: ignore[reportReturnType] - sync here

@@ -1,7 +1,7 @@
-"""``millrace deploy``: put the flows on a Prefect server, and first what their deployments need.
+"""``millrace deploy``: deploy the flows to a Prefect server, with the objects that they need.
 
-Prefect looks for the work pool before anything of ours runs, so `prefect deploy --all` alone ends
-with an error on a server that was not set up.
+Prefect looks for the work pool first, so `prefect deploy --all` alone ends with an error on a
+server that was not set up.
 """
 
 import subprocess
@@ -13,48 +13,48 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 
 from blocks.bucket import Bucket, BucketRole
-from blocks.limits import POOL
+from blocks.server_names import WORK_POOL
 from blocks.setup import SetupOutcome, connect, describe_refusal, make_essentials, register_types
 from millrace import errors
 
-_FILE = Path("prefect.yaml")
+_DEPLOYMENTS_FILE = Path("prefect.yaml")
 
 
 @click.command()
 def deploy() -> None:
     """Deploy all flows of prefect.yaml to the Prefect server at PREFECT_API_URL.
 
-    Makes what is missing and is the same for everybody: types of blocks, limits, the work pool.
-    Blocks hold credentials: `millrace setup` makes them, before or after.
+    Creates the missing types of blocks, the limits and the work pool first. Blocks hold
+    credentials: `millrace setup` creates them, before or after.
     """
     try:
-        if not _FILE.is_file():
+        if not _DEPLOYMENTS_FILE.is_file():
             raise errors.ConfigurationError(
-                f"There is no {_FILE} in {Path.cwd()}. Run this in the folder that Millrace was "
-                "cloned to."
+                f"There is no {_DEPLOYMENTS_FILE} in {Path.cwd()}. Run this command in the clone "
+                "of Millrace."
             )
         with connect() as client:
             register_types()
-            for what, outcome in make_essentials(client):
-                if outcome is not SetupOutcome.SAME:
-                    click.echo(f"{what}: {outcome}")
-            missing = _missing_blocks(client)
+            for item, outcome in make_essentials(client):
+                if outcome is not SetupOutcome.UNCHANGED:
+                    click.echo(f"{item}: {outcome}")
+            missing = _find_missing_blocks(client)
     except errors.MillraceError as error:
         raise click.ClickException(str(error)) from None
     except PrefectHTTPStatusError as error:
         raise click.ClickException(describe_refusal(error)) from None
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
     if subprocess.run(command, check=False).returncode:
-        raise click.ClickException("Not everything was deployed: Prefect says above what failed.")
+        raise click.ClickException("Some flows were not deployed: see the errors of Prefect above.")
     if missing:
         click.echo(
             f"Missing blocks: {', '.join(missing)}. Runs that need them say so and do nothing, or "
             "fail. `millrace setup` makes them from the variables of .env.example."
         )
-    click.echo("Next: prefect worker start --pool " + POOL)
+    click.echo("Next: prefect worker start --pool " + WORK_POOL)
 
 
-def _missing_blocks(client: SyncPrefectClient) -> list[str]:
+def _find_missing_blocks(client: SyncPrefectClient) -> list[str]:
     """Return the blocks of buckets that prefect.yaml names and the server does not have."""
     slug, missing = Bucket.get_block_type_slug(), list[str]()
     for role in BucketRole:

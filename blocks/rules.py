@@ -12,7 +12,7 @@ class CleaningRules(Block):
     """Rules for what is deleted from a bucket, and what is never deleted.
 
     Example:
-        Clean by them:
+        Clean a bucket by the rules:
         ```python
         from blocks import CleaningRules
         from flows.clean_bucket import clean_bucket
@@ -31,7 +31,7 @@ class CleaningRules(Block):
     _documentation_url: ClassVar[Any] = (
         "https://packaging.python.org/specifications/version-specifiers/"
     )
-    _description = "What may be deleted from a bucket, and what never goes."
+    _description = "Rules for what is deleted from a bucket, and what is never deleted."
     _code_example = """
 from blocks import CleaningRules
 from flows.clean_bucket import clean_bucket
@@ -44,7 +44,7 @@ clean_bucket("gradients", rules)
         description="Rules for what is deleted. An object is deleted by the first rule whose "
         "conditions it all meets."
     )
-    pinned: list[str] = Field(
+    pins: list[str] = Field(
         default_factory=list,
-        description="Keys and folders that never go, nor what is below them.",
+        description="Keys and folders that are never deleted, with all that is below them.",
     )

@@ -1,6 +1,6 @@
-"""``millrace setup``: put on a Prefect server what the flows need there.
+"""``millrace setup``: create the objects that the flows need on a Prefect server.
 
-Run again, it changes what the environment now says otherwise, and nothing else.
+A second run changes only objects that differ from the environment.
 """
 
 import asyncio
@@ -29,31 +29,32 @@ from prefect_aws import AwsCredentials
 from pydantic import SecretStr
 
 from blocks.bucket import Bucket, BucketRole
-from blocks.environment import BucketSettings, buckets_of
+from blocks.environment import BucketSettings, read_buckets
 from blocks.hugging_face import HuggingFaceCredentials
-from blocks.limits import POOL, TAG, UPLOADS
 from blocks.rules import CleaningRules
+from blocks.server_names import TAG, UPLOAD_LIMIT, WORK_POOL
 from blocks.vast import VastCredentials
 from millrace import errors
 from millrace.storage import Right
 
-_SLOTS = 32
-_HEARTBEAT = timedelta(seconds=30)
+_DEFAULT_SLOTS = 32
+_HEARTBEAT_INTERVAL = timedelta(seconds=30)
 _ZOMBIES = "millrace-zombies"
 _NOTICES = "millrace-notices"
-_NOTIFY = "MILLRACE_NOTIFY_URL"
-_BROKEN = {  # what a chat takes for a link, an element or a call of people, and what it becomes
+_NOTIFY_VARIABLE = "MILLRACE_NOTIFY_URL"
+_REPLACEMENTS = {  # for texts that a chat takes for a link, an element or a mention
     "&": "&amp;", "<": "&lt;", ">": "&gt;", "://": ": //", "www.": "www .", "WWW.": "WWW .",
     "@": "@ ", "](": "] (", "\\n": " ",
     **dict.fromkeys("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069", ""),
 }  # fmt: skip
-_SAID = 'flow_run.state.message | default("", true) | truncate(500, true, "…", 0)' + "".join(
-    f' | replace("{each}", "{instead}")' for each, instead in _BROKEN.items()
+_FAILURE_REASON = (
+    'flow_run.state.message | default("", true) | truncate(500, true, "…", 0)'
+    + "".join(f' | replace("{each}", "{instead}")' for each, instead in _REPLACEMENTS.items())
 )
-"""The reason of a failure in a notice: stores and machines have a part in it."""
-_HOUSEKEEPING = (
+"""Reason of a failure in a notice, with text from stores and machines."""
+_HOUSEKEEPING_FLOWS = (
     "abort-uploads", "audit-access", "clean-bucket", "clean-versions", "delete-gathers",
-    "reap-instances", "verify-checkpoints", "verify-datasets", "wipe-bucket",
+    "reap-machines", "verify-checkpoints", "verify-datasets", "wipe-bucket",
 )  # fmt: skip
 
 B = TypeVar("B", bound=Block)
@@ -62,9 +63,9 @@ B = TypeVar("B", bound=Block)
 class SetupOutcome(StrEnum):
     """Result of creating one object on the server."""
 
-    MADE = "made"
-    CHANGED = "changed"
-    SAME = "as it was"
+    CREATED = "created"
+    UPDATED = "updated"
+    UNCHANGED = "unchanged"
 
 
 @click.command()
@@ -75,29 +76,29 @@ class SetupOutcome(StrEnum):
     multiple=True,
     help="Only this bucket. May be given several times; all three otherwise.",
 )
-@click.option("--without-buckets", is_flag=True, help="Only what is the same for everybody.")
+@click.option("--without-buckets", is_flag=True, help="Only objects without credentials.")
 @click.option(
     "--right",
     "rights",
     type=click.Choice([right.value for right in Right]),
     multiple=True,
-    help="Only these credentials, for who may not write, say. Both otherwise.",
+    help="Only these credentials, for a user without write access, say. Both otherwise.",
 )
 @click.option(
     "--uploads",
     type=click.IntRange(min=1),
-    help=f"Shards that all runs together upload at once (the limit {UPLOADS}); "
-    f"{_SLOTS} when it is made.",
+    help=f"Shards that all runs together upload at once (the limit {UPLOAD_LIMIT}); "
+    f"{_DEFAULT_SLOTS} when the limit is created.",
 )
-@click.option("--check", "checking", is_flag=True, help="Try out what the credentials may do.")
-@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+@click.option("--check", is_flag=True, help="Check the rights of the credentials.")
+@click.option("--dry-run", is_flag=True, help="Show the changes, and change nothing.")
 def setup(
     *,
     roles: tuple[str, ...],
     without_buckets: bool,
     rights: tuple[str, ...],
     uploads: int | None,
-    checking: bool,
+    check: bool,
     dry_run: bool,
 ) -> None:
     """Put blocks, limits and a work pool on the Prefect server at PREFECT_API_URL.
@@ -108,31 +109,34 @@ def setup(
     as the role. R2_ENDPOINT is another S3 endpoint than R2's own. R2_DATASET_BUCKET_LIST names
     further buckets with the same datasets: a JSON list of URLs, or of {"account_id", "name",
     "credentials": {"read": {"access_key_id", "secret_access_key"}}}, or a file with one.
-    VAST_API_KEY and HF_TOKEN make blocks if they are set. MILLRACE_NOTIFY_URL is told, by an
-    automation, when an audit or a cleaning fails: a webhook of Slack's kind.
+    VAST_API_KEY and HF_TOKEN make blocks if they are set. MILLRACE_NOTIFY_URL is a webhook of
+    Slack's kind: an automation calls it when an audit or a cleaning fails.
     """
-    chosen = [] if without_buckets else [BucketRole(role) for role in roles] or list(BucketRole)
-    allowed = [Right(right) for right in rights] or list(Right)
+    chosen_roles = (
+        [] if without_buckets else [BucketRole(role) for role in roles] or list(BucketRole)
+    )
+    chosen_rights = [Right(right) for right in rights] or list(Right)
     try:
-        buckets = buckets_of(os.environ, chosen, allowed)
+        buckets = read_buckets(os.environ, chosen_roles, chosen_rights)
         with connect() as client:
-            for what, outcome in _set_up(client, buckets, uploads, dry_run=dry_run):
-                would = "would be " if dry_run and outcome is not SetupOutcome.SAME else ""
-                click.echo(f"{what}: {would}{outcome}")
-        if checking:
-            _try_out(buckets, allowed)
+            for item, outcome in _create_objects(client, buckets, uploads, dry_run=dry_run):
+                would = "would be " if dry_run and outcome is not SetupOutcome.UNCHANGED else ""
+                click.echo(f"{item}: {would}{outcome}")
+        if check:
+            _check_credentials(buckets, chosen_rights)
     except errors.MillraceError as error:
         raise click.ClickException(str(error)) from None
     except PrefectHTTPStatusError as error:
         raise click.ClickException(describe_refusal(error)) from None
-    click.echo("Next: millrace deploy, then: prefect worker start --pool " + POOL)
+    click.echo("Next: millrace deploy, then: prefect worker start --pool " + WORK_POOL)
 
 
 def connect() -> SyncPrefectClient:
     """Return a client of the server at PREFECT_API_URL.
 
     Raises:
-        ConfigurationError: No server is named, or it does not answer.
+        ConfigurationError: No server is named.
+        UnavailableError: The server does not answer.
     """
     url = PREFECT_API_URL.value()
     if not url:
@@ -151,8 +155,8 @@ def connect() -> SyncPrefectClient:
         not PREFECT_API_AUTH_STRING.value()
     ):
         click.echo(
-            f"Careful: {url} is asked without a password, and a Prefect server without one gives "
-            "every secret to whoever reaches it. Set PREFECT_SERVER_API_AUTH_STRING on the server "
+            f"Warning: {url} is used without a password, and a Prefect server without one gives "
+            "every secret to all that reach it. Set PREFECT_SERVER_API_AUTH_STRING on the server "
             "and PREFECT_API_AUTH_STRING here.",
             err=True,
         )
@@ -160,14 +164,14 @@ def connect() -> SyncPrefectClient:
 
 
 def describe_refusal(error: PrefectHTTPStatusError) -> str:
-    """Return what an error of the server means, as a sentence."""
+    """Return a sentence for an error of the server."""
     code = error.response.status_code
     if code in {401, 403}:
         return "The Prefect server wants a password: set PREFECT_API_AUTH_STRING to it."
     return f"The Prefect server answered {code} to {error.request.method} {error.request.url}."
 
 
-def _set_up(
+def _create_objects(
     client: SyncPrefectClient,
     buckets: list[BucketSettings],
     uploads: int | None,
@@ -177,121 +181,126 @@ def _set_up(
     if not dry_run:
         register_types()
     for bucket in buckets:
-        yield from _bucket(bucket, dry_run=dry_run)
-    for block, name in _accounts(os.environ):
+        yield from _save_bucket(bucket, dry_run=dry_run)
+    for block, name in _read_account_blocks(os.environ):
         yield (
             f"block {type(block).get_block_type_slug()}/{name}",
-            _save(block, name, dry_run=dry_run)[1],
+            _save_block(block, name, dry_run=dry_run)[1],
         )
     yield from make_essentials(client, uploads, dry_run=dry_run)
-    if url := os.environ.get(_NOTIFY):
-        block, outcome = _save(Webhook(url=SecretStr(url)), _NOTICES, dry_run=dry_run)
+    if url := os.environ.get(_NOTIFY_VARIABLE):
+        block, outcome = _save_block(Webhook(url=SecretStr(url)), _NOTICES, dry_run=dry_run)
         yield f"block webhook/{_NOTICES}", outcome
         saved = block._block_document_id  # noqa: SLF001 - None where a dry run has not saved it
         if saved is not None:
-            outcome = _automation(client, notices(saved), dry_run=dry_run)
+            outcome = _save_automation(client, make_notice_automation(saved), dry_run=dry_run)
         yield f"automation {_NOTICES}", outcome
 
 
 def make_essentials(
     client: SyncPrefectClient, uploads: int | None = None, *, dry_run: bool = False
 ) -> Iterator[tuple[str, SetupOutcome]]:
-    """Make what every run needs on a server and holds no credentials.
+    """Create the objects that every run needs on a server and that hold no credentials.
 
     Args:
         client: Client of the server.
-        uploads: Slots of the limit on uploads; by default as many as it has, or 32.
-        dry_run: Whether only to find out what would be done.
+        uploads: Slots of the limit on uploads; by default its current slots, or 32.
+        dry_run: Whether to change nothing.
 
     Yields:
-        Each thing, and what became of it.
+        The name of each object, and its outcome.
     """
-    yield f"limit {UPLOADS}", _limit(client, uploads, dry_run=dry_run)
-    yield f"work pool {POOL}", _pool(client, dry_run=dry_run)
-    yield f"automation {_ZOMBIES}", _automation(client, zombies(), dry_run=dry_run)
+    yield f"limit {UPLOAD_LIMIT}", _set_upload_limit(client, uploads, dry_run=dry_run)
+    yield f"work pool {WORK_POOL}", _create_work_pool(client, dry_run=dry_run)
+    yield (
+        f"automation {_ZOMBIES}",
+        _save_automation(client, make_zombie_automation(), dry_run=dry_run),
+    )
 
 
 def register_types() -> None:
-    """Register the types of our blocks, and keep their forms up to date."""
+    """Register the types of Millrace's blocks, and update their forms."""
     for kind in (AwsCredentials, Bucket, CleaningRules, HuggingFaceCredentials, VastCredentials):
         kind.register_type_and_schema()
 
 
-def _bucket(wanted: BucketSettings, *, dry_run: bool) -> Iterator[tuple[str, SetupOutcome]]:
+def _save_bucket(wanted: BucketSettings, *, dry_run: bool) -> Iterator[tuple[str, SetupOutcome]]:
     credentials: dict[Right, AwsCredentials] = {}
-    for right, pair in wanted.pairs.items():
+    for right, pair in wanted.key_pairs.items():
         name = f"{wanted.name}-{right}"
-        credentials[right], outcome = _save(pair, name, dry_run=dry_run)
+        credentials[right], outcome = _save_block(pair, name, dry_run=dry_run)
         yield f"block aws-credentials/{name}", outcome
-    _, outcome = _save(wanted.block(credentials), wanted.name, dry_run=dry_run)
+    _, outcome = _save_block(wanted.make_block(credentials), wanted.name, dry_run=dry_run)
     yield f"block millrace-bucket/{wanted.name}", outcome
 
 
-def _accounts(environ: Mapping[str, str]) -> Iterator[tuple[Block, str]]:
+def _read_account_blocks(environ: Mapping[str, str]) -> Iterator[tuple[Block, str]]:
     if key := environ.get("VAST_API_KEY"):
         yield VastCredentials(api_key=SecretStr(key)), "vast"
     if token := environ.get("HF_TOKEN"):
         yield HuggingFaceCredentials(token=SecretStr(token)), "hugging-face"
 
 
-def _save(block: B, name: str, *, dry_run: bool) -> tuple[B, SetupOutcome]:
-    """Save a block unless it is there already, just so."""
+def _save_block(block: B, name: str, *, dry_run: bool) -> tuple[B, SetupOutcome]:
+    """Save a block unless the server has an equal one."""
     kind = type(block)
     try:
-        there = cast("B", kind.load(name))
+        existing = cast("B", kind.load(name))
     except ValueError:
-        there = None
-    if there is not None and _content(there) == _content(block):
-        return there, SetupOutcome.SAME
+        existing = None
+    if existing is not None and _dump_content(existing) == _dump_content(block):
+        return existing, SetupOutcome.UNCHANGED
     if not dry_run:
         block.save(name, overwrite=True)
-    return block, SetupOutcome.MADE if there is None else SetupOutcome.CHANGED
+    return block, SetupOutcome.CREATED if existing is None else SetupOutcome.UPDATED
 
 
-def _content(block: Block) -> Any:
-    return _bare(block.model_dump(mode="json", context={"include_secrets": True}))
+def _dump_content(block: Block) -> Any:
+    return _strip_ids(block.model_dump(mode="json", context={"include_secrets": True}))
 
 
-def _limit(client: SyncPrefectClient, uploads: int | None, *, dry_run: bool) -> SetupOutcome:
+def _set_upload_limit(
+    client: SyncPrefectClient, uploads: int | None, *, dry_run: bool
+) -> SetupOutcome:
     try:
-        there = client.read_global_concurrency_limit_by_name(UPLOADS).limit
+        existing = client.read_global_concurrency_limit_by_name(UPLOAD_LIMIT).limit
     except ObjectNotFound:
-        there = None
-    wanted = uploads or there or _SLOTS
-    if there == wanted:
-        return SetupOutcome.SAME
+        existing = None
+    wanted = uploads or existing or _DEFAULT_SLOTS
+    if existing == wanted:
+        return SetupOutcome.UNCHANGED
     if not dry_run:
-        if there is None:
+        if existing is None:
             client.create_global_concurrency_limit(
-                GlobalConcurrencyLimitCreate(name=UPLOADS, limit=wanted, active=True)
+                GlobalConcurrencyLimitCreate(name=UPLOAD_LIMIT, limit=wanted, active=True)
             )
         else:
-            client.upsert_global_concurrency_limit_by_name(UPLOADS, wanted)
-    return SetupOutcome.MADE if there is None else SetupOutcome.CHANGED
+            client.upsert_global_concurrency_limit_by_name(UPLOAD_LIMIT, wanted)
+    return SetupOutcome.CREATED if existing is None else SetupOutcome.UPDATED
 
 
-def _pool(client: SyncPrefectClient, *, dry_run: bool) -> SetupOutcome:
+def _create_work_pool(client: SyncPrefectClient, *, dry_run: bool) -> SetupOutcome:
     try:
-        client.read_work_pool(POOL)
+        client.read_work_pool(WORK_POOL)
     except ObjectNotFound:
         if not dry_run:
             template = asyncio.run(get_default_base_job_template_for_infrastructure_type("process"))
             client.create_work_pool(
-                WorkPoolCreate(name=POOL, type="process", base_job_template=template or {})
+                WorkPoolCreate(name=WORK_POOL, type="process", base_job_template=template or {})
             )
-        return SetupOutcome.MADE
-    return SetupOutcome.SAME
+        return SetupOutcome.CREATED
+    return SetupOutcome.UNCHANGED
 
 
-def zombies() -> AutomationCore:
-    """Return an automation that ends flow runs of ours whose process has died silently.
+def make_zombie_automation() -> AutomationCore:
+    """Return an automation that ends flow runs of Millrace whose process has died silently.
 
-    Only runs with our tag: their deployments have them send a heartbeat every 30 seconds, and
-    other people's may be slower.
+    Only runs with Millrace's tag count: their deployments send a heartbeat every 30 seconds, and
+    those of others may be slower.
     """
     return AutomationCore(
         name=_ZOMBIES,
-        description="Ends a Millrace run that has not been heard of for a minute and a half.",
+        description="Ends a Millrace run that has sent no heartbeat for a minute and a half.",
         trigger=EventTrigger(
             after={"prefect.flow-run.heartbeat"},
             expect={"prefect.flow-run.*"},
@@ -303,37 +312,37 @@ def zombies() -> AutomationCore:
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,
             threshold=1,
-            within=3 * _HEARTBEAT,
+            within=3 * _HEARTBEAT_INTERVAL,
         ),
         actions=[  # pyright: ignore[reportArgumentType]
             ChangeFlowRunState(
                 name="Crashed",
                 state=StateType.CRASHED,
                 force=False,
-                message="Its process is gone. Start it again: it goes on where it was.",
+                message="The process is gone. Start the run again: it continues where it was.",
             )
         ],
     )
 
 
-def notices(webhook: UUID) -> AutomationCore:
+def make_notice_automation(webhook: UUID) -> AutomationCore:
     """Return an automation that notifies people when a housekeeping flow has failed.
 
-    An audit fails if a credential can do what it must not, or cannot what it must; a cleaning if
-    an object could not be deleted.
+    An audit fails if a credential has too many or too few rights; a cleaning, if an object could
+    not be deleted.
 
     Args:
-        webhook: The id of the block of the URL that is told.
+        webhook: Id of the block of the webhook.
     """
     return AutomationCore(
         name=_NOTICES,
-        description="Tells a webhook when an audit, a cleaning or a verification has failed.",
+        description="Calls a webhook when an audit, a cleaning or a verification has failed.",
         trigger=EventTrigger(
             expect={"prefect.flow-run.Failed", "prefect.flow-run.Crashed"},
             match={"prefect.resource.id": ["prefect.flow-run.*"]},  # pyright: ignore[reportArgumentType]
             match_related={  # pyright: ignore[reportArgumentType]
                 "prefect.resource.role": "flow",
-                "prefect.resource.name": list(_HOUSEKEEPING),
+                "prefect.resource.name": list(_HOUSEKEEPING_FLOWS),
             },
             posture=Posture.Reactive,
             threshold=1,
@@ -344,42 +353,42 @@ def notices(webhook: UUID) -> AutomationCore:
                 block_document_id=webhook,
                 # Slack, Mattermost and Discord (at its URL with /slack) read `text`.
                 payload='{"text": {{ ("Millrace: " ~ flow.name ~ " (" ~ flow_run.name ~ ") has '
-                'failed. " ~ (' + _SAID + ') ~ " " ~ (flow_run | ui_url)) | tojson }}}',
+                'failed. " ~ (' + _FAILURE_REASON + ') ~ " " ~ (flow_run | ui_url)) | tojson }}}',
             )
         ],
     )
 
 
-def _automation(
+def _save_automation(
     client: SyncPrefectClient, wanted: AutomationCore, *, dry_run: bool
 ) -> SetupOutcome:
-    there = client.read_automations_by_name(wanted.name)
+    existing = client.read_automations_by_name(wanted.name)
     fields: Callable[[AutomationCore], Any] = lambda a: a.model_dump(  # noqa: E731
         mode="json", include={"name", "description", "enabled", "trigger", "actions"}
     )
-    if there and _bare(fields(there[0])) == _bare(fields(wanted)):
-        return SetupOutcome.SAME
+    if existing and _strip_ids(fields(existing[0])) == _strip_ids(fields(wanted)):
+        return SetupOutcome.UNCHANGED
     if not dry_run:
-        if there:
-            client.update_automation(there[0].id, wanted)
+        if existing:
+            client.update_automation(existing[0].id, wanted)
         else:
             client.create_automation(wanted)
-    return SetupOutcome.CHANGED if there else SetupOutcome.MADE
+    return SetupOutcome.UPDATED if existing else SetupOutcome.CREATED
 
 
-def _bare(data: Any) -> Any:
-    """Only what a person could have said: without the ids that the server gives, in one order."""
+def _strip_ids(data: Any) -> Any:
+    """Return the data without the ids of the server, in a stable order."""
     match data:
         case dict():
-            return {k: _bare(v) for k, v in data.items() if k != "id" and k[0] != "_"}
+            return {k: _strip_ids(v) for k, v in data.items() if k != "id" and k[0] != "_"}
         case list():
-            return sorted((_bare(item) for item in data), key=repr)
+            return sorted((_strip_ids(item) for item in data), key=repr)
         case _:
             return data
 
 
-def _try_out(buckets: list[BucketSettings], rights: list[Right]) -> None:
+def _check_credentials(buckets: list[BucketSettings], rights: list[Right]) -> None:
     for bucket in buckets:
         for right in rights:
-            bucket.block(bucket.pairs).check(right)
+            bucket.make_block(bucket.key_pairs).check(right)
             click.echo(f"{bucket.name}: the {right} credentials do what they are for")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from prefect.blocks.abstract import CredentialsBlock
 from pydantic import Field, SecretStr
 
-from millrace.rentals.vast.api import sdk_of
+from millrace.rentals.vast.api import make_sdk_client
 
 if TYPE_CHECKING:
     from vastai import VastAI  # pyright: ignore[reportMissingTypeStubs]
@@ -45,9 +45,9 @@ offers = vast.get_client().search_offers(query="gpu_name=RTX_4090")
     )
 
     def get_client(self, *_: Any, **__: Any) -> "VastAI":
-        """Vast's own SDK, signed in.
+        """Return a client of Vast's SDK with the API key.
 
         Raises:
             ConfigurationError: The SDK is not installed.
         """
-        return sdk_of(self.api_key, self.server_url)
+        return make_sdk_client(self.api_key, self.server_url)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from millrace.testing.vast import VastServer
-    from tasks.campaigning import Summary
+    from tasks.campaigning import CampaignSummary
 
 HOME = Path(".millrace/demo").absolute()
 STORE = HOME / "store"
@@ -116,22 +116,22 @@ def plan_of(name: str) -> dict[str, Any]:
                 "include": ["*.py", "*.txt"],
                 "exclude": ["site-packages/*"],
             },
-            "cut": {"shard_bytes": "4MiB", "split_bytes": "8MiB", "holdout": 0.05},
+            "sharding": {"shard_bytes": "4MiB", "partition_bytes": "8MiB", "holdout": 0.05},
         },
         "training": {
             "command": ["python", "-m", "examples.tiny_lm.train"],
-            "first": {"job": f"{name}/first", "tensors": "model."},
+            "initial_weights": {"job": f"{name}/first", "tensors": "model."},
             "workers": WORKERS,
             "machines": {
                 "request": {"max_hourly": 2.0, "max_total": 5.0, "disk": 10},
                 "vast": "demo",
                 "repo_url": snapshot(HOME / "repository").as_uri(),
-                "poll": "PT2S",
-                "silence": "PT1M",
+                "poll_interval": "PT2S",
+                "heartbeat_timeout": "PT1M",
             },
             "epochs": EPOCHS,
-            "windows": WINDOWS,
-            "rules": {
+            "windows_per_epoch": WINDOWS,
+            "run": {
                 "codec": {"k": 112},
                 "decay": 0.95,
                 "outer": {"lr": 1.9},
@@ -140,15 +140,15 @@ def plan_of(name: str) -> dict[str, Any]:
                 "gather": {"quorum": 2, "look": "PT0.3S"},
             },
         },
-        "hand_over": {"job": f"{name}/final", "bucket": STORE.as_uri()},
+        "publish": {"job": f"{name}/final", "bucket": STORE.as_uri()},
     }
 
 
 def run() -> None:
     """Run a campaign, or go on with one that was stopped; then say what came of it."""
     from examples.tiny_lm.begin import begin
-    from flows.campaign import campaign
-    from flows.campaign_plan import Campaign
+    from flows.campaign import run_campaign
+    from flows.campaign_plan import CampaignPlan
     from millrace.storage import open_store
 
     STORE.mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ def run() -> None:
     weights = begin(open_store(STORE.as_uri()), f"{name}/first")
     print(f"The campaign {name}: {weights:,} weights, {WORKERS} machines.", flush=True)
     with cloud() as server:
-        found = campaign(Campaign.model_validate(plan_of(name)))
+        found = run_campaign(CampaignPlan.model_validate(plan_of(name)))
         books, alive = server.books(), server.alive()
     tell(found, time.monotonic() - began)
     billed = sum(one["cost"] for one in books)
@@ -171,35 +171,36 @@ def run() -> None:
         sys.exit("That should have been none left, and all windows.")
 
 
-def tell(found: "Summary", seconds: float) -> None:
+def tell(found: "CampaignSummary", seconds: float) -> None:
     """Tell the result, and where it is."""
     losses = [found.losses[window] for window in sorted(found.losses)]
     print(f"\n{found.name}, in {timedelta(seconds=round(seconds))}:")
     print(f"  {DATASET}: {found.samples} samples in {found.shards} shards")
     print(f"  {found.windows} windows, {found.step} steps of each of {WORKERS} workers")
     print(f"  loss {losses[0]:.3f} to {losses[-1]:.3f}, on text that nobody was trained on")
+    sent, dense = found.sent_bytes / 1e6, found.dense_bytes / 1e6
     print(
-        f"  {found.gradients} gradients of {found.sent / 1e6:.1f} MB, instead of "
-        f"{found.dense / 1e6:.1f} MB: {found.dense / found.sent:.0f} times smaller"
+        f"  {found.gradients} gradients of {sent:.1f} MB, instead of {dense:.1f} MB: "
+        f"{dense / sent:.0f} times smaller"
     )
-    for epoch, step in found.epochs.items():
+    for epoch, step in found.epoch_steps.items():
         print(f"  epoch {epoch} ended with the checkpoint of step {step}")
     for folder in (f"{found.name}/model/checkpoints", f"{found.name}/final/checkpoints"):
         for path in sorted((STORE / folder).glob("*/metadata.json")):
             print(f"  {path.relative_to(Path.cwd())}")
     print(f"  {(HOME / f'{found.name}.svg').relative_to(Path.cwd())}: the loss over the windows")
-    print(f"  {found.deleted} objects cleaned away")
+    print(f"  {found.deleted_objects} objects deleted")
 
 
 def picture_of(name: str) -> bytes:
     """Return the plot in the campaign's report, as the Prefect server has it."""
     from prefect import get_client
 
-    from tasks.words import artifact_key
+    from tasks.formatting import make_artifact_key
 
     with get_client(sync_client=True) as client:
         reports = [
-            one for one in client.read_artifacts() if one.key == artifact_key("campaign", name)
+            one for one in client.read_artifacts() if one.key == make_artifact_key("campaign", name)
         ]
     found = re.search(r"base64,([^)]+)\)", str(reports[0].data))
     assert found

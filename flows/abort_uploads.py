@@ -1,14 +1,20 @@
-"""Abort uploads that were begun and never finished, by hand or every day."""
+"""Abort uploads that were begun and never finished, on demand or every day."""
 
 from datetime import timedelta
 
 from prefect import flow
 
-from millrace.cleanup import Aborted
+from millrace.cleanup import StaleUploadsResult
 from millrace.settings import Duration
 from millrace.storage import Right
-from tasks.cleaning import abort_stale, refuse_failures, report_uploads
-from tasks.places import BucketLocation, known, named_bucket, skipped, spec_of
+from tasks.cleaning import abort_stale_uploads, raise_failures, report_uploads
+from tasks.locations import (
+    BucketLocation,
+    describe_bucket,
+    find_location,
+    make_store_spec,
+    skip_run,
+)
 
 
 @flow(name="abort-uploads")
@@ -16,30 +22,29 @@ def abort_uploads(
     buckets: list[BucketLocation],
     older_than: Duration = timedelta(days=1),
     dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
-) -> dict[str, Aborted] | None:
-    """Abort unfinished uploads: no listing shows them, and they are billed.
+) -> dict[str, StaleUploadsResult] | None:
+    """Abort unfinished uploads, which no listing shows and the store bills.
 
     Args:
         buckets: Millrace Bucket blocks with write credentials, their names, or URLs.
-        older_than: Those begun before this long, by the store's clock; longer than any upload
-            takes.
-        dry_run: Only show them.
+        older_than: Age of the uploads, by the store's clock. Choose more than any upload takes.
+        dry_run: Only show the uploads.
     """
-    found: dict[str, Aborted] = {}
+    found: dict[str, StaleUploadsResult] = {}
     missing: list[str] = []
     for bucket in buckets:
-        place = known(bucket)
-        if place is None:
-            missing.append(named_bucket(bucket))
+        location = find_location(bucket)
+        if location is None:
+            missing.append(describe_bucket(bucket))
             continue
-        spec = spec_of(place, Right.WRITE)
-        found[spec.url] = abort_stale(spec, older_than, dry_run=dry_run)
+        spec = make_store_spec(location, Right.WRITE)
+        found[spec.url] = abort_stale_uploads(spec, older_than, dry_run=dry_run)
     if missing:
-        nothing = skipped(missing, "nothing was looked at there, and nothing aborted")
+        skipped_state = skip_run(missing, "nothing was looked at there, and nothing aborted")
         if not found:
-            return nothing  # pyright: ignore[reportReturnType] - Prefect's way
+            return skipped_state  # pyright: ignore[reportReturnType] - Prefect's way
     if found:
         report_uploads(found)
     for url, one in found.items():
-        refuse_failures(url, one.failures)
+        raise_failures(url, one.failures)
     return found

@@ -1,4 +1,4 @@
-"""Merge the gradients of a run, window after window, and keep the chain of what they came to."""
+"""Merge the gradients of a run, window after window, and write the chain of results."""
 
 from typing import Any
 
@@ -16,92 +16,96 @@ from millrace.gradients import (
     WeightsSource,
 )
 from millrace.storage import Right
-from tasks.merging import Aggregated, aggregate_windows, last_window, report_windows
-from tasks.places import BucketLocation, InputLocation, check_right, spec_of
+from tasks.locations import BucketLocation, InputLocation, check_right, make_store_spec
+from tasks.merging import AggregationResult, aggregate_windows, find_last_window, report_windows
 
 
-class OwnBucket(BaseModel):
+class WorkerBucket(BaseModel):
     """A worker that has a bucket of its own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    uid: str = Field(description="The worker's name.")
+    uid: str = Field(description="Name of the worker.")
     bucket: BucketLocation = Field(
-        description="A Millrace Bucket block, to be read, its name, or a URL."
+        description="A Millrace Bucket block with read credentials, its name, or a URL."
     )
 
 
-class First(InputLocation, WeightsSource):
-    """The checkpoint whose weights a run begins with."""
+class InitialWeightsInput(InputLocation, WeightsSource):
+    """Checkpoint with the weights that a run begins with."""
 
-    def beginning(self) -> InitialWeights:
+    def make_initial_weights(self) -> InitialWeights:
         """Return the checkpoint as the engine takes it."""
-        which = {name: getattr(self, name) for name in WeightsSource.model_fields}
-        return InitialWeights(**dict(self.store()), **which)
+        selection = {name: getattr(self, name) for name in WeightsSource.model_fields}
+        return InitialWeights(**dict(self.make_spec()), **selection)
 
 
-def run_name() -> str:
-    """``aggregate-RUN``, for the list of runs."""
+def make_run_name() -> str:
+    """Return ``aggregate-RUN``, for the list of runs."""
     parameters: dict[str, Any] = flow_run.parameters or {}
     run = parameters.get("run")
     name = run.get("run") if isinstance(run, dict) else getattr(run, "run", None)
     return f"aggregate-{name or 'gradients'}"
 
 
-@flow(name="aggregate-gradients", flow_run_name=run_name)
+@flow(name="aggregate-gradients", flow_run_name=make_run_name)
 def aggregate_gradients(
     bucket: BucketLocation,
     run: RunSettings,
     workers: list[str],
-    gradients: BucketLocation | None = None,
-    own: list[OwnBucket] | None = None,
+    gradients_bucket: BucketLocation | None = None,
+    worker_buckets: list[WorkerBucket] | None = None,
     reserves: list[str] | None = None,
-    first: First | None = None,
-    care: FollowSettings = FollowSettings(),  # noqa: B008 - frozen
-) -> Aggregated:
+    initial_weights: InitialWeightsInput | None = None,
+    aggregation: FollowSettings = FollowSettings(),  # noqa: B008 - frozen
+) -> AggregationResult:
     """Merge the gradients of a run into one change of its weights, window after window.
 
-    One window, so many, or until the run is over. Killed or cancelled at any moment, the next run
-    goes on from the newest checkpoint that the chain names; a second one beside it does nothing.
+    The flow merges one window, a number of windows, or all until the run is over. After a kill or
+    a cancellation, the next run continues from the newest checkpoint that the chain names. A second
+    run at the same time does nothing.
 
     Args:
-        bucket: A Millrace Bucket block with write credentials, its name, or a URL: the chain
-            is written there, below `{run}/gathers/`.
-        run: Settings that all workers of the run have in common.
-        workers: The names of those who are asked first in each window.
-        gradients: The bucket that the workers share, with read credentials; left out, `bucket`.
-        own: Workers that have a bucket of their own.
-        reserves: The names of those who stand in, in this order.
-        first: If the run has not begun: the checkpoint that it begins with.
-        care: How long the run is followed, and which checkpoints are kept.
+        bucket: A Millrace Bucket block with write credentials, its name, or a URL. The chain is
+            written there, below `{run}/gathers/`.
+        run: Settings that all workers of the run share.
+        workers: Names of the workers that are asked first in each window.
+        gradients_bucket: Bucket that the workers share, with read credentials; by default
+            `bucket`.
+        worker_buckets: Workers that have a bucket of their own.
+        reserves: Names of the workers that replace missing ones, in this order.
+        initial_weights: Checkpoint that the run begins with, if it has not begun.
+        aggregation: Number of windows to merge, and which checkpoints are kept.
     """
     if not workers:
         raise ConfigurationError("Name at least one worker whose gradients are merged.")
-    shared = bucket if gradients is None else gradients
+    shared = bucket if gradients_bucket is None else gradients_bucket
     settings = AggregatorSettings(
         run=run,
-        store=spec_of(bucket, Right.WRITE),
-        gradients=spec_of(shared, Right.READ),
+        store=make_store_spec(bucket, Right.WRITE),
+        gradients=make_store_spec(shared, Right.READ),
         workers=tuple(workers),
         reserves=tuple(reserves or ()),
-        buckets={each.uid: spec_of(each.bucket, Right.READ) for each in own or ()},
-        begin=first and first.beginning(),
-        **care.model_dump(),
+        buckets={
+            each.uid: make_store_spec(each.bucket, Right.READ) for each in worker_buckets or ()
+        },
+        begin=initial_weights and initial_weights.make_initial_weights(),
+        **aggregation.model_dump(),
     )
     check_right(bucket, Right.WRITE, run.chain.job)
     check_right(shared, Right.READ, run.run)
-    for each in own or ():
+    for each in worker_buckets or ():
         try:
             check_right(each.bucket, Right.READ, run.gradients.worker(each.uid))
-        except MillraceError as error:  # it costs its own worker, which is out with a reason
+        except MillraceError as error:  # only this worker is left out, with a reason
             get_run_logger().warning("The bucket of %s cannot be read: %s", each.uid, error)
-    before = last_window(settings)
+    after = find_last_window(settings)
     try:
-        done = aggregate_windows(settings, before)
-    except HeldError as error:  # as it should be: one of them is enough
+        done = aggregate_windows(settings, after)
+    except HeldError as error:  # one aggregator is enough
         return Completed(message=str(error))  # pyright: ignore[reportReturnType] - Prefect's way
     except BaseException:
-        report_windows(settings, before)  # what came before is merged, and stays so
+        report_windows(settings, after)  # earlier windows are merged and stay so
         raise
-    report_windows(settings, before)
+    report_windows(settings, after)
     return done

@@ -1,4 +1,4 @@
-"""Prove what the credentials of buckets can do, by hand or every week."""
+"""Prove what the credentials of buckets can do, on demand or every week."""
 
 from prefect import flow
 from pydantic import BaseModel, ConfigDict, Field
@@ -8,78 +8,80 @@ from millrace.audit import AuditedRole, AuditReport, AuditSettings
 from millrace.errors import ConfigurationError, DeniedError
 from millrace.storage import Right, StoreSpec
 from tasks.auditing import audit_buckets, report_audit
-from tasks.places import BucketLocation, known, named_bucket, skipped
+from tasks.locations import BucketLocation, describe_bucket, find_location, skip_run
 
 
-class Audited(BaseModel):
+class AuditedBucket(BaseModel):
     """A bucket whose credentials are audited."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     bucket: BucketLocation = Field(description="A Millrace Bucket block, or its name.")
-    scope: str = Field(
+    prefix: str = Field(
         default="",
-        description="The prefix in it that its credentials are for. Left out: all of it.",
+        description="Prefix that the credentials are for. By default the whole bucket.",
     )
 
-    def role(self, bucket: Bucket) -> AuditedRole:
+    def make_role(self, bucket: Bucket) -> AuditedRole:
         """Return the credentials of the block, as the engine takes them.
 
         Raises:
             ConfigurationError: The block has none.
         """
-        specs = {right: spec for right in Right if (spec := _spec(bucket, right)) is not None}
+        specs = {right: spec for right in Right if (spec := _find_spec(bucket, right)) is not None}
         if not specs:
             raise ConfigurationError(f"{bucket.url} has no credentials to audit: add some.")
-        keys = {f"{right}": spec.credentials for right, spec in specs.items()}
+        keys = {f"{right}_credentials": spec.credentials for right, spec in specs.items()}
         store = next(iter(specs.values())).model_copy(update={"credentials": None})
-        return AuditedRole(store=store, scope=self.scope, **keys)
+        return AuditedRole(store=store, prefix=self.prefix, **keys)
 
 
-def _spec(bucket: Bucket, right: Right) -> StoreSpec | None:
+def _find_spec(bucket: Bucket, right: Right) -> StoreSpec | None:
     try:
-        return bucket.spec(right)
+        return bucket.make_spec(right)
     except ConfigurationError:
         return None
 
 
 @flow(name="audit-access")
-def audit_access(buckets: list[Audited]) -> AuditReport | None:
+def audit_access(buckets: list[AuditedBucket]) -> AuditReport | None:
     """Prove that each credential can do what its role needs, and nothing else.
 
-    Lists, reads, writes, overwrites, deletes: each is done once, on objects of its own that are
-    removed again. Fails if anything is not as it should be, or is not known.
+    Each operation (list, read, write, overwrite, delete) is done once, on objects that the audit
+    creates and removes. The flow fails if a right is wrong or unproven.
 
     Args:
-        buckets: Buckets whose credentials are tried, of all roles together: it is tried whether
-            those of one reach the bucket of another. A block that does not exist yet is left out.
+        buckets: Buckets of all roles. The audit also tries the credentials of each role on the
+            buckets of the others. A block that does not exist yet is skipped.
     """
     roles: dict[str, AuditedRole] = {}
     missing: list[str] = []
     for one in buckets:
-        bucket = known(one.bucket)
+        bucket = find_location(one.bucket)
         if bucket is None:
-            missing.append(named_bucket(one.bucket))
+            missing.append(describe_bucket(one.bucket))
             continue
         if not isinstance(bucket, Bucket):
             raise ConfigurationError(
                 f"{bucket} has no credentials to audit: name a Millrace Bucket block."
             )
-        alike = sum(name.partition(" ")[0] == bucket.role for name in roles)
-        roles[f"{bucket.role} {alike + 1}" if alike else f"{bucket.role}"] = one.role(bucket)
+        same_role = sum(name.partition(" ")[0] == bucket.role for name in roles)
+        roles[f"{bucket.role} {same_role + 1}" if same_role else f"{bucket.role}"] = one.make_role(
+            bucket
+        )
     if missing:
-        nothing = skipped(missing, "no credential of it was tried")
+        skipped_state = skip_run(missing, "no credential of it was tried")
         if not roles:
-            return nothing  # pyright: ignore[reportReturnType] - Prefect's way
+            return skipped_state  # pyright: ignore[reportReturnType] - Prefect's way
     found = audit_buckets(AuditSettings(roles=roles))
     report_audit(found)
-    if found.wrong:
+    if found.failures:
         first = "; ".join(
             f"{one.role}, to {one.right}: {one.operation} is {one.verdict}"
-            for one in found.wrong[:3]
+            for one in found.failures[:3]
         )
         raise DeniedError(
-            f"{len(found.wrong)} of {len(found.findings)} are not as they should be ({first}): the "
-            "report says what to correct."
+            f"{len(found.failures)} of {len(found.findings)} are not as they should be ({first}): "
+            "the report says what to correct."
         )
     return found

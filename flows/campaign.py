@@ -1,4 +1,4 @@
-"""A whole campaign: from a dataset's source to weights that are handed over."""
+"""A whole campaign: from a dataset's source to published weights."""
 
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -12,104 +12,119 @@ from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 
 from blocks import Bucket
-from flows.aggregate_gradients import First, aggregate_gradients
-from flows.campaign_plan import Campaign, Data, HandOver, LocalWorkers, RentedWorkers, Training
+from flows.aggregate_gradients import InitialWeightsInput, aggregate_gradients
+from flows.campaign_plan import (
+    CampaignPlan,
+    DataSettings,
+    LocalWorkers,
+    PublishSettings,
+    RentedWorkers,
+    TrainingSettings,
+)
 from flows.clean_bucket import clean_bucket
-from flows.cool_down import cool_down
+from flows.cooldown import run_cooldown
 from flows.prewarm import FilesRequest, RentedMachines, prewarm
-from flows.provision import provision
-from flows.release import release
-from flows.save_checkpoint import Saved, save_checkpoint
+from flows.release_machines import release_machines
+from flows.rent_machines import rent_machines
+from flows.save_checkpoint import CheckpointInput, save_checkpoint
 from flows.shard_dataset import shard_dataset
-from millrace.campaigns.worker import TrainingPlan, training_program
-from millrace.cleanup import Cleaned, Rule, What
-from millrace.errors import HeldError, MillraceError, UnavailableError, one_line
+from millrace.campaigns.worker import TrainingPlan, make_training_program
+from millrace.cleanup import CleanupKind, CleanupResult, Rule
+from millrace.errors import HeldError, MillraceError, UnavailableError, format_error
 from millrace.gradients import AggregatorSettings, FollowSettings, RunSettings
 from millrace.keys import CampaignKeys
-from millrace.rentals import Patience, RentSettings
+from millrace.rentals import RentalSettings, RentalTimeouts
 from millrace.storage import Right, StoreSpec
 from tasks.campaigning import (
-    Standing,
-    Summary,
+    CampaignSummary,
+    TrainingProgress,
     await_workers,
     begin_warming,
     check_cluster,
     check_command,
+    check_dataset_complete,
     check_plan,
     end_warming,
-    has_joined,
+    has_joined_worker,
+    hold_campaign_lease,
     is_warming,
-    led,
     pin_plan,
-    refuse_unsealed,
+    read_training_progress,
     report_campaign,
-    standing_of,
-    summarize,
+    summarize_campaign,
 )
-from tasks.merging import Aggregated, begin_chain, check_weights
-from tasks.places import check_right, needed, refuse_temporary, spec_of
-from tasks.renting import Attended, RentedBy, giving_back, is_out, needed_stand
-from tasks.words import format_count
-from tasks.working import Workers
+from tasks.formatting import format_count
+from tasks.local_workers import LocalWorkerProcesses
+from tasks.locations import check_right, make_store_spec, refuse_temporary, require_location
+from tasks.merging import AggregationResult, begin_chain, check_weights
+from tasks.renting import (
+    RentalReference,
+    RentalSupervisor,
+    has_unreturned_machines,
+    make_release_hook,
+    require_ledger,
+)
 
-_WARMING = timedelta(hours=1)  # that workers wait for their files
+_WARM_TIMEOUT = timedelta(hours=1)  # longest wait of workers for their files
 
 
 @dataclass(frozen=True, slots=True)
-class _Site:
-    """A campaign, and where it goes on."""
+class _CampaignContext:
+    """The plan of a campaign, its bucket, and the stores to read and to write."""
 
-    plan: Campaign
+    plan: CampaignPlan
     bucket: Bucket | str
-    reads: StoreSpec
-    writes: StoreSpec
+    read_spec: StoreSpec
+    write_spec: StoreSpec
 
     @property
     def keys(self) -> CampaignKeys:
         return CampaignKeys(self.plan.name)
 
-    def run(self, training: Training) -> RunSettings:
-        """Return the settings that all workers of the run have in common."""
-        windows = training.epochs * training.windows
-        return RunSettings(run=self.keys.run, windows=windows, **training.rules.model_dump())
+    def make_run_settings(self, training: TrainingSettings) -> RunSettings:
+        """Return the settings that all workers of the run share."""
+        windows = training.epochs * training.windows_per_epoch
+        return RunSettings(run=self.keys.run, windows=windows, **training.run.model_dump())
 
-    def uids(self, training: Training) -> tuple[str, ...]:
+    def list_uids(self, training: TrainingSettings) -> tuple[str, ...]:
         """Return the names of all workers."""
         return tuple(self.keys.uid(number) for number in range(training.workers))
 
-    def work(self, training: Training) -> TrainingPlan:
-        """Return the work of the workers."""
+    def make_training_plan(self, training: TrainingSettings) -> TrainingPlan:
+        """Return the plan that the workers carry out."""
         machines = training.machines
         local = isinstance(machines, LocalWorkers)
         return TrainingPlan(
             campaign=self.plan.name,
             workers=training.workers,
-            run=self.run(training),
+            run=self.make_run_settings(training),
             command=training.command,
             restarts=training.restarts,
-            epoch=training.windows,
+            windows_per_epoch=training.windows_per_epoch,
             cooldown=training.cooldown,
             dataset=self.plan.data.dataset if self.plan.data else None,
-            root=machines.root if local else Path("data"),
-            warm=_WARMING if not local and machines.warm else None,
+            data_folder=machines.data_folder if local else Path("data"),
+            prewarm_timeout=_WARM_TIMEOUT if not local and machines.prewarm else None,
         )
 
-    def standing(self, training: Training) -> Standing:
+    def read_progress(self, training: TrainingSettings) -> TrainingProgress:
         """Return the progress of the training."""
-        return standing_of(self.writes, self.run(training), self.keys.job, training.epochs)
+        return read_training_progress(
+            self.write_spec, self.make_run_settings(training), self.keys.job, training.epochs
+        )
 
 
-def run_name() -> str:
-    """``campaign-NAME``, for the list of runs."""
+def make_run_name() -> str:
+    """Return ``campaign-NAME``, for the list of runs."""
     parameters: dict[str, Any] = flow_run.parameters or {}
     plan = parameters.get("plan")
     name = plan.get("name") if isinstance(plan, dict) else getattr(plan, "name", None)
     return f"campaign-{name}"
 
 
-def rented(parameters: dict[str, Any]) -> RentedBy | None:
-    """Return the rental that such a run uses."""
-    plan: Campaign = parameters["plan"]
+def find_rental(parameters: dict[str, Any]) -> RentalReference | None:
+    """Return the rental of a run with these parameters; None if the run rents nothing."""
+    plan: CampaignPlan = parameters["plan"]
     machines = plan.training.machines if plan.training else None
     if not isinstance(machines, RentedWorkers):
         return None
@@ -118,254 +133,308 @@ def rented(parameters: dict[str, Any]) -> RentedBy | None:
 
 @flow(
     name="campaign",
-    flow_run_name=run_name,
-    on_crashed=[giving_back(rented)],
-    on_cancellation=[giving_back(rented)],
+    flow_run_name=make_run_name,
+    on_crashed=[make_release_hook(find_rental)],
+    on_cancellation=[make_release_hook(find_rental)],
 )
-def campaign(plan: Campaign) -> Summary:
-    """Shard, rent, warm, train, give back, hand over, clean: each the flow that also runs alone.
+def run_campaign(plan: CampaignPlan) -> CampaignSummary:
+    """Shard, rent, prewarm, train, release, publish and clean, each by the flow of that name.
 
-    Killed or cancelled at any moment, start it again: what is done is found, and the rest goes on.
-    Machines go back whatever happens.
+    A campaign that was killed or cancelled is resumed by starting it again. It finds the finished
+    stages and continues with the rest. Machines are released in every case.
 
     Args:
-        plan: Plan of the campaign. A part that is left out is not done.
+        plan: Plan of the campaign. A stage that is left out is skipped.
     """
     began = monotonic()
-    site = _site(plan)
-    check_right(site.bucket, Right.WRITE, plan.name)
+    context = _make_context(plan)
+    check_right(context.bucket, Right.WRITE, plan.name)
     try:
-        with led(site.writes, plan.name):
-            _work(site)
-        deleted = _clean(site)  # now that nobody leads it: what is led is protected
+        with hold_campaign_lease(context.write_spec, plan.name):
+            _run_stages(context)
+        deleted = _clean(context)  # after the lease: a held lease protects the campaign's objects
     except MillraceError as error:
-        with suppress(MillraceError):  # what has ended it says more
-            report_campaign(_summary(site, monotonic() - began), one_line(error))
+        with suppress(MillraceError):  # the first error says more
+            report_campaign(_summarize(context, monotonic() - began), format_error(error))
         raise
-    found = replace(_summary(site, monotonic() - began), deleted=deleted)
+    found = replace(_summarize(context, monotonic() - began), deleted_objects=deleted)
     report_campaign(found)
     return found
 
 
-def _work(site: _Site) -> None:
-    """All that makes something."""
-    plan = site.plan
+def _run_stages(context: _CampaignContext) -> None:
+    """Run all stages but the cleaning."""
+    plan = context.plan
     if plan.training is not None:
-        _check_training(site, plan.training)
+        _check_training(context, plan.training)
     if plan.data is not None:
-        _shard(site, plan.data)
+        _shard(context, plan.data)
     if plan.training is not None:
-        _train(site, plan.training)
-        if plan.hand_over is not None:
-            _hand_over(site, plan.training, plan.hand_over)
+        _train(context, plan.training)
+        if plan.publish is not None:
+            _publish_weights(context, plan.training, plan.publish)
 
 
-def _site(plan: Campaign) -> _Site:
+def _make_context(plan: CampaignPlan) -> _CampaignContext:
     if plan.training is not None and isinstance(plan.training.machines, LocalWorkers):
         refuse_temporary(Path(plan.training.machines.folder))
-    bucket = needed(plan.bucket)
-    return _Site(plan, bucket, spec_of(bucket, Right.READ), spec_of(bucket, Right.WRITE))
+    bucket = require_location(plan.bucket)
+    return _CampaignContext(
+        plan, bucket, make_store_spec(bucket, Right.READ), make_store_spec(bucket, Right.WRITE)
+    )
 
 
-def _check_training(site: _Site, training: Training) -> None:
-    """Check what can be known of a training before anything is made or rented for it."""
-    check_plan(site.writes, site.work(training))
-    if site.standing(training).window < 0:
-        first = _first(site, training)
-        check_weights(first.beginning(), first.store())
+def _check_training(context: _CampaignContext, training: TrainingSettings) -> None:
+    """Check a training before anything is created or rented for it."""
+    check_plan(context.write_spec, context.make_training_plan(training))
+    if context.read_progress(training).last_window < 0:
+        initial_weights = _make_initial_weights(context, training)
+        check_weights(initial_weights.make_initial_weights(), initial_weights.make_spec())
     machines = training.machines
     local = isinstance(machines, LocalWorkers)
     check_command(training.command, Path(machines.folder) if local else machines)
-    if training.follow.ray is not None:
-        check_cluster(training.follow.ray)
+    if training.aggregation.ray is not None:
+        check_cluster(training.aggregation.ray)
 
 
-def _shard(site: _Site, data: Data) -> None:
-    """Before anything is rented: machines that wait for a dataset cost what they cost."""
+def _shard(context: _CampaignContext, data: DataSettings) -> None:
+    """Shard the dataset before machines are rented: waiting machines cost money."""
     if data.source is None:
-        refuse_unsealed(site.reads, data.dataset)
+        check_dataset_complete(context.read_spec, data.dataset)
     else:
-        shard_dataset(data.dataset, data.source, site.bucket, data.cut, data.run)
+        shard_dataset(data.dataset, data.source, context.bucket, data.sharding, data.execution)
 
 
-def _train(site: _Site, training: Training) -> None:
-    """Train what is not trained yet, with as many workers as there are to be."""
-    pin_plan(site.writes, site.work(training))
-    stands, last = site.standing(training), training.epochs - 1
-    if stands.window >= training.epochs * training.windows and last in stands.ended:
-        if isinstance(training.machines, RentedWorkers) and is_out(site.writes, site.plan.name):
-            release(site.plan.name, site.bucket, training.machines.vast)
+def _train(context: _CampaignContext, training: TrainingSettings) -> None:
+    """Train the epochs that have not ended yet."""
+    pin_plan(context.write_spec, context.make_training_plan(training))
+    progress, last = context.read_progress(training), training.epochs - 1
+    if (
+        progress.last_window >= training.epochs * training.windows_per_epoch
+        and last in progress.ended_epochs
+    ):
+        if isinstance(training.machines, RentedWorkers) and has_unreturned_machines(
+            context.write_spec, context.plan.name
+        ):
+            release_machines(context.plan.name, context.bucket, training.machines.vast)
         return
-    with _crew(site, training) as crew:
-        if stands.window < 1:
-            _await_workers(site, training, crew)
+    with _run_workers(context, training) as workers:
+        if progress.last_window < 1:
+            _begin_run(context, training, workers)
         for epoch in range(training.epochs):
-            _train_epoch(site, training, epoch, crew)
-        crew.finish(_cooling(training))
+            _train_epoch(context, training, epoch, workers)
+        workers.wait_until_done(_compute_cooldown_timeout(training))
 
 
-def _await_workers(site: _Site, training: Training, crew: Attended | Workers) -> None:
-    """Begin the run, and open no window before workers have joined it."""
-    uids = site.uids(training)
+def _begin_run(
+    context: _CampaignContext,
+    training: TrainingSettings,
+    workers: RentalSupervisor | LocalWorkerProcesses,
+) -> None:
+    """Begin the run, and wait for its workers before the first window opens."""
+    uids = context.list_uids(training)
     begin_chain(
         AggregatorSettings(
-            run=site.run(training),
-            store=site.writes,
+            run=context.make_run_settings(training),
+            store=context.write_spec,
             workers=uids,
-            begin=_first(site, training).beginning(),
-            **training.follow.model_dump(),
+            begin=_make_initial_weights(context, training).make_initial_weights(),
+            **training.aggregation.model_dump(),
         )
     )
-    await_workers(site.reads, site.run(training), crew, uids, training.arrival)
+    await_workers(
+        context.read_spec, context.make_run_settings(training), workers, uids, training.join_timeout
+    )
 
 
-def _first(site: _Site, training: Training) -> First:
-    """Return the checkpoint whose weights the run begins with, as the aggregator takes it."""
-    first = training.first
-    place = site.bucket if first.bucket is None else needed(first.bucket)
-    return First(**_place(place), job=first.job, step=first.step, tensors=first.tensors)
+def _make_initial_weights(
+    context: _CampaignContext, training: TrainingSettings
+) -> InitialWeightsInput:
+    """Return the checkpoint with the initial weights, as the aggregator takes it."""
+    initial_weights = training.initial_weights
+    location = (
+        context.bucket
+        if initial_weights.bucket is None
+        else require_location(initial_weights.bucket)
+    )
+    return InitialWeightsInput(
+        **_make_location_fields(location),
+        job=initial_weights.job,
+        step=initial_weights.step,
+        tensors=initial_weights.tensors,
+    )
 
 
-def _train_epoch(site: _Site, training: Training, epoch: int, crew: Attended | Workers) -> None:
-    """Merge the windows of an epoch, and see it end."""
-    end = (epoch + 1) * training.windows
-    stands = site.standing(training)
-    last, alone = stands.window, 0
+def _train_epoch(
+    context: _CampaignContext,
+    training: TrainingSettings,
+    epoch: int,
+    workers: RentalSupervisor | LocalWorkerProcesses,
+) -> None:
+    """Merge the windows of an epoch, and end the epoch."""
+    end = (epoch + 1) * training.windows_per_epoch
+    progress = context.read_progress(training)
+    last, idle_windows = progress.last_window, 0
     while last < end:
-        crew.refuse()
-        done = _aggregate(site, training, end)
-        # It ends before its time after a window that nobody's gradient was taken in.
-        alone = alone + 1 if done.windows == 1 else 1
-        last = done.last
-        if last < end and alone >= training.follow.idle:
-            crew.refuse()
+        workers.raise_failure()
+        done = _aggregate(context, training, end)
+        # The aggregator ends early after a window in which no gradient was taken.
+        idle_windows = idle_windows + 1 if done.windows == 1 else 1
+        last = done.last_window
+        if last < end and idle_windows >= training.aggregation.idle:
+            workers.raise_failure()
             raise UnavailableError(
-                f"In {format_count(alone, 'window')} on end nobody's gradient was taken, and "
-                f"{last} of "
-                f"{end} windows are merged: see what the workers say."
+                f"In {format_count(idle_windows, 'window')} in a row nobody's gradient was taken. "
+                f"{last} of {end} windows are merged: see what the workers say."
             )
-    if epoch in stands.ended or stands.window > end:
+    if epoch in progress.ended_epochs or progress.last_window > end:
         return
     try:
-        cool_down(
-            site.bucket,
-            site.keys.job,
+        run_cooldown(
+            context.bucket,
+            context.keys.job,
             epoch,
-            patience=_cooling(training),
-            members=list(site.uids(training)),
+            timeout=_compute_cooldown_timeout(training),
+            members=list(context.list_uids(training)),
         )
     except UnavailableError as error:
-        get_run_logger().warning("The training goes on without: %s", one_line(error))
+        get_run_logger().warning(
+            "The training goes on without a checkpoint: %s", format_error(error)
+        )
 
 
-def _aggregate(site: _Site, training: Training, end: int) -> Aggregated:
-    """Merge windows up to one, or to one in which nobody's gradient is taken."""
-    care = FollowSettings(**{**training.follow.model_dump(), "until": end, "idle": 1})
+def _aggregate(
+    context: _CampaignContext, training: TrainingSettings, end: int
+) -> AggregationResult:
+    """Merge windows up to `end`, or up to a window in which no gradient is taken."""
+    aggregation = FollowSettings(**{**training.aggregation.model_dump(), "until": end, "idle": 1})
     done = aggregate_gradients(
-        site.bucket,
-        site.run(training),
-        list(site.uids(training)),
-        first=_first(site, training),
-        care=care,
+        context.bucket,
+        context.make_run_settings(training),
+        list(context.list_uids(training)),
+        initial_weights=_make_initial_weights(context, training),
+        aggregation=aggregation,
     )
     if done is None:
-        raise HeldError(f"{site.keys.run} is aggregated by another process, which lives.")
+        raise HeldError(f"{context.keys.run} is aggregated by another process, which is alive.")
     return done
 
 
-def _cooling(training: Training) -> timedelta:
-    """Return the longest time that the end of an epoch may take."""
+def _compute_cooldown_timeout(training: TrainingSettings) -> timedelta:
+    """Return the longest time that a cooldown may take."""
     cooldown = training.cooldown
     return cooldown.time * (cooldown.extensions + 2) + timedelta(minutes=1)
 
 
 @contextmanager
-def _crew(site: _Site, training: Training) -> Generator[Attended | Workers]:
-    """Yield the workers; they are stopped when the block ends."""
+def _run_workers(
+    context: _CampaignContext, training: TrainingSettings
+) -> Generator[RentalSupervisor | LocalWorkerProcesses]:
+    """Start the workers, and stop them when the block ends."""
     machines = training.machines
     if isinstance(machines, LocalWorkers):
-        with Workers(site.work(training), site.reads, site.writes, Path(machines.folder)) as crew:
-            yield crew
+        with LocalWorkerProcesses(
+            context.make_training_plan(training),
+            context.read_spec,
+            context.write_spec,
+            Path(machines.folder),
+        ) as workers:
+            yield workers
         return
-    with _rented(site, training, machines) as crew:
-        yield crew
+    with _rent_workers(context, training, machines) as workers:
+        yield workers
 
 
 @contextmanager
-def _rented(site: _Site, training: Training, machines: RentedWorkers) -> Generator[Attended]:
-    """Rented machines that train: owned from the first to the last, given back whatever happens."""
-    name, plan = site.plan.name, site.work(training)
-    stand = needed_stand(site.bucket, machines.vast)
-    program, reach = training_program(plan, site.writes, machines)
-    patience = Patience.model_validate({f: getattr(machines, f) for f in Patience.model_fields})
-    settings = RentSettings(
+def _rent_workers(
+    context: _CampaignContext, training: TrainingSettings, machines: RentedWorkers
+) -> Generator[RentalSupervisor]:
+    """Rent machines that train, and release them when the block ends, whatever happens."""
+    name, plan = context.plan.name, context.make_training_plan(training)
+    ledger = require_ledger(context.bucket, machines.vast)
+    program, storage_grants = make_training_program(plan, context.write_spec, machines)
+    timeouts = RentalTimeouts.model_validate(
+        {f: getattr(machines, f) for f in RentalTimeouts.model_fields}
+    )
+    settings = RentalSettings(
         name=name,
-        store=stand.store,
-        account=stand.account,
+        store=ledger.store,
+        account=ledger.account,
         request=machines.request,
         program=program,
-        count=training.workers,
-        reach=reach,
+        machines=training.workers,
+        storage_grants=storage_grants,
         role_arn=machines.role_arn,
-        **patience.model_dump(),
+        **timeouts.model_dump(),
     )
-    if plan.warm is not None and not is_out(site.writes, name):  # those that are out train
-        begin_warming(site.writes, name)
-    with Attended(settings, lambda: has_joined(site.reads, plan.run, site.uids(training))) as crew:
-        provision(
-            name, site.bucket, machines.vast, machines.request, program, training.workers,
-            list(reach), machines.role_arn, patience, dry_run=False,
+    if plan.prewarm_timeout is not None and not has_unreturned_machines(
+        context.write_spec, name
+    ):  # rented machines already train
+        begin_warming(context.write_spec, name)
+    with RentalSupervisor(
+        settings,
+        lambda: has_joined_worker(context.read_spec, plan.run, context.list_uids(training)),
+    ) as supervisor:
+        rent_machines(
+            name, context.bucket, machines.vast, machines.request, program, training.workers,
+            list(storage_grants), machines.role_arn, timeouts, dry_run=False,
         )  # fmt: skip
-        if plan.dataset is not None and is_warming(site.writes, name):
-            _warm(site, plan.dataset, machines)
-        yield crew
-    release(name, site.bucket, machines.vast)
+        if plan.dataset is not None and is_warming(context.write_spec, name):
+            _prewarm_machines(context, plan.dataset, machines)
+        yield supervisor
+    release_machines(name, context.bucket, machines.vast)
 
 
-def _warm(site: _Site, dataset: str, machines: RentedWorkers) -> None:
-    """Bring the dataset to all machines. What is not brought, they fetch."""
+def _prewarm_machines(context: _CampaignContext, dataset: str, machines: RentedWorkers) -> None:
+    """Copy the dataset to all machines. A machine fetches the shards that it lacks."""
     try:
         prewarm(
-            [FilesRequest(**_place(site.bucket), dataset=dataset)],
+            [FilesRequest(**_make_location_fields(context.bucket), dataset=dataset)],
             "/",
-            RentedMachines(rental=site.plan.name, bucket=site.bucket, vast=machines.vast),
+            RentedMachines(rental=context.plan.name, bucket=context.bucket, vast=machines.vast),
         )
     except MillraceError as error:
-        get_run_logger().warning("Workers read the store themselves: %s", one_line(error))
-    end_warming(site.writes, site.plan.name)
+        get_run_logger().warning("Workers read the store themselves: %s", format_error(error))
+    end_warming(context.write_spec, context.plan.name)
 
 
-def _hand_over(site: _Site, training: Training, wanted: HandOver) -> None:
-    """Bring the newest weights that the chain proves to where they are wanted."""
-    saved = Saved(**_place(site.bucket), job=site.run(training).chain.job)
-    bucket = None if wanted.bucket is None else needed(wanted.bucket)
-    save_checkpoint(saved, wanted.job, bucket, wanted.hub)
+def _publish_weights(
+    context: _CampaignContext, training: TrainingSettings, settings: PublishSettings
+) -> None:
+    """Copy the newest weights that the chain proves to their destination."""
+    saved = CheckpointInput(
+        **_make_location_fields(context.bucket), job=context.make_run_settings(training).chain.job
+    )
+    bucket = None if settings.bucket is None else require_location(settings.bucket)
+    save_checkpoint(saved, settings.job, bucket, settings.hub)
 
 
-def _clean(site: _Site) -> int:
-    """Delete what is not needed any more; how many objects went."""
-    rules = site.plan.clean
+def _clean(context: _CampaignContext) -> int:
+    """Delete what the rules take, and return the number of deleted objects."""
+    rules = context.plan.cleaning_rules
     if rules is None:
-        rules = [Rule(what=(What.GRADIENTS,), older_than=timedelta(0), name=site.keys.run)]
+        rules = [
+            Rule(kinds=(CleanupKind.GRADIENTS,), older_than=timedelta(0), name=context.keys.run)
+        ]
     if not rules:
         return 0
-    done = clean_bucket(site.bucket, rules, dry_run=False)
-    return done.deleted if isinstance(done, Cleaned) else 0
+    done = clean_bucket(context.bucket, rules, dry_run=False)
+    return done.deleted_objects if isinstance(done, CleanupResult) else 0
 
 
-def _summary(site: _Site, seconds: float) -> Summary:
-    plan, training = site.plan, site.plan.training
-    found = summarize(
-        site.reads,
+def _summarize(context: _CampaignContext, seconds: float) -> CampaignSummary:
+    plan, training = context.plan, context.plan.training
+    found = summarize_campaign(
+        context.read_spec,
         plan.name,
         dataset=plan.data.dataset if plan.data else None,
-        run=site.run(training) if training else None,
+        run=context.make_run_settings(training) if training else None,
         workers=training.workers if training else 0,
         epochs=training.epochs if training else 0,
     )
     return replace(found, seconds=round(seconds, 1))
 
 
-def _place(place: Bucket | str) -> dict[str, Any]:
-    """Return a bucket, as `tasks.places.InputLocation` names it."""
-    return {"bucket": place} if isinstance(place, Bucket) else {"url": place}
+def _make_location_fields(location: Bucket | str) -> dict[str, Any]:
+    """Return the fields of `tasks.locations.InputLocation` for a bucket."""
+    return {"bucket": location} if isinstance(location, Bucket) else {"url": location}

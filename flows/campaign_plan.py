@@ -12,33 +12,35 @@ from millrace import datasets
 from millrace.campaigns.worker import TrainingPlan
 from millrace.checkpoints import CooldownSettings
 from millrace.cleanup import Rule
-from millrace.datasets import CutSettings
+from millrace.datasets import ShardingSettings
 from millrace.gradients import FollowRules, RunRules, WeightsSource
 from millrace.keys import CampaignKeys
 from millrace.remote import CodeRepository
-from millrace.rentals import OfferRequest, Patience
+from millrace.rentals import OfferRequest, RentalTimeouts
 from millrace.settings import Duration
-from tasks.places import BucketLocation, SourceInput
+from tasks.locations import BucketLocation, SourceInput
 
 
-class _Part(BaseModel):
+class _PlanModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Data(_Part):
-    """The dataset that is trained on."""
+class DataSettings(_PlanModel):
+    """Dataset of the training."""
 
-    dataset: str = Field(description="Its name: a prefix below the bucket's URL.")
+    dataset: str = Field(description="Name of the dataset: a prefix below the bucket's URL.")
     source: SourceInput | None = Field(
-        default=None, description="Source to shard. Left out, the dataset is there and complete."
+        default=None, description="Source to shard. Without a source, the dataset must be complete."
     )
-    cut: CutSettings = Field(default=CutSettings(), description="Settings of the shards.")
-    run: datasets.ExecutionSettings = Field(
+    sharding: ShardingSettings = Field(
+        default=ShardingSettings(), description="Settings of the shards."
+    )
+    execution: datasets.ExecutionSettings = Field(
         default=datasets.ExecutionSettings(), description="Settings of the execution."
     )
 
 
-class RentedWorkers(CodeRepository, Patience):
+class RentedWorkers(CodeRepository, RentalTimeouts):
     """Each worker on a rented machine of its own."""
 
     kind: Literal["rented"] = "rented"
@@ -55,31 +57,31 @@ class RentedWorkers(CodeRepository, Patience):
         default=True,
         description="Try a worker that fails again and again on another machine.",
     )
-    warm: bool = Field(
+    prewarm: bool = Field(
         default=True,
-        description="Bring the dataset to all machines, each byte out of the store once.",
+        description="Copy the dataset to all machines, each byte out of the store once.",
     )
 
 
-class LocalWorkers(_Part):
-    """The workers as processes of the machine that this runs on."""
+class LocalWorkers(_PlanModel):
+    """The workers as processes of the machine that runs the campaign."""
 
     kind: Literal["local"] = "local"
     folder: str = Field(default=".", description="Folder in which the workers run.")
-    root: Path = Field(
+    data_folder: Path = Field(
         default=Path(".millrace/data"), description="Folder in which the workers keep the dataset."
     )
 
 
-class FirstWeights(WeightsSource):
-    """The checkpoint whose weights the run begins with."""
+class InitialWeightsSettings(WeightsSource):
+    """Checkpoint with the weights that the run begins with."""
 
     bucket: BucketLocation | None = Field(
-        default=None, description="Store of the checkpoint; left out, the campaign's bucket."
+        default=None, description="Store of the checkpoint; by default the campaign's bucket."
     )
 
 
-class Training(_Part):
+class TrainingSettings(_PlanModel):
     """Workers that train together, in windows and epochs."""
 
     command: tuple[str, ...] = Field(
@@ -91,89 +93,90 @@ class Training(_Part):
         ge=0,
         description=TrainingPlan.model_fields["restarts"].description,
     )
-    first: FirstWeights = Field(description="With which weights it begins.")
+    initial_weights: InitialWeightsSettings = Field(description="Weights that the run begins with.")
     workers: int = Field(default=1, ge=1, le=256, description="Number of workers.")
     machines: RentedWorkers | LocalWorkers = Field(
         default=LocalWorkers(), description="Machines on which the workers run."
     )
-    arrival: Duration = Field(
+    join_timeout: Duration = Field(
         default=timedelta(hours=1),
         gt=timedelta(0),
-        description="Longest wait for workers before the first window opens: it opens when "
-        "as many have joined as the quorum says, or when this is over and at least one has.",
+        description="Longest wait for workers before the first window opens. The window opens when "
+        "the quorum has joined, or after this time when at least one worker has joined.",
     )
     epochs: int = Field(
-        default=1, ge=1, description="Number of epochs; each ends with a checkpoint."
+        default=1, ge=1, description="Number of epochs. Each epoch ends with a checkpoint."
     )
-    windows: int = Field(default=10, ge=1, description="Number of windows of each epoch.")
-    rules: RunRules = Field(default=RunRules(), description="Settings that all workers have alike.")
+    windows_per_epoch: int = Field(default=10, ge=1, description="Number of windows of each epoch.")
+    run: RunRules = Field(default=RunRules(), description="Settings that all workers share.")
     cooldown: CooldownSettings = Field(
         default=CooldownSettings(), description="Settings of the end of an epoch."
     )
-    follow: FollowRules = Field(
+    aggregation: FollowRules = Field(
         default=FollowRules(),
         description="Settings of the aggregator: how it follows windows, and which checkpoints "
-        "it keeps.",
+        "the aggregator keeps.",
     )
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
-        gather = self.rules.gather
+    def _check_gather(self) -> Self:
+        gather = self.run.gather
         if max(gather.quorum, gather.wanted or 0) > self.workers:
             raise ValueError(
-                f"rules.gather wants more gradients than there are workers ({self.workers}): lower "
+                f"run.gather wants more gradients than there are workers ({self.workers}): lower "
                 "`quorum` or `wanted`, or raise `workers`"
             )
-        self.rules.check_workers(self.workers)
+        self.run.check_workers(self.workers)
         return self
 
 
-class HandOver(_Part):
+class PublishSettings(_PlanModel):
     """Destination of the final weights."""
 
     job: str = Field(description="Job of the checkpoint.")
     bucket: BucketLocation | None = Field(
         default=None,
-        description="A Millrace Bucket block, its name, or a URL; left out with `hub`.",
+        description="A Millrace Bucket block, its name, or a URL; empty with `hub`.",
     )
     hub: HubRepository | None = Field(
         default=None, description="Or a repository of the Hugging Face Hub."
     )
 
 
-class Campaign(_Part):
-    """A dataset, workers that train on it together, and what becomes of their weights.
+class CampaignPlan(_PlanModel):
+    """A dataset, its training, the destination of the weights, and the cleaning.
 
-    A part that is left out is not done.
+    A stage that is left out is skipped.
     """
 
-    name: str = Field(description="Its name: a prefix below the bucket's URL, and its rental's.")
+    name: str = Field(
+        description="Name of the campaign: a prefix below the bucket's URL, and its rental's name."
+    )
     bucket: BucketLocation = Field(
         description="A Millrace Bucket block with credentials to read and to write, its name, or "
         "a URL."
     )
-    data: Data | None = Field(default=None, description="Dataset to train on.")
-    training: Training | None = Field(
+    data: DataSettings | None = Field(default=None, description="Dataset to train on.")
+    training: TrainingSettings | None = Field(
         default=None, description="Workers and settings of the training."
     )
-    hand_over: HandOver | None = Field(
+    publish: PublishSettings | None = Field(
         default=None, description="Destination of the final weights."
     )
-    clean: list[Rule] | None = Field(
+    cleaning_rules: list[Rule] | None = Field(
         default=None,
-        description="Rules for what is deleted in the end; left out, the gradients of this "
-        "campaign, which are "
-        "merged. An empty list deletes nothing.",
+        description="Rules for the cleaning at the end. By default the gradients of this campaign, "
+        "which are merged by then, are deleted. An empty list deletes nothing.",
     )
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check_stages(self) -> Self:
         CampaignKeys(self.name)
-        if self.hand_over is not None:
+        if self.publish is not None:
             if self.training is None:
-                raise ValueError("there are weights to hand over where there is a training only")
-            if (self.hand_over.bucket is None) == (self.hand_over.hub is None):
-                raise ValueError("the weights are handed over to a bucket or to a hub: name one")
+                raise ValueError("`publish` requires `training`")
+            if (self.publish.bucket is None) == (self.publish.hub is None):
+                raise ValueError("`publish` takes either `bucket` or `hub`: name one")
         if self.data is None and self.training is not None:
             raise ValueError("name the dataset that is trained on")
         return self

@@ -1,33 +1,35 @@
-"""Delete what belongs to other versions than the current one."""
+"""Delete objects of other versions than the current one."""
 
 from datetime import timedelta
 
 from prefect import flow
 
-from millrace.cleanup import Cleaned, CleaningPlan, CleanVersions
+from millrace.cleanup import CleanupPlan, CleanupResult, CleanVersionsPreset
 from millrace.settings import Duration
-from tasks.cleaning import clean_by
-from tasks.places import BucketLocation
+from tasks.cleaning import clean_with_rules
+from tasks.locations import BucketLocation
 
 
 @flow(name="clean-versions")
 def clean_versions(
     bucket: BucketLocation,
-    current: str,
+    current_version: str,
     run: str = "",
     older_than: Duration = timedelta(0),
     dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
-    beside: list[BucketLocation] = [],  # noqa: B006 - Prefect draws it
-) -> Cleaned | CleaningPlan | None:
+    related_buckets: list[BucketLocation] = [],  # noqa: B006 - Prefect draws it
+) -> CleanupResult | CleanupPlan | None:
     """Delete gradients, start windows and gathers of every version but the current one.
 
     Args:
         bucket: A Millrace Bucket block with write credentials, its name, or a URL.
-        current: The version whose objects stay, such as `0.2.11`.
-        run: Only of this run.
-        older_than: Only what is older than this, by the store's clock.
+        current_version: The version whose objects stay, such as `0.2.11`.
+        run: Only objects of this run.
+        older_than: Only objects that are older than this, by the store's clock.
         dry_run: Only show what would be deleted.
-        beside: Other buckets of the same runs: leases there protect what is here.
+        related_buckets: Other buckets of the same runs. Leases there protect objects here.
     """
-    preset = CleanVersions(current=current, name=run, older_than=older_than)
-    return clean_by(bucket, preset.rules(), beside=beside, dry_run=dry_run)
+    preset = CleanVersionsPreset(current_version=current_version, name=run, older_than=older_than)
+    return clean_with_rules(
+        bucket, preset.make_rules(), related_buckets=related_buckets, dry_run=dry_run
+    )

@@ -1,13 +1,13 @@
-"""Delete what the aggregators of one version have merged."""
+"""Delete the merged gradients of one version."""
 
 from datetime import timedelta
 
 from prefect import flow
 
-from millrace.cleanup import Cleaned, CleaningPlan, DeleteGather
+from millrace.cleanup import CleanupPlan, CleanupResult, DeleteGatherPreset
 from millrace.settings import Duration
-from tasks.cleaning import clean_by
-from tasks.places import BucketLocation
+from tasks.cleaning import clean_with_rules
+from tasks.locations import BucketLocation
 
 
 @flow(name="delete-gathers")
@@ -17,17 +17,17 @@ def delete_gathers(
     run: str = "",
     older_than: Duration = timedelta(0),
     dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
-) -> Cleaned | CleaningPlan | None:
+) -> CleanupResult | CleanupPlan | None:
     """Delete the merged gradients of a version, up to the newest checkpoint of each run.
 
-    What came after that checkpoint stays: without it the newest weights could not be made again.
+    Later merged gradients stay: the newest weights cannot be made again without them.
 
     Args:
         bucket: The aggregator's Millrace Bucket block, with write credentials, or its name.
         version: Version such as `0.2.1`, or a range, such as `<0.2.11`.
-        run: Only of this run.
-        older_than: Only what is older than this, by the store's clock.
+        run: Only objects of this run.
+        older_than: Only objects that are older than this, by the store's clock.
         dry_run: Only show what would be deleted.
     """
-    preset = DeleteGather(version=version, name=run, older_than=older_than)
-    return clean_by(bucket, preset.rules(), dry_run=dry_run)
+    preset = DeleteGatherPreset(version=version, name=run, older_than=older_than)
+    return clean_with_rules(bucket, preset.make_rules(), dry_run=dry_run)

@@ -15,11 +15,11 @@ from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_se
 
 from millrace.errors import UnavailableError
 
-_PATIENCE = 300.0  # seconds: a busy machine imports the server for more than a minute
-_LOOK = 0.2
-_LEAVING = 10.0
-# It ends with the process that feeds its standard input, however that ends.
-_MAIN = """\
+_START_TIMEOUT = 300.0  # seconds: a busy machine imports the server for more than a minute
+_POLL_INTERVAL = 0.2
+_EXIT_TIMEOUT = 10.0
+# The server ends with the process that holds its standard input.
+_SERVER_SCRIPT = """\
 import os, sys, threading
 def watch():
     while os.read(0, 4096):
@@ -33,7 +33,7 @@ uvicorn.run("prefect.server.api.server:create_app", factory=True, host="127.0.0.
 
 
 @contextlib.contextmanager
-def local_server() -> Generator[None]:
+def start_local_server() -> Generator[None]:
     """Serve the Prefect API to this process while the block lasts, unless a server is configured.
 
     Prefect starts one by itself, too. That one ends at a Ctrl-C, before the flow run has reported
@@ -57,7 +57,7 @@ def local_server() -> Generator[None]:
     }
     with tempfile.TemporaryFile() as printed:
         process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN, str(port)],
+            [sys.executable, "-c", _SERVER_SCRIPT, str(port)],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=printed,
@@ -65,10 +65,10 @@ def local_server() -> Generator[None]:
             start_new_session=True,  # a Ctrl-C is for the flow run, which ends it in order
         )
         try:
-            url, deadline = f"http://127.0.0.1:{port}/api", time.monotonic() + _PATIENCE
-            while not _answers(url):
+            url, deadline = f"http://127.0.0.1:{port}/api", time.monotonic() + _START_TIMEOUT
+            while not _is_ready(url):
                 if process.poll() is None and time.monotonic() < deadline:
-                    time.sleep(_LOOK)
+                    time.sleep(_POLL_INTERVAL)
                     continue
                 printed.seek(0)
                 last = printed.read().decode(errors="replace").strip().splitlines()[-1:]
@@ -85,12 +85,12 @@ def local_server() -> Generator[None]:
             assert process.stdin is not None
             process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_LEAVING)
+                process.wait(_EXIT_TIMEOUT)
             process.kill()
             process.wait()
 
 
-def _answers(url: str) -> bool:
+def _is_ready(url: str) -> bool:
     try:
         with urlopen(f"{url}/health", timeout=5) as answer:  # noqa: S310 - on loopback
             return answer.status == 200

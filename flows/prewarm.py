@@ -21,8 +21,8 @@ from millrace.swarm import (
     Request,
     Unpacking,
 )
-from tasks.places import BucketLocation, InputLocation, NodeFolder, check_right
-from tasks.renting import nodes_of
+from tasks.locations import BucketLocation, InputLocation, NodeFolder, check_right
+from tasks.renting import find_node_hosts
 from tasks.warming import report_nodes, warm_nodes
 
 
@@ -32,32 +32,33 @@ class FilesRequest(InputLocation):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     key: str | None = Field(
-        default=None, description="One object, below the place. Left out: everything there."
+        default=None, description="One object, below the location. By default all objects there."
     )
     dataset: str | None = Field(
         default=None,
-        description="Or a dataset below the place: the shards that its manifest names, verified by "
-        "their digests, and nothing else.",
+        description="Or a dataset below the location: the shards that its manifest names, verified "
+        "by their digests, and nothing else.",
     )
     destination: str | None = Field(
         default=None,
-        description="The file, or without a key the folder, below the root. Left out: the key, the "
-        "keys of the shards, or the root itself.",
+        description="The file, or without a key the folder, below the root. By default the key, "
+        "the keys of the shards, or the root itself.",
     )
     unpack: Unpacking | None = Field(
-        default=None, description="With a key: unpack it while it arrives; auto goes by its name."
+        default=None,
+        description="With a key: unpack the archive while it arrives; auto goes by its name.",
     )
     into: str | None = Field(
-        default=None, description="The folder that it is unpacked into, below the root."
+        default=None, description="Folder that the archive is unpacked into, below the root."
     )
     mode: int = Field(default=0o644, ge=0, le=0o777, description="Permission bits, as a number.")
     sha256: str | None = Field(
         default=None,
         pattern="^[0-9a-f]{64}$",
-        description="With a key: what the object must be, where you know it better than the store.",
+        description="With a key: expected digest of the object, where the store does not keep it.",
     )
 
-    def request(self, store: str) -> Request:
+    def make_request(self, store: str) -> Request:
         """Return the engine's request."""
         return Request(
             store=store,
@@ -72,88 +73,86 @@ class FilesRequest(InputLocation):
         )
 
 
-class Machines(BaseModel):
+class AgentHosts(BaseModel):
     """Machines on which `millrace node` runs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     hosts: list[Host] = Field(min_length=1, description="The machines.")
     # Bare: Prefect takes Secret[str] for a block type of its own.
-    key: Secret = Field(  # pyright: ignore[reportMissingTypeArgument, reportUnknownVariableType]
-        description="A Secret block: the key that all of them were given (MILLRACE_NODE_KEY)."
+    node_key: Secret = Field(  # pyright: ignore[reportMissingTypeArgument, reportUnknownVariableType]
+        description="A Secret block with the key of all machines (MILLRACE_NODE_KEY)."
     )
 
-    def nodes(self) -> Hosts:
+    def find_hosts(self) -> Hosts:
         """Return the engine's settings of the nodes."""
-        return Hosts(hosts=tuple(self.hosts), key=SecretStr(cast("str", self.key.get())))
+        return Hosts(hosts=tuple(self.hosts), key=SecretStr(cast("str", self.node_key.get())))
 
 
 class RentedMachines(BaseModel):
-    """Machines that are rented, and run `millrace work` or `millrace node` on port 70000."""
+    """Rented machines that run `millrace work` or `millrace node` on port 70000."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    rental: str = Field(description="Its name.")
+    rental: str = Field(description="Name of the rental.")
     bucket: BucketLocation = Field(
-        description="The Millrace Bucket block, or its name, where the rental is written down."
+        description="The Millrace Bucket block of the ledger of rentals, or its name."
     )
     vast: VastCredentials | str = Field(
         default="vast", description="The Vast.ai Credentials block that pays, or its name."
     )
 
-    def nodes(self) -> Hosts:
+    def find_hosts(self) -> Hosts:
         """Return the engine's settings of the nodes."""
-        return nodes_of(self.rental, self.bucket, self.vast)
+        return find_node_hosts(self.rental, self.bucket, self.vast)
 
 
-class Care(BaseModel):
+class PrewarmOptions(BaseModel):
     """Limits and checks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    check: CacheCheck = Field(
+    cache_check: CacheCheck = Field(
         default=CacheCheck.SAMPLED,
         description="Check of files from an earlier run: by sampled digests, or by all.",
     )
-    least: float = Field(
-        default=0.5, gt=0.0, le=1.0, description="The share of the nodes that must live."
+    min_live_share: float = Field(
+        default=0.5, gt=0.0, le=1.0, description="Share of the nodes that must live."
     )
-    limits: LimitSettings = Field(
-        default=LimitSettings(), description="Limits on what goes on at once."
-    )
+    limits: LimitSettings = Field(default=LimitSettings(), description="Limits on concurrent work.")
 
 
 @flow(name="prewarm", flow_run_name="prewarm")
 def prewarm(
     files: list[FilesRequest],
     root: NodeFolder,
-    cluster: RayNodes | Machines | RentedMachines = RayNodes(),  # noqa: B008 - frozen
-    care: Care = Care(),  # noqa: B008 - frozen
+    cluster: RayNodes | AgentHosts | RentedMachines = RayNodes(),  # noqa: B008 - frozen
+    options: PrewarmOptions = PrewarmOptions(),  # noqa: B008 - frozen
 ) -> PrewarmReport:
     """Put the same files on every node of a cluster, each byte out of the store once.
 
-    The rest goes from node to node. A run that was stopped fetches only what is missing when it
-    is started again. The worker must reach the machines; a Ray cluster, from a machine of it.
+    The rest goes from node to node. A run that was stopped fetches only missing pieces when it is
+    started again. The worker must reach the machines; a Ray cluster, from a machine of it.
 
     Args:
         files: Files to put on every node.
-        root: The folder on every node; `$NAME` is filled in from the node's own environment.
+        root: Folder on every node; `$NAME` is filled in from the node's own environment.
         cluster: Machines: a Ray cluster's, rented ones, or hosts with an agent.
-        care: Checks, and limits on what goes on at once.
+        options: Checks, and limits on concurrent work.
     """
     if not files:
-        raise ConfigurationError("Name at least one place that files come from.")
+        raise ConfigurationError("Name at least one location that files come from.")
     settings = PrewarmSettings(
-        requests=tuple(each.request(str(i)) for i, each in enumerate(files)),
-        stores={str(i): each.store() for i, each in enumerate(files)},
+        requests=tuple(each.make_request(str(i)) for i, each in enumerate(files)),
+        stores={str(i): each.make_spec() for i, each in enumerate(files)},
         root=Path(root),
-        nodes=cluster if isinstance(cluster, RayNodes) else cluster.nodes(),
-        check=care.check,
-        least=care.least,
-        limits=care.limits,
+        nodes=cluster if isinstance(cluster, RayNodes) else cluster.find_hosts(),
+        check=options.cache_check,
+        least=options.min_live_share,
+        limits=options.limits,
     )
     for each in files:
-        check_right(each.place, Right.READ, each.prefix)
+        check_right(each.location, Right.READ, each.prefix)
     warmed = warm_nodes(settings)
     report_nodes(warmed)
     return warmed.report

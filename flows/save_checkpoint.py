@@ -1,4 +1,4 @@
-"""Bring a checkpoint from a machine's disk, or a bucket, into a bucket or the Hugging Face Hub."""
+"""Copy a checkpoint from a machine's disk, or a bucket, into a bucket or the Hugging Face Hub."""
 
 from prefect import flow
 from pydantic import BaseModel, ConfigDict, Field
@@ -9,17 +9,17 @@ from millrace.errors import ConfigurationError
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Right
 from tasks.checkpointing import check_destination, report_saved, transfer_checkpoint
-from tasks.places import BucketLocation, InputLocation, check_right, spec_of
+from tasks.locations import BucketLocation, InputLocation, check_right, make_store_spec
 
 
-class Saved(InputLocation):
+class CheckpointInput(InputLocation):
     """A checkpoint that was saved before."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     job: str = Field(description="Job of the checkpoint.")
     step: int | None = Field(
-        default=None, description="Step of the checkpoint; left out, the newest."
+        default=None, description="Step of the checkpoint; by default the newest."
     )
 
 
@@ -28,13 +28,13 @@ class HubRepository(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    repo: str = Field(description="As `owner/name`. It must exist.")
+    repo: str = Field(description="Repository as `owner/name`. It must exist.")
     credentials: HuggingFaceCredentials = Field(
         description="A block with a token that may write the repository."
     )
-    revision: str = Field(default="main", description="The branch.")
+    revision: str = Field(default="main", description="Name of the branch.")
 
-    def spec(self) -> HubSpec:
+    def make_spec(self) -> HubSpec:
         """Return the repository, with the account's token."""
         return HubSpec(
             repo=self.repo,
@@ -46,29 +46,32 @@ class HubRepository(BaseModel):
 
 @flow(name="save-checkpoint", flow_run_name="save-{job}")
 def save_checkpoint(
-    source: Saved, job: str, bucket: BucketLocation | None = None, hub: HubRepository | None = None
+    source: CheckpointInput,
+    job: str,
+    bucket: BucketLocation | None = None,
+    hub: HubRepository | None = None,
 ) -> Checkpoint:
-    """Bring a checkpoint into a bucket, or the Hub: every file verified, and committed once.
+    """Copy a checkpoint into a bucket, or the Hub: every file verified, and committed once.
 
-    A run that was stopped sends only what is missing when it is started again.
+    A run that was stopped sends only missing files when it is started again.
 
     Args:
         source: Location of the checkpoint: a folder of the worker that `Saver` saved to, or another
             bucket.
         job: Job of the checkpoint there: a prefix below the bucket's URL, or in the repository.
         bucket: A Millrace Bucket block with write credentials, its name, or a URL.
-        hub: Or a repository of the Hugging Face Hub.
+        hub: A repository of the Hugging Face Hub, in place of a bucket.
     """
     if hub is not None and bucket is None:
-        place = hub.spec()
-        check_destination(place, job)
+        target = hub.make_spec()
+        check_destination(target, job)
     elif bucket is not None and hub is None:
-        place = spec_of(bucket, Right.WRITE)
+        target = make_store_spec(bucket, Right.WRITE)
         check_right(bucket, Right.WRITE, job)
     else:
-        raise ConfigurationError("Name either a bucket or a hub repository to bring it to.")
-    check_right(source.place, Right.READ, source.prefix)
-    wanted = SavedSource(**dict(source.store()), job=source.job, step=source.step)
-    saved = transfer_checkpoint(wanted, place, job)
+        raise ConfigurationError("Name either a bucket or a hub repository as the destination.")
+    check_right(source.location, Right.READ, source.prefix)
+    wanted = SavedSource(**dict(source.make_spec()), job=source.job, step=source.step)
+    saved = transfer_checkpoint(wanted, target, job)
     report_saved(saved)
     return saved.checkpoint

@@ -1,41 +1,48 @@
-"""Look at a job's checkpoints before they are needed, by hand or every night."""
+"""Verify a job's checkpoints before they are needed, on demand or every night."""
 
 from prefect import flow
 
 from millrace.checkpoints import VerifyDepth
 from millrace.errors import CorruptError
 from millrace.storage import Right
-from tasks.checkpointing import SeenCheckpoint, all_jobs, report_checkpoints, verify_job
-from tasks.places import BucketLocation, check_right, known, named_bucket, skipped, spec_of
+from tasks.checkpointing import CheckpointVerification, list_jobs, report_checkpoints, verify_job
+from tasks.locations import (
+    BucketLocation,
+    check_right,
+    describe_bucket,
+    find_location,
+    make_store_spec,
+    skip_run,
+)
 
 
 @flow(name="verify-checkpoints")
 def verify_checkpoints(
     bucket: BucketLocation,
     jobs: list[str] | None = None,
-    check: VerifyDepth = VerifyDepth.DIGESTS,
-) -> list[SeenCheckpoint] | None:
-    """Check that every file of every checkpoint is there, and is what was saved.
+    depth: VerifyDepth = VerifyDepth.DIGESTS,
+) -> list[CheckpointVerification] | None:
+    """Check that every file of every checkpoint exists, and has the bytes that were saved.
 
-    Changes nothing: a damaged checkpoint is moved away by whoever loads next.
+    The flow changes nothing: the next load moves a damaged checkpoint away.
 
     Args:
         bucket: A Millrace Bucket block with read credentials, its name, or a URL.
-        jobs: Jobs whose checkpoints are verified. Left out: all jobs below the bucket's URL.
-        check: `sizes` takes a request a file; `digests` reads all of it.
+        jobs: Jobs whose checkpoints are verified. By default all jobs below the bucket's URL.
+        depth: `sizes` takes one request per file; `digests` reads all bytes.
     """
-    found_bucket = known(bucket)
+    found_bucket = find_location(bucket)
     if found_bucket is None:
-        return skipped([named_bucket(bucket)], "nothing was verified")  # pyright: ignore[reportReturnType] - Prefect's way
-    place = spec_of(found_bucket, Right.READ)
+        return skip_run([describe_bucket(bucket)], "nothing was verified")  # pyright: ignore[reportReturnType] - Prefect's way
+    spec = make_store_spec(found_bucket, Right.READ)
     check_right(found_bucket, Right.READ)
-    found = [seen for job in jobs or all_jobs(place) for seen in verify_job(place, job, check)]
-    report_checkpoints(place.url, found, check)
-    damaged = [seen for seen in found if seen.damage]
+    found = [seen for job in jobs or list_jobs(spec) for seen in verify_job(spec, job, depth)]
+    report_checkpoints(spec.url, found, depth)
+    damaged = [seen for seen in found if seen.faults]
     if damaged:
         names = ", ".join(f"{seen.job} step {seen.step}" for seen in damaged[:5])
         raise CorruptError(
-            f"{len(damaged)} checkpoints of {place.url} are damaged ({names}): the report names "
+            f"{len(damaged)} checkpoints of {spec.url} are damaged ({names}): the report names "
             "each file. The ones before them can be loaded; save these steps anew."
         )
     return found

@@ -1,50 +1,49 @@
-"""Hold sealed datasets against their manifests, by hand or every night."""
-
-from enum import StrEnum
+"""Verify complete datasets against their manifests, on demand or every night."""
 
 from prefect import flow
 
+from millrace.checkpoints import VerifyDepth
 from millrace.datasets import Verification
 from millrace.errors import CorruptError
 from millrace.storage import Right
-from tasks.places import BucketLocation, check_right, known, named_bucket, skipped, spec_of
-from tasks.verifying import report_verifications, sealed_datasets, verify_shards
-
-
-class Depth(StrEnum):
-    """Depth of a verification of shards."""
-
-    SIZES = "sizes"
-    BYTES = "bytes"
+from tasks.locations import (
+    BucketLocation,
+    check_right,
+    describe_bucket,
+    find_location,
+    make_store_spec,
+    skip_run,
+)
+from tasks.verifying import list_complete_datasets, report_verifications, verify_shards
 
 
 @flow(name="verify-datasets")
 def verify_datasets(
     bucket: BucketLocation,
     datasets: list[str] | None = None,
-    depth: Depth = Depth.SIZES,
+    depth: VerifyDepth = VerifyDepth.SIZES,
 ) -> dict[str, Verification] | None:
-    """Check that every shard of sealed datasets is there, and is what was written.
+    """Check that every shard of complete datasets exists, and has the bytes that were written.
 
     Args:
         bucket: A Millrace Bucket block with read credentials, its name, or a URL.
-        datasets: Datasets to verify. Left out: all that are right below the bucket's URL.
-        depth: `sizes` asks for each shard's size; `bytes` reads all of it and compares digests.
+        datasets: Datasets to verify. By default all that are right below the bucket's URL.
+        depth: `sizes` asks for the size of each shard; `digests` reads all bytes.
     """
-    found_bucket = known(bucket)
+    found_bucket = find_location(bucket)
     if found_bucket is None:
-        return skipped([named_bucket(bucket)], "nothing was verified")  # pyright: ignore[reportReturnType] - Prefect's way
-    place = spec_of(found_bucket, Right.READ)
+        return skip_run([describe_bucket(bucket)], "nothing was verified")  # pyright: ignore[reportReturnType] - Prefect's way
+    spec = make_store_spec(found_bucket, Right.READ)
     check_right(found_bucket, Right.READ)
     found = {
-        dataset: verify_shards(place, dataset, digests=depth is Depth.BYTES)
-        for dataset in datasets or sealed_datasets(place)
+        dataset: verify_shards(spec, dataset, with_digests=depth is VerifyDepth.DIGESTS)
+        for dataset in datasets or list_complete_datasets(spec)
     }
-    report_verifications(place.url, found)
+    report_verifications(spec.url, found)
     faults = sum(len(seen.faults) for seen in found.values())
     if faults:
         raise CorruptError(
-            f"{faults} shards of {place.url} are missing or differ: the report names each. "
+            f"{faults} shards of {spec.url} are missing or differ: the report names each. "
             "Shard the dataset again under another name, or bring the objects back."
         )
     return found

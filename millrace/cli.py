@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from millrace import errors, words
+from millrace import errors, formatting
 from millrace.terminal import echo, echo_text, make_console, make_table
 
 if TYPE_CHECKING:
     from millrace.audit import Finding
-    from millrace.cleanup import Cleaned, Rule, WorkerJunk
+    from millrace.cleanup import CleanupResult, Rule, WorkerJunk
     from millrace.datasets import DatasetStatus, PipelineSettings, ShardReport
     from millrace.schemas.dataset import DatasetPlan
     from millrace.storage import Store, StoreSpec, VersionCount
@@ -55,14 +55,14 @@ source:
 #     access_key_id: ${R2_DATASET_WRITE_ACCESS_KEY_ID}
 #     secret_access_key: ${R2_DATASET_WRITE_SECRET_ACCESS_KEY}
 
-cut:                            # pinned by the plan: cannot change under the same name
+sharding:                       # pinned by the plan: cannot change under the same name
   shard_bytes: 64MiB
-  split_bytes: 512MiB
-  # split_files: 10000          # of kind files: at most about so many files a split
+  partition_bytes: 512MiB
+  # partition_files: 10000      # of kind files: at most about so many in a partition
   seed: 0                       # of the shuffle; null keeps the source's order
-  holdout: 0.0                  # the share held out as the partition `val`
+  holdout: 0.0                  # the share held out as the split `val`
 
-run:                            # never changes what comes out
+execution:                      # never changes the result
   workers: 2                    # memory: shard_bytes * (uploads + 1) * workers
   uploads: 2
   # max_quarantined: 0.01       # share of rows that may make no sample; above it the run fails
@@ -71,12 +71,12 @@ run:                            # never changes what comes out
 
 
 _RENTALS = {
-    "offers": "offers",
-    "rent": "rent",
-    "rentals": "rentals",
-    "release": "release",
-    "reap": "reap_rentals",
-}  # commands, and what they are called in `millrace.cli_rentals`
+    "offers": "show_offers",
+    "rent": "rent_machines",
+    "rentals": "list_machines",
+    "release": "release_machines",
+    "reap": "reap_machines",
+}  # commands, and their functions in `millrace.cli_rentals`
 
 
 class _DurationOption(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - not in all versions
@@ -217,7 +217,7 @@ def write_template(path: Path, text: str) -> None:
 @_prefix
 @said
 def plan(settings: Path, prefix: str | None) -> int:
-    """Show how a dataset would be cut, and where to. Writes nothing.
+    """Show the partitions of a dataset, and its destination. Writes nothing.
 
     Exit code 1 if `run` would refuse.
     """
@@ -225,7 +225,7 @@ def plan(settings: Path, prefix: str | None) -> int:
 
     config = _config(settings, prefix)
     made, found = check_destination(config)
-    _show_plan(made, config, found.largest)
+    _show_plan(made, config, found.largest_sample)
     echo(f"Goes to {found.url}{found.state and f' ({found.state})'}.")
     for sentence in found.unchecked:
         echo(sentence)
@@ -245,7 +245,7 @@ def plan(settings: Path, prefix: str | None) -> int:
 def run(settings: Path, prefix: str | None, *, use_vast: bool, repair: bool) -> int:
     """Shard a dataset, or go on where a run was stopped."""
     from millrace.datasets import repair_dataset, shard_dataset
-    from millrace.progress_bar import ProgressBar
+    from millrace.progress_bar import PartitionsBar
 
     config = _config(settings, prefix)
     if use_vast and repair:
@@ -255,15 +255,15 @@ def run(settings: Path, prefix: str | None, *, use_vast: bool, repair: bool) -> 
         )
     if use_vast:
         return import_module("millrace.cli_rentals").shard_on_vast(settings, config)
-    with ProgressBar() as progress:
+    with PartitionsBar() as progress:
         report = shard_dataset(config, progress=progress, repair=repair)
     _show_report(report)
     if repair:
         repaired = repair_dataset(config)
-        for key in repaired.made:
+        for key in repaired.remade_keys:
             echo(f"Made again: {key}")
         echo(
-            f"{words.format_count(repaired.shards, 'shard')} verified, {len(repaired.made)} made "
+            f"{formatting.format_count(repaired.shards, 'shard')} verified, {len(repaired.remade_keys)} made "
             f"again."
         )
     return 0
@@ -276,19 +276,19 @@ def run(settings: Path, prefix: str | None, *, use_vast: bool, repair: bool) -> 
 @said
 def verify(settings_or_url: str, dataset: str | None, *, quick: bool) -> int:
     """Hold every shard against the manifest. Exit code 1 if one is missing or differs."""
-    from millrace.datasets import verify as check
+    from millrace.datasets import verify_dataset as check
 
     store, name = _place(settings_or_url, dataset)
     result = check(store, name, digests=not quick)
     for fault in result.faults:
-        echo(f"{store.url_of(fault.key)}: {fault.reason}")
-    what = "sizes and SHA-256" if result.digests else "sizes"
+        echo(f"{store.make_url(fault.key)}: {fault.reason}")
+    what = "sizes and SHA-256" if result.includes_digests else "sizes"
     echo(
-        f"{words.format_count(result.shards - len(result.faults), 'shard')} of {result.shards} "
+        f"{formatting.format_count(result.shards - len(result.faults), 'shard')} of {result.shards} "
         "as the manifest says "
         f"({what}, {_size(result.size)})."
     )
-    return 0 if result.good else 1
+    return 0 if result.is_intact else 1
 
 
 @main.command()
@@ -298,7 +298,7 @@ def verify(settings_or_url: str, dataset: str | None, *, quick: bool) -> int:
 def status(settings_or_url: str, dataset: str | None) -> int:
     """Say how far a dataset is, from the bucket alone. Without DATASET: all below the URL."""
     from millrace.datasets import find_datasets
-    from millrace.datasets import status as look
+    from millrace.datasets import read_status as look
 
     if dataset is None and "://" in settings_or_url:
         from millrace.storage import open_store
@@ -333,11 +333,11 @@ def gc(settings_or_url: str, dataset: str | None, *, delete: bool, min_age: time
     store, name = _place(settings_or_url, dataset)
     found = collect_garbage(store, name, dry_run=not delete, min_age=min_age)
     for key in found.keys:
-        echo(store.url_of(key))
+        echo(store.make_url(key))
     for failure in found.failures:
-        echo(f"{store.url_of(failure.key)}: {failure.reason}", err=True)
-    done = "Deleted" if found.deleted else "Would delete (with --delete)"
-    echo(f"{done} {words.format_count(len(found.keys), 'object')}, {_size(found.size)}.")
+        echo(f"{store.make_url(failure.key)}: {failure.reason}", err=True)
+    done = "Deleted" if found.is_deleted else "Would delete (with --delete)"
+    echo(f"{done} {formatting.format_count(len(found.keys), 'object')}, {_size(found.size)}.")
     return 1 if found.failures else 0
 
 
@@ -368,7 +368,7 @@ def checkpoints(url: str, job: str, *, verify: bool) -> int:
         row = (str(step), str(len(found.parts)), _size(found.size), saved, found.run, state)
         table.add_row(*row)
     if not table.row_count:
-        raise errors.NotFoundError(f"{store.url_of(job)} has no checkpoint.")
+        raise errors.NotFoundError(f"{store.make_url(job)} has no checkpoint.")
     make_console().print(table)
     for fault in faults:
         echo(fault)
@@ -399,7 +399,7 @@ def retain(url: str, job: str, *, last: int, every: int | None, delete: bool) ->
         return 0
     done = carry_out(store, plan)
     for failure in done.failures:
-        echo(f"{store.url_of(failure.key)}: {failure.reason}", err=True)
+        echo(f"{store.make_url(failure.key)}: {failure.reason}", err=True)
     if done.skipped:
         echo(f"{len(done.skipped)} objects stay: somebody needs them by now.")
     echo(f"Deleted {done.removed} objects, {_size(done.size)}.")
@@ -445,9 +445,9 @@ def audit_access(settings: Path, *, file: Path | None) -> int:
     not answer, 26 it asks to come later, 27 unproven for another reason.
     """
     from millrace.audit import AccessVerdict, AuditSettings, audit
-    from millrace.settings import load
+    from millrace.settings import load_settings
 
-    found = audit(load(settings, AuditSettings))
+    found = audit(load_settings(settings, AuditSettings))
     pairs = list(dict.fromkeys((one.role, one.right) for one in found.findings))
     seen = {(one.role, one.right, one.operation): one for one in found.findings}
     operations = dict.fromkeys(one.operation for one in found.findings)
@@ -456,13 +456,13 @@ def audit_access(settings: Path, *, file: Path | None) -> int:
         cells = [seen.get((*pair, operation)) for pair in pairs]
         table.add_row(operation, *(_audited(one) for one in cells))
     make_console().print(table)
-    for sentence, ones in _by_sentence(found.wrong).items():
+    for sentence, ones in _by_sentence(found.failures).items():
         echo(f"{', '.join(ones)}: {sentence}" if len(ones) == 1 else sentence)
     for note in found.notes:
         echo(note)
-    kinds = Counter(one.verdict for one in found.wrong)
+    kinds = Counter(one.verdict for one in found.failures)
     wrong = "".join(f", {kinds[verdict]} {verdict}" for verdict in AccessVerdict if kinds[verdict])
-    right = len(found.findings) - len(found.wrong)
+    right = len(found.findings) - len(found.failures)
     echo(f"{right} of {len(found.findings)} operations are as they should be{wrong}.")
     if file is not None:
         file.write_text(found.model_dump_json(indent=2))
@@ -473,7 +473,7 @@ def _audited(one: "Finding | None") -> str:
     """Return a cell of an audit's table: the store's answer, or in capitals what is wrong."""
     if one is None:
         return "-"
-    return f"{one.seen}" if one.verdict == "right" else one.verdict.upper()
+    return f"{one.actual}" if one.verdict == "correct" else one.verdict.upper()
 
 
 def _by_sentence(wrong: "Iterable[Finding]") -> dict[str, list[str]]:
@@ -481,7 +481,7 @@ def _by_sentence(wrong: "Iterable[Finding]") -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for one in wrong:
         named = f"{one.role}, to {one.right}: {one.operation} is {one.verdict}"
-        found.setdefault(one.sentence, []).append(named)
+        found.setdefault(one.message, []).append(named)
     return found
 
 
@@ -499,19 +499,19 @@ _clean_settings = click.argument("settings", type=click.Path(path_type=Path), de
 @said
 def clean_plan(settings: Path, *, keys: bool) -> int:
     """Find what the rules take, and write it down in the store. Deletes nothing."""
-    from millrace.cleanup import CleanSettings, make_plan
+    from millrace.cleanup import CleanupSettings, make_plan
     from millrace.cleanup.plans import open_plan
     from millrace.progress_bar import ObjectsBar
-    from millrace.settings import load
+    from millrace.settings import load_settings
     from millrace.storage import open_store
 
-    config = load(settings, CleanSettings)
+    config = load_settings(settings, CleanupSettings)
     with ObjectsBar() as progress:
         made = make_plan(config, progress=progress)
     if keys:
         with open_plan(open_store(config.store), made.name) as (_, entries):
             for entry in entries:
-                echo(f"{entry.stat.key}  {_size(entry.stat.size)}  rule {entry.rule + 1}")
+                echo(f"{entry.stat.key}  {_size(entry.stat.size)}  rule {entry.rule_index + 1}")
     _show_cleaning(made.header.rules, made.totals.objects, made.totals.size, made.totals.kept)
     _show_junk(made.totals.junk)
     echo(
@@ -530,12 +530,12 @@ def clean_run(settings: Path, *, name: str | None) -> int:
 
     Exit code 1 if something could not be deleted. Killed, it goes on with the same plan.
     """
-    from millrace.cleanup import CleanSettings, execute, make_plan, read_plan
+    from millrace.cleanup import CleanupSettings, execute, make_plan, read_plan
     from millrace.progress_bar import ObjectsBar
-    from millrace.settings import load
+    from millrace.settings import load_settings
     from millrace.storage import open_store
 
-    config = load(settings, CleanSettings)
+    config = load_settings(settings, CleanupSettings)
     with ObjectsBar() as progress:
         plan = (
             read_plan(open_store(config.store, make_folder=False), name)
@@ -563,17 +563,17 @@ def clean_wipe(place: str, *, confirm: str | None, versions: bool, dry_run: bool
 
     Exit code 2, and nothing has happened, if the name is another.
     """
-    from millrace.cleanup import name_to_type, plan_wiping, survey_wiping, wipe
-    from millrace.cleanup.wiping import check_name
+    from millrace.cleanup import make_confirmation, plan_wipe, survey_wipe, wipe
+    from millrace.cleanup.wiping import check_confirmation
     from millrace.progress_bar import ObjectsBar
     from millrace.storage import open_store
 
     spec = _store_of(place)
     store = open_store(spec, make_folder=False)
     if confirm is not None:
-        check_name(store.location, confirm)
+        check_confirmation(store.location, confirm)
     with ObjectsBar() as progress:
-        found = survey_wiping(spec, progress=progress)
+        found = survey_wipe(spec, progress=progress)
     echo(f"{store.url} holds {found.objects} objects, {_size(found.size)}.")
     stays = "" if versions else " They stay, and are billed, unless --versions is given."
     if found.versions is None:
@@ -583,10 +583,10 @@ def clean_wipe(place: str, *, confirm: str | None, versions: bool, dry_run: bool
     if dry_run:
         return 0
     if confirm is None:
-        confirm = click.prompt(f"All of it goes. Type {name_to_type(store.location)} to go on")
-        check_name(store.location, confirm)
+        confirm = click.prompt(f"All of it goes. Type {make_confirmation(store.location)} to go on")
+        check_confirmation(store.location, confirm)
     with ObjectsBar() as progress:
-        plan = plan_wiping(spec)
+        plan = plan_wipe(spec)
         progress.start_deleting(plan.objects)
         done = wipe(spec, plan.name, confirm=confirm, versions=versions, progress=progress)
     code = _show_cleaned(done)
@@ -627,7 +627,7 @@ def clean_uploads(place: str, *, older_than: timedelta, prefix: str, abort: bool
     word = "Aborted" if abort else "Would abort (with --abort)"
     echo(
         f"{word} {len(found.uploads) - len(found.failures)} uploads, {_size(found.size)}; "
-        f"{found.young} are younger than that."
+        f"{found.recent} are younger than that."
     )
     return 1 if found.failures else 0
 
@@ -642,9 +642,9 @@ def cool_down(settings: Path, *, member: str) -> int:
     Exit code 0 if the epoch has a checkpoint by now, whoever saved it; 1 if not.
     """
     from millrace.checkpoints import MemberSettings, end_epoch
-    from millrace.settings import load
+    from millrace.settings import load_settings
 
-    cooled = end_epoch(load(settings, MemberSettings), member)
+    cooled = end_epoch(load_settings(settings, MemberSettings), member)
     echo(
         f"{member}: {cooled.outcome}{cooled.reason and f' ({cooled.reason})'}; sent "
         f"{_size(cooled.sent)}, verified {_size(cooled.checked)} of others, in "
@@ -661,9 +661,9 @@ def aggregate(settings: Path, *, windows: int | None) -> int:
     """Merge the gradients of a run, window after window, until it is over."""
     from millrace.gradients import AggregatorSettings, aggregate_run
     from millrace.schemas.chain import count_reasons
-    from millrace.settings import load
+    from millrace.settings import load_settings
 
-    config = load(settings, AggregatorSettings)
+    config = load_settings(settings, AggregatorSettings)
     if windows is not None:
         config = config.model_copy(update={"windows": windows})
     for link in aggregate_run(config):
@@ -718,18 +718,18 @@ def prewarm(settings: Path, *, dry_run: bool) -> int:
     Exit code 1 if a node is not ready at the end, or, of a dry run, if the run would refuse.
     """
     from millrace.progress_bar import BytesBar
-    from millrace.settings import load
+    from millrace.settings import load_settings
     from millrace.swarm import PrewarmSettings, preview
     from millrace.swarm import prewarm as warm
 
-    config = load(settings, PrewarmSettings)
+    config = load_settings(settings, PrewarmSettings)
     if dry_run:
         seen = preview(config)
         for path, size, origin in seen.files:
             echo(f"{config.root / path}  {_size(size)}  {origin}")
         files, pieces = (
-            words.format_count(len(seen.files), "file"),
-            words.format_count(seen.pieces, "piece"),
+            formatting.format_count(len(seen.files), "file"),
+            formatting.format_count(seen.pieces, "piece"),
         )
         echo(f"{files}, {_size(seen.size)}, in {pieces}.")
         for sentence in seen.refusals:
@@ -771,14 +771,14 @@ def node(root: Path, host: str, port: int) -> int:
 @said
 def work(settings: Path, *, attached: bool) -> int:
     """Run a worker of a campaign: its training script, as its settings say."""
-    from millrace.campaigns.worker import launch
+    from millrace.campaigns.worker import launch_worker
     from millrace.processes import adopt_orphans
 
     adopt_orphans()
     if attached:
         _end_with_input()
     logging.getLogger("millrace").setLevel(logging.INFO)
-    return launch(settings)
+    return launch_worker(settings)
 
 
 def _end_with_input() -> None:
@@ -795,9 +795,9 @@ def _end_with_input() -> None:
 
 def _config(path: Path, prefix: str | None) -> "PipelineSettings":
     from millrace.datasets import PipelineSettings
-    from millrace.settings import load
+    from millrace.settings import load_settings
 
-    config = load(path, PipelineSettings)
+    config = load_settings(path, PipelineSettings)
     return config.model_copy(update={"dataset": prefix}) if prefix else config
 
 
@@ -816,13 +816,13 @@ def _place(settings_or_url: str, dataset: str | None) -> "tuple[Store, str]":
 
 def _store_of(place: str) -> "StoreSpec":
     """Return the store of a URL, a folder, or a settings file."""
-    from millrace.cleanup.rules import PlaceSettings
-    from millrace.settings import load
+    from millrace.cleanup.rules import StoreOnlySettings
+    from millrace.settings import load_settings
     from millrace.storage import StoreSpec
 
     if "://" in place or Path(place).is_dir():
         return StoreSpec(url=place)
-    return load(Path(place), PlaceSettings).store
+    return load_settings(Path(place), StoreOnlySettings).store
 
 
 def _show_cleaning(
@@ -831,13 +831,16 @@ def _show_cleaning(
     size: Mapping[int, int],
     kept: Mapping[str, int],
 ) -> None:
-    from millrace.cleanup import describe, saved_a_month
+    from millrace.cleanup import describe_rule, estimate_monthly_savings
 
     table = make_table("rule", "objects", "bytes", "saves a month")
     for place, rule in enumerate(rules):
         its = size.get(place, 0)
         table.add_row(
-            describe(rule), f"{keys.get(place, 0)}", _size(its), f"${saved_a_month(its):.2f}"
+            describe_rule(rule),
+            f"{keys.get(place, 0)}",
+            _size(its),
+            f"${estimate_monthly_savings(its):.2f}",
         )
     make_console().print(table)
     for why, count in sorted(kept.items()):
@@ -846,24 +849,26 @@ def _show_cleaning(
 
 def _show_junk(junk: "Sequence[WorkerJunk]") -> None:
     for one in junk[:20]:
-        whose = f"{words.clean_text(one.worker)} of {words.clean_text(one.scope)}"
-        echo(f"{words.format_count(one.objects, 'object')}, {_size(one.size)}, are junk of {whose}")
+        whose = f"{formatting.clean_text(one.worker)} of {formatting.clean_text(one.scope)}"
+        echo(
+            f"{formatting.format_count(one.objects, 'object')}, {_size(one.size)}, are junk of {whose}"
+        )
     if len(junk) > 20:
         echo(f"and junk of {len(junk) - 20} more workers")
 
 
-def _show_cleaned(done: "Cleaned") -> int:
+def _show_cleaned(done: "CleanupResult") -> int:
     for failure in done.failures[:20]:
         echo(f"{failure.key}: {failure.reason}", err=True)
     if len(done.failures) > 20:
         echo(f"and {len(done.failures) - 20} more", err=True)
-    if done.given_up:
+    if done.has_given_up:
         echo("So many could not be deleted that the rest was not tried.", err=True)
     for why, count in sorted(done.skipped.items()):
         echo(f"{count} stay: {why}")
-    gone = f"; {done.gone} were gone already" if done.gone else ""
+    gone = f"; {done.missing} were gone already" if done.missing else ""
     echo(
-        f"Deleted {done.deleted} objects, {_size(done.freed)}, in {done.seconds:.1f} s{gone}; "
+        f"Deleted {done.deleted_objects} objects, {_size(done.deleted_bytes)}, in {done.seconds:.1f} s{gone}; "
         f"{len(done.failures)} could not be deleted."
     )
     return 1 if done.failures else 0
@@ -893,7 +898,7 @@ def _show_prewarmed(report: "PrewarmReport") -> None:
         echo(f"Nodes also read from the store what others had: {report.direct}.")
     if report.unverified:
         echo(
-            f"{words.format_count(report.unverified, 'file')} unverified at the source: nothing "
+            f"{formatting.format_count(report.unverified, 'file')} unverified at the source: nothing "
             "says what the digest should be."
         )
     if report.unconfirmed:
@@ -912,27 +917,27 @@ def _size(size: float) -> str:
 
 
 def _show_plan(made: "DatasetPlan", config: "PipelineSettings", largest: int | None) -> None:
-    table = make_table("partition", "splits", "source bytes")
-    for partition in sorted({split.partition for split in made.splits}):
-        own = [split for split in made.splits if split.partition == partition]
-        size = sum(split.piece.size for split in own)
-        table.add_row(partition, str(len(own)), _size(size))
+    table = make_table("split", "partitions", "source bytes")
+    for split in sorted({partition.split for partition in made.partitions}):
+        own = [partition for partition in made.partitions if partition.split == split]
+        size = sum(partition.source_range.size for partition in own)
+        table.add_row(split, str(len(own)), _size(size))
     echo(
-        f"{made.dataset}: {words.format_count(made.source.files, 'file')}, "
+        f"{made.dataset}: {formatting.format_count(made.source.files, 'file')}, "
         f"{_size(made.source.size)} of "
         f"{made.source.kind} at {made.source.url}"
     )
     if made.source.markers:
         echo(
-            f"Skipped: {words.format_count(made.source.markers, 'empty object')} that only show "
+            f"Skipped: {formatting.format_count(made.source.markers, 'empty object')} that only show "
             f"folders."
         )
     make_console().print(table)
-    workers = max(1, config.run.workers)
-    memory = made.layout.shard_bytes * (config.run.uploads + 1) * workers
+    workers = max(1, config.execution.workers)
+    memory = made.layout.shard_bytes * (config.execution.uploads + 1) * workers
     echo(
         f"Shards of at most {_size(made.layout.shard_bytes)}; "
-        f"at most {_size(memory)} of them in the memory of {words.format_count(workers, 'worker')}."
+        f"at most {_size(memory)} of them in the memory of {formatting.format_count(workers, 'worker')}."
     )
     if largest is None:
         echo("A larger row is a shard of its own: each worker may hold one, five times.")
@@ -945,44 +950,43 @@ def _show_plan(made: "DatasetPlan", config: "PipelineSettings", largest: int | N
 
 def _show_report(report: "ShardReport") -> None:
     manifest = report.manifest
-    rate = report.bytes_made / report.seconds / 1e6
+    rate = report.new_bytes / report.seconds / 1e6
     echo(
-        f"{report.url}: {words.format_count(report.samples, 'sample')} in "
-        f"{words.format_count(len(manifest.shards), 'shard')}, {_size(manifest.size)}, from "
-        f"{words.format_count(report.splits, 'split')}."
+        f"{report.url}: {formatting.format_count(report.samples, 'sample')} in "
+        f"{formatting.format_count(len(manifest.shards), 'shard')}, {_size(manifest.size)}, from "
+        f"{formatting.format_count(report.partitions, 'partition')}."
     )
     echo(
-        f"This run made {words.format_count(report.made, 'shard')}, {_size(report.bytes_made)} in "
-        f"{report.seconds:.1f} s ({rate:.0f} MB/s)."
+        f"This run made {formatting.format_count(report.new_shards, 'shard')}, "
+        f"{_size(report.new_bytes)} in {report.seconds:.1f} s ({rate:.0f} MB/s)."
     )
     if manifest.quarantined:
         echo(
-            f"{words.format_count(manifest.quarantined, 'row')} made no sample, and every such "
+            f"{formatting.format_count(manifest.quarantined, 'row')} made no sample, and every such "
             f"row is kept with its reason below {report.url}/quarantine/."
         )
-    echo(f"Sealed by {report.manifest_key}.")
+    echo(f"Finalized by {report.manifest_key}.")
 
 
 def _show_status(found: "DatasetStatus") -> None:
-    state = (
-        "sealed"
-        if found.sealed
-        else f"{found.ended} of {words.format_count(len(found.splits), 'split')} ended"
-    )
+    partitions = formatting.format_count(len(found.partitions), "partition")
+    state = "complete" if found.is_complete else f"{found.ended_partitions} of {partitions} ended"
     echo(f"{found.dataset}: {state}, from {found.source}")
-    table = make_table("split", "state", "shards", "samples", "bytes", "quarantined", "held by")
-    for split in found.splits:
+    table = make_table("partition", "state", "shards", "samples", "bytes", "quarantined", "held by")
+    for partition in found.partitions:
         table.add_row(
-            split.name,
-            split.state,
-            str(split.shards),
-            str(split.samples),
-            _size(split.size),
-            str(split.quarantined),
-            f"{split.host} until {split.until:%H:%M:%S}" if split.until else "",
+            partition.name,
+            partition.state,
+            str(partition.shards),
+            str(partition.samples),
+            _size(partition.size),
+            str(partition.quarantined),
+            f"{partition.host} until {partition.until:%H:%M:%S}" if partition.until else "",
         )
     make_console().print(table)
-    if found.damaged:
-        echo(f"{words.format_count(len(found.damaged), 'record')} of its ledger cannot be read:")
-        for sentence in found.damaged[:10]:
+    if found.damaged_records:
+        echo(
+            f"{formatting.format_count(len(found.damaged_records), 'record')} of its ledger cannot be read:"
+        )
+        for sentence in found.damaged_records[:10]:
             echo(f"  {sentence}")

@@ -1,4 +1,4 @@
-"""The commands that rent machines, and give them back."""
+"""Commands that rent machines, and give them back."""
 
 import signal
 from collections.abc import Callable, Sequence
@@ -14,78 +14,78 @@ from millrace.terminal import echo, echo_text
 
 if TYPE_CHECKING:
     from millrace.datasets import PipelineSettings
-    from millrace.rentals import Offer, Rented, RentSettings
+    from millrace.rentals import MachineStatus, Offer, RentalSettings
 
 _settings_file = click.argument("settings", type=click.Path(path_type=Path), default="rent.yaml")
 
 
-@click.command()
+@click.command("offers")
 @_settings_file
 @said
-def offers(settings: Path) -> int:
-    """Show what would be rented, that which costs least in all first. Rents nothing."""
-    from millrace.rentals import RentSettings, account, find_offers
-    from millrace.settings import load
+def show_offers(settings: Path) -> int:
+    """Show the offers that fit, by expected cost. Rents nothing."""
+    from millrace.rentals import RentalSettings, find_offers, open_account
+    from millrace.settings import load_settings
 
-    rent = load(settings, RentSettings)
-    found = find_offers(account(rent.account), rent.wanted)
+    rent = load_settings(settings, RentalSettings)
+    found = find_offers(open_account(rent.account), rent.effective_request)
     if not found:
         echo("No offer fits: ask for less, or grant more dollars an hour.", err=True)
         return 1
-    echo_text(table_of(found))
+    echo_text(format_offers(found))
     return 0
 
 
-@click.command()
+@click.command("rent")
 @_settings_file
 @click.option("--detach", is_flag=True, help="Leave the machines when all of their programs run.")
 @said
-def rent(settings: Path, *, detach: bool) -> int:
+def rent_machines(settings: Path, *, detach: bool) -> int:
     """Rent machines, run a program on each, and give them back when it has ended."""
-    from millrace.rentals import Rental, RentSettings
-    from millrace.settings import load
+    from millrace.rentals import Rental, RentalSettings
+    from millrace.settings import load_settings
 
-    wanted = load(settings, RentSettings)
+    rental_settings = load_settings(settings, RentalSettings)
     if not detach:
-        return _use(wanted)
-    give_back_when_stopped()
-    with Rental(wanted, detached=True, progress=_Lines()) as rental:
-        for machine in rental.until_ready():
-            where = machine.instance.address if machine.instance else ""
-            echo(f"{wanted.name}/{machine.slot} runs at {where or 'no address'}.")
+        return _run_rental(rental_settings)
+    release_on_signal()
+    with Rental(rental_settings, detached=True, progress=_EventPrinter()) as rental:
+        for machine in rental.wait_until_ready():
+            address = machine.instance.address if machine.instance else ""
+            echo(f"{rental_settings.name}/{machine.slot} runs at {address or 'no address'}.")
         cost = rental.cost
-    again = f"millrace release {settings} {wanted.name}"
-    echo(f"It has cost about ${cost:.2f} so far; give them back with `{again}`.")
+    release_command = f"millrace release {settings} {rental_settings.name}"
+    echo(f"It has cost about ${cost:.2f} so far; give them back with `{release_command}`.")
     return 0
 
 
-@click.command()
+@click.command("rentals")
 @_settings_file
 @said
-def rentals(settings: Path) -> int:
-    """List what is rented, for how long, and what it has cost."""
-    from millrace.rentals import StandSettings, list_rentals
-    from millrace.settings import load
+def list_machines(settings: Path) -> int:
+    """List the rented machines, with their times and costs."""
+    from millrace.rentals import LedgerSettings, list_rentals
+    from millrace.settings import load_settings
 
-    found = list_rentals(load(settings, StandSettings))
-    for one in found:
-        echo(sentence_of(one))
-    echo(f"Rented: {_machines(len(found))}, ${sum(one.cost for one in found):.2f} so far.")
+    machines = list_rentals(load_settings(settings, LedgerSettings))
+    for machine in machines:
+        echo(describe_machine(machine))
+    cost = sum(machine.cost for machine in machines)
+    echo(f"Rented: {_format_machine_count(len(machines))}, ${cost:.2f} so far.")
     return 0
 
 
-@click.command()
+@click.command("release")
 @_settings_file
 @click.argument("rental")
 @said
-def release(settings: Path, rental: str) -> int:
+def release_machines(settings: Path, rental: str) -> int:
     """Give back all machines of a rental."""
-    from millrace.rentals import StandSettings
-    from millrace.rentals import release as give_back
-    from millrace.settings import load
+    from millrace.rentals import LedgerSettings, release
+    from millrace.settings import load_settings
 
-    count = give_back(load(settings, StandSettings), rental)
-    echo(f"Given back: {_machines(count)} of {rental}; a listing shows none.")
+    count = release(load_settings(settings, LedgerSettings), rental)
+    echo(f"Given back: {_format_machine_count(count)} of {rental}; a listing shows none.")
     return 0
 
 
@@ -93,98 +93,100 @@ def release(settings: Path, rental: str) -> int:
 @_settings_file
 @click.option("--dry-run", is_flag=True, help="Only say what would be given back.")
 @said
-def reap_rentals(settings: Path, *, dry_run: bool) -> int:
-    """Give back what has no living owner, or is over its time; nothing that is not ours."""
-    from millrace.rentals import StandSettings, reap
-    from millrace.settings import load
+def reap_machines(settings: Path, *, dry_run: bool) -> int:
+    """Give back machines whose owner is lost or whose time is over, of this installation only."""
+    from millrace.rentals import LedgerSettings, reap
+    from millrace.settings import load_settings
 
-    found = reap(load(settings, StandSettings), dry_run=dry_run)
-    for one in found.returned:
-        echo(sentence_of(one))
-    word = "Would be given back" if dry_run else "Given back"
-    echo(f"{word}: {_machines(len(found.returned))}. Stay: {len(found.kept)}.")
-    if found.closed:
-        echo(f"Closed: {found.closed}, of which nothing was left.")
-    if found.elsewhere:
-        echo(f"Another account pays for {found.elsewhere} more: look with its API key.")
+    result = reap(load_settings(settings, LedgerSettings), dry_run=dry_run)
+    for one in result.returned:
+        echo(describe_machine(one))
+    verb = "Would be given back" if dry_run else "Given back"
+    echo(f"{verb}: {_format_machine_count(len(result.returned))}. Stay: {len(result.kept)}.")
+    if result.closed_attempts:
+        echo(f"Closed: {result.closed_attempts}, of which nothing was left.")
+    if result.foreign_attempts:
+        echo(f"Another account pays for {result.foreign_attempts} more: look with its API key.")
     return 0
 
 
 def shard_on_vast(settings: Path, config: "PipelineSettings") -> int:
-    """Shard a dataset on rented machines, and give them back. Stopped, it goes on."""
-    from millrace.remote import WithVast, sharding
-    from millrace.settings import load
+    """Shard a dataset on rented machines, and give them back. The next run resumes it."""
+    from millrace.remote import VastFileSettings, make_sharding_rental
+    from millrace.settings import load_settings
 
-    return _use(sharding(config, load(settings, WithVast).vast))
+    return _run_rental(make_sharding_rental(config, load_settings(settings, VastFileSettings).vast))
 
 
-def _use(wanted: "RentSettings") -> int:
+def _run_rental(settings: "RentalSettings") -> int:
     """Rent machines until all of their programs have ended."""
     from millrace.rentals import Rental
 
-    give_back_when_stopped()
-    with Rental(wanted, progress=_Lines()) as rental:
-        rental.until_done()
+    release_on_signal()
+    with Rental(settings, progress=_EventPrinter()) as rental:
+        rental.wait_until_done()
         cost = rental.cost
     echo(f"All is given back. It has cost about ${cost:.2f}.")
     return 0
 
 
-def give_back_when_stopped(rented: Callable[[], bool] = lambda: True) -> None:
-    """End this process by giving back what it rents, however often it is asked to end.
+def release_on_signal(has_machines: Callable[[], bool] = lambda: True) -> None:
+    """Release the machines of this process when a signal ends it, even if signals repeat.
 
     Args:
-        rented: Whether it has machines now. While it has, only the first request interrupts:
-            a second one, wherever it hits, could end the process before its machines are back.
+        has_machines: Tells whether this process has machines now. While it has, only the first
+            signal interrupts: a second one could end the process before its machines are returned.
     """
-    asked = False
+    was_interrupted = False
 
-    def stop(_: int, __: FrameType | None) -> None:
-        nonlocal asked
-        if asked and rented():
+    def handle_signal(_: int, __: FrameType | None) -> None:
+        nonlocal was_interrupted
+        if was_interrupted and has_machines():
             echo("Machines are being given back: wait, or they are billed on.", err=True)
             return
-        asked = True
+        was_interrupted = True
         raise KeyboardInterrupt
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, stop)
+            signal.signal(number, handle_signal)
 
 
-def table_of(found: "Sequence[Offer]") -> str:
-    """Offers, a line each."""
-    lines = [f"{'offer':>10}  {'gpu':24}  {'$/h':>7}  {'in all':>8}  {'reliable':>8}  place"]
-    for one in found:
+def format_offers(offers: "Sequence[Offer]") -> str:
+    """Format offers as a table, one offer on each line."""
+    lines = [f"{'offer':>10}  {'gpu':24}  {'$/h':>7}  {'in all':>8}  {'reliable':>8}  location"]
+    for one in offers:
         gpu = f"{one.gpus} x {one.gpu}, {one.gpu_memory:.0f} GB"
         lines.append(
-            f"{one.id:>10}  {gpu:24}  {one.dph:7.3f}  {one.total:8.2f}  {one.reliability:8.3f}  "
-            f"{one.place}"
+            f"{one.id:>10}  {gpu:24}  {one.hourly_price:7.3f}  {one.expected_cost:8.2f}  "
+            f"{one.reliability:8.3f}  {one.location}"
         )
     return "\n".join(lines)
 
 
-def sentence_of(one: "Rented") -> str:
+def describe_machine(machine: "MachineStatus") -> str:
     """Describe a rented machine in a sentence."""
-    instance = one.instance
-    what = f"{one.rental or instance.label}: instance {instance.id} is {instance.status}"
-    who = one.why or (f"held by {one.owner}" if one.owner else "left until its time is over")
-    if one.attempt is None:
-        who = one.why or "nobody understands its label"
-        return f"{what}; {who}."
-    intent = one.attempt.intent
+    instance = machine.instance
+    status = f"{machine.rental or instance.label}: instance {instance.id} is {instance.status}"
+    owner = machine.return_reason or (
+        f"held by {machine.owner}" if machine.owner else "left until its time is over"
+    )
+    if machine.attempt is None:
+        owner = machine.return_reason or "nobody understands its label"
+        return f"{status}; {owner}."
+    intent = machine.attempt.intent
     return (
-        f"{what}, since {intent.begun:%Y-%m-%d %H:%M} until {intent.until:%Y-%m-%d %H:%M} UTC, "
-        f"${instance.dph:.3f} an hour, ${one.cost:.2f} so far; {who}."
+        f"{status}, since {intent.begun:%Y-%m-%d %H:%M} until {intent.until:%Y-%m-%d %H:%M} UTC, "
+        f"${instance.hourly_price:.3f} an hour, ${machine.cost:.2f} so far; {owner}."
     )
 
 
-def _machines(number: int) -> str:
+def _format_machine_count(number: int) -> str:
     return f"{number} machine{'' if number == 1 else 's'}"
 
 
-class _Lines:
-    """Says each thing that happens to a machine, and what it prints."""
+class _EventPrinter:
+    """Printer of the events of machines, and of their programs' output."""
 
     def __call__(self, event: Event) -> None:
         figures = event.figures

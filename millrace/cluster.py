@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from millrace.errors import ConfigurationError, one_line
+from millrace.errors import ConfigurationError, format_error
 
 NAMESPACE = "millrace"
 
@@ -41,7 +41,7 @@ def connect(address: str | None) -> Generator[Any]:
         )
     except Exception as error:
         raise ConfigurationError(
-            f"There is no Ray cluster to be reached ({one_line(error)}): start one with "
+            f"There is no Ray cluster to be reached ({format_error(error)}): start one with "
             "`ray start --head`, give its address, and RAY_AUTH_MODE=token if it asks."
         ) from error
     try:
@@ -115,7 +115,7 @@ def _check_address(address: str) -> None:
                     raise ConnectionError("the server there is not Ray's")
     except OSError as error:
         raise ConfigurationError(
-            f"There is no Ray cluster at {address} ({one_line(error)}): give the address that "
+            f"There is no Ray cluster at {address} ({format_error(error)}): give the address that "
             "`ray start --head` printed, and check that this machine reaches its port."
         ) from error
 
@@ -144,7 +144,7 @@ def _do_nothing() -> None:
     """Do nothing: a node that runs this has answered."""
 
 
-def name_of(node: dict[str, Any]) -> str:
+def make_node_name(node: dict[str, Any]) -> str:
     """Return a node's name for reports: its address, and the beginning of its identity."""
     return f"{node['NodeManagerAddress']}-{node['NodeID'][:6]}"
 

@@ -10,12 +10,12 @@ import orjson
 Bytes = bytes | bytearray | memoryview
 
 
-def sha256(data: Bytes) -> str:
+def compute_sha256(data: Bytes) -> str:
     """SHA-256 of the bytes, in lower-case hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
-def sha256_of(blocks: Iterable[Bytes]) -> tuple[str, int]:
+def compute_stream_sha256(blocks: Iterable[Bytes]) -> tuple[str, int]:
     """SHA-256 and size in bytes of a stream, read once."""
     digest, size = hashlib.sha256(), 0
     for block in blocks:

@@ -25,10 +25,10 @@ class DeniedError(MillraceError):
     """The credentials do not allow it, or are not known to the store.
 
     Attributes:
-        why: A sentence that tells which of the two, where the store says so; else empty.
+        reason: A sentence that tells which of the two, where the store says so; else empty.
     """
 
-    why: str = ""
+    reason: str = ""
 
 
 class ChangedError(MillraceError):
@@ -89,7 +89,7 @@ class WorkerError(MillraceError):
     """A worker process ended without finishing what it was given."""
 
 
-def one_line(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Return the first paragraph of an error's message, on one line.
 
     obstore appends a dump of its own structures below it, which helps nobody at a terminal.

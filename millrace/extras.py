@@ -6,7 +6,7 @@ from types import ModuleType
 from millrace.errors import ConfigurationError
 
 
-def import_module_of(module: str, extra: str) -> ModuleType:
+def import_extra_module(module: str, extra: str) -> ModuleType:
     """Import a module of Millrace that needs the libraries of an extra.
 
     Args:

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from millrace.errors import ConfigurationError
 
-_RESERVED_FOLDERS = {"shards", "commits", "splits", "quarantine", "lease"}
+_RESERVED_FOLDERS = {"shards", "commits", "partitions", "quarantine", "lease"}
 CHECKPOINTS = "checkpoints"
 """The folder of a job that its checkpoints are in."""
 _RESERVED_IN_JOBS = frozenset({*_RESERVED_FOLDERS, CHECKPOINTS})
@@ -22,8 +22,8 @@ _CAMPAIGN = "campaign"
 _PLAN_OF_CAMPAIGN = f"/{_CAMPAIGN}/plan.json"
 _RESERVED_WORKERS = frozenset({*_RESERVED_IN_JOBS, _GATHERS, "epochs"})
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
-_SPLIT = re.compile(r"[a-z]+-[0-9]{5,}")
-_SHARD = re.compile(r"(?P<split>[a-z]+-[0-9]{5,})-(?P<n>[0-9]{6,})")
+_PARTITION = re.compile(r"[a-z]+-[0-9]{5,}")
+_SHARD = re.compile(r"(?P<partition>[a-z]+-[0-9]{5,})-(?P<number>[0-9]{6,})")
 CLEANING = "_clean"
 """What plans of cleaning stand under: no dataset, job or run can be called so."""
 RENTALS = "_rentals"
@@ -66,26 +66,26 @@ def is_plain(key: str) -> bool:
     return {"", ".", ".."}.isdisjoint(key.split("/")) and "\\" not in key and key.isprintable()
 
 
-def make_split_name(partition: str, number: int) -> str:
-    """``train-00007``: the name of one split of a dataset."""
-    return f"{partition}-{number:05d}"
+def make_partition_name(split: str, number: int) -> str:
+    """Return the name of a partition, such as ``train-00007``."""
+    return f"{split}-{number:05d}"
 
 
 @dataclass(frozen=True, slots=True)
 class ShardName:
-    """A split and a number within it: ``train-00007-000012``."""
+    """Name of a shard: its partition and its number there, such as ``train-00007-000012``."""
 
-    split: str
-    n: int
+    partition: str
+    number: int
 
     def __str__(self) -> str:
-        return f"{self.split}-{self.n:06d}"
+        return f"{self.partition}-{self.number:06d}"
 
     @classmethod
     def parse(cls, stem: str) -> "ShardName | None":
-        """Parse a shard's name such as ``train-00007-000012``; None if it is none."""
+        """Parse a shard's name such as ``train-00007-000012``; None if the text is no such name."""
         match = _SHARD.fullmatch(stem)
-        return cls(match["split"], int(match["n"])) if match else None
+        return cls(match["partition"], int(match["number"])) if match else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +110,17 @@ class DatasetKeys:
 
     @property
     def plan(self) -> str:
-        """Key of the plan of the cut."""
+        """Key of the plan."""
         return f"{self.dataset}/plan.json"
 
     @property
     def plan_removed(self) -> str:
-        """Marker: a plan was removed, and shards that nothing names may be left of it."""
+        """Key of the marker that a plan was removed, and may have left uncommitted shards."""
         return f"{self.dataset}/plan-removed.json"
 
     @property
     def manifest(self) -> str:
-        """Key of the manifest, which ends the dataset."""
+        """Key of the manifest, which completes the dataset."""
         return f"{self.dataset}/manifest.json"
 
     @property
@@ -130,8 +130,8 @@ class DatasetKeys:
 
     @property
     def listings(self) -> str:
-        """Prefix of the files of each split."""
-        return f"{self.dataset}/splits/"
+        """Prefix of the partitions' listings."""
+        return f"{self.dataset}/partitions/"
 
     @property
     def shards(self) -> str:
@@ -148,9 +148,9 @@ class DatasetKeys:
         """Prefix of the rows that made no sample."""
         return f"{self.dataset}/quarantine/"
 
-    def listing(self, split: str, digest: str) -> str:
-        """Return the files of a split, for sources that are made of many."""
-        return f"{self.listings}{split}-{digest[:16]}.jsonl"
+    def listing(self, partition: str, digest: str) -> str:
+        """Return the key of a partition's list of files, for sources of many files."""
+        return f"{self.listings}{partition}-{digest[:16]}.jsonl"
 
     def shard(self, name: ShardName, extension: str) -> str:
         """Return the key of a shard."""
@@ -160,27 +160,27 @@ class DatasetKeys:
         """Return the key of a shard's commit."""
         return f"{self.commits}{name}.json"
 
-    def commits_of(self, split: str) -> str:
-        """Return the prefix that the commits of a split share; its end has it too."""
-        return f"{self.commits}{split}-"
+    def commits_of(self, partition: str) -> str:
+        """Return the prefix of a partition's commits and of its end record."""
+        return f"{self.commits}{partition}-"
 
-    def end(self, split: str) -> str:
-        """Return the key of a split's end."""
-        return f"{self.commits}{split}-end.json"
+    def end(self, partition: str) -> str:
+        """Return the key of a partition's end record."""
+        return f"{self.commits}{partition}-end.json"
 
     def quarantine(self, name: ShardName) -> str:
-        """Return the key of the bad rows beside a shard."""
+        """Return the key of the quarantined rows of a shard."""
         return f"{self.quarantined}{name}.jsonl"
 
     def parse_commit(self, key: str) -> "ShardName | None":
-        """Return the shard whose commit this key is, or None if it is not a shard's commit."""
+        """Return the shard whose commit has this key; None for other keys."""
         stem = key.removeprefix(self.commits)
         if stem == key or not stem.endswith(".json"):
             return None
         return ShardName.parse(stem.removesuffix(".json"))
 
     def is_shard(self, key: str) -> bool:
-        """Tell whether a key is that of a shard, or of the bad rows beside one."""
+        """Return whether a key is that of a shard or of its quarantined rows."""
         for prefix in (self.shards, self.quarantined):
             stem = key.removeprefix(prefix).rpartition(".")[0]
             if key.startswith(prefix) and ShardName.parse(stem) is not None:
@@ -188,12 +188,12 @@ class DatasetKeys:
         return False
 
     def parse_end(self, key: str) -> str | None:
-        """Return the split whose end this key is, or None if it is not a split's end."""
+        """Return the partition whose end record has this key; None for other keys."""
         stem = key.removeprefix(self.commits)
         if stem == key or not stem.endswith("-end.json"):
             return None
-        split = stem.removesuffix("-end.json")
-        return split if _SPLIT.fullmatch(split) else None
+        partition = stem.removesuffix("-end.json")
+        return partition if _PARTITION.fullmatch(partition) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -640,7 +640,7 @@ class MachineKeys:
         return f"{self.prefix}setup.json"
 
     @property
-    def beat(self) -> str:
+    def heartbeat(self) -> str:
         """Key of the heartbeat, overwritten while the machine lives."""
         return f"{self.prefix}beat.json"
 
@@ -654,12 +654,12 @@ class MachineKeys:
         return f"{self.logs}{number:06d}.txt"
 
     @property
-    def ended(self) -> str:
+    def program_exit(self) -> str:
         """Key of the report on how the program ended."""
         return f"{self.prefix}ended.json"
 
 
-def rental_of(key: str) -> str | None:
+def parse_rental(key: str) -> str | None:
     """Return the rental that an attempt's key belongs to; None if it is none's."""
     name, slash, _ = key.removeprefix(f"{RENTALS}/").rpartition("/attempts/")
     ours = slash and key.startswith(f"{RENTALS}/") and _is_valid_name(RentalKeys, name)
@@ -751,7 +751,7 @@ class ObjectKind(StrEnum):
     OPENING = "opening"  # the rules that a window was opened with
     CHECKPOINT = "checkpoint"
     DATASET = "dataset"
-    PASSING = "passing"  # a probe, a plan of cleaning, a rented machine's reports: used once
+    TEMPORARY = "temporary"  # a probe, a plan of cleaning, a rented machine's reports
     RECORD = "record"  # a lease, the end of an epoch: small, and says what has happened
     JUNK = "junk"  # below a worker's own prefix, and none of Millrace's names
 
@@ -796,11 +796,11 @@ _CHECKPOINT_KEY = re.compile(
     rf"(?P<scope>{_NAME_PATTERN})/{CHECKPOINTS}/step_(?P<number>[0-9]{{9,}})/.+"
 )
 _DATASET_KEY = re.compile(
-    rf"(?P<scope>{_NAME_PATTERN})/(?:(?:plan|manifest|index)\.json|(?:splits|commits)/[^/]+\.jsonl?"
+    rf"(?P<scope>{_NAME_PATTERN})/(?:(?:plan|manifest|index)\.json|(?:partitions|commits)/[^/]+\.jsonl?"
     r"|quarantine/[a-z]+-[0-9]{5,}-[0-9]{6,}\.jsonl|shards/[a-z]+-[0-9]{5,}-[0-9]{6,}\.[a-z]+)"
 )
 _MACHINE_KEY = re.compile(rf"{MACHINES}/(?P<rental>{_NAME_PATTERN})/[0-9]{{6,}}/.+")
-_PASSING_KEY = re.compile(
+_TEMPORARY_KEY = re.compile(
     rf"(?:(?P<scope>{_NAME_PATTERN})/)?(?:_audit-[0-9a-f]{{16}}-[a-z]+|_probe-[0-9a-f]{{16}}(?:\.bin)?"
     rf"|lease/clock/[0-9a-f]{{16}})|{CLEANING}/(?:lease/clock/[0-9a-f]{{16}}"
     r"|[0-9]{8}T[0-9]{6}-[0-9a-f]{8}/(?:plan\.jsonl|outcome\.json))"
@@ -820,7 +820,7 @@ _MEMBER_KEY = re.compile(
 _KIND_PATTERNS = (
     (ObjectKind.CHECKPOINT, _CHECKPOINT_KEY),
     (ObjectKind.DATASET, _DATASET_KEY),
-    (ObjectKind.PASSING, _PASSING_KEY),
+    (ObjectKind.TEMPORARY, _TEMPORARY_KEY),
     (ObjectKind.RECORD, _RECORD_KEY),
 )
 
@@ -899,7 +899,7 @@ def _classify(key: str) -> ClassifiedKey | None:
     if key.startswith(f"{MACHINES}/"):
         return _classify_machine_key(key)
     if match := _MEMBER_KEY.fullmatch(key):
-        kind = ObjectKind.RECORD if match["record"] else ObjectKind.PASSING
+        kind = ObjectKind.RECORD if match["record"] else ObjectKind.TEMPORARY
         return ClassifiedKey(kind, match["scope"], worker=match["uid"])
     match = _CHAIN_KEY.fullmatch(key)
     if match and _is_valid_name(CheckpointKeys, ChainKeys(match["scope"], match["version"]).job):
@@ -926,7 +926,7 @@ def _classify_machine_key(key: str) -> ClassifiedKey | None:
     machine = _MACHINE_KEY.fullmatch(key)
     if machine is None or not _is_valid_name(RentalKeys, machine["rental"]):
         return None
-    return ClassifiedKey(ObjectKind.PASSING, RentalKeys(machine["rental"]).scope)
+    return ClassifiedKey(ObjectKind.TEMPORARY, RentalKeys(machine["rental"]).scope)
 
 
 def _classify_worker_key(key: str) -> ClassifiedKey | None:

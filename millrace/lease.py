@@ -150,7 +150,7 @@ class Lease:
 
     def with_timeout(self, patience: timedelta) -> "Lease":
         """Return the same lease with short retries, for requests that come again soon."""
-        return replace(self, store=self.store.hurried(patience))
+        return replace(self, store=self.store.with_retry_timeout(patience))
 
     def release(self) -> None:
         """Give it back, so that the next one need not wait."""

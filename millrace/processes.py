@@ -46,21 +46,21 @@ def list_descendants(pid: int) -> set[int]:
     return {one for one in found if read_start_time(one) is not None}
 
 
-def kill_descendants(spare: Collection[int] = ()) -> None:
+def kill_descendants(excluded: Collection[int] = ()) -> None:
     """Kill the processes below this one, until there are none, or for ten seconds.
 
     Args:
-        spare: Those that are left alone, with all below them.
+        excluded: Those that are left alone, with all below them.
     """
 
     def find_remaining() -> set[int]:
-        spared = {below for one in spare for below in (one, *list_descendants(one))}
+        spared = {below for one in excluded for below in (one, *list_descendants(one))}
         return list_descendants(os.getpid()) - spared
 
     _kill_all(find_remaining)
 
 
-def kill_marked(variable: str, value: str) -> None:
+def kill_by_environment(variable: str, value: str) -> None:
     """Kill the processes of this machine whose environment has a variable that begins so.
 
     It goes on until there are none, or for ten seconds.
@@ -82,7 +82,7 @@ def kill_marked(variable: str, value: str) -> None:
 def kill_group() -> None:
     """Kill this process, its group, and what any of it has started in sessions of their own."""
     group = os.getpgrp()
-    own = {pid for pid in list_descendants(os.getpid()) if _group_of(pid) == group}
+    own = {pid for pid in list_descendants(os.getpid()) if _read_group(pid) == group}
     for pid in own:  # so that none of them starts more meanwhile; they are killed with the group
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGSTOP)
@@ -90,10 +90,10 @@ def kill_group() -> None:
     os.killpg(group, signal.SIGKILL)
 
 
-def _kill_all(left: Callable[[], set[int]]) -> None:
+def _kill_all(find_remaining: Callable[[], set[int]]) -> None:
     """Kill processes until none is left, or for ten seconds."""
     deadline = time.monotonic() + _KILL_TIMEOUT
-    while (found := left()) and time.monotonic() < deadline:
+    while (found := find_remaining()) and time.monotonic() < deadline:
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -103,7 +103,7 @@ def _kill_all(left: Callable[[], set[int]]) -> None:
                 os.waitpid(pid, os.WNOHANG)  # an adopted one leaves remains
 
 
-def _group_of(pid: int) -> int | None:
+def _read_group(pid: int) -> int | None:
     try:
         return os.getpgid(pid)
     except ProcessLookupError:

@@ -34,5 +34,5 @@ class Progress(Protocol):
         ...
 
 
-def silent(event: Event) -> None:
+def ignore_event(event: Event) -> None:
     """Ignore what is reported."""

@@ -18,31 +18,31 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from millrace.formatting import format_count, replace_unprintable
 from millrace.progress import Event
 from millrace.terminal import echo, make_console
-from millrace.words import format_count, replace_unprintable
 
 _LINE_INTERVAL = 5.0  # seconds from one line to the next, where there is no terminal
 
 
-class _Bar:
-    """A bar that is shown while its block lasts; without a terminal, lines of text.
+class _TerminalBar:
+    """Bar that is shown while its block lasts; without a terminal, lines of text.
 
     Lines are printed at the first event, at most every five seconds, and at the end.
     """
 
-    _bar: Progress
+    _progress: Progress
     _task: TaskID
-    _printed: tuple[float, str] | None = None
+    _last_line: tuple[float, str] | None = None
 
     def __enter__(self) -> Self:
-        if self._bar.console.is_terminal:
-            self._bar.start()
+        if self._progress.console.is_terminal:
+            self._progress.start()
         return self
 
     def format_line(self) -> str:
         """Return what the bar shows as one line of text; empty while the total is unknown."""
-        task = self._bar.tasks[self._task]
+        task = self._progress.tasks[self._task]
         return "" if task.total is None else self._format_task(task, task.total)
 
     def _format_task(self, task: Task, total: float) -> str:
@@ -51,16 +51,16 @@ class _Bar:
 
     def _print_above(self, text: str) -> None:
         """Print a line above the bar."""
-        self._bar.console.print(replace_unprintable(text))
+        self._progress.console.print(replace_unprintable(text))
 
     def _print_line_if_due(self) -> None:
-        if self._printed is None or time.monotonic() - self._printed[0] >= _LINE_INTERVAL:
+        if self._last_line is None or time.monotonic() - self._last_line[0] >= _LINE_INTERVAL:
             self._print_line()
 
     def _print_line(self) -> None:
-        line = "" if self._bar.console.is_terminal else self.format_line()
-        if line and (self._printed is None or line != self._printed[1]):
-            self._printed = (time.monotonic(), line)
+        line = "" if self._progress.console.is_terminal else self.format_line()
+        if line and (self._last_line is None or line != self._last_line[1]):
+            self._last_line = (time.monotonic(), line)
             echo(line, err=True)
 
     def __exit__(
@@ -70,41 +70,42 @@ class _Bar:
         tb: TracebackType | None,
     ) -> None:
         self._print_line()
-        if self._bar.console.is_terminal:
-            self._bar.stop()
+        if self._progress.console.is_terminal:
+            self._progress.stop()
 
 
-class ProgressBar(_Bar):
-    """A bar that counts splits, and shows what was committed and how fast."""
+class PartitionsBar(_TerminalBar):
+    """A bar that counts partitions, and shows the shards and samples that were committed."""
 
     def __init__(self) -> None:
-        self._bar = Progress(
-            TextColumn("splits"),
+        self._progress = Progress(
+            TextColumn("partitions"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[made]}"),
             TimeElapsedColumn(),
             console=make_console(stderr=True),
         )
-        self._task = self._bar.add_task("splits", total=None, made="")
+        self._task = self._progress.add_task("partitions", total=None, made="")
         self._shards = self._samples = 0
 
     def __call__(self, event: Event) -> None:
         """Show an event."""
         match event.name:
             case "plan.committed":
-                self._bar.update(self._task, total=float(event.figures["splits"]))
-            case "splits.left":
-                total = self._bar.tasks[self._task].total or 0.0
-                self._bar.update(self._task, completed=total - float(event.figures["splits"]))
+                self._progress.update(self._task, total=float(event.figures["partitions"]))
+            case "partitions.left":
+                total = self._progress.tasks[self._task].total or 0.0
+                left = float(event.figures["partitions"])
+                self._progress.update(self._task, completed=total - left)
             case "shard.committed":
                 self._shards += bool(event.figures["samples"])  # else only bad rows were committed
                 self._samples += int(event.figures["samples"])
                 shards = format_count(self._shards, "shard")
                 made = f"{shards}  {format_count(self._samples, 'sample')}"
-                self._bar.update(self._task, made=made)
-            case "split.ended":
-                self._bar.advance(self._task)
+                self._progress.update(self._task, made=made)
+            case "partition.ended":
+                self._progress.advance(self._task)
             case "worker.lost":
                 self._print_above(f"A worker {event.figures['how']}; another takes its place.")
             case _:
@@ -113,16 +114,16 @@ class ProgressBar(_Bar):
 
     def _format_task(self, task: Task, total: float) -> str:
         return (
-            f"{task.completed:.0f} of {total:.0f} splits, {self._shards} shards, "
+            f"{task.completed:.0f} of {total:.0f} partitions, {self._shards} shards, "
             f"{self._samples} samples"
         )
 
 
-class BytesBar(_Bar):
-    """A bar of the bytes that all nodes of a swarm have, with their rate and what is left."""
+class BytesBar(_TerminalBar):
+    """Bar of the bytes that all nodes of a swarm have, with rate and remaining time."""
 
     def __init__(self) -> None:
-        self._bar = Progress(
+        self._progress = Progress(
             TextColumn("{task.fields[ready]} of {task.fields[nodes]} nodes"),
             BarColumn(),
             DownloadColumn(),
@@ -130,14 +131,14 @@ class BytesBar(_Bar):
             TimeRemainingColumn(),
             console=make_console(stderr=True),
         )
-        self._task = self._bar.add_task("bytes", total=None, ready=0, nodes=0)
+        self._task = self._progress.add_task("bytes", total=None, ready=0, nodes=0)
 
     def __call__(self, event: Event) -> None:
         """Show an event."""
         figures = event.figures
         match event.name:
             case "swarm.progress":
-                self._bar.update(
+                self._progress.update(
                     self._task,
                     completed=float(figures["bytes"]),
                     total=float(figures["of"]) or None,
@@ -161,31 +162,31 @@ class BytesBar(_Bar):
         )
 
 
-class ObjectsBar(_Bar):
-    """A bar of the objects that cleaning has seen, and then of those that it has deleted."""
+class ObjectsBar(_TerminalBar):
+    """Bar of the objects that a cleanup has listed, and then of those that it has deleted."""
 
     def __init__(self) -> None:
-        self._bar = Progress(
+        self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             console=make_console(stderr=True),
         )
-        self._task = self._bar.add_task("objects seen", total=None)
+        self._task = self._progress.add_task("objects seen", total=None)
 
     def start_deleting(self, objects: int) -> None:
-        """From now on it counts what is deleted of so many."""
-        self._bar.update(self._task, description="deleted", completed=0, total=float(objects))
+        """Count deleted objects from now on, of so many in total."""
+        self._progress.update(self._task, description="deleted", completed=0, total=float(objects))
 
     def __call__(self, event: Event) -> None:
         """Show an event."""
         if event.name in {"cleaning.seen", "cleaning.deleted"}:
-            self._bar.update(self._task, completed=float(event.figures["objects"]))
+            self._progress.update(self._task, completed=float(event.figures["objects"]))
             self._print_line_if_due()
 
     def format_line(self) -> str:
         """Return the count also while the total is unknown."""
-        task = self._bar.tasks[self._task]
+        task = self._progress.tasks[self._task]
         whole = "" if task.total is None else f" of {task.total:.0f}"
         return f"{task.description}: {task.completed:.0f}{whole}"

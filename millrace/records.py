@@ -80,7 +80,7 @@ def commit_once(store: Store, key: str, record: R) -> Commit[R]:
     body = encode_record(record, nonce)
     if len(body) > record.record_bytes:
         raise errors.ConfigurationError(
-            f"{store.url_of(key)} would have {len(body):,} bytes, and readers accept a "
+            f"{store.make_url(key)} would have {len(body):,} bytes, and readers accept a "
             f"{record.record_kind} of at most {record.record_bytes:,}. Nothing was written."
         )
     try:
@@ -103,7 +103,7 @@ def commit_same(store: Store, key: str, record: R) -> Commit[R]:
     commit = commit_once(store, key, record)
     if not commit.mine and commit.record != record:
         raise errors.ConflictError(
-            f"{store.url_of(key)} was committed by another run, and differs in "
+            f"{store.make_url(key)} was committed by another run, and differs in "
             f"{', '.join(list_differences(commit.record, record))}."
         )
     return commit
@@ -145,7 +145,7 @@ def fetch(store: Store, key: str, kind: type[R]) -> R:
 
 
 def _read_record(store: Store, key: str, kind: type[R]) -> tuple[R, str]:
-    return decode_record(store.url_of(key), kind, read(store, key, largest=kind.record_bytes))
+    return decode_record(store.make_url(key), kind, read(store, key, max_size=kind.record_bytes))
 
 
 def iterate_records(

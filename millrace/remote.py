@@ -1,4 +1,4 @@
-"""The engine's work on rented machines: what each is sent, and what it may reach."""
+"""Sharding on rented machines: program, settings and storage grants of each machine."""
 
 from pathlib import PurePosixPath
 from typing import Any
@@ -8,10 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from millrace import errors
 from millrace.datasets import PipelineSettings
-from millrace.rentals import Account, OfferRequest, Program, Reach, RentSettings
+from millrace.rentals import OfferRequest, Program, RentalSettings, StorageGrant, VastAccount
 from millrace.storage import Right, StoreSpec, open_store
 
-_FILE = "millrace-run.yaml"
+_SETTINGS_FILE = "millrace-run.yaml"
 
 
 class CodeRepository(BaseModel):
@@ -32,92 +32,97 @@ class CodeRepository(BaseModel):
     )
 
 
-class VastSection(CodeRepository):
-    """The part `vast` of a settings file: where `millrace run --use-vast` works."""
+class VastSettings(CodeRepository):
+    """Section `vast` of a settings file, for `millrace run --use-vast`."""
 
-    account: Account
+    account: VastAccount
     request: OfferRequest
-    machines: int = Field(default=1, ge=1, le=256, description="They share the work.")
+    machines: int = Field(
+        default=1, ge=1, le=256, description="Number of machines, which share the work."
+    )
     role_arn: str | None = Field(
         default=None, description="ARN of the role whose credentials machines get (S3 only)."
     )
 
 
-class WithVast(BaseModel):
-    """A settings file, as far as renting goes."""
+class VastFileSettings(BaseModel):
+    """Settings file, of which only the section `vast` is read."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    vast: VastSection
+    vast: VastSettings
 
 
-def sharding(config: PipelineSettings, section: VastSection) -> RentSettings:
+def make_sharding_rental(config: PipelineSettings, vast: VastSettings) -> RentalSettings:
     """Return the rental of machines that shard a dataset.
 
-    They share it, and resume where others stopped.
+    The machines share the partitions, and resume those of lost machines.
 
     Args:
-        config: The dataset. Its source has to lie below the same store as its shards: what a
-            machine is given reaches no other.
-        section: What is rented.
+        config: Settings of the pipeline. The source has to lie below the store of the shards,
+            because the credentials of a machine are limited to that store.
+        vast: Settings of the machines.
 
     Raises:
         ConfigurationError: The source lies elsewhere.
     """
-    source = _below(config.store, config.source.store)
-    reach = (Reach(prefix=f"{source}/"), Reach(prefix=f"{config.dataset}/", right=Right.WRITE))
-    sent = config.model_dump(
+    source = _find_source_path(config.store, config.source.store)
+    storage_grants = (
+        StorageGrant(prefix=f"{source}/"),
+        StorageGrant(prefix=f"{config.dataset}/", access=Right.WRITE),
+    )
+    settings = config.model_dump(
         mode="json", exclude={"store": True, "source": set(StoreSpec.model_fields)}
     )
-    sent["store"] = place_of(config.store, Right.WRITE)
-    sent["source"] |= place_of(config.store, Right.READ, source)
-    return RentSettings(
+    settings["store"] = make_store_settings(config.store, Right.WRITE)
+    settings["source"] |= make_store_settings(config.store, Right.READ, source)
+    return RentalSettings(
         name=f"shard/{config.dataset}",
         store=config.store,
-        account=section.account,
-        request=section.request,
+        account=vast.account,
+        request=vast.request,
         program=Program(
-            repo_url=section.repo_url,
-            repo_ref=section.repo_ref,
-            extras=section.extras,
-            image=section.image,
-            command=("millrace", "run", _FILE),
-            files={_FILE: yaml.safe_dump(sent)},
+            repo_url=vast.repo_url,
+            repo_ref=vast.repo_ref,
+            extras=vast.extras,
+            image=vast.image,
+            command=("millrace", "run", _SETTINGS_FILE),
+            files={_SETTINGS_FILE: yaml.safe_dump(settings)},
         ),
-        count=section.machines,
-        reach=reach,
-        role_arn=section.role_arn,
+        machines=vast.machines,
+        storage_grants=storage_grants,
+        role_arn=vast.role_arn,
     )
 
 
-def place_of(store: StoreSpec, right: Right, below: str = "") -> dict[str, Any]:
-    """Return a part of a store, as the settings that a machine is sent name it.
+def make_store_settings(store: StoreSpec, access: Right, path: str = "") -> dict[str, Any]:
+    """Return a store's settings for a file on a machine, with variables for its secrets.
 
     Args:
-        store: Which.
-        right: With which credentials: the machine finds them in its environment.
-        below: The part; by default all.
+        store: Store.
+        access: Kind of the credentials, which the machine's environment contains.
+        path: Path below the store's URL; by default the whole store.
     """
-    url = "${MILLRACE_STORE}" + (f"/{below}" if below else "")
-    place: dict[str, Any] = store.model_dump(
+    url = "${MILLRACE_STORE}" + (f"/{path}" if path else "")
+    settings: dict[str, Any] = store.model_dump(
         mode="json", include={"endpoint", "region"}, exclude_none=True
     )
     if store.credentials is not None:
-        prefix = f"MILLRACE_{right.upper()}"
-        place["credentials"] = {
+        prefix = f"MILLRACE_{access.upper()}"
+        settings["credentials"] = {
             "access_key_id": f"${{{prefix}_ACCESS_KEY_ID}}",
             "secret_access_key": f"${{{prefix}_SECRET_ACCESS_KEY}}",
             "session_token": f"${{{prefix}_SESSION_TOKEN:-}}",  # empty where there is none
         }
-    return {"url": url, **place}
+    return {"url": url, **settings}
 
 
-def _below(store: StoreSpec, source: StoreSpec) -> str:
+def _find_source_path(store: StoreSpec, source: StoreSpec) -> str:
     """Return the source's path below the store."""
-    here, there = open_store(store, make_folder=False), open_store(source, make_folder=False)
-    if there.url.startswith(f"{here.url}/") and here.endpoint == there.endpoint:
-        return str(PurePosixPath(there.url.removeprefix(f"{here.url}/")))
+    target, origin = open_store(store, make_folder=False), open_store(source, make_folder=False)
+    if origin.url.startswith(f"{target.url}/") and target.endpoint == origin.endpoint:
+        return str(PurePosixPath(origin.url.removeprefix(f"{target.url}/")))
     raise errors.ConfigurationError(
-        f"The source {there.url} does not lie below {here.url}, and rented machines are given "
+        f"The source {origin.url} does not lie below {target.url}, and rented machines are given "
         "credentials for that only: bring it there, or shard it without --use-vast."
     )

@@ -62,7 +62,7 @@ Duration = Annotated[timedelta, BeforeValidator(parse_duration)]
 """A duration with its unit: `90s`, `20m`, `24h`, `7d`, `1w`, or ISO 8601, such as `PT20M`."""
 
 
-def load(path: Path, model: type[M], environ: Mapping[str, str] | None = None) -> M:
+def load_settings(path: Path, model: type[M], environ: Mapping[str, str] | None = None) -> M:
     """Read a settings file into a model.
 
     Args:
@@ -75,10 +75,10 @@ def load(path: Path, model: type[M], environ: Mapping[str, str] | None = None) -
             with its file and line, all of them at once), or values the model refuses. No value
             is repeated in the message: it could be a secret.
     """
-    return validated(model, load_data(path, environ), where=str(path))
+    return validate_settings(model, read_settings_file(path, environ), source=str(path))
 
 
-def load_data(
+def read_settings_file(
     path: Path, environ: Mapping[str, str] | None = None, *, template: str = "millrace init"
 ) -> dict[str, Any]:
     """Return what a settings file says, with ``${VAR}`` filled in.
@@ -97,20 +97,22 @@ def load_data(
         raise ConfigurationError(
             f"There is no settings file at {path}. `{template}` writes one to start from."
         ) from None
-    data = _parse(path, text)
+    data = _parse_text(path, text)
     if not isinstance(data, dict):
         raise ConfigurationError(f"{path} should hold settings by name, as `{template}` writes.")
     missing: list[str] = []
-    filled: dict[str, Any] = _fill(data, os.environ if environ is None else environ, missing)
+    filled: dict[str, Any] = _expand_variables(
+        data, os.environ if environ is None else environ, missing
+    )
     if missing:
-        places = "; ".join(f"{name} ({path}, line {_line(text, name)})" for name in missing)
+        unset = "; ".join(f"{name} ({path}, line {_find_line(text, name)})" for name in missing)
         raise ConfigurationError(
-            f"Unset or empty in the environment: {places}. Export it, or write ${{NAME:-default}}."
+            f"Unset or empty in the environment: {unset}. Export it, or write ${{NAME:-default}}."
         )
     return filled
 
 
-def validated(model: type[M], data: object, *, where: str) -> M:
+def validate_settings(model: type[M], data: object, *, source: str) -> M:
     """Check data against a model.
 
     Raises:
@@ -121,12 +123,12 @@ def validated(model: type[M], data: object, *, where: str) -> M:
     except ValidationError as error:
         faults: dict[str, None] = {}
         for fault in error.errors(include_input=False, include_url=False):
-            path = _path(fault["loc"], data, missing=fault["type"] == "missing")
+            path = _format_path(fault["loc"], data, missing=fault["type"] == "missing")
             faults[f"{path or 'settings'}: {fault['msg'].removeprefix(_PREFIX)}"] = None
-        raise ConfigurationError(f"{where}: {'; '.join(faults)}.") from None
+        raise ConfigurationError(f"{source}: {'; '.join(faults)}.") from None
 
 
-def _path(parts: tuple[int | str, ...], data: Any, *, missing: bool) -> str:
+def _format_path(parts: tuple[int | str, ...], data: Any, *, missing: bool) -> str:
     """Return the path of a setting as the file has it, without the classes of a union."""
     named: list[str] = []
     for number, part in enumerate(parts):
@@ -140,7 +142,7 @@ def _path(parts: tuple[int | str, ...], data: Any, *, missing: bool) -> str:
     return ".".join(named)
 
 
-def _parse(path: Path, text: str) -> object:
+def _parse_text(path: Path, text: str) -> object:
     import yaml  # noqa: PLC0415 - slow to import, and a worker reads no settings
 
     try:
@@ -162,19 +164,19 @@ def _parse(path: Path, text: str) -> object:
         raise ConfigurationError(f"{path}: not valid TOML: {error}.") from None
 
 
-def _fill(value: Any, environ: Mapping[str, str], missing: list[str]) -> Any:
+def _expand_variables(value: Any, environ: Mapping[str, str], missing: list[str]) -> Any:
     match value:
         case str():
-            return _VARIABLE.sub(lambda match: _lookup(match, environ, missing), value)
+            return _VARIABLE.sub(lambda match: _look_up_variable(match, environ, missing), value)
         case dict():
-            return {k: _fill(v, environ, missing) for k, v in value.items()}  # pyright: ignore[reportUnknownVariableType]
+            return {k: _expand_variables(v, environ, missing) for k, v in value.items()}  # pyright: ignore[reportUnknownVariableType]
         case list():
-            return [_fill(item, environ, missing) for item in value]  # pyright: ignore[reportUnknownVariableType]
+            return [_expand_variables(item, environ, missing) for item in value]  # pyright: ignore[reportUnknownVariableType]
         case _:
             return value
 
 
-def _lookup(match: re.Match[str], environ: Mapping[str, str], missing: list[str]) -> str:
+def _look_up_variable(match: re.Match[str], environ: Mapping[str, str], missing: list[str]) -> str:
     escaped, name, default = match.groups()
     if escaped:
         return match.group(0)[1:]
@@ -187,7 +189,7 @@ def _lookup(match: re.Match[str], environ: Mapping[str, str], missing: list[str]
     return ""
 
 
-def _line(text: str, name: str) -> int:
+def _find_line(text: str, name: str) -> int:
     use = re.compile(r"\$\{" + name + r"[:}]")
     for number, line in enumerate(text.splitlines(), start=1):
         if use.search(line) and not line.lstrip().startswith("#"):

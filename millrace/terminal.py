@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from millrace.words import replace_unprintable
+from millrace.formatting import replace_unprintable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""Checkpoints, as Prefect sees them."""
+"""Tasks that verify and copy checkpoints."""
 
 import time
 from collections.abc import Sequence
@@ -23,52 +23,76 @@ from millrace.checkpoints import (
 from millrace.progress import Event
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import StoreSpec, open_store
+from tasks.formatting import (
+    format_count,
+    format_duration,
+    format_rate,
+    format_size,
+    make_artifact_key,
+)
 from tasks.progress import CheckpointProgress
-from tasks.reports import Markdown, code, document, join, publish, table, write
-from tasks.retries import PAUSES, passing
-from tasks.words import artifact_key, duration, format_count, rate, size
+from tasks.reports import (
+    Markdown,
+    format_code,
+    format_markdown,
+    format_table,
+    join,
+    join_blocks,
+    publish_report,
+)
+from tasks.retries import RETRY_DELAYS, should_retry
 
 
 @dataclass(frozen=True, slots=True)
-class SeenCheckpoint:
+class CheckpointVerification:
     """Result of the verification of one checkpoint.
 
     Attributes:
-        job: Whose.
-        step: Which.
-        files: How many it has; 0 if its metadata cannot be read.
-        size: Bytes of them.
-        damage: A sentence for each file at fault.
+        job: Job of the checkpoint.
+        step: Step of the checkpoint.
+        files: Number of its files; 0 if its metadata cannot be read.
+        size: Bytes of its files.
+        faults: A sentence for each damaged file.
     """
 
     job: str
     step: int
     files: int
     size: int
-    damage: tuple[str, ...]
+    faults: tuple[str, ...]
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def all_jobs(place: StoreSpec) -> list[str]:
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+def list_jobs(spec: StoreSpec) -> list[str]:
     """List the jobs that may have checkpoints."""
-    return list(find_jobs(open_store(place, make_folder=False)))
+    return list(find_jobs(open_store(spec, make_folder=False)))
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def verify_job(place: StoreSpec, job: str, check: VerifyDepth) -> list[SeenCheckpoint]:
-    """Look at every checkpoint of a job. Changes nothing."""
-    store = open_store(place, make_folder=False)
-    found: list[SeenCheckpoint] = []
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+def verify_job(spec: StoreSpec, job: str, depth: VerifyDepth) -> list[CheckpointVerification]:
+    """Verify every checkpoint of a job. Changes nothing."""
+    store = open_store(spec, make_folder=False)
+    found: list[CheckpointVerification] = []
     for step, checkpoint in survey(store, job):
         if isinstance(checkpoint, errors.CorruptError):
-            found.append(SeenCheckpoint(job, step, 0, 0, (str(checkpoint),)))
+            found.append(CheckpointVerification(job, step, 0, 0, (str(checkpoint),)))
             continue
-        damage = verify(store, checkpoint, check=check)
-        if damage and all(there.step != step for there in iterate_checkpoints(store, job)):
+        faults = verify(store, checkpoint, check=depth)
+        if faults and all(there.step != step for there in iterate_checkpoints(store, job)):
             continue  # retention has removed it meanwhile
         files, whole = len(checkpoint.parts), checkpoint.size
-        found.append(SeenCheckpoint(job, step, files, whole, tuple(damage.values())))
-    at_fault = sum(bool(seen.damage) for seen in found)
+        found.append(CheckpointVerification(job, step, files, whole, tuple(faults.values())))
+    at_fault = sum(bool(seen.faults) for seen in found)
     get_run_logger().info(
         "%s: %s, %d damaged", job, format_count(len(found), "checkpoint"), at_fault
     )
@@ -77,96 +101,119 @@ def verify_job(place: StoreSpec, job: str, check: VerifyDepth) -> list[SeenCheck
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A checkpoint that was brought into a bucket.
+    """A checkpoint that was copied to a destination.
 
     Attributes:
-        place: Where to.
-        checkpoint: As it was committed there.
-        sent: Bytes that this run sent; the others were there already.
-        seconds: How long it took.
+        url: URL of the destination.
+        checkpoint: The checkpoint as it was committed there.
+        sent_bytes: Bytes that this run sent; the others were there before.
+        seconds: Duration of the copy.
     """
 
-    place: str
+    url: str
     checkpoint: Checkpoint
-    sent: int
+    sent_bytes: int
     seconds: float
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def check_destination(place: StoreSpec | HubSpec, job: str) -> None:
-    """Refuse a place that a job could not save to, before anything was read."""
-    found = open_destination(place).probe(job)
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+def check_destination(target: StoreSpec | HubSpec, job: str) -> None:
+    """Refuse a destination that a job cannot save to, before anything is read."""
+    found = open_destination(target).probe(job)
     if not found.is_ready:
         raise errors.DeniedError(f"{found.verdict}: {found.reason}")
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
 def transfer_checkpoint(
-    source: SavedSource, place: StoreSpec | HubSpec, job: str
+    source: SavedSource, target: StoreSpec | HubSpec, job: str
 ) -> SavedCheckpoint:
     """Copy a checkpoint into a bucket or the Hub, verified on both sides."""
     began, sent = time.monotonic(), 0
     origin, wanted = source.open()
-    destination = open_destination(place)
-    with CheckpointProgress(artifact_key("progress", "save", job), wanted.size) as progress:
+    destination = open_destination(target)
+    with CheckpointProgress(make_artifact_key("progress", "save", job), wanted.size) as progress:
 
-        def tell(event: Event) -> None:
+        def handle_event(event: Event) -> None:
             nonlocal sent
             if event.name == "checkpoint.part":
                 sent += int(event.figures["sent"])
             progress(event)
 
-        saved = copy_checkpoint(StoreDestination(origin), wanted, destination, job, progress=tell)
+        saved = copy_checkpoint(
+            StoreDestination(origin), wanted, destination, job, progress=handle_event
+        )
     return SavedCheckpoint(destination.url, saved, sent, time.monotonic() - began)
 
 
 @task(cache_policy=NO_CACHE)
 def report_saved(saved: SavedCheckpoint) -> None:
-    """Leave a report that a person wants to read."""
-    publish(describe_saved(saved), key="saved-checkpoint", description="Saved checkpoint")
+    """Publish the report."""
+    publish_report(describe_saved(saved), key="saved-checkpoint", description="Saved checkpoint")
 
 
 def describe_saved(saved: SavedCheckpoint) -> Markdown:
     """Return the report."""
     found = saved.checkpoint
-    pace = f", at {rate(saved.sent, saved.seconds)}" if saved.sent else ""
-    return document(
-        write(
+    pace = f", at {format_rate(saved.sent_bytes, saved.seconds)}" if saved.sent_bytes else ""
+    return join_blocks(
+        format_markdown(
             "**Step {:,}** of {} is in {}: {} in {}, every byte verified. This run sent {} of them "
             "in {}{}.",
-            found.step, code(found.job), code(saved.place), size(found.size),
-            format_count(len(found.parts), "file"), size(saved.sent), duration(saved.seconds), pace,
+            found.step, format_code(found.job), format_code(saved.url), format_size(found.size),
+            format_count(len(found.parts), "file"), format_size(saved.sent_bytes),
+            format_duration(saved.seconds), pace,
         )
     )  # fmt: skip
 
 
 @task(cache_policy=NO_CACHE)
-def report_checkpoints(place: str, found: list[SeenCheckpoint], check: VerifyDepth) -> None:
-    """Leave a report that a person wants to read."""
-    publish(
-        describe(place, found, check),
+def report_checkpoints(url: str, found: list[CheckpointVerification], depth: VerifyDepth) -> None:
+    """Publish the report."""
+    publish_report(
+        describe(url, found, depth),
         key="verified-checkpoints",
         description="Result of the verification",
     )
 
 
-def describe(place: str, found: list[SeenCheckpoint], check: VerifyDepth) -> Markdown:
+def describe(url: str, found: list[CheckpointVerification], depth: VerifyDepth) -> Markdown:
     """Return the report."""
-    damaged = [seen for seen in found if seen.damage]
-    looked = "every byte was read" if check is VerifyDepth.DIGESTS else "sizes were looked at"
-    good = write("all as they were saved")
-    verdict = write("**{} damaged**", len(damaged)) if damaged else good
+    damaged = [seen for seen in found if seen.faults]
+    extent = "every byte was read" if depth is VerifyDepth.DIGESTS else "sizes were compared"
+    good = format_markdown("all as they were saved")
+    verdict = format_markdown("**{} damaged**", len(damaged)) if damaged else good
     ordered = sorted(found, key=lambda seen: (seen.job, -seen.step))
-    return document(
-        write(
-            "{}: {}, {}; {}.", code(place), format_count(len(found), "checkpoint"), verdict, looked
+    return join_blocks(
+        format_markdown(
+            "{}: {}, {}; {}.",
+            format_code(url),
+            format_count(len(found), "checkpoint"),
+            verdict,
+            extent,
         ),
-        table(("job", ">step", ">files", ">bytes", "state"), map(_row, ordered)),
+        format_table(("job", ">step", ">files", ">bytes", "state"), map(_make_row, ordered)),
     )
 
 
-def _row(seen: SeenCheckpoint) -> Sequence[object]:
-    state = join(seen.damage[:3] or ("intact",), "; ")
-    if len(seen.damage) > 3:
-        state = write("{}; and {:,} more", state, len(seen.damage) - 3)
-    return (code(seen.job), f"{seen.step:,}", f"{seen.files:,}", size(seen.size), state)
+def _make_row(seen: CheckpointVerification) -> Sequence[object]:
+    state = join(seen.faults[:3] or ("intact",), "; ")
+    if len(seen.faults) > 3:
+        state = format_markdown("{}; and {:,} more", state, len(seen.faults) - 3)
+    return (
+        format_code(seen.job),
+        f"{seen.step:,}",
+        f"{seen.files:,}",
+        format_size(seen.size),
+        state,
+    )

@@ -1,4 +1,4 @@
-"""Buckets cleaned: planned, executed, reported."""
+"""Tasks that plan, execute and report the cleaning of buckets."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -8,174 +8,224 @@ from prefect.cache_policies import NO_CACHE
 from blocks import Bucket
 from millrace import cleanup
 from millrace.cleanup import (
-    Aborted,
-    Cleaned,
-    CleaningPlan,
-    CleanSettings,
-    Contents,
+    CleanupPlan,
+    CleanupResult,
+    CleanupSettings,
     Rule,
+    StaleUploadsResult,
+    StoreContents,
     WorkerJunk,
     abort_uploads,
-    describe,
+    describe_rule,
+    estimate_monthly_savings,
     execute,
-    first_keys,
     make_plan,
-    plan_wiping,
+    plan_wipe,
+    read_first_keys,
     read_plan,
-    saved_a_month,
 )
 from millrace.errors import MillraceError
 from millrace.storage import DeleteFailure, Right, StoreSpec, VersionCount, open_store
-from tasks.places import known, named_bucket, skipped, spec_of
+from tasks.formatting import format_count, format_duration, format_size, make_artifact_key
+from tasks.locations import describe_bucket, find_location, make_store_spec, skip_run
 from tasks.progress import CleaningProgress
-from tasks.reports import Markdown, bold, code, document, join, publish, table, write
-from tasks.retries import PAUSES, passing
-from tasks.words import artifact_key, duration, format_count, size
+from tasks.reports import (
+    Markdown,
+    format_bold,
+    format_code,
+    format_markdown,
+    format_table,
+    join,
+    join_blocks,
+    publish_report,
+)
+from tasks.retries import RETRY_DELAYS, should_retry
 
 _SHOWN = 50  # keys and errors in a report
 
 
-def clean_by(
+def clean_with_rules(
     bucket: Bucket | str,
     rules: Iterable[Rule],
     *,
-    beside: Iterable[Bucket | str] = (),
-    pinned: Iterable[str] = (),
+    related_buckets: Iterable[Bucket | str] = (),
+    pins: Iterable[str] = (),
     dry_run: bool,
     plan: str = "",
-    check: cleanup.VerifyDepth = cleanup.VerifyDepth.DIGESTS,
-) -> Cleaned | CleaningPlan | None:
+    verify_depth: cleanup.VerifyDepth = cleanup.VerifyDepth.DIGESTS,
+) -> CleanupResult | CleanupPlan | None:
     """Clean by rules, as every cleaning flow does.
 
     Args:
-        bucket: What is cleaned: a block, its name, or the URL of a folder.
-        rules: By which.
-        beside: Where else leases of the same runs stand.
-        pinned: What never goes.
+        bucket: Bucket to clean: a block, its name, or the URL of a folder.
+        rules: Rules for what is deleted.
+        related_buckets: Other buckets with leases of the same runs.
+        pins: Keys and folders that are never deleted.
         dry_run: Only make the plan.
-        plan: One that was made before is executed, by its name.
-        check: How a checkpoint is verified.
+        plan: Name of an earlier plan to execute.
+        verify_depth: Depth of the verification of a checkpoint.
 
     Returns:
-        The plan of a dry run, else what became of it; None if there is no such block yet.
+        The plan of a dry run, else the result; None if there is no such block yet.
 
     Raises:
         MillraceError: Some objects could not be deleted: the report names them.
     """
-    places = [known(place) for place in (bucket, *beside)]
-    named = zip((bucket, *beside), places, strict=True)
-    if missing := [named_bucket(name) for name, place in named if place is None]:
-        return skipped(  # pyright: ignore[reportReturnType] - Prefect's way
+    locations = [find_location(name) for name in (bucket, *related_buckets)]
+    named = zip((bucket, *related_buckets), locations, strict=True)
+    if missing := [describe_bucket(name) for name, location in named if location is None]:
+        return skip_run(  # pyright: ignore[reportReturnType] - Prefect's way
             missing, "nothing was looked at, and nothing deleted"
         )
     store, *others = [
-        spec_of(place, Right.READ if number else Right.WRITE)
-        for number, place in enumerate(places)
-        if place is not None
+        make_store_spec(location, Right.READ if number else Right.WRITE)
+        for number, location in enumerate(locations)
+        if location is not None
     ]
-    settings = CleanSettings(
-        store=store, beside=tuple(others), rules=tuple(rules), pinned=tuple(pinned), check=check
+    settings = CleanupSettings(
+        store=store,
+        related_stores=tuple(others),
+        rules=tuple(rules),
+        pins=tuple(pins),
+        check=verify_depth,
     )
-    made = find_plan(store, plan) if plan else plan_cleaning(settings)
+    made = load_plan(store, plan) if plan else plan_cleaning(settings)
     if dry_run:
-        report_plan(made, first_keys(open_store(store), made.name, _SHOWN))
+        report_plan(made, read_first_keys(open_store(store), made.name, _SHOWN))
         return made
     done = execute_plan(settings, made)
     report_cleaning(made, done)
-    refuse_failures(store.url, done.failures)
+    raise_failures(store.url, done.failures)
     return done
 
 
-def refuse_failures(where: str, failures: tuple[DeleteFailure, ...]) -> None:
-    """Have a run fail that could not delete all that it should.
+def raise_failures(url: str, failures: tuple[DeleteFailure, ...]) -> None:
+    """Fail a run that could not delete all objects.
 
     Raises:
-        MillraceError: It could not.
+        MillraceError: Objects could not be deleted.
     """
     if failures:
         first = "; ".join(f"{one.key}: {one.reason}" for one in failures[:3])
         raise MillraceError(
-            f"{format_count(len(failures), 'object')} of {where} could not be deleted ({first}). "
+            f"{format_count(len(failures), 'object')} of {url} could not be deleted ({first}). "
             "The others are gone: correct what the report says, and run it again."
         )
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def plan_cleaning(settings: CleanSettings) -> CleaningPlan:
-    """Find what the rules take. Deletes nothing."""
-    with CleaningProgress(artifact_key("progress", "cleaning", "plan")) as progress:
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+def plan_cleaning(settings: CleanupSettings) -> CleanupPlan:
+    """Find the objects that the rules take. Deletes nothing."""
+    with CleaningProgress(make_artifact_key("progress", "cleaning", "plan")) as progress:
         made = make_plan(settings, progress=progress)
-    _say(made)
+    _log_plan(made)
     return made
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def find_plan(place: StoreSpec, name: str) -> CleaningPlan:
-    """Return a plan that was made before."""
-    return read_plan(open_store(place, make_folder=False), name)
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+def load_plan(spec: StoreSpec, name: str) -> CleanupPlan:
+    """Return an earlier plan."""
+    return read_plan(open_store(spec, make_folder=False), name)
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def execute_plan(settings: CleanSettings, plan: CleaningPlan) -> Cleaned:
-    """Delete what a plan says. Killed or tried again, it goes on."""
-    with CleaningProgress(artifact_key("progress", "cleaning"), plan.objects) as progress:
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+def execute_plan(settings: CleanupSettings, plan: CleanupPlan) -> CleanupResult:
+    """Delete the objects of a plan. A second try continues after the first."""
+    with CleaningProgress(make_artifact_key("progress", "cleaning"), plan.objects) as progress:
         return execute(settings, plan.name, progress=progress)
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def count_all(place: StoreSpec) -> CleaningPlan:
-    """Write down all that a store holds. Deletes nothing."""
-    with CleaningProgress(artifact_key("progress", "wiping", "plan")) as progress:
-        made = plan_wiping(place, progress=progress)
-    _say(made)
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+def make_wipe_plan(spec: StoreSpec) -> CleanupPlan:
+    """Plan the deletion of all objects of a store. Deletes nothing."""
+    with CleaningProgress(make_artifact_key("progress", "wiping", "plan")) as progress:
+        made = plan_wipe(spec, progress=progress)
+    _log_plan(made)
     return made
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def survey_bucket(place: StoreSpec) -> Contents:
-    """Count what a wipe would delete. Writes nothing."""
-    with CleaningProgress(artifact_key("progress", "wiping", "survey")) as progress:
-        return cleanup.survey_wiping(place, progress=progress)
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+def survey_bucket(spec: StoreSpec) -> StoreContents:
+    """Count the objects that a wipe would delete. Writes nothing."""
+    with CleaningProgress(make_artifact_key("progress", "wiping", "survey")) as progress:
+        return cleanup.survey_wipe(spec, progress=progress)
 
 
 @task(cache_policy=NO_CACHE)
-def wipe_all(place: StoreSpec, plan: CleaningPlan, confirm: str, *, versions: bool) -> Cleaned:
-    """Delete all that was written down, if the name is right."""
-    with CleaningProgress(artifact_key("progress", "wiping"), plan.objects) as progress:
-        return cleanup.wipe(place, plan.name, confirm=confirm, versions=versions, progress=progress)
+def execute_wipe(
+    spec: StoreSpec, plan: CleanupPlan, confirm: str, *, versions: bool
+) -> CleanupResult:
+    """Delete the objects of a wipe's plan, if the typed name is right."""
+    with CleaningProgress(make_artifact_key("progress", "wiping"), plan.objects) as progress:
+        return cleanup.wipe(spec, plan.name, confirm=confirm, versions=versions, progress=progress)
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def abort_stale(place: StoreSpec, older_than: cleanup.Age, *, dry_run: bool) -> Aborted:
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+def abort_stale_uploads(
+    spec: StoreSpec, older_than: cleanup.Age, *, dry_run: bool
+) -> StaleUploadsResult:
     """Find unfinished uploads, and abort them unless it is a dry run."""
-    return abort_uploads(place, older_than=older_than, dry_run=dry_run)
+    return abort_uploads(spec, older_than=older_than, dry_run=dry_run)
 
 
 @task(cache_policy=NO_CACHE)
-def report_plan(plan: CleaningPlan, keys: list[tuple[str, int]]) -> None:
-    """Leave the plan of a dry run as a report."""
+def report_plan(plan: CleanupPlan, keys: list[tuple[str, int]]) -> None:
+    """Publish the plan of a dry run as a report."""
     text = describe_plan(plan, keys)
-    publish(text, key="cleaning", description="Objects that would be deleted")
+    publish_report(text, key="cleaning", description="Objects that would be deleted")
 
 
 @task(cache_policy=NO_CACHE)
-def report_contents(found: Contents) -> None:
-    """Publish what a wipe would delete."""
-    text = document(
-        write(
+def report_contents(found: StoreContents) -> None:
+    """Publish the objects that a wipe would delete."""
+    text = join_blocks(
+        format_markdown(
             "**Nothing was deleted.** {} holds {}, {}{}.",
-            code(found.url), format_count(found.objects, "object"), size(found.size),
+            format_code(found.url), format_count(found.objects, "object"), format_size(found.size),
             describe_versions(found.versions),
         ),
-        write("Older versions and delete markers stay, and are billed, unless `versions` is on.")
+        format_markdown(
+            "Older versions and delete markers stay, and are billed, unless `delete_versions` is "
+            "on."
+        )
         if found.versions
         else Markdown(),
     )  # fmt: skip
-    publish(text, key="cleaning", description="Objects that would be deleted")
+    publish_report(text, key="cleaning", description="Objects that would be deleted")
 
 
 def describe_versions(found: VersionCount | None) -> str:
-    """Describe what a versioned bucket keeps beside its objects; empty if it keeps nothing."""
+    """Describe the older versions and markers of a versioned bucket; empty if it has none."""
     if found is None:
         return " (these credentials may not list older versions)"
     if not found:
@@ -184,123 +234,147 @@ def describe_versions(found: VersionCount | None) -> str:
         format_count(found.versions, "older version"),
         format_count(found.markers, "delete marker"),
     )
-    return f", and beside them {older} ({size(found.size)}) and {markers}"
+    return f", and beside them {older} ({format_size(found.size)}) and {markers}"
 
 
 @task(cache_policy=NO_CACHE)
-def report_cleaning(plan: CleaningPlan, done: Cleaned) -> None:
-    """Leave a report that a person wants to read."""
+def report_cleaning(plan: CleanupPlan, done: CleanupResult) -> None:
+    """Publish the report."""
     text = describe_cleaning(plan, done)
-    publish(text, key="cleaning", description="Deleted objects")
+    publish_report(text, key="cleaning", description="Deleted objects")
 
 
 @task(cache_policy=NO_CACHE)
-def report_uploads(found: Mapping[str, Aborted]) -> None:
-    """Leave a report that a person wants to read."""
+def report_uploads(found: Mapping[str, StaleUploadsResult]) -> None:
+    """Publish the report."""
     text = describe_uploads(found)
-    publish(text, key="unfinished-uploads", description="Unfinished uploads")
+    publish_report(text, key="unfinished-uploads", description="Unfinished uploads")
 
 
-def describe_plan(plan: CleaningPlan, keys: list[tuple[str, int]]) -> Markdown:
-    """Return the report of a plan that nobody has executed."""
-    rows: list[Sequence[object]] = [(code(key), size(bytes_of)) for key, bytes_of in keys]
+def describe_plan(plan: CleanupPlan, keys: list[tuple[str, int]]) -> Markdown:
+    """Return the report of a plan that was not executed."""
+    rows: list[Sequence[object]] = [
+        (format_code(key), format_size(bytes_of)) for key, bytes_of in keys
+    ]
     if rows and plan.objects > len(rows):
-        rows.append((write("and {:,} more, in {}", plan.objects - len(rows), code(plan.key)), ""))
-    return document(
-        write(
+        rows.append(
+            (
+                format_markdown(
+                    "and {:,} more, in {}", plan.objects - len(rows), format_code(plan.key)
+                ),
+                "",
+            )
+        )
+    return join_blocks(
+        format_markdown(
             "**Nothing was deleted.** Plan {} of {} would delete {}, {}, which saves ${:,.2f} a "
             "month at R2's prices.",
-            code(plan.name), code(plan.header.store), format_count(plan.objects, "object"),
-            size(plan.size), saved_a_month(plan.size),
+            format_code(plan.name), format_code(plan.header.store),
+            format_count(plan.objects, "object"), format_size(plan.size),
+            estimate_monthly_savings(plan.size),
         ),
-        _table(plan.header.rules, plan.totals.objects, plan.totals.size),
-        _junk(plan.totals.junk),
-        _kept(plan.totals.kept),
-        table(("object", ">bytes"), rows) if rows else Markdown(),
-        write("Execute this very plan with `plan` = {} and `dry_run` off.", code(plan.name)),
+        _tabulate_rules(plan.header.rules, plan.totals.objects, plan.totals.size),
+        _tabulate_junk(plan.totals.junk),
+        _tabulate_kept(plan.totals.kept),
+        format_table(("object", ">bytes"), rows) if rows else Markdown(),
+        format_markdown(
+            "Execute this very plan with `plan` = {} and `dry_run` off.", format_code(plan.name)
+        ),
     )  # fmt: skip
 
 
-def describe_cleaning(plan: CleaningPlan, done: Cleaned) -> Markdown:
-    """Return the report of what became of a plan."""
-    errors = bold(format_count(len(done.failures), "error")) if done.failures else "no errors"
-    said = [
-        write(
+def describe_cleaning(plan: CleanupPlan, done: CleanupResult) -> Markdown:
+    """Return the report of an executed plan."""
+    errors = (
+        format_bold(format_count(len(done.failures), "error")) if done.failures else "no errors"
+    )
+    sentences = [
+        format_markdown(
             "{}: {} deleted, {}, in {}, {}. That saves ${:,.2f} a month at R2's prices. Plan {}.",
-            code(plan.header.store), format_count(done.deleted, "object"), size(done.freed),
-            duration(done.seconds), errors, saved_a_month(done.freed), code(done.plan),
+            format_code(plan.header.store), format_count(done.deleted_objects, "object"),
+            format_size(done.deleted_bytes), format_duration(done.seconds), errors,
+            estimate_monthly_savings(done.deleted_bytes), format_code(done.plan),
         )
     ]  # fmt: skip
     if done.versions:
-        left = describe_versions(done.versions).removeprefix(", and beside them ")
-        said.append(write("{} are left, and billed: the option `versions` deletes them.", left))
-    gone = write("{} of the plan were gone already.", format_count(done.gone, "object"))
-    given_up = write("So many could not be deleted that the rest was not tried.")
-    return document(
-        join(said, " "),
-        _table(plan.header.rules, done.objects, done.size),
-        _junk(done.junk),
-        _kept({**plan.totals.kept, **done.skipped}),
-        gone if done.gone else Markdown(),
-        _failures(done.failures),
-        given_up if done.given_up else Markdown(),
+        remaining = describe_versions(done.versions).removeprefix(", and beside them ")
+        sentences.append(
+            format_markdown("{} are left, and billed: `delete_versions` deletes them.", remaining)
+        )
+    gone = format_markdown(
+        "{} of the plan were gone already.", format_count(done.missing, "object")
+    )
+    given_up = format_markdown("So many could not be deleted that the rest was not tried.")
+    return join_blocks(
+        join(sentences, " "),
+        _tabulate_rules(plan.header.rules, done.objects, done.size),
+        _tabulate_junk(done.junk),
+        _tabulate_kept({**plan.totals.kept, **done.skipped}),
+        gone if done.missing else Markdown(),
+        _tabulate_failures(done.failures),
+        given_up if done.has_given_up else Markdown(),
     )
 
 
-def describe_uploads(found: Mapping[str, Aborted]) -> Markdown:
+def describe_uploads(found: Mapping[str, StaleUploadsResult]) -> Markdown:
     """Return the report of unfinished uploads."""
-    aborted = any(one.aborted for one in found.values())
+    aborted = any(one.is_aborted for one in found.values())
     whole = sum(one.size for one in found.values())
     done = sum(len(one.uploads) - len(one.failures) for one in found.values())
     rows = [
-        (code(place), len(one.uploads), size(one.size), one.young, len(one.failures))
-        for place, one in found.items()
+        (format_code(url), len(one.uploads), format_size(one.size), one.recent, len(one.failures))
+        for url, one in found.items()
     ]
-    return document(
-        write(
+    return join_blocks(
+        format_markdown(
             "{} {}: {}, which cost ${:,.2f} a month at R2's prices.",
             format_count(done, "unfinished upload"),
-            "aborted" if aborted else write("found; **nothing was aborted**"),
-            size(whole),
-            saved_a_month(whole),
+            "aborted" if aborted else format_markdown("found; **nothing was aborted**"),
+            format_size(whole),
+            estimate_monthly_savings(whole),
         ),
-        table(("place", ">uploads", ">bytes", ">younger", ">errors"), rows),
-        _failures(tuple(failure for one in found.values() for failure in one.failures)),
+        format_table(("location", ">uploads", ">bytes", ">younger", ">errors"), rows),
+        _tabulate_failures(tuple(failure for one in found.values() for failure in one.failures)),
     )
 
 
-def _say(plan: CleaningPlan) -> None:
+def _log_plan(plan: CleanupPlan) -> None:
     get_run_logger().info(
         "Plan %s of %s: %s, %s",
-        plan.name, plan.header.store, format_count(plan.objects, "object"), size(plan.size),
+        plan.name, plan.header.store, format_count(plan.objects, "object"), format_size(plan.size),
     )  # fmt: skip
 
 
-def _table(rules: tuple[Rule, ...], keys: Mapping[int, int], sizes: Mapping[int, int]) -> Markdown:
+def _tabulate_rules(
+    rules: tuple[Rule, ...], objects: Mapping[int, int], sizes: Mapping[int, int]
+) -> Markdown:
     if not rules:
         return Markdown()
     rows = [
         (
-            describe(rule), f"{keys.get(place, 0):,}", size(sizes.get(place, 0)),
-            f"${saved_a_month(sizes.get(place, 0)):,.2f}",
+            describe_rule(rule), f"{objects.get(number, 0):,}", format_size(sizes.get(number, 0)),
+            f"${estimate_monthly_savings(sizes.get(number, 0)):,.2f}",
         )
-        for place, rule in enumerate(rules)
+        for number, rule in enumerate(rules)
     ]  # fmt: skip
-    return table(("rule", ">objects", ">bytes", ">saves a month"), rows)
+    return format_table(("rule", ">objects", ">bytes", ">saves a month"), rows)
 
 
-def _kept(kept: Mapping[str, int]) -> Markdown:
+def _tabulate_kept(kept: Mapping[str, int]) -> Markdown:
     rows = [(why, f"{number:,}") for why, number in sorted(kept.items())]
     columns = ("what stays, though a rule would take it", ">objects")
-    return table(columns, rows, _SHOWN) if rows else Markdown()
+    return format_table(columns, rows, _SHOWN) if rows else Markdown()
 
 
-def _junk(junk: Sequence[WorkerJunk]) -> Markdown:
-    rows = [(code(one.worker), code(one.scope), f"{one.objects:,}", size(one.size)) for one in junk]
+def _tabulate_junk(junk: Sequence[WorkerJunk]) -> Markdown:
+    rows = [
+        (format_code(one.worker), format_code(one.scope), f"{one.objects:,}", format_size(one.size))
+        for one in junk
+    ]
     columns = ("worker whose junk goes", "run or job", ">objects", ">bytes")
-    return table(columns, rows, _SHOWN) if rows else Markdown()
+    return format_table(columns, rows, _SHOWN) if rows else Markdown()
 
 
-def _failures(failures: tuple[DeleteFailure, ...]) -> Markdown:
-    rows = [(code(one.key), one.reason) for one in failures]
-    return table(("object", "error"), rows, _SHOWN) if rows else Markdown()
+def _tabulate_failures(failures: tuple[DeleteFailure, ...]) -> Markdown:
+    rows = [(format_code(one.key), one.reason) for one in failures]
+    return format_table(("object", "error"), rows, _SHOWN) if rows else Markdown()

@@ -1,4 +1,4 @@
-"""A share of a global concurrency limit: taken once for a whole run, and passed down."""
+"""Slots of a global concurrency limit, reserved once for a whole run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,52 +7,54 @@ from prefect import get_client, get_run_logger
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 
-from blocks.limits import UPLOADS
+from blocks.server_names import UPLOAD_LIMIT
 from millrace.datasets import ExecutionSettings
 
-_LEASE = 60.0  # seconds that the slots of a dead process stay taken: the least that Prefect knows
+_SLOT_LEASE = 60.0  # seconds that the slots of a dead process stay taken: Prefect's minimum
 
 
 @contextmanager
-def share_of_uploads(run: ExecutionSettings) -> Iterator[ExecutionSettings]:
-    """Wait for a place among all runs that upload, and hold it.
+def reserve_upload_slots(execution: ExecutionSettings) -> Iterator[ExecutionSettings]:
+    """Wait for slots of the limit on uploads, and hold the slots while the block lasts.
 
     Args:
-        run: How many uploads are wanted: ``uploads`` for each of ``workers``.
+        execution: Wanted number of uploads: ``uploads`` for each of ``workers``.
 
     Yields:
-        The same settings, lowered to what the limit allows at all. Without a limit on the
-        server they are as they were.
+        The same settings, lowered to the limit. Without a limit on the server they are unchanged.
     """
-    limit = _limit(UPLOADS)
+    limit = _read_limit(UPLOAD_LIMIT)
     if limit is None:
-        yield run
+        yield execution
         return
-    run = within(limit, run)
-    slots = slots_of(run)
+    execution = fit_to_limit(limit, execution)
+    slots = count_slots(execution)
     logger = get_run_logger()
-    logger.info("Waiting for %d of the %d slots of %s", slots, limit, UPLOADS)
-    with concurrency(UPLOADS, occupy=slots, lease_duration=_LEASE):
+    logger.info("Waiting for %d of the %d slots of %s", slots, limit, UPLOAD_LIMIT)
+    with concurrency(UPLOAD_LIMIT, occupy=slots, lease_duration=_SLOT_LEASE):
         logger.info("Uploading at most %d shards at once", slots)
-        yield run
+        yield execution
 
 
-def slots_of(run: ExecutionSettings) -> int:
-    """Return uploads at once."""
-    return run.uploads * max(1, run.workers)
+def count_slots(execution: ExecutionSettings) -> int:
+    """Return the number of concurrent uploads."""
+    return execution.uploads * max(1, execution.workers)
 
 
-def within(limit: int, run: ExecutionSettings) -> ExecutionSettings:
-    """Return settings that need no more slots than there are."""
-    if slots_of(run) <= limit:
-        return run
-    workers = min(run.workers, limit)
-    return run.model_copy(
-        update={"workers": workers, "uploads": max(1, min(run.uploads, limit // max(1, workers)))}
+def fit_to_limit(limit: int, execution: ExecutionSettings) -> ExecutionSettings:
+    """Return settings that need no more slots than the limit has."""
+    if count_slots(execution) <= limit:
+        return execution
+    workers = min(execution.workers, limit)
+    return execution.model_copy(
+        update={
+            "workers": workers,
+            "uploads": max(1, min(execution.uploads, limit // max(1, workers))),
+        }
     )
 
 
-def _limit(name: str) -> int | None:
+def _read_limit(name: str) -> int | None:
     with get_client(sync_client=True) as client:
         try:
             found = client.read_global_concurrency_limit_by_name(name)

@@ -1,4 +1,4 @@
-"""The windows of a run of gradients, as Prefect sees them."""
+"""Tasks that merge the windows of a run of gradients."""
 
 import statistics
 import time
@@ -13,132 +13,169 @@ from millrace.gradients import AggregatorSettings, ChainLink, WeightsSource
 from millrace.progress import Event
 from millrace.schemas.chain import count_reasons
 from millrace.storage import StoreSpec, open_store
-from tasks.plot import windows_plot
+from tasks.formatting import format_count, format_duration, format_size, make_artifact_key
+from tasks.plot import draw_windows
 from tasks.progress import WindowProgress
-from tasks.reports import Markdown, code, document, picture, publish, table, write
-from tasks.retries import PAUSES, passing
-from tasks.words import artifact_key, duration, format_count, size
+from tasks.reports import (
+    Markdown,
+    format_code,
+    format_image,
+    format_markdown,
+    format_table,
+    join_blocks,
+    publish_report,
+)
+from tasks.retries import RETRY_DELAYS, should_retry
 
 _SHOWN = 200  # windows in a report
 _ROWS = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Aggregated:
+class AggregationResult:
     """Result of a run of the aggregator.
 
     Attributes:
-        windows: How many it has merged.
-        last: The number of the last one.
-        step: That the weights are at after it; 0 if it has merged none.
-        state: The digest of the weights after it.
-        seconds: How long it took.
+        windows: Number of windows that the run has merged.
+        last_window: Number of the last merged window.
+        step: Step of the weights after that window; 0 if none was merged.
+        state_digest: Digest of the weights after that window.
+        seconds: Duration of the run.
     """
 
     windows: int
-    last: int
+    last_window: int
     step: int
-    state: str
+    state_digest: str
     seconds: float
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def last_window(settings: AggregatorSettings) -> int:
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+def find_last_window(settings: AggregatorSettings) -> int:
     """Return the number of the newest window that is merged; 0 before the first."""
     return max(0, gradients.find_newest_window(open_store(settings.store), settings.run.chain))
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def check_weights(settings: WeightsSource, place: StoreSpec) -> None:
-    """Refuse a checkpoint that no run can begin with, before anything is made or rented.
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+def check_weights(settings: WeightsSource, spec: StoreSpec) -> None:
+    """Refuse a checkpoint that no run can begin with, before anything is created or rented.
 
     Raises:
         NotFoundError, CorruptError: The checkpoint does not exist, or is damaged.
-        ConfigurationError: It has no tensors of these names.
+        ConfigurationError: The checkpoint has no tensors of these names.
     """
-    store = open_store(place, make_folder=False)
+    store = open_store(spec, make_folder=False)
     gradients.check_weights(store, settings.job, step=settings.step, tensors=settings.tensors)
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
 def begin_chain(settings: AggregatorSettings) -> None:
     """Commit the first link of a run, which workers wait for; open no window."""
     gradients.begin_chain(settings)
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def aggregate_windows(settings: AggregatorSettings, before: int) -> Aggregated:
-    """Merge window after window, behind one. Killed or cancelled, a later run goes on.
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+def aggregate_windows(settings: AggregatorSettings, after: int) -> AggregationResult:
+    """Merge the windows after one. After a kill or a cancellation, a later run continues.
 
-    Call it, do not submit it: a task in another thread does not hear that it is cancelled.
+    Call this task, do not submit it: a task in another thread cannot be cancelled.
     """
     log, began = get_run_logger(), time.monotonic()
     last = None
-    planned = _planned(settings, before)
-    if planned is not None:  # so that a second try does not begin to count anew
-        settings = settings.model_copy(update={"windows": None, "until": before + planned})
-    key = artifact_key("progress", "aggregate", settings.run.run)
+    planned = _count_planned(settings, after)
+    if planned is not None:  # a second try must not count from the start
+        settings = settings.model_copy(update={"windows": None, "until": after + planned})
+    key = make_artifact_key("progress", "aggregate", settings.run.run)
     with WindowProgress(key, len(settings.workers), planned) as progress:
 
-        def tell(event: Event) -> None:
+        def handle_event(event: Event) -> None:
             if event.name == "checkpoint.damaged":
                 log.warning("%s: %s", event.subject, event.figures["damage"])
             progress(event)
 
-        for link in gradients.aggregate_run(settings, progress=tell):
+        for link in gradients.aggregate_run(settings, progress=handle_event):
             last = link
             log.info("Window %d: %d in, %d out", link.window, len(link.taken), len(link.out))
     seconds = round(time.monotonic() - began, 3)
     if last is None:
-        return Aggregated(0, before, 0, "", seconds)
-    return Aggregated(last.window - before, last.window, last.step, last.state, seconds)
+        return AggregationResult(0, after, 0, "", seconds)
+    return AggregationResult(last.window - after, last.window, last.step, last.state, seconds)
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def report_windows(settings: AggregatorSettings, before: int) -> None:
-    """Leave a report that a person wants to read, of the windows after one. The chain tells all."""
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+def report_windows(settings: AggregatorSettings, after: int) -> None:
+    """Publish a report of the windows after one. The chain has all windows."""
     store, keys = open_store(settings.store), settings.run.chain
     last = gradients.find_newest_window(store, keys)
-    first = max(before, last - _SHOWN)
+    first = max(after, last - _SHOWN)
     found = list(gradients.iterate_links(store, keys, after=first)) if last > first >= 0 else []
-    publish(
-        describe(store.url_of(keys.job), found, skipped=first - before),
+    publish_report(
+        describe(store.make_url(keys.job), found, skipped_windows=first - after),
         key="aggregated-gradients",
         description="The windows that were merged",
     )
 
 
-def describe(place: str, windows: Sequence[ChainLink], *, skipped: int = 0) -> Markdown:
+def describe(url: str, windows: Sequence[ChainLink], *, skipped_windows: int = 0) -> Markdown:
     """Return the report."""
     if not windows:
-        return document(write("{}: no window was merged in this run.", code(place)))
+        return join_blocks(
+            format_markdown("{}: no window was merged in this run.", format_code(url))
+        )
     last = windows[-1]
     taken = sum(len(link.taken) for link in windows)
     sent = sum(one.size for link in windows for one in link.taken.values())
     merged = sum(link.size for link in windows)
-    whole = write(
+    whole = format_markdown(
         "{}: **{}** merged, up to window {:,} at step {:,}. {} of {} came to {}, by the rule {}, "
         "applied by {}.",
-        code(place), format_count(len(windows), "window"), last.window, last.step,
-        format_count(taken, "gradient"), size(sent), size(merged), code(last.rule),
-        code(last.outer.kind),
+        format_code(url), format_count(len(windows), "window"), last.window, last.step,
+        format_count(taken, "gradient"), format_size(sent), format_size(merged),
+        format_code(last.rule), format_code(last.outer.kind),
     )  # fmt: skip
     columns = (
         ">window", ">step", ">in", ">out", "norm, least to most", ">received", ">merged",
         ">gathered in",
     )  # fmt: skip
-    hidden = skipped + max(0, len(windows) - _ROWS)
-    earlier = write("{} of this run not shown here.", format_count(hidden, "earlier window"))
-    return document(
+    hidden = skipped_windows + max(0, len(windows) - _ROWS)
+    earlier = format_markdown(
+        "{} of this run not shown here.", format_count(hidden, "earlier window")
+    )
+    return join_blocks(
         whole,
-        picture(_picture(windows), "participation and norms of the windows"),
-        table(columns, map(_row, windows[-_ROWS:])),
+        format_image(_plot_windows(windows), "participation and norms of the windows"),
+        format_table(columns, map(_make_row, windows[-_ROWS:])),
         earlier if hidden else Markdown(),
-        _workers(windows),
+        _tabulate_workers(windows),
     )
 
 
-def _row(link: ChainLink) -> Sequence[object]:
+def _make_row(link: ChainLink) -> Sequence[object]:
     norms = sorted(one.norm for one in link.taken.values())
     return (
         f"{link.window:,}",
@@ -146,14 +183,14 @@ def _row(link: ChainLink) -> Sequence[object]:
         len(link.taken),
         count_reasons(link.out.values()) or "0",
         f"{norms[0]:.3g}, {statistics.median(norms):.3g}, {norms[-1]:.3g}" if norms else "",
-        size(sum(one.size for one in link.taken.values())),
-        size(link.size),
-        duration(link.seconds),
+        format_size(sum(one.size for one in link.taken.values())),
+        format_size(link.size),
+        format_duration(link.seconds),
     )
 
 
-def _workers(windows: Sequence[ChainLink]) -> Markdown:
-    """Tell who was in how often, with what weight, and why not."""
+def _tabulate_workers(windows: Sequence[ChainLink]) -> Markdown:
+    """Tabulate how often each worker was taken, its weight, and its last refusal."""
     names = sorted({uid for link in windows for uid in (*link.taken, *link.out)})
     columns = ("worker", ">in", ">mean weight", "out", "the last time, because")
     rows: list[Sequence[object]] = []
@@ -162,20 +199,20 @@ def _workers(windows: Sequence[ChainLink]) -> Markdown:
         out = [link.out[uid] for link in windows if uid in link.out]
         mean = f"{statistics.fmean(weights):.3g}" if weights else ""
         why = out[-1].sentence if out else ""
-        rows.append((code(uid), len(weights), mean, count_reasons(out) or "0", why))
-    return table(columns, rows)
+        rows.append((format_code(uid), len(weights), mean, count_reasons(out) or "0", why))
+    return format_table(columns, rows)
 
 
-def _picture(windows: Sequence[ChainLink]) -> str:
-    return windows_plot(
+def _plot_windows(windows: Sequence[ChainLink]) -> str:
+    return draw_windows(
         {link.window: len(link.taken) for link in windows},
         {link.window: [one.norm for one in link.taken.values()] for link in windows},
         "Gradients taken (bars), and their norms (line: median, band: least to most)",
     )
 
 
-def _planned(settings: AggregatorSettings, before: int) -> int | None:
-    """Return the largest number of windows, if that is known."""
-    to_last = None if settings.last is None else max(0, settings.last - before)
+def _count_planned(settings: AggregatorSettings, after: int) -> int | None:
+    """Return the largest number of windows, if it is known."""
+    to_last = None if settings.last is None else max(0, settings.last - after)
     known = [number for number in (settings.windows, to_last) if number is not None]
     return min(known, default=None)

@@ -1,4 +1,4 @@
-"""Progress of the engine, as one live progress artifact."""
+"""Progress of the engine, as a live progress artifact."""
 
 import abc
 import contextvars
@@ -13,25 +13,25 @@ from uuid import UUID
 from prefect import get_run_logger
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
-from millrace.errors import one_line
+from millrace.errors import format_error
 from millrace.progress import Event
+from tasks.formatting import format_count, format_duration, format_rate, format_size
 from tasks.reports import escape
-from tasks.words import duration, format_count, rate, size
 
 logger = logging.getLogger("millrace.flows")
 
-_EVERY = 2.0  # seconds between two updates of the artifact
-_PATIENCE = 5.0  # seconds that the end of a run waits for the last update
+_UPDATE_INTERVAL = 2.0  # seconds between two updates of the artifact
+_STOP_TIMEOUT = 5.0  # seconds that the end of a run waits for the last update
 
 
 class LiveProgress(abc.ABC):
-    """Listens to the engine, and shows how far it is while the block lasts.
+    """Listener to the engine that shows the progress while the block lasts.
 
-    Calling it only counts; a thread of its own tells the server, every two seconds. A server
-    that does not answer costs the picture and nothing else.
+    A call only counts the event. A thread updates the artifact every two seconds. If the server
+    does not answer, only the progress is lost.
 
     Attributes:
-        pace: Bytes in each second since the beginning.
+        pace: Bytes in each second since the start.
     """
 
     def __init__(self, key: str) -> None:
@@ -54,7 +54,7 @@ class LiveProgress(abc.ABC):
         )
 
     def __enter__(self) -> Self:
-        """Show it."""
+        """Show the progress."""
         self._thread.start()
         return self
 
@@ -64,57 +64,57 @@ class LiveProgress(abc.ABC):
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        """Show it for the last time, and how it ended."""
+        """Show the final progress, and the error that ended the block."""
         with self._lock:
             if error is None:
                 self._complete()
             elif isinstance(error, Exception):
-                self._end = f" Failed: {escape(one_line(error))}"  # Prefect shows Markdown
+                self._end = f" Failed: {escape(format_error(error))}"  # Prefect shows Markdown
             else:
                 self._end = " Stopped."
         self._stop.set()
-        self._thread.join(_PATIENCE)
+        self._thread.join(_STOP_TIMEOUT)
 
     def __call__(self, event: Event) -> None:
-        """Count what happened."""
+        """Count an event."""
         with self._lock:
-            self._count(event)
+            self._handle_event(event)
 
     @property
     def percent(self) -> float:
         """Percentage of the progress."""
         with self._lock:
-            return min(100.0, 100 * self._share())
+            return min(100.0, 100 * self._compute_share())
 
     @property
     def sentence(self) -> str:
         """Progress in words."""
         with self._lock:
-            return self._words(time.monotonic() - self._began) + self._end
+            return self._describe(time.monotonic() - self._began) + self._end
 
     @abc.abstractmethod
-    def _count(self, event: Event) -> None: ...
+    def _handle_event(self, event: Event) -> None: ...
 
     @abc.abstractmethod
     def _complete(self) -> None:
-        """All of it is done, whatever was counted."""
+        """Mark all work as done."""
 
     @abc.abstractmethod
-    def _share(self) -> float: ...
+    def _compute_share(self) -> float: ...
 
     @abc.abstractmethod
-    def _words(self, seconds: float) -> str: ...
+    def _describe(self, seconds: float) -> str: ...
 
-    def _add(self, size: int) -> None:
+    def _add_bytes(self, size: int) -> None:
         self.pace[int(time.monotonic() - self._began)] += size
 
     def _run(self) -> None:
         try:
             self._artifact = cast("UUID", create_progress_artifact(0.0, self._key, self.sentence))
-            while not self._stop.wait(_EVERY):
+            while not self._stop.wait(_UPDATE_INTERVAL):
                 self._show()
             self._show()
-        except Exception as error:  # noqa: BLE001 - the picture is lost, the work is not
+        except Exception as error:  # noqa: BLE001 - only the progress is lost
             logger.warning("The progress is no longer shown: %s", type(error).__name__)
 
     def _show(self) -> None:
@@ -125,9 +125,9 @@ class LiveProgress(abc.ABC):
 
 
 class ShardProgress(LiveProgress):
-    """Progress of a dataset: splits that ended, and the parts of those that are open."""
+    """Progress of a dataset: partitions that ended, and the fractions of the open ones."""
 
-    _splits = _ended = _shards = _size = 0
+    _partitions = _ended = _shards = _size = 0
 
     def __init__(self, key: str) -> None:
         """Begin to count.
@@ -136,68 +136,68 @@ class ShardProgress(LiveProgress):
             key: The artifact's.
         """
         super().__init__(key)
-        self._through: dict[str, float] = {}
+        self._fractions: dict[str, float] = {}
 
-    def _count(self, event: Event) -> None:
+    def _handle_event(self, event: Event) -> None:
         figures = event.figures
         match event.name:
             case "plan.committed":
-                self._splits = int(figures["splits"])
+                self._partitions = int(figures["partitions"])
                 self._log.info(
                     "%s of %s planned as %s",
                     format_count(int(figures["files"]), "file"),
-                    size(int(figures["bytes"])),
-                    format_count(self._splits, "split"),
+                    format_size(int(figures["bytes"])),
+                    format_count(self._partitions, "partition"),
                 )
-            case "splits.left":
-                self._ended = self._splits - int(figures["splits"])
-            case "split.opened":
-                self._through[event.subject] = float(figures.get("through", 0))
+            case "partitions.left":
+                self._ended = self._partitions - int(figures["partitions"])
+            case "partition.opened":
+                self._fractions[event.subject] = float(figures.get("through", 0))
             case "shard.committed":
                 self._shards += bool(figures["samples"])  # else only bad rows were committed
                 self._size += int(figures["bytes"])
-                self._add(int(figures["bytes"]))
-                if "split" in figures:
-                    self._through[str(figures["split"])] = float(figures["through"])
-            case "split.ended":
+                self._add_bytes(int(figures["bytes"]))
+                if "partition" in figures:
+                    self._fractions[str(figures["partition"])] = float(figures["through"])
+            case "partition.ended":
                 self._ended += 1
-                self._through.pop(event.subject, None)
-                self._log.info("%s ended, %d of %d", event.subject, self._ended, self._splits)
+                self._fractions.pop(event.subject, None)
+                self._log.info("%s ended, %d of %d", event.subject, self._ended, self._partitions)
             case "worker.lost":
                 self._log.warning("A worker %s; another takes its place", figures["how"])
             case _:
                 pass
 
     def _complete(self) -> None:
-        self._ended = self._splits  # also what another run has done meanwhile
-        self._through.clear()
+        self._ended = self._partitions  # another run may have ended some
+        self._fractions.clear()
 
-    def _share(self) -> float:
-        done = self._ended + sum(self._through.values())
-        return done / self._splits if self._splits else 0.0
+    def _compute_share(self) -> float:
+        done = self._ended + sum(self._fractions.values())
+        return done / self._partitions if self._partitions else 0.0
 
-    def _words(self, seconds: float) -> str:
-        if not self._splits:
+    def _describe(self, seconds: float) -> str:
+        if not self._partitions:
             return "Reading the source's listing."
         return (
-            f"{self._ended} of {format_count(self._splits, 'split')} ended; this run has made "
-            f"{format_count(self._shards, 'shard')}, {size(self._size)}, at "
-            f"{rate(self._size, seconds)}."
+            f"{self._ended} of {format_count(self._partitions, 'partition')} ended; this run has "
+            f"made {format_count(self._shards, 'shard')}, {format_size(self._size)}, at "
+            f"{format_rate(self._size, seconds)}."
         )
 
 
 class SwarmProgress(LiveProgress):
-    """Progress of the nodes of a cluster: bytes that they have, of all that they are to have."""
+    """Progress of the nodes of a cluster: present bytes of all bytes."""
 
-    _had = _moved = _of = _nodes = _ready = 0
+    _present_bytes = _moved_bytes = _total_bytes = _nodes = _ready = 0
 
-    def _count(self, event: Event) -> None:
+    def _handle_event(self, event: Event) -> None:
         figures = event.figures
         match event.name:
             case "swarm.progress":
-                self._add(int(figures["moved"]) - self._moved)
-                self._moved = int(figures["moved"])
-                self._had, self._of = int(figures["bytes"]), int(figures["of"])
+                self._add_bytes(int(figures["moved"]) - self._moved_bytes)
+                self._moved_bytes = int(figures["moved"])
+                self._present_bytes, self._total_bytes = int(figures["bytes"]), int(figures["of"])
                 self._nodes, self._ready = int(figures["nodes"]), int(figures["ready"])
             case "node.ready":
                 self._log.info("%s is ready after %s s", event.subject, figures["seconds"])
@@ -211,84 +211,91 @@ class SwarmProgress(LiveProgress):
                 pass
 
     def _complete(self) -> None:
-        self._had = self._of
+        self._present_bytes = self._total_bytes
 
-    def _share(self) -> float:
-        return self._had / self._of if self._of else 0.0
+    def _compute_share(self) -> float:
+        return self._present_bytes / self._total_bytes if self._total_bytes else 0.0
 
-    def _words(self, seconds: float) -> str:
-        if not self._of:
+    def _describe(self, seconds: float) -> str:
+        if not self._total_bytes:
             return "Looking for the files and the nodes."
-        left = (self._of - self._had) * seconds / self._moved if self._moved else 0.0
-        ahead = f", {duration(left)} to go" if left else ""
+        remaining_seconds = (
+            (self._total_bytes - self._present_bytes) * seconds / self._moved_bytes
+            if self._moved_bytes
+            else 0.0
+        )
+        ahead = f", {format_duration(remaining_seconds)} to go" if remaining_seconds else ""
+        present, total = format_size(self._present_bytes), format_size(self._total_bytes)
         return (
-            f"{self._ready} of {format_count(self._nodes, 'node')} ready; {size(self._had)} of "
-            f"{size(self._of)} there, at {rate(self._moved, seconds)}{ahead}."
+            f"{self._ready} of {format_count(self._nodes, 'node')} ready; {present} of {total} "
+            f"there, at {format_rate(self._moved_bytes, seconds)}{ahead}."
         )
 
 
 class CheckpointProgress(LiveProgress):
-    """Progress of a checkpoint: bytes that are in its bucket."""
+    """Progress of a checkpoint: bytes in its bucket."""
 
-    _there = _members = 0
+    _stored_bytes = _members = 0
 
-    def __init__(self, key: str, of: int = 0) -> None:
+    def __init__(self, key: str, total_bytes: int = 0) -> None:
         """Begin to count.
 
         Args:
             key: The artifact's.
-            of: Bytes of the checkpoint, where they are known.
+            total_bytes: Bytes of the checkpoint; 0 if unknown.
         """
         super().__init__(key)
-        self._of = of
+        self._total_bytes = total_bytes
 
-    def _count(self, event: Event) -> None:
+    def _handle_event(self, event: Event) -> None:
         figures = event.figures
         match event.name:
             case "cooldown.progress":
-                self._there, self._of = int(figures["bytes"]), int(figures["of"])
+                self._stored_bytes, self._total_bytes = int(figures["bytes"]), int(figures["of"])
                 self._members = int(figures["members"])
             case "checkpoint.part":
-                self._there += int(figures["bytes"])
+                self._stored_bytes += int(figures["bytes"])
             case _:
                 pass
 
     def _complete(self) -> None:
-        self._there = self._of
+        self._stored_bytes = self._total_bytes
 
-    def _share(self) -> float:
-        return self._there / self._of if self._of else 0.0
+    def _compute_share(self) -> float:
+        return self._stored_bytes / self._total_bytes if self._total_bytes else 0.0
 
-    def _words(self, seconds: float) -> str:
-        if not self._of:
+    def _describe(self, seconds: float) -> str:
+        if not self._total_bytes:
             return "Waiting for the members to say what they have."
         through = f"; {format_count(self._members, 'member')} through" if self._members else ""
-        return f"{size(self._there)} of {size(self._of)} there{through}."
+        return (
+            f"{format_size(self._stored_bytes)} of {format_size(self._total_bytes)} there{through}."
+        )
 
 
 class WindowProgress(LiveProgress):
     """Progress of a run of gradients: windows merged, and workers that have sent."""
 
-    _merged = _number = _came = _refused = 0
+    _merged = _number = _received = _refused = 0
 
     def __init__(self, key: str, workers: int, windows: int | None = None) -> None:
         """Begin to count.
 
         Args:
             key: The artifact's.
-            workers: How many are asked first in each window.
-            windows: How many will be merged at most, where that is known.
+            workers: Number of workers that are asked first in each window.
+            windows: Largest number of windows to merge, if known.
         """
         super().__init__(key)
         self._workers, self._windows = workers, windows
         self._stored: dict[str, tuple[int, int]] = {}
 
-    def _count(self, event: Event) -> None:
+    def _handle_event(self, event: Event) -> None:
         figures = event.figures
         match event.name:
             case "gradient.taken":
-                self._came += 1
-                self._add(int(figures["bytes"]))
+                self._received += 1
+                self._add_bytes(int(figures["bytes"]))
             case "gradient.refused":
                 self._refused += 1
                 self._log.warning("%s is out: %s", event.subject, figures["reason"])
@@ -298,77 +305,76 @@ class WindowProgress(LiveProgress):
                 self._number = int(figures["window"])
             case "window.merged":
                 self._number, self._merged = int(figures["window"]), self._merged + 1
-                self._came = self._refused = 0
+                self._received = self._refused = 0
             case _:
                 pass
 
     def _warn_of_quota(self, uid: str, objects: int, stored: int) -> None:
-        """Warn of a worker that stores too much: once, and again when it is twice as much."""
+        """Warn of a worker that stores too much: once, and again when the amount has doubled."""
         before, before_size = self._stored.get(uid, (0, 0))
         if objects < 2 * before and stored < 2 * before_size:
             return
         self._stored[uid] = objects, stored
         self._log.warning(
-            "%s stores %s, %s, below its prefix: more than `gather` allows. Rules of cleaning for "
-            "gradients and junk remove what nobody needs.",
-            uid, format_count(objects, "object"), size(stored),
+            "%s stores %s, %s, below its prefix: more than `gather` allows. Cleaning rules for "
+            "gradients and junk delete objects that are not needed.",
+            uid, format_count(objects, "object"), format_size(stored),
         )  # fmt: skip
 
     def _complete(self) -> None:
         self._windows = self._merged
 
-    def _share(self) -> float:
-        if self._windows is None:  # nobody knows when it ends: how far the open window is
-            return min(1.0, self._came / self._workers)
+    def _compute_share(self) -> float:
+        if self._windows is None:  # the total is unknown: share of the open window
+            return min(1.0, self._received / self._workers)
         return self._merged / self._windows if self._windows else 1.0
 
-    def _words(self, seconds: float) -> str:
+    def _describe(self, seconds: float) -> str:
         refused = f", {self._refused} refused" if self._refused else ""
         return (
             f"{format_count(self._merged, 'window')} merged by this run, the last is "
-            f"{self._number}; to "
-            f"the next {self._came} of {format_count(self._workers, 'worker')} came{refused}."
+            f"{self._number}; to the next {self._received} of "
+            f"{format_count(self._workers, 'worker')} came{refused}."
         )
 
 
 class CleaningProgress(LiveProgress):
-    """Progress of a cleaning: objects that were seen, or of a plan deleted."""
+    """Progress of a cleaning: objects that were listed, or deleted by a plan."""
 
     _seen = _deleted = _size = 0
 
-    def __init__(self, key: str, of: int = 0) -> None:
+    def __init__(self, key: str, total: int = 0) -> None:
         """Begin to count.
 
         Args:
             key: The artifact's.
-            of: Objects of the plan that is executed; 0 while one is made.
+            total: Objects of the executed plan; 0 while a plan is made.
         """
         super().__init__(key)
-        self._of = of
+        self._total = total
 
-    def _count(self, event: Event) -> None:
+    def _handle_event(self, event: Event) -> None:
         figures = event.figures
         match event.name:
             case "cleaning.seen":
                 self._seen = int(figures["objects"])
             case "cleaning.deleted":
-                self._add(int(figures["bytes"]) - self._size)
+                self._add_bytes(int(figures["bytes"]) - self._size)
                 self._deleted, self._size = int(figures["objects"]), int(figures["bytes"])
             case _:
                 pass
 
     def _complete(self) -> None:
-        self._of = self._deleted
+        self._total = self._deleted
 
-    def _share(self) -> float:
-        return self._deleted / self._of if self._of else 0.0
+    def _compute_share(self) -> float:
+        return self._deleted / self._total if self._total else 0.0
 
-    def _words(self, seconds: float) -> str:
-        if not self._of and not self._deleted:
+    def _describe(self, seconds: float) -> str:
+        if not self._total and not self._deleted:
             return f"{format_count(self._seen, 'object')} seen."
-        return (
-            f"{format_count(self._deleted, 'object')} of {self._of:,} deleted, {size(self._size)}."
-        )
+        deleted = format_count(self._deleted, "object")
+        return f"{deleted} of {self._total:,} deleted, {format_size(self._size)}."
 
 
 class RentalProgress(LiveProgress):
@@ -376,18 +382,18 @@ class RentalProgress(LiveProgress):
 
     _dollars = 0.0
 
-    def __init__(self, key: str, of: int) -> None:
+    def __init__(self, key: str, total: int) -> None:
         """Begin to count.
 
         Args:
             key: The artifact's.
-            of: How many machines there are to be.
+            total: Number of machines of the rental.
         """
         super().__init__(key)
-        self._of = of
+        self._total = total
         self._ready: set[str] = set()
 
-    def _count(self, event: Event) -> None:
+    def _handle_event(self, event: Event) -> None:
         figures = event.figures
         match event.name:
             case "rental.cost":
@@ -416,12 +422,11 @@ class RentalProgress(LiveProgress):
                 pass
 
     def _complete(self) -> None:
-        pass  # each that runs was counted
+        pass  # each running machine was counted
 
-    def _share(self) -> float:
-        return len(self._ready) / self._of
+    def _compute_share(self) -> float:
+        return len(self._ready) / self._total
 
-    def _words(self, seconds: float) -> str:
-        return (
-            f"{len(self._ready)} of {format_count(self._of, 'machine')} run, ${self._dollars:.2f}."
-        )
+    def _describe(self, seconds: float) -> str:
+        machines = format_count(self._total, "machine")
+        return f"{len(self._ready)} of {machines} run, ${self._dollars:.2f}."

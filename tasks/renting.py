@@ -1,4 +1,4 @@
-"""Machines rented, shown, given back."""
+"""Tasks that rent, list and release machines."""
 
 import contextvars
 import threading
@@ -21,61 +21,68 @@ from millrace.errors import (
     MachineError,
     MillraceError,
     NotFoundError,
-    one_line,
+    format_error,
 )
 from millrace.progress import Event
 from millrace.rentals import (
-    IDENTITY,
-    Account,
+    IDENTITY_PORT,
+    LedgerSettings,
+    MachineStatus,
     Offer,
-    Reaped,
+    OwnerMonitor,
+    ReapResult,
     Rental,
-    RentalGuard,
-    Rented,
-    RentSettings,
-    StandSettings,
-    account,
-    attempts_of,
+    RentalSettings,
+    VastAccount,
+    derive_node_key,
     find_offers,
-    is_rented,
+    has_open_attempts,
+    list_attempts,
     list_rentals,
-    node_key,
+    open_account,
     reap,
     release,
 )
 from millrace.schemas.rental import ReturnReason
 from millrace.storage import Right, StoreSpec, open_store
 from millrace.swarm import Host, Hosts
-from tasks.places import block_of, known, named_bucket, skipped, spec_of
+from tasks.formatting import format_count, make_artifact_key
+from tasks.locations import describe_bucket, find_block, find_location, make_store_spec, skip_run
 from tasks.progress import RentalProgress
-from tasks.reports import Markdown, code, document, publish, table, write
-from tasks.retries import PAUSES, passing
-from tasks.words import artifact_key, format_count
+from tasks.reports import (
+    Markdown,
+    format_code,
+    format_markdown,
+    format_table,
+    join_blocks,
+    publish_report,
+)
+from tasks.retries import RETRY_DELAYS, should_retry
 
-RentedBy = tuple[str, Bucket | str, VastCredentials | str]
-"""A rental's name, the bucket where it is written down, and who pays."""
+RentalReference = tuple[str, Bucket | str, VastCredentials | str]
+"""Name of a rental, the bucket of its ledger, and the credentials of the account that pays."""
 
 _SHOWN = 20  # offers in a report
-_OTHERS = 600.0  # seconds that somebody else may have what is to be attended
-_LOOK = 10.0
-_FAILURES = 2  # programs that fail before any has worked: then the next would fail, too
-_ATTENDED: contextvars.ContextVar["Attended | None"] = contextvars.ContextVar(
-    "attended", default=None
+_TAKEOVER_TIMEOUT = 600.0  # seconds that another owner may hold the rental
+_POLL_INTERVAL = 10.0
+_MAX_FAILURES = 2  # failed programs before any has worked: the next would fail, too
+_SUPERVISOR: contextvars.ContextVar["RentalSupervisor | None"] = contextvars.ContextVar(
+    "rental_supervisor", default=None
 )
 
 
-def account_of(credentials: VastCredentials) -> Account:
+def make_account(credentials: VastCredentials) -> VastAccount:
     """Return the account of a block."""
-    return Account(api_key=credentials.api_key, server_url=credentials.server_url)
+    return VastAccount(api_key=credentials.api_key, server_url=credentials.server_url)
 
 
-def payer_of(vast: VastCredentials | str) -> VastCredentials:
-    """Return the block that pays.
+def require_credentials(vast: VastCredentials | str) -> VastCredentials:
+    """Return the credentials of the account that pays.
 
     Raises:
-        ConfigurationError: There is none of this name.
+        ConfigurationError: There is no block of this name.
     """
-    found = vast if isinstance(vast, VastCredentials) else block_of(VastCredentials, vast)
+    found = vast if isinstance(vast, VastCredentials) else find_block(VastCredentials, vast)
     if found is None:
         raise ConfigurationError(
             f"There is no Vast.ai Credentials block {vast}: make it with `millrace setup`."
@@ -83,348 +90,394 @@ def payer_of(vast: VastCredentials | str) -> VastCredentials:
     return found
 
 
-def stand_of(bucket: Bucket | str, vast: VastCredentials | str) -> StandSettings | State[None]:
-    """Return where rentals are written down and who pays, as far as both blocks exist.
+def find_ledger(bucket: Bucket | str, vast: VastCredentials | str) -> LedgerSettings | State[None]:
+    """Return the ledger of rentals and its account, if both blocks exist.
 
     Returns:
-        The settings, or the state of a run that does nothing for want of a block.
+        The settings, or the state of a run that does nothing because a block is missing.
 
     Raises:
-        ConfigurationError: Something is rented, and the block of who pays is not there.
+        ConfigurationError: Machines are rented, and the block of the account is missing.
     """
-    place = known(bucket)
-    payer = vast if isinstance(vast, VastCredentials) else block_of(VastCredentials, vast)
-    missing = [named_bucket(bucket)] if place is None else []
-    missing += [f"Vast.ai Credentials block {vast}"] if payer is None else []
-    if place is not None and payer is None and is_rented(spec_of(place, Right.WRITE)):
+    location = find_location(bucket)
+    credentials = vast if isinstance(vast, VastCredentials) else find_block(VastCredentials, vast)
+    missing = [describe_bucket(bucket)] if location is None else []
+    missing += [f"Vast.ai Credentials block {vast}"] if credentials is None else []
+    if (
+        location is not None
+        and credentials is None
+        and has_open_attempts(make_store_spec(location, Right.WRITE))
+    ):
         raise ConfigurationError(
             f"There is no Vast.ai Credentials block {vast}, and by {bucket} machines are rented: "
             "nobody can give them back. Make the block, with the API key that has rented them."
         )
-    if place is None or payer is None:
-        return skipped(missing, "nothing was looked at, and nothing given back")
-    return StandSettings(store=spec_of(place, Right.WRITE), account=account_of(payer))
+    if location is None or credentials is None:
+        return skip_run(missing, "nothing was looked at, and nothing given back")
+    return LedgerSettings(
+        store=make_store_spec(location, Right.WRITE), account=make_account(credentials)
+    )
 
 
-def needed_stand(bucket: Bucket | str, vast: VastCredentials | str) -> StandSettings:
-    """As `stand_of`, where both blocks have to be there.
+def require_ledger(bucket: Bucket | str, vast: VastCredentials | str) -> LedgerSettings:
+    """Return the ledger of rentals and its account, where both blocks must exist.
 
     Raises:
-        ConfigurationError: One is not.
+        ConfigurationError: A block is missing.
     """
-    store = spec_of(bucket, Right.WRITE)
-    return StandSettings(store=store, account=account_of(payer_of(vast)))
+    store = make_store_spec(bucket, Right.WRITE)
+    return LedgerSettings(store=store, account=make_account(require_credentials(vast)))
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def look_for_offers(settings: RentSettings) -> list[Offer]:
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+def search_offers(settings: RentalSettings) -> list[Offer]:
     """Return the offers that would be rented. Rents nothing."""
-    found = find_offers(account(settings.account), settings.wanted)
-    report_offers(settings.name, settings.count, found)
-    if len(found) < settings.count:
+    found = find_offers(open_account(settings.account), settings.effective_request)
+    report_offers(settings.name, settings.machines, found)
+    if len(found) < settings.machines:
         raise NotFoundError(
             f"Vast.ai has {format_count(len(found), 'offer')} that fit {settings.name}, which "
-            f"needs {settings.count}: ask for less, or grant more dollars an hour."
+            f"needs {settings.machines}: ask for less, or grant more dollars an hour."
         )
     return found
 
 
-def guard_of(settings: RentSettings) -> RentalGuard:
-    """Return what gives a rental back should this process be killed, by its worker or otherwise."""
-    return RentalGuard(StandSettings(store=settings.store, account=settings.account), settings.name)
+def make_owner_monitor(settings: RentalSettings) -> OwnerMonitor:
+    """Return a monitor that releases a rental if this process is killed."""
+    return OwnerMonitor(
+        LedgerSettings(store=settings.store, account=settings.account), settings.name
+    )
 
 
 @task(cache_policy=NO_CACHE)
-def rent_machines(settings: RentSettings) -> float:
-    """Rent machines, and wait until all of their programs run; dollars so far.
+def start_rental(settings: RentalSettings) -> float:
+    """Rent machines, wait until all programs run, and return the cost so far in dollars.
 
-    They are left then, unless the caller attends them.
+    The machines then stay without an owner, unless a supervisor of the caller owns them.
     """
-    attended = _ATTENDED.get()
-    if attended is not None and attended.rental == settings.name:
-        return attended.until_ready()
-    key = artifact_key("progress", "rental", settings.name)
+    supervisor = _SUPERVISOR.get()
+    if supervisor is not None and supervisor.rental_name == settings.name:
+        return supervisor.wait_until_ready()
+    key = make_artifact_key("progress", "rental", settings.name)
     with (
-        RentalProgress(key, settings.count) as progress,
-        guard_of(settings),
+        RentalProgress(key, settings.machines) as progress,
+        make_owner_monitor(settings),
         Rental(settings, detached=True, wait=True, progress=progress) as rental,
     ):
-        rental.until_ready()
+        rental.wait_until_ready()
         return rental.cost
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def is_out(place: StoreSpec, rental: str) -> bool:
-    """Tell whether a machine of a rental has not come back, as far as is written down."""
-    return any(one.returned is None for one in attempts_of(open_store(place), rental))
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+def has_unreturned_machines(spec: StoreSpec, rental: str) -> bool:
+    """Decide whether a machine of a rental has not been returned, by the ledger."""
+    return any(one.return_record is None for one in list_attempts(open_store(spec), rental))
 
 
-class Attended:
-    """Owns the machines of a rental: rents them, replaces what is lost, counts, and gives back.
+class RentalSupervisor:
+    """Owner of the machines of a rental: rents, replaces, counts and releases them.
 
-    Use it as a context, with `rent_machines` in it: leaving it gives all back, and returns when a
-    listing shows none. One owner from the first machine to the last: nobody but it leaves any.
+    Use it as a context manager around the flow `rent-machines`. The exit releases all machines, and
+    returns when a listing shows none.
 
     Args:
-        settings: What is rented; machines of an owner that was killed are gone on with.
-        proven: Whether a program of them is known to work. While none is, the second one that
-            fails ends the rental: its command is wrong, on whatever machine.
+        settings: Settings of the rental; machines of an owner that was killed are taken over.
+        is_proven: Whether a program is known to work. Until then, the second failure ends the
+            rental: the command is wrong on any machine.
     """
 
-    _living: ClassVar[set["Attended"]] = set()
+    _unreturned: ClassVar[set["RentalSupervisor"]] = set()
 
-    def __init__(self, settings: RentSettings, proven: Callable[[], bool] = lambda: True) -> None:
-        self._settings, self._proven = settings, proven
-        self._failed: list[str] = []
-        key = artifact_key("progress", "attended", settings.name)
-        self._progress = RentalProgress(key, settings.count)
+    def __init__(
+        self, settings: RentalSettings, is_proven: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._settings, self._is_proven = settings, is_proven
+        self._failures: list[str] = []
+        key = make_artifact_key("progress", "machines", settings.name)
+        self._progress = RentalProgress(key, settings.machines)
         self._log = get_run_logger()
-        self._given_up, self._ready = threading.Event(), threading.Event()
-        self._over = threading.Event()
+        self._stop_requested, self._ready = threading.Event(), threading.Event()
+        self._ended = threading.Event()
         self._rental: Rental | None = None
         self._error: BaseException | None = None
-        self._token: contextvars.Token[Attended | None] | None = None
+        self._token: contextvars.Token[RentalSupervisor | None] | None = None
         context = contextvars.copy_context()
         self._thread = threading.Thread(
-            name="attended", target=context.run, args=(self._attend,), daemon=True
+            name="rental-supervisor", target=context.run, args=(self._run,), daemon=True
         )
 
     @classmethod
-    def any_has_machines(cls) -> bool:
-        """Tell whether this process owns a rental that is not given back yet."""
-        return bool(cls._living)
+    def has_any_machines(cls) -> bool:
+        """Decide whether this process owns a rental that is not released yet."""
+        return bool(cls._unreturned)
 
     @property
-    def rental(self) -> str:
-        """The rental's name."""
+    def rental_name(self) -> str:
+        """Name of the rental."""
         return self._settings.name
 
     def __enter__(self) -> Self:
-        """Begin to own, and to rent."""
-        self._token = _ATTENDED.set(self)
-        self._living.add(self)
+        """Begin to own and to rent."""
+        self._token = _SUPERVISOR.set(self)
+        self._unreturned.add(self)
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._token is not None:
-            _ATTENDED.reset(self._token)
-        self._given_up.set()
+            _SUPERVISOR.reset(self._token)
+        self._stop_requested.set()
         interrupt: BaseException | None = None
-        while not self._over.is_set():
+        while not self._ended.is_set():
             try:
-                self._over.wait()  # not `join`, which an interrupt makes take a thread for ended
+                self._ended.wait()  # after an interrupt, `join` may take a living thread for ended
             except BaseException as error:  # noqa: BLE001 - a second Ctrl-C, or SIGTERM
                 interrupt = error
                 self._log.warning("Machines are being given back: wait, or they are billed on.")
         if interrupt is not None and kind is None:
             raise interrupt
 
-    def until_ready(self) -> float:
-        """Wait until all programs run, or have ended; dollars so far.
+    def wait_until_ready(self) -> float:
+        """Wait until all programs run or have ended, and return the cost so far in dollars.
 
         Raises:
-            HeldError: Somebody else has the rental.
-            BudgetError, MachineError, NotFoundError: As of `Rental.until_ready`.
+            HeldError: Another owner holds the rental.
+            BudgetError, MachineError, NotFoundError: As of `Rental.wait_until_ready`.
         """
         self._ready.wait()
-        self.refuse()
+        self.raise_failure()
         return self._rental.cost if self._rental else 0.0
 
     @property
-    def over(self) -> bool:
-        """True if all programs have ended, or the rental has."""
+    def is_over(self) -> bool:
+        """True if all programs, or the rental, have ended."""
         return not self._thread.is_alive()
 
-    def last_words(self) -> str:
-        """Return what is known of how the programs ended."""
-        return "\n".join(self._failed[-1:]) or "The programs ended with 0."
+    def describe_end(self) -> str:
+        """Return how the programs ended, as far as it is known."""
+        return "\n".join(self._failures[-1:]) or "The programs ended with 0."
 
-    def refuse(self) -> None:
-        """Raise what has ended it, if something has."""
+    def raise_failure(self) -> None:
+        """Raise the error that has ended the rental, if any."""
         if self._error is not None:
             raise self._error
 
-    def finish(self, patience: timedelta) -> None:
-        """Wait until all programs have ended, and their machines are given back.
+    def wait_until_done(self, timeout: timedelta) -> None:
+        """Wait until all programs have ended, and their machines are released.
 
-        What ended it otherwise is said, and no more: they have done what they were rented for.
+        An error of the rental is only logged: the machines have done their work.
 
         Args:
-            patience: Then those that are left are given back all the same.
+            timeout: Longest wait; the exit then releases the other machines.
         """
-        self._over.wait(patience.total_seconds())
+        self._ended.wait(timeout.total_seconds())
 
-    def _owned(self, stack: ExitStack) -> Rental:
-        """Own the rental: who still has it may be giving back what a run before this one rented."""
-        deadline = monotonic() + _OTHERS
+    def _acquire_rental(self, stack: ExitStack) -> Rental:
+        """Acquire the rental; an earlier owner may still be releasing its machines."""
+        deadline = monotonic() + _TAKEOVER_TIMEOUT
         while True:
-            rental = Rental(self._settings, wait=True, progress=self._hear)
+            rental = Rental(self._settings, wait=True, progress=self._handle_event)
             try:
                 return stack.enter_context(rental)
             except HeldError as error:
-                if monotonic() > deadline or self._given_up.wait(_LOOK):
+                if monotonic() > deadline or self._stop_requested.wait(_POLL_INTERVAL):
                     raise
-                self._log.info("%s is waited for: %s", self.rental, one_line(error))
+                self._log.info("%s is waited for: %s", self.rental_name, format_error(error))
 
-    def _hear(self, event: Event) -> None:
-        """Listen to the rental: end it when programs fail of which none has ever worked."""
+    def _handle_event(self, event: Event) -> None:
+        """Handle an event: end the rental after failures of programs that never worked."""
         self._progress(event)
         if event.name != "rental.returned" or event.figures["why"] != ReturnReason.FAILED:
             return
-        self._failed.append(str(event.figures["said"]))
-        if len(self._failed) < _FAILURES or self._error is not None:
+        self._failures.append(str(event.figures["said"]))
+        if len(self._failures) < _MAX_FAILURES or self._error is not None:
             return
         try:
-            proven = self._proven()
+            proven = self._is_proven()
         except MillraceError:
-            return  # not known: the next failure tells
+            return  # unknown: the next failure decides
         if not proven:
             self._error = MachineError(
-                f"On {len(self._failed)} machines the program failed, and on none has it joined "
-                f"the run. {self._failed[-1]}"
+                f"On {len(self._failures)} machines the program failed, and on none has it joined "
+                f"the run. {self._failures[-1]}"
             )
-            self._given_up.set()
+            self._stop_requested.set()
 
-    def _attend(self) -> None:
+    def _run(self) -> None:
         try:
-            with self._progress, guard_of(self._settings), ExitStack() as stack:
-                self._rental = rental = self._owned(stack)
-                rental.until_ready(self._given_up)
+            with self._progress, make_owner_monitor(self._settings), ExitStack() as stack:
+                self._rental = rental = self._acquire_rental(stack)
+                rental.wait_until_ready(self._stop_requested)
                 self._ready.set()
-                rental.until_done(self._given_up)
-        except BaseException as error:  # noqa: BLE001 - raised where it is asked for
+                rental.wait_until_done(self._stop_requested)
+        except BaseException as error:  # noqa: BLE001 - raised by `raise_failure`
             self._error = self._error or error
-            self._log.warning("%s: %s", self.rental, one_line(error))
+            self._log.warning("%s: %s", self.rental_name, format_error(error))
         finally:
-            self._living.discard(self)
+            self._unreturned.discard(self)
             self._ready.set()
-            self._over.set()
+            self._ended.set()
 
 
-def nodes_of(rental: str, bucket: Bucket | str, vast: VastCredentials | str) -> Hosts:
-    """Return the machines of a rental that others can bring files to.
+def find_node_hosts(rental: str, bucket: Bucket | str, vast: VastCredentials | str) -> Hosts:
+    """Return the machines of a rental as hosts of a swarm.
 
     Raises:
         ConfigurationError: A block is missing.
-        NotFoundError: No machine of it has an address.
+        NotFoundError: No machine of the rental has an address.
     """
-    stand = needed_stand(bucket, vast)
-    machines = [one for one in list_machines(stand) if one.rental == rental]
+    ledger = require_ledger(bucket, vast)
+    machines = [one for one in fetch_machines(ledger) if one.rental == rental]
     hosts = [
         Host(
-            url=f"http://{where}",
+            url=f"http://{address}",
             name=f"{rental}/{one.attempt.intent.slot}",
-            key=node_key(stand.account, rental, one.attempt.number),
+            key=derive_node_key(ledger.account, rental, one.attempt.number),
         )
         for one in machines
-        if one.attempt is not None and (where := one.instance.reached_at(IDENTITY))
+        if one.attempt is not None and (address := one.instance.find_address(IDENTITY_PORT))
     ]
     if not hosts:
         raise NotFoundError(
             f"None of {format_count(len(machines), 'machine')} of {rental} can be reached: rent "
-            f"them with `ports: [{IDENTITY}]`."
+            f"them with `ports: [{IDENTITY_PORT}]`."
         )
     return Hosts(hosts=tuple(hosts))
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def list_machines(stand: StandSettings) -> list[Rented]:
-    """List what is rented by this installation."""
-    return list_rentals(stand)
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+def fetch_machines(ledger: LedgerSettings) -> list[MachineStatus]:
+    """Return the machines that this installation has rented."""
+    return list_rentals(ledger)
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def release_machines(stand: StandSettings, rental: str) -> int:
-    """Give back all machines of a rental."""
-    return release(stand, rental, wait=True)
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+def release_rental(ledger: LedgerSettings, rental: str) -> int:
+    """Release all machines of a rental."""
+    return release(ledger, rental, wait=True)
 
 
-def giving_back(rented: Callable[[dict[str, Any]], RentedBy | None]) -> FlowStateHook[..., Any]:
-    """Return a hook for `on_crashed` and `on_cancellation`: it gives back what a flow has rented.
+def make_release_hook(
+    find_rental: Callable[[dict[str, Any]], RentalReference | None],
+) -> FlowStateHook[..., Any]:
+    """Return a hook for `on_crashed` and `on_cancellation` that releases a flow's machines.
 
-    A flow does that by itself in every way out of it. This is for a deployment's whose process was
-    killed: its worker does it. What was left to work stays; what somebody has gone on with is his.
+    A flow releases its machines itself on every exit. The hook is for a run of a deployment whose
+    process was killed: its worker runs the hook. Detached machines stay, and so do those that
+    another owner has taken over.
 
     Args:
-        rented: What is rented, by the flow's parameters; None if nothing is.
+        find_rental: Rental of a run, by the flow's parameters; None if the run rents nothing.
     """
 
-    def give_back(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-        if flow_run.deployment_id is None:  # no worker has run it; perhaps another flow, that owns
+    def release_on_end(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+        if flow_run.deployment_id is None:  # another flow may own the machines
             return
-        found = rented(flow.validate_parameters(flow_run.parameters))
+        found = find_rental(flow.validate_parameters(flow_run.parameters))
         if found is None:
             return
         name, bucket, vast = found
         log = flow_run_logger(flow_run, flow)
-        stand = needed_stand(bucket, vast)
-        if not attempts_of(open_store(stand.store), name):
+        ledger = require_ledger(bucket, vast)
+        if not list_attempts(open_store(ledger.store), name):
             return
         try:
-            returned = release(stand, name, wait=True, left=False)
+            returned = release(ledger, name, wait=True, include_detached=False)
         except HeldError as error:
-            log.info("Nothing of %s is given back, it is gone on with: %s", name, one_line(error))
+            log.info(
+                "Nothing of %s is given back, another owner has it: %s", name, format_error(error)
+            )
             return
-        if returned:  # else it had given all back by itself
+        if returned:  # else the flow has released all machines itself
             log.info("%s of %s given back.", format_count(returned, "machine"), name)
 
-    return give_back
+    return release_on_end
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def reap_machines(stand: StandSettings, *, dry_run: bool) -> Reaped:
-    """Give back what has no living owner."""
-    return reap(stand, dry_run=dry_run)
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+def run_reaper(ledger: LedgerSettings, *, dry_run: bool) -> ReapResult:
+    """Release machines without a living owner."""
+    return reap(ledger, dry_run=dry_run)
 
 
 @task(cache_policy=NO_CACHE)
-def report_rentals(headline: str, machines: Iterable[Rented], *, key: str = "rentals") -> None:
-    """Leave a report that a person wants to read."""
+def report_rentals(
+    headline: str, machines: Iterable[MachineStatus], *, key: str = "rentals"
+) -> None:
+    """Publish a report of rented machines."""
     columns = ("rental", ">instance", "status", "since", "until", ">$/h", ">dollars", "owner")
-    rows = [_row(one) for one in machines]
-    text = document(write("{}", headline), table(columns, rows) if rows else Markdown())
-    publish(text, key=key, description="Rented machines")
+    rows = [_make_row(one) for one in machines]
+    text = join_blocks(
+        format_markdown("{}", headline), format_table(columns, rows) if rows else Markdown()
+    )
+    publish_report(text, key=key, description="Rented machines")
 
 
-def _row(one: Rented) -> Sequence[object]:
+def _make_row(one: MachineStatus) -> Sequence[object]:
     intent = one.attempt.intent if one.attempt else None
     since = f"{intent.begun:%Y-%m-%d %H:%M}" if intent else "?"
     until = f"{intent.until:%Y-%m-%d %H:%M}" if intent else "?"
-    who = one.why or one.owner or ("left until then" if one.attempt else "not understood")
+    owner = (
+        one.return_reason or one.owner or ("left until then" if one.attempt else "not understood")
+    )
     return (
-        code(one.rental or one.instance.label),
+        format_code(one.rental or one.instance.label),
         one.instance.id,
         one.instance.status,
         since,
         until,
-        f"{one.instance.dph:.3f}",
+        f"{one.instance.hourly_price:.3f}",
         f"{one.cost:.2f}",
-        who,
+        owner,
     )
 
 
 def report_offers(name: str, wanted: int, found: Sequence[Offer]) -> None:
-    """Leave a report of what would be rented.
+    """Publish a report of the offers that would be rented.
 
     Args:
-        name: The rental's.
-        wanted: Machines that it needs.
-        found: Offers that fit, the cheapest first.
+        name: Name of the rental.
+        wanted: Number of machines that the rental needs.
+        found: Matching offers, the cheapest first.
     """
     rows = [
         (
-            one.id, f"{one.gpus} x {one.gpu}, {one.gpu_memory:.0f} GB", one.place,
-            f"{one.reliability:.3f}", f"{one.dph:.3f}", f"{one.total:.2f}",
+            one.id, f"{one.gpus} x {one.gpu}, {one.gpu_memory:.0f} GB", one.location,
+            f"{one.reliability:.3f}", f"{one.hourly_price:.3f}", f"{one.expected_cost:.2f}",
         )
         for one in found[:_SHOWN]
     ]  # fmt: skip
-    columns = (">offer", "GPU", "place", ">reliability", ">$/h", ">dollars in all")
-    text = document(
-        write(
+    columns = (">offer", "GPU", "location", ">reliability", ">$/h", ">dollars in all")
+    text = join_blocks(
+        format_markdown(
             "**Nothing was rented.** {} of Vast.ai fit {}, of which it needs {}.",
-            format_count(len(found), "offer"), code(name), wanted,
+            format_count(len(found), "offer"), format_code(name), wanted,
         ),
-        table(columns, rows) if rows else Markdown(),
+        format_table(columns, rows) if rows else Markdown(),
     )  # fmt: skip
-    publish(text, key="offers", description="Offers that would be rented")
+    publish_report(text, key="offers", description="Offers that would be rented")

@@ -1,4 +1,4 @@
-"""Retries of tasks: a store that did not answer, a worker that was lost."""
+"""Retries of tasks after a store did not answer or a worker was lost."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,15 +9,15 @@ from prefect.tasks import exponential_backoff
 
 from millrace.errors import UnavailableError, WorkerError
 
-PAUSES: Callable[[int], list[float]] = exponential_backoff(backoff_factor=10)
+RETRY_DELAYS: Callable[[int], list[float]] = exponential_backoff(backoff_factor=10)
 
 
-def passing(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
-    """Tell whether a failed task is tried again; a refusal or a conflict is as final as a bug."""
+def should_retry(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
+    """Decide whether a failed task is tried again; a refusal or a conflict is final."""
     try:
         state.result()
     except (UnavailableError, WorkerError):
         return True
-    except Exception:  # noqa: BLE001 - whatever it is, it would happen again
+    except Exception:  # noqa: BLE001 - any other error is final
         return False
     return False

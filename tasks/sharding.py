@@ -1,4 +1,4 @@
-"""Shard a dataset, and say what came of it."""
+"""Tasks that shard a dataset and report the result."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,19 +8,35 @@ from prefect.cache_policies import NO_CACHE
 
 from millrace import datasets
 from millrace.datasets import PipelineSettings, ShardReport
-from tasks.plot import pace_plot
+from tasks.formatting import (
+    format_count,
+    format_duration,
+    format_rate,
+    format_size,
+    make_artifact_key,
+)
+from tasks.plot import draw_pace
 from tasks.progress import ShardProgress
-from tasks.reports import Markdown, bold, code, document, join, picture, publish, table, write
-from tasks.retries import PAUSES, passing
-from tasks.words import artifact_key, duration, format_count, rate, size
+from tasks.reports import (
+    Markdown,
+    format_bold,
+    format_code,
+    format_image,
+    format_markdown,
+    format_table,
+    join,
+    join_blocks,
+    publish_report,
+)
+from tasks.retries import RETRY_DELAYS, should_retry
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
+class ShardingResult:
     """Result of a run.
 
     Attributes:
-        report: The engine's own.
+        report: Report of the engine.
         pace: Bytes committed in each second of the run.
     """
 
@@ -28,79 +44,92 @@ class Sharded:
     pace: Mapping[int, int] = field(repr=False)
 
 
-@task(cache_policy=NO_CACHE, retries=3, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def cut_shards(settings: PipelineSettings, *, repair: bool = False) -> Sharded:
-    """Cut what is missing of a dataset and seal it. Killed or cancelled, a later run goes on.
+@task(
+    cache_policy=NO_CACHE,
+    retries=3,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+def make_shards(settings: PipelineSettings, *, repair: bool = False) -> ShardingResult:
+    """Make the missing shards of a dataset and finalize it. A later run continues a stopped one.
 
     Call it, do not submit it: a task in another thread does not hear that it is cancelled.
     """
-    with ShardProgress(artifact_key("progress", settings.dataset)) as progress:
+    with ShardProgress(make_artifact_key("progress", settings.dataset)) as progress:
         report = datasets.shard_dataset(settings, progress=progress, repair=repair)
-    return Sharded(report, dict(progress.pace))
+    return ShardingResult(report, dict(progress.pace))
 
 
-@task(cache_policy=NO_CACHE, retries=3, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
+@task(
+    cache_policy=NO_CACHE,
+    retries=3,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
 def repair_shards(settings: PipelineSettings) -> datasets.Repair:
-    """Verify every shard of a complete dataset, and make again what is missing or damaged."""
+    """Verify every shard of a complete dataset, and make missing or damaged shards again."""
     repaired = datasets.repair_dataset(settings)
     get_run_logger().info(
         "%s verified, %d made again: %s",
         format_count(repaired.shards, "shard"),
-        len(repaired.made),
-        ", ".join(repaired.made[:20]) or "-",
+        len(repaired.remade_keys),
+        ", ".join(repaired.remade_keys[:20]) or "-",
     )
     return repaired
 
 
 @task(cache_policy=NO_CACHE)
-def report_shards(made: Sharded) -> None:
-    """Leave a report that a person wants to read."""
-    publish(
+def report_shards(made: ShardingResult) -> None:
+    """Publish the report."""
+    publish_report(
         describe(made),
-        key=artifact_key("shards", made.report.manifest.dataset),
-        description=f"The dataset {made.report.manifest.dataset}, sealed",
+        key=make_artifact_key("shards", made.report.manifest.dataset),
+        description=f"The dataset {made.report.manifest.dataset}, complete",
     )
 
 
-def describe(made: Sharded) -> Markdown:
+def describe(made: ShardingResult) -> Markdown:
     """Return the report."""
     report, manifest = made.report, made.report.manifest
-    whole = write(
+    whole = format_markdown(
         "{} is complete: {} in {}, {}.",
-        bold(manifest.dataset), format_count(report.samples, "sample"),
-        format_count(len(manifest.shards), "shard"), size(manifest.size),
+        format_bold(manifest.dataset), format_count(report.samples, "sample"),
+        format_count(len(manifest.shards), "shard"), format_size(manifest.size),
     )  # fmt: skip
-    own = (
-        "All of it was there before this run." if manifest.shards else "It was allowed to be empty."
-    )
-    if report.made:
+    own = "All shards were there before this run."
+    if not manifest.shards:
+        own = "The dataset was allowed to be empty."
+    if report.new_shards:
         own = (
-            f"This run made {format_count(report.made, 'shard')} of them in "
-            f"{duration(report.seconds)}, {rate(report.bytes_made, report.seconds)}."
+            f"This run made {format_count(report.new_shards, 'shard')} of them in "
+            f"{format_duration(report.seconds)}, {format_rate(report.new_bytes, report.seconds)}."
         )
-    own_shards = f"{format_count(report.made, 'shard')}, {size(report.bytes_made)}"
-    aside = f"{manifest.quarantined:,}"
+    own_shards = f"{format_count(report.new_shards, 'shard')}, {format_size(report.new_bytes)}"
+    quarantined = f"{manifest.quarantined:,}"
     rows: list[tuple[object, object]] = [
-        ("Splits", f"{report.splits:,}"),
+        ("Partitions", f"{report.partitions:,}"),
         ("Shards", f"{len(manifest.shards):,}"),
         *(
-            (write("Samples in {}", code(partition)), f"{samples:,}")
-            for partition, samples in manifest.samples.items()
+            (format_markdown("Samples in {}", format_code(split)), f"{samples:,}")
+            for split, samples in manifest.samples.items()
         ),
         ("Bytes", f"{manifest.size:,}"),
-        ("Made by this run", f"{own_shards}, {format_count(report.samples_made, 'sample')}"),
-        ("Rate of this run", rate(report.bytes_made, report.seconds) if report.made else "-"),
+        ("Made by this run", f"{own_shards}, {format_count(report.new_samples, 'sample')}"),
         (
-            "Rows put aside",
-            write("{} (below {})", aside, code(f"{report.url}/quarantine/"))
-            if manifest.quarantined
-            else aside,
+            "Rate of this run",
+            format_rate(report.new_bytes, report.seconds) if report.new_shards else "-",
         ),
-        ("Manifest", code(report.manifest_key)),
-        ("Dataset", code(report.url)),
+        (
+            "Rows in quarantine",
+            format_markdown("{} (below {})", quarantined, format_code(f"{report.url}/quarantine/"))
+            if manifest.quarantined
+            else quarantined,
+        ),
+        ("Manifest", format_code(report.manifest_key)),
+        ("Dataset", format_code(report.url)),
     ]
     drawn = Markdown()
     if made.pace:
-        plot = pace_plot(made.pace, report.seconds, f"{manifest.dataset}: bytes committed")
-        drawn = picture(plot, "MB/s over the seconds of this run")
-    return document(join((whole, own), " "), table(("", ""), rows), drawn)
+        plot = draw_pace(made.pace, report.seconds, f"{manifest.dataset}: bytes committed")
+        drawn = format_image(plot, "MB/s over the seconds of this run")
+    return join_blocks(join((whole, own), " "), format_table(("", ""), rows), drawn)

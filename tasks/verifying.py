@@ -1,4 +1,4 @@
-"""Hold sealed datasets against what their manifests say."""
+"""Compare complete datasets with their manifests."""
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
@@ -7,25 +7,44 @@ from millrace import datasets
 from millrace.datasets import Verification
 from millrace.keys import DatasetKeys
 from millrace.storage import StoreSpec, exists, open_store
-from tasks.reports import Markdown, code, document, publish, table, write
-from tasks.retries import PAUSES, passing
-from tasks.words import format_count, size
+from tasks.formatting import format_count, format_size
+from tasks.reports import (
+    Markdown,
+    format_code,
+    format_markdown,
+    format_table,
+    join_blocks,
+    publish_report,
+)
+from tasks.retries import RETRY_DELAYS, should_retry
 
-_SHOWN = 100  # shards at fault in a report
+_SHOWN = 100  # faulty shards in a report
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def sealed_datasets(place: StoreSpec) -> list[str]:
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+def list_complete_datasets(spec: StoreSpec) -> list[str]:
     """Return the datasets right below a store's URL that are complete."""
-    store = open_store(place, make_folder=False)
+    store = open_store(spec, make_folder=False)
     names = datasets.find_datasets(store)
     return [name for name in names if exists(store, DatasetKeys(name).manifest)]
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def verify_shards(place: StoreSpec, dataset: str, *, digests: bool) -> Verification:
-    """Hold every shard of a dataset against its manifest."""
-    found = datasets.verify(open_store(place, make_folder=False), dataset, digests=digests)
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+def verify_shards(spec: StoreSpec, dataset: str, *, with_digests: bool) -> Verification:
+    """Verify every shard of a dataset against its manifest."""
+    found = datasets.verify_dataset(
+        open_store(spec, make_folder=False), dataset, digests=with_digests
+    )
     get_run_logger().info(
         "%s: %s, %d at fault", dataset, format_count(found.shards, "shard"), len(found.faults)
     )
@@ -33,26 +52,30 @@ def verify_shards(place: StoreSpec, dataset: str, *, digests: bool) -> Verificat
 
 
 @task(cache_policy=NO_CACHE)
-def report_verifications(place: str, found: dict[str, Verification]) -> None:
-    """Leave a report that a person wants to read."""
-    publish(
-        describe(place, found), key="verified-datasets", description="Result of the verification"
+def report_verifications(url: str, found: dict[str, Verification]) -> None:
+    """Publish the report."""
+    publish_report(
+        describe(url, found), key="verified-datasets", description="Result of the verification"
     )
 
 
-def describe(place: str, found: dict[str, Verification]) -> Markdown:
+def describe(url: str, found: dict[str, Verification]) -> Markdown:
     """Return the report."""
-    faults = [(code(fault.key), fault.reason) for seen in found.values() for fault in seen.faults]
+    faults = [
+        (format_code(fault.key), fault.reason) for seen in found.values() for fault in seen.faults
+    ]
     verdict = f"{format_count(len(faults), 'shard')} at fault" if faults else "every shard is there"
     rows = [
         (
-            dataset, f"{seen.shards:,}", size(seen.size),
-            "sizes and SHA-256" if seen.digests else "sizes", f"{len(seen.faults):,}",
+            dataset, f"{seen.shards:,}", format_size(seen.size),
+            "sizes and SHA-256" if seen.includes_digests else "sizes", f"{len(seen.faults):,}",
         )
         for dataset, seen in found.items()
     ]  # fmt: skip
-    return document(
-        write("{}: {}, {}.", code(place), format_count(len(found), "sealed dataset"), verdict),
-        table(("dataset", ">shards", ">bytes", "looked at", ">at fault"), rows),
-        table(("shard", "what is wrong"), faults, _SHOWN) if faults else Markdown(),
+    return join_blocks(
+        format_markdown(
+            "{}: {}, {}.", format_code(url), format_count(len(found), "complete dataset"), verdict
+        ),
+        format_table(("dataset", ">shards", ">bytes", "compared", ">at fault"), rows),
+        format_table(("shard", "what is wrong"), faults, _SHOWN) if faults else Markdown(),
     )

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 _HALF = re.compile(r"#\d+$")  # what a killed process leaves of a file; no store lists it
-_COMMIT = re.compile(r"commits/(?P<split>[a-z]+-\d{5})-(?P<n>\d{6})\.json")
-_END = re.compile(r"commits/(?P<split>[a-z]+-\d{5})-end\.json")
+_COMMIT = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})-(?P<number>\d{6})\.json")
+_END = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})-end\.json")
 
 
 class Bucket(Protocol):
@@ -200,7 +200,7 @@ def _records(
 
     aside = {n: b.splitlines() for n, b in bodies.items() if n.startswith("quarantine/")}
     counted = sum(len(lines) for lines in aside.values())
-    if {f"{dataset}/{name}" for name in aside} != {e["quarantine"] for e in entries} - {None}:
+    if {f"{dataset}/{name}" for name in aside} != {e["quarantine_key"] for e in entries} - {None}:
         yield "the ledger does not name exactly the quarantines there are"
     if not bad_rows == counted == manifest["quarantined"]:
         yield (
@@ -212,15 +212,15 @@ def _records(
 def _ends(
     plan: dict[str, Any], entries: list[dict[str, Any]], bodies: dict[str, bytes]
 ) -> Iterator[str]:
-    ends = {m["split"]: _record(body) for n, body in bodies.items() if (m := _END.fullmatch(n))}
-    if sorted(ends) != [split["name"] for split in plan["splits"]]:
-        yield f"the plan has {len(plan['splits'])} splits, {len(ends)} have ended"
-    for split, end in ends.items():
-        own = sorted((e for e in entries if e["split"] == split), key=lambda e: e["n"])
-        if [e["n"] for e in own] != list(range(end["commits"])):
-            yield f"the commits of {split} are not numbered from 0 to {end['commits']}"
-        if any(one["next"] != other["start"] for one, other in pairwise(own)):
-            yield f"the spans of {split} do not meet"
+    ends = {m["partition"]: _record(body) for n, body in bodies.items() if (m := _END.fullmatch(n))}
+    if sorted(ends) != [partition["name"] for partition in plan["partitions"]]:
+        yield f"the plan has {len(plan['partitions'])} partitions, {len(ends)} have ended"
+    for partition, end in ends.items():
+        own = sorted((e for e in entries if e["partition"] == partition), key=lambda e: e["number"])
+        if [e["number"] for e in own] != list(range(end["commits"])):
+            yield f"the commits of {partition} are not numbered from 0 to {end['commits']}"
+        if any(one["next_cursor"] != other["start_cursor"] for one, other in pairwise(own)):
+            yield f"the spans of {partition} do not meet"
 
 
 def _record(body: bytes) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from millrace.cli import main
 from millrace.datasets import PipelineSettings
 from millrace.progress import Event
 from millrace.progress_bar import BytesBar
-from millrace.settings import load
+from millrace.settings import load_settings
 from millrace.testing.process import REPOSITORY, free_ports
 
 
@@ -38,7 +38,7 @@ def settings(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(
         f"dataset: lines\nsource: {{url: {(tmp_path / 'source').as_uri()}}}\n"
-        f"store: {{url: {(tmp_path / 'store').as_uri()}}}\nrun: {{workers: 1}}\n"
+        f"store: {{url: {(tmp_path / 'store').as_uri()}}}\nexecution: {{workers: 1}}\n"
     )
     return path
 
@@ -72,7 +72,7 @@ def test_plan_says_how_much_memory_the_largest_sample_takes(run, settings, tmp_p
     (tmp_path / "source" / "large.bin").write_bytes(bytes(3_000_000))
     (tmp_path / "source" / "small.bin").write_bytes(bytes(1000))
     text = settings.read_text().replace("source: {", "source: {kind: files, ")
-    settings.write_text(text.replace("workers: 1", "workers: 2") + "cut: {shard_bytes: 1MB}\n")
+    settings.write_text(text.replace("workers: 1", "workers: 2") + "sharding: {shard_bytes: 1MB}\n")
     shown = run("plan", str(settings))
     assert "at most 6.0 MB of them in the memory of 2 workers" in shown
     assert "The largest sample has 3.0 MB, and is a shard of its own" in shown
@@ -87,7 +87,7 @@ def test_plan_says_where_the_dataset_goes_and_where_run_will_refuse(run, setting
     shown = run("plan", str(settings))
     assert f"Goes to {where} (complete)." in shown
     assert "Whether the credentials may write there is not checked" in shown
-    settings.write_text(settings.read_text() + "cut: {seed: 3}\n")
+    settings.write_text(settings.read_text() + "sharding: {seed: 3}\n")
     shown = run("plan", str(settings), code=1)
     assert "`millrace run` will refuse: The dataset lines was planned with other settings" in shown
     assert "was planned with other settings" in run("run", str(settings), code=1)
@@ -95,7 +95,7 @@ def test_plan_says_where_the_dataset_goes_and_where_run_will_refuse(run, setting
 
 def test_plan_says_that_a_destination_does_not_answer(run, settings, monkeypatch):
     (port,) = free_ports(1)
-    monkeypatch.setattr("millrace.datasets.pipeline._PREFLIGHT", timedelta(seconds=0.5))
+    monkeypatch.setattr("millrace.datasets.pipeline._PREFLIGHT_TIMEOUT", timedelta(seconds=0.5))
     text = re.sub("^store: .*$", "", settings.read_text(), flags=re.MULTILINE)
     settings.write_text(
         f"{text}store: {{url: 's3://bucket', endpoint: 'http://127.0.0.1:{port}', "
@@ -119,7 +119,7 @@ def test_the_template_leaves_the_store_to_the_environment(run, tmp_path, monkeyp
     run("init")
     monkeypatch.setenv("STORAGE_BACKEND", "local")
     monkeypatch.setenv("LOCAL_STORAGE_PATH", str(tmp_path / "shards"))
-    assert load(tmp_path / "millrace.yaml", PipelineSettings).store.url == (
+    assert load_settings(tmp_path / "millrace.yaml", PipelineSettings).store.url == (
         (tmp_path / "shards").as_uri()
     )
     named = set(re.findall(r"\$\{([A-Z0-9_]+)", (tmp_path / "millrace.yaml").read_text()))
@@ -134,14 +134,14 @@ def test_what_the_template_has_as_a_comment_is_valid_too(run, tmp_path, monkeypa
     run("init")
     path = tmp_path / "millrace.yaml"
     text = path.read_text()
-    for name in ("max_quarantined", "allow_empty", "split_files"):
+    for name in ("max_quarantined", "allow_empty", "partition_files"):
         assert re.search(rf"^  # {name}: ", text, re.MULTILINE), name
-    before = load(path, PipelineSettings)
+    before = load_settings(path, PipelineSettings)
     path.write_text(re.sub(r"^  # (\w+: [\w.]+ +#)", r"  \1", text, flags=re.MULTILINE))
-    after = load(path, PipelineSettings)
-    assert (after.cut, after.run) == (before.cut, before.run)
-    assert {"max_quarantined", "allow_empty"} <= after.run.model_fields_set
-    assert "split_files" in after.cut.model_fields_set
+    after = load_settings(path, PipelineSettings)
+    assert (after.sharding, after.execution) == (before.sharding, before.execution)
+    assert {"max_quarantined", "allow_empty"} <= after.execution.model_fields_set
+    assert "partition_files" in after.sharding.model_fields_set
 
 
 def test_the_status_of_a_store_shows_the_datasets_beside_a_damaged_one(run, settings, tmp_path):
@@ -150,7 +150,7 @@ def test_the_status_of_a_store_shows_the_datasets_beside_a_damaged_one(run, sett
     junk.parent.mkdir()
     junk.write_bytes(b"{}")
     shown = run("status", (tmp_path / "store").as_uri())
-    assert "lines: sealed" in shown
+    assert "lines: complete" in shown
     assert "a cannot be read: " in shown
     assert "a/plan.json is not a record of Millrace's" in shown
 
@@ -163,8 +163,8 @@ def test_run_verify_status_and_gc_speak_of_the_same_dataset(run, settings, tmp_p
     assert "This run made 0 shards" in run("run", str(settings))
     assert "1 shard of 1 as the manifest says" in run("verify", str(settings))
     assert "1 shard of 1" in run("verify", store, "lines", "--quick")
-    assert "lines: sealed" in run("status", store)
-    assert "lines: sealed" in run("status", str(settings))
+    assert "lines: complete" in run("status", store)
+    assert "lines: complete" in run("status", str(settings))
     assert "Would delete" in run("gc", store, "lines")
     shard = next((tmp_path / "store" / "lines" / "shards").iterdir())
     shard.write_bytes(b"other")
@@ -173,8 +173,8 @@ def test_run_verify_status_and_gc_speak_of_the_same_dataset(run, settings, tmp_p
 
 def test_without_a_terminal_a_run_prints_lines_of_progress(run, settings):
     shown = run("run", str(settings)).splitlines()
-    assert shown[0] == "0 of 1 splits, 0 shards, 0 samples"
-    assert "1 of 1 splits, 1 shards, 100 samples" in shown
+    assert shown[0] == "0 of 1 partitions, 0 shards, 0 samples"
+    assert "1 of 1 partitions, 1 shards, 100 samples" in shown
 
 
 def test_without_a_terminal_a_prewarm_prints_lines_of_progress(capsys):
@@ -227,7 +227,7 @@ def test_a_full_disk_below_the_output_is_a_sentence(run, settings, tmp_path):
 
 def test_a_prefix_is_another_dataset(run, settings):
     run("run", str(settings), "--prefix", "other/name")
-    assert "other/name: sealed" in run("status", str(settings), "other/name")
+    assert "other/name: complete" in run("status", str(settings), "other/name")
 
 
 @pytest.mark.parametrize(

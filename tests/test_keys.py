@@ -19,28 +19,30 @@ from millrace.keys import (
     WorkerPrefixes,
     check_name,
     classify_key,
-    make_split_name,
+    make_partition_name,
     parse_lease,
-    rental_of,
+    parse_rental,
 )
 
-SPLITS = st.builds(make_split_name, st.sampled_from(["train", "val"]), st.integers(0, 200_000))
+PARTITIONS = st.builds(
+    make_partition_name, st.sampled_from(["train", "val"]), st.integers(0, 200_000)
+)
 
 
-@given(SPLITS, st.integers(0, 2_000_000))
-def test_what_is_built_is_parsed_back(split, n):
-    keys, name = DatasetKeys("data/set"), ShardName(split, n)
+@given(PARTITIONS, st.integers(0, 2_000_000))
+def test_what_is_built_is_parsed_back(partition, number):
+    keys, name = DatasetKeys("data/set"), ShardName(partition, number)
     assert ShardName.parse(str(name)) == name
     assert keys.parse_commit(keys.commit(name)) == name
-    assert keys.parse_end(keys.end(split)) == split
+    assert keys.parse_end(keys.end(partition)) == partition
     assert keys.parse_end(keys.commit(name)) is None
-    assert keys.parse_commit(keys.end(split)) is None
+    assert keys.parse_commit(keys.end(partition)) is None
 
 
 @given(st.lists(st.integers(0, 99_999), min_size=2, max_size=5))
 def test_a_listing_is_in_the_order_of_the_numbers(numbers):
     keys = DatasetKeys("d")
-    named = {keys.commit(ShardName(make_split_name("train", 0), n)): n for n in numbers}
+    named = {keys.commit(ShardName(make_partition_name("train", 0), n)): n for n in numbers}
     assert [named[key] for key in sorted(named)] == sorted(set(numbers))
 
 
@@ -68,13 +70,13 @@ WORDS = [
     "", ".", "..", " ", "a", "run", ".hidden", "ä", "\x00", "\n", "a b", "x" * 250, "٣٣٣٣٣٣",
     "_machines", "_rentals", "_cleaning", "lease", "clock", "attempts", "gathers", "chain",
     "windows", "epochs", "cooldowns", "claims", "ended", "checkpoints", "members", "commits",
-    "splits", "shards", "quarantine", "000000", "000000001", "0" * 600, "step_000000001",
+    "partitions", "shards", "quarantine", "000000", "000000001", "0" * 600, "step_000000001",
     "step_٣٣٣٣٣٣٣٣٣", "000000.json", "000001-intent.json", "000000001.json", "plan.json",
     "train-00000-000000.tar", "gradient-000000001-a-v1.safetensors", "owner", "1",
     f"000000001-{'a' * 64}.npz",
 ]  # fmt: skip
 OURS = [
-    MachineKeys(RentalKeys("a").machine(0)).beat, RentalKeys("a").intent(0),
+    MachineKeys(RentalKeys("a").machine(0)).heartbeat, RentalKeys("a").intent(0),
     LeaseKeys("a", "owner").epoch(0), CheckpointKeys("a").metadata(1), CooldownKeys("a", 0).roster,
     CooldownKeys("a", 0).vote("b"), CooldownKeys("a", 0).part("b", "a" * 64),
     GradientKeys("a", "1").gradient("b", 1), ChainKeys("a", "1").link(1), DatasetKeys("a").manifest,
@@ -95,7 +97,7 @@ def keys(draw: st.DrawFn) -> str:
 @given(keys())
 def test_no_key_that_anybody_may_write_fails_a_parser(key):
     parsers = [
-        classify_key, rental_of, ShardName.parse, DatasetKeys("a").parse_commit,
+        classify_key, parse_rental, ShardName.parse, DatasetKeys("a").parse_commit,
         DatasetKeys("a").parse_end, LeaseKeys("a", "owner").parse, CheckpointKeys("a").parse_folder,
         CheckpointKeys("a").parse_part, GradientKeys("a", "1").parse,
         GradientKeys("a", "1").parse_start_window,
@@ -114,7 +116,7 @@ def test_what_a_member_uploads_for_its_owner_is_used_once_and_its_votes_stay():
     for key in (keys.vote("m"), keys.late("m"), keys.result("m")):
         assert classify_key(key) == ClassifiedKey(ObjectKind.RECORD, "c/model", worker="m")
     for key in (keys.draft("m"), keys.part("m", "a" * 64)):
-        assert classify_key(key) == ClassifiedKey(ObjectKind.PASSING, "c/model", worker="m")
+        assert classify_key(key) == ClassifiedKey(ObjectKind.TEMPORARY, "c/model", worker="m")
 
 
 def test_what_a_worker_writes_below_its_own_prefix_beside_our_names_is_its_junk():

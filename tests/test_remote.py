@@ -11,8 +11,8 @@ from pydantic import SecretStr
 from millrace import errors
 from millrace.cli import main
 from millrace.datasets import PipelineSettings
-from millrace.remote import VastSection, sharding
-from millrace.settings import load
+from millrace.remote import VastSettings, make_sharding_rental
+from millrace.settings import load_settings
 from millrace.storage import Right
 from millrace.testing.vast import VastServer
 
@@ -21,7 +21,7 @@ STORE = {
     "endpoint": "http://127.0.0.1:9",
     "credentials": {"access_key_id": "parent", "secret_access_key": "of all secrets"},
 }
-SECTION = VastSection.model_validate(
+VAST = VastSettings.model_validate(
     {
         "account": {"api_key": "the account's"},
         "request": {"max_hourly": 1.0, "max_total": 5.0},
@@ -34,16 +34,16 @@ SECTION = VastSection.model_validate(
 def settings(**more: Any) -> PipelineSettings:
     source = {"include": ["*.jsonl"], **STORE, "url": "s3://bucket/below/raw/words"}
     return PipelineSettings.model_validate(
-        {"dataset": "words", "source": source, "store": STORE, "cut": {"seed": 7}, **more}
+        {"dataset": "words", "source": source, "store": STORE, "sharding": {"seed": 7}, **more}
     )
 
 
 def test_machines_are_sent_settings_without_a_secret_that_they_can_read(tmp_path: Path) -> None:
-    rent = sharding(settings(), SECTION)
-    assert (rent.name, rent.count, rent.program.command[:2]) == (
+    rent = make_sharding_rental(settings(), VAST)
+    assert (rent.name, rent.machines, rent.program.command[:2]) == (
         "shard/words", 3, ("millrace", "run"),
     )  # fmt: skip
-    assert {(one.prefix, one.right) for one in rent.reach} == {
+    assert {(one.prefix, one.access) for one in rent.storage_grants} == {
         ("raw/words/", Right.READ), ("words/", Right.WRITE),
     }  # fmt: skip
     (text,) = rent.program.files.values()
@@ -56,8 +56,12 @@ def test_machines_are_sent_settings_without_a_secret_that_they_can_read(tmp_path
             f"MILLRACE_{right}_{name}": f"{right} {name}"
             for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN")
         }
-    read = load(tmp_path / "sent.yaml", PipelineSettings, there)
-    assert (read.dataset, read.cut, read.run) == ("words", settings().cut, settings().run)
+    read = load_settings(tmp_path / "sent.yaml", PipelineSettings, there)
+    assert (read.dataset, read.sharding, read.execution) == (
+        "words",
+        settings().sharding,
+        settings().execution,
+    )
     assert read.store.url == STORE["url"]
     assert read.source.store.url == "s3://bucket/below/raw/words"
     assert read.source.store.credentials
@@ -69,20 +73,20 @@ def test_machines_are_sent_settings_without_a_secret_that_they_can_read(tmp_path
 def test_a_source_elsewhere_is_refused() -> None:
     source = {**STORE, "url": "s3://another/raw"}
     with pytest.raises(errors.ConfigurationError, match="does not lie below s3://bucket/below"):
-        sharding(settings(source=source), SECTION)
+        make_sharding_rental(settings(source=source), VAST)
 
 
 def test_run_use_vast_rents_and_gives_back(
     vast: VastServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The handlers would replace pytest's own.
-    monkeypatch.setattr("millrace.cli_rentals.give_back_when_stopped", lambda: None)
+    monkeypatch.setattr("millrace.cli_rentals.release_on_signal", lambda: None)
     key = vast.reset(rate=300.0, strict=False, program=100.0)
     (tmp_path / "store/raw").mkdir(parents=True)
     (tmp_path / "store/raw/a.jsonl").write_text('{"text": "x"}\n')
     path = tmp_path / "millrace.yaml"
     store = (tmp_path / "store").as_uri()
-    section = SECTION.model_dump(mode="json", exclude_defaults=True)
+    section = VAST.model_dump(mode="json", exclude_defaults=True)
     section |= {"account": {"api_key": key, "server_url": vast.url}, "machines": 1}
     path.write_text(
         yaml.safe_dump(

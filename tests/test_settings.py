@@ -9,10 +9,10 @@ from pydantic import BaseModel, SecretStr, TypeAdapter, ValidationError
 
 from millrace import errors
 from millrace.checkpoints import MemberSettings
-from millrace.cleanup import CleanSettings
+from millrace.cleanup import CleanupSettings
 from millrace.datasets import PipelineSettings
 from millrace.gradients import AggregatorSettings
-from millrace.settings import Duration, load
+from millrace.settings import Duration, load_settings
 from millrace.storage import StoreSpec
 
 
@@ -49,7 +49,7 @@ def written(folder: Path, name: str, text: str) -> Path:
     ],
 )
 def test_variables_are_filled_in_after_parsing(name, text, tmp_path):
-    model = load(written(tmp_path, name, text), Model, {"KEY": "se: cret\n# x"})
+    model = load_settings(written(tmp_path, name, text), Model, {"KEY": "se: cret\n# x"})
     assert model.size == 7
     assert model.inner.key.get_secret_value() == "se: cret\n# x"
     assert model.inner.names == ["a-se: cret\n# x", "${KEY}", "none"]
@@ -59,7 +59,7 @@ def test_every_missing_variable_is_named_with_its_file_and_line(tmp_path):
     text = "# ${ONE} in a comment\nsize: 1\ninner:\n  key: ${ONE}\n  names:\n    - ${TWO}\n"
     path = written(tmp_path, "a.yaml", text)
     with pytest.raises(errors.ConfigurationError) as refusal:
-        load(path, Model, {})
+        load_settings(path, Model, {})
     assert f"ONE ({path}, line 4)" in str(refusal.value)
     assert f"TWO ({path}, line 6)" in str(refusal.value)
 
@@ -67,12 +67,17 @@ def test_every_missing_variable_is_named_with_its_file_and_line(tmp_path):
 def test_an_empty_variable_counts_as_unset(tmp_path):
     needed = written(tmp_path, "a.yaml", "size: ${SIZE}\n")
     with pytest.raises(errors.ConfigurationError, match=r"SIZE .*line 1"):
-        load(needed, Model, {"SIZE": ""})
-    assert load(written(tmp_path, "b.yaml", "size: ${SIZE:-7}\n"), Model, {"SIZE": ""}).size == 7
+        load_settings(needed, Model, {"SIZE": ""})
+    assert (
+        load_settings(written(tmp_path, "b.yaml", "size: ${SIZE:-7}\n"), Model, {"SIZE": ""}).size
+        == 7
+    )
 
 
 def test_a_variable_in_a_comment_need_not_be_set(tmp_path):
-    assert load(written(tmp_path, "a.yaml", "size: 1  # or ${SIZE}\n"), Model, {}).size == 1
+    assert (
+        load_settings(written(tmp_path, "a.yaml", "size: 1  # or ${SIZE}\n"), Model, {}).size == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,13 +93,13 @@ def test_a_variable_in_a_comment_need_not_be_set(tmp_path):
 )
 def test_what_is_wrong_is_said_without_the_value(name, text, said, tmp_path):
     with pytest.raises(errors.ConfigurationError, match=said) as refusal:
-        load(written(tmp_path, name, text), Model, {"BIG": "hush-hush"})
+        load_settings(written(tmp_path, name, text), Model, {"BIG": "hush-hush"})
     assert "hush-hush" not in str(refusal.value)
 
 
 def test_a_file_that_is_not_there_is_said(tmp_path):
     with pytest.raises(errors.ConfigurationError, match="millrace init"):
-        load(tmp_path / "none.yaml", Model)
+        load_settings(tmp_path / "none.yaml", Model)
 
 
 @pytest.mark.parametrize(
@@ -151,35 +156,38 @@ def test_every_setting_that_is_a_duration_is_read_as_one():
 
 def test_the_old_names_of_presets_take_no_bare_hours(tmp_path):
     for rule in (
-        "{preset: s3_manager, delete_old: 48}",
+        "{preset: s3_manager, older_than: 48}",
         "{preset: cleanup_bucket, older_than: 48}",
     ):
         path = written(tmp_path, "a.yaml", f"store: {{url: 'file:///x'}}\nrules: [{rule}]\n")
         with pytest.raises(
             errors.ConfigurationError, match="'48' has no unit: write 48s, 48m, 48h"
         ):
-            load(path, CleanSettings, {})
+            load_settings(path, CleanupSettings, {})
 
 
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        ("{what: [gradients], older_than: 48}", "rules.1.older_than: '48' has no unit: write 48s"),
-        ("{what: [gradient]}", "rules.1.what.0: Input should be 'gradients', 'start windows'"),
-        ("{what: [gradients], older: 2d}", "rules.1: no setting older: write what, older_than"),
-        ("{older_than: 2d}", "rules.1.what: Field required"),
-        ("{preset: clean_versions}", "rules.1.current: Field required"),
-        ("{preset: s3_manager, delete_older: 2d}", "no setting delete_older: write preset, delete"),
+        ("{kinds: [gradients], older_than: 48}", "rules.1.older_than: '48' has no unit: write 48s"),
+        ("{kinds: [gradient]}", "rules.1.kinds.0: Input should be 'gradients', 'start windows'"),
+        ("{kinds: [gradients], older: 2d}", "rules.1: no setting older: write kinds, older_than"),
+        ("{older_than: 2d}", "rules.1.kinds: Field required"),
+        ("{preset: clean_versions}", "rules.1.current_version: Field required"),
+        (
+            "{preset: s3_manager, delete_older: 2d}",
+            "no setting delete_older: write preset, older_than",
+        ),
         ("{preset: cleanup}", "rules.1: no such preset: write cleanup_bucket, delete_gather"),
-        ("{what: [shards], keep_last: 3}", "rules.1: shards have neither windows nor steps"),
+        ("{kinds: [datasets], keep_last: 3}", "rules.1: datasets have neither windows nor steps"),
     ],
 )
 def test_an_error_of_a_rule_names_the_field_and_what_is_allowed(tmp_path, rule, said):
-    good = "{what: [gradients], older_than: 2d}"
+    good = "{kinds: [gradients], older_than: 2d}"
     text = f"store: {{url: 'file:///x'}}\nrules:\n  - {good}\n  - {rule}\n"
     path = written(tmp_path, "clean.yaml", text)
     with pytest.raises(errors.ConfigurationError) as refused:
-        load(path, CleanSettings, {})
+        load_settings(path, CleanupSettings, {})
     assert f"{path}: " in str(refused.value)
     assert said in str(refused.value)
     for noise in ("Rule", "CleanupBucket", "S3Manager", "Value error", "Extra inputs"):
@@ -207,7 +215,7 @@ def test_the_store_of_a_part_stands_beside_its_other_settings(name, tmp_path):
     """In each file as in a flow's form and in a campaign."""
     model, part, data = WHOLE[name]
     data = {"store": {"url": "memory://x"}, **data, part: {**data[part], **ENDPOINT}}
-    found = load(written(tmp_path, name, yaml.safe_dump(data)), model)
+    found = load_settings(written(tmp_path, name, yaml.safe_dump(data)), model)
     assert getattr(found, part).store == StoreSpec.model_validate(ENDPOINT)
 
 
@@ -217,7 +225,7 @@ def test_a_part_with_a_nested_store_is_refused_with_the_shape_to_write(name, tmp
     own = next(iter(data[part]))
     data = {"store": {"url": "memory://x"}, **data, part: {**data[part], "store": ENDPOINT}}
     with pytest.raises(errors.ConfigurationError) as refusal:
-        load(written(tmp_path, name, yaml.safe_dump(data)), model)
+        load_settings(written(tmp_path, name, yaml.safe_dump(data)), model)
     assert (
         f"{name}: {part}: the settings of its store stand beside its other settings: write "
         f"{{url: ..., credentials: ..., {own}: ...}}, without `store`"
@@ -227,7 +235,7 @@ def test_a_part_with_a_nested_store_is_refused_with_the_shape_to_write(name, tmp
 def test_weights_without_a_url_are_in_the_aggregators_bucket(tmp_path):
     model, part, data = WHOLE["aggregate.yaml"]
     data = {"store": {"url": "memory://x"}, **data}
-    assert load(written(tmp_path, "a.yaml", yaml.safe_dump(data)), model).begin.url == ""
+    assert load_settings(written(tmp_path, "a.yaml", yaml.safe_dump(data)), model).begin.url == ""
     data[part] = {**data[part], "endpoint": ENDPOINT["endpoint"]}
     with pytest.raises(errors.ConfigurationError, match=r"begin: endpoint .*: write its url, too"):
-        load(written(tmp_path, "a.yaml", yaml.safe_dump(data)), model)
+        load_settings(written(tmp_path, "a.yaml", yaml.safe_dump(data)), model)

@@ -20,9 +20,9 @@ ROWS, RATE, HELD = 8, 2e-3, 48
 def main(threads: int) -> None:
     """Take part until the run is over."""
     torch.set_num_threads(threads)
-    with Worker.here() as worker:
-        train = text_of(worker.shards("train", mine=True))
-        held = rows_of(text_of(worker.shards("val")), HELD, LENGTH + 1)
+    with Worker.from_environment() as worker:
+        train = text_of(worker.fetch_shards("train", only_own=True))
+        held = rows_of(text_of(worker.fetch_shards("val")), HELD, LENGTH + 1)
         model = TinyLM()
         participant = worker.join(threads=threads)
 
@@ -31,7 +31,7 @@ def main(threads: int) -> None:
             with torch.no_grad():
                 loss = float(model.loss(held))
             print(f"window {turn.number}: step {turn.step}, loss {loss:.3f}", flush=True)
-            worker.begin(turn, {"model": model.state_dict()}, loss=loss)
+            worker.begin_window(turn, {"model": model.state_dict()}, loss=loss)
 
         for turn in participant.iterate_windows():
             begin(turn)

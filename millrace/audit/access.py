@@ -1,7 +1,7 @@
-"""Prove what each credential can do: all that its role needs, and nothing else.
+"""Prove that each credential can do all that its role needs, and nothing else.
 
-Each operation is done, on objects with a nonce in their names that are removed again; asking for
-permissions would be faster, and proves less. What is not known is no yes.
+Each operation is tried on objects with a nonce in their names, which are deleted afterwards. A
+query of permissions is faster, and proves less. An unknown outcome is not a proof.
 """
 
 import secrets
@@ -18,13 +18,14 @@ from millrace import errors
 from millrace.keys import audit_probe_key
 from millrace.settings import Duration
 from millrace.storage import (
-    Answer,
     Backend,
     Credentials,
+    RequestOutcome,
     Right,
     Store,
     StoreSpec,
-    answer_of,
+    call_boto3,
+    classify_error,
     create,
     delete_one,
     exists,
@@ -34,13 +35,16 @@ from millrace.storage import (
     open_writer,
     put,
     read,
-    with_boto3,
 )
-from millrace.storage.clients import full_key
+from millrace.storage.clients import make_full_key
 
 _BODY, _OTHER = b"audit", b"audited"
-_SILENT = {Answer.NOT_FOUND, Answer.THROTTLED, Answer.UNREACHABLE}
-_REACHED_WITHIN = timedelta(seconds=5)
+_UNAVAILABLE_OUTCOMES = {
+    RequestOutcome.NOT_FOUND,
+    RequestOutcome.THROTTLED,
+    RequestOutcome.UNREACHABLE,
+}
+_ENDPOINT_TIMEOUT = timedelta(seconds=5)
 
 
 class Operation(StrEnum):
@@ -59,37 +63,37 @@ class Operation(StrEnum):
     OUTSIDE = "outside the prefix"
 
 
-READING = frozenset({Operation.LIST, Operation.GET, Operation.HEAD})
-"""What credentials to read are for; those to write are for the rest too, but for the last two."""
-_NOBODY = frozenset({Operation.OTHER_BUCKET, Operation.OUTSIDE})
+READ_OPERATIONS = frozenset({Operation.LIST, Operation.GET, Operation.HEAD})
+"""Operations of credentials to read. Credentials to write may do the rest, but for the last two."""
+_FORBIDDEN_OPERATIONS = frozenset({Operation.OTHER_BUCKET, Operation.OUTSIDE})
 
 
 class AccessVerdict(StrEnum):
     """Verdict on an operation."""
 
-    RIGHT = "right"
-    LACKING = "lacking"  # it cannot do what it must
-    EXCESS = "excess"  # it can do what it must not
-    UNPROVEN = "unproven"  # nobody knows, which is no yes
+    CORRECT = "correct"
+    INSUFFICIENT = "insufficient"  # a required operation is refused
+    EXCESSIVE = "excessive"  # a forbidden operation is allowed
+    UNPROVEN = "unproven"  # the outcome is unknown
 
 
 class AuditedRole(BaseModel):
-    """A place, and who may do what there."""
+    """Store of a role, and the credentials of the role."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     store: StoreSpec = Field(
         description="Location of the bucket; its own credentials are not used."
     )
-    scope: str = Field(
+    prefix: str = Field(
         default="",
-        description="The prefix below it that the credentials are for; left out, all of it.",
+        description="Prefix in the store that the credentials are for; left out, the whole store.",
     )
-    read: Credentials | None = Field(
-        default=None, description="Credentials that are to read there."
+    read_credentials: Credentials | None = Field(
+        default=None, description="Credentials that may read in the store."
     )
-    write: Credentials | None = Field(
-        default=None, description="Credentials that are to write there."
+    write_credentials: Credentials | None = Field(
+        default=None, description="Credentials that may read and write in the store."
     )
 
 
@@ -99,20 +103,20 @@ class AuditSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     roles: dict[str, AuditedRole] = Field(min_length=1, description="Roles by their names.")
-    patience: Duration = Field(
+    retry_timeout: Duration = Field(
         default=timedelta(seconds=10),
         gt=timedelta(0),
         description="Longest time that each request is tried.",
     )
-    ending: Duration = Field(
+    expiry_warning: Duration = Field(
         default=timedelta(days=1),
         description="Warn of temporary credentials that end sooner than this.",
     )
 
     @model_validator(mode="after")
     def _has_credentials(self) -> Self:
-        if not any(role.read or role.write for role in self.roles.values()):
-            raise ValueError("no role has credentials: give some to read, or to write")
+        if not any(role.read_credentials or role.write_credentials for role in self.roles.values()):
+            raise ValueError("no role has credentials: give read_credentials or write_credentials")
         return self
 
 
@@ -120,13 +124,13 @@ class Finding(BaseModel):
     """Result of one operation.
 
     Attributes:
-        role: Whose credentials.
-        right: Which of them.
-        operation: What was tried.
-        expected: `Answer.ALLOWED` or `Answer.DENIED`.
-        seen: What the store said.
-        verdict: What is made of it.
-        sentence: What the store said, in a sentence; empty where it did as expected.
+        role: Name of the role.
+        right: Right of the credentials: to read, or to write.
+        operation: Operation that was tried.
+        expected: `RequestOutcome.ALLOWED` or `RequestOutcome.DENIED`.
+        actual: Outcome of the request.
+        verdict: Comparison of both outcomes.
+        message: Answer of the store in a sentence; empty where the outcome is the expected one.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -134,18 +138,18 @@ class Finding(BaseModel):
     role: str
     right: Right
     operation: Operation
-    expected: Answer
-    seen: Answer
+    expected: RequestOutcome
+    actual: RequestOutcome
     verdict: AccessVerdict
-    sentence: str = ""
+    message: str = ""
 
 
 class AuditReport(BaseModel):
     """Result of an audit.
 
     Attributes:
-        findings: Of every role, credential and operation.
-        notes: What else a person should know.
+        findings: Findings of every role, credential and operation.
+        notes: Sentences about missing, shared or expiring credentials and leftover objects.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -154,43 +158,43 @@ class AuditReport(BaseModel):
     notes: tuple[str, ...]
 
     @property
-    def wrong(self) -> tuple[Finding, ...]:
-        """Findings that are not as they should be, or are not known."""
-        return tuple(one for one in self.findings if one.verdict is not AccessVerdict.RIGHT)
+    def failures(self) -> tuple[Finding, ...]:
+        """Findings whose outcome is unexpected or unknown."""
+        return tuple(one for one in self.findings if one.verdict is not AccessVerdict.CORRECT)
 
     @property
-    def proven(self) -> bool:
-        """True if every credential can do what it must, and nothing else."""
-        return bool(self.findings) and not self.wrong
+    def is_proven(self) -> bool:
+        """True if every credential can do all that its role needs, and nothing else."""
+        return bool(self.findings) and not self.failures
 
     @property
     def exit_code(self) -> int:
-        """Exit code of `millrace audit`: the gravest finding's.
+        """Exit code of `millrace audit`: that of the gravest finding.
 
-        0 proven; 20 somebody can do what he must not; 21 a store does not do what it says; 22
-        credentials are refused wholly, 23 in part; 24 no such bucket; 25 it does not answer; 26 it
-        asks to come later; 27 unproven for another reason.
+        0 proven; 20 a forbidden operation is allowed; 21 a store does not do what it says; 22
+        credentials are refused wholly, 23 in part; 24 no such bucket; 25 the store does not answer;
+        26 the store is throttling; 27 unproven for another reason.
         """
-        if self.proven:
+        if self.is_proven:
             return 0
-        wrong = self.wrong
-        seen = {one.seen for one in wrong}
+        failures = self.failures
+        outcomes = {one.actual for one in failures}
         graver = (
-            any(one.verdict is AccessVerdict.EXCESS for one in wrong),
-            Answer.WRONG in seen,
-            any(self._refused(one) for one in wrong),
-            any(one.verdict is AccessVerdict.LACKING for one in wrong),
-            Answer.NOT_FOUND in seen,
-            Answer.UNREACHABLE in seen,
-            Answer.THROTTLED in seen,
+            any(one.verdict is AccessVerdict.EXCESSIVE for one in failures),
+            RequestOutcome.WRONG in outcomes,
+            any(self._is_refused(one) for one in failures),
+            any(one.verdict is AccessVerdict.INSUFFICIENT for one in failures),
+            RequestOutcome.NOT_FOUND in outcomes,
+            RequestOutcome.UNREACHABLE in outcomes,
+            RequestOutcome.THROTTLED in outcomes,
         )
         return 20 + (graver.index(True) if True in graver else len(graver))
 
-    def _refused(self, one: Finding) -> bool:
-        """Tell whether the store refuses the credentials altogether."""
+    def _is_refused(self, one: Finding) -> bool:
+        """Tell whether the store refuses every operation of the credentials."""
         its = [each for each in self.findings if (each.role, each.right) == (one.role, one.right)]
-        return all(each.seen is not Answer.ALLOWED for each in its) and (
-            one.seen is Answer.DENIED and one.operation is Operation.LIST
+        return all(each.actual is not RequestOutcome.ALLOWED for each in its) and (
+            one.actual is RequestOutcome.DENIED and one.operation is Operation.LIST
         )
 
 
@@ -198,32 +202,35 @@ def audit(settings: AuditSettings) -> AuditReport:
     """Try every operation with every credential, and leave nothing behind.
 
     Args:
-        settings: What is audited.
+        settings: Roles to audit.
     """
     findings: list[Finding] = []
     notes: list[str] = []
-    dead: dict[_Endpoint, str] = {}
+    unreachable_endpoints: dict[_Endpoint, str] = {}
     for name, role in settings.roles.items():
-        notes += _notes(name, role, settings.ending)
-        for right, credentials in ((Right.READ, role.read), (Right.WRITE, role.write)):
+        notes += _iterate_notes(name, role, settings.expiry_warning)
+        for right, credentials in (
+            (Right.READ, role.read_credentials),
+            (Right.WRITE, role.write_credentials),
+        ):
             if credentials is not None:
-                trial = _Trial(settings, name, right, dead)
-                findings += trial.findings()
-                notes += trial.left
+                probe = _CredentialProbe(settings, name, right, unreachable_endpoints)
+                findings += probe.iterate_findings()
+                notes += probe.leftover_notes
     return AuditReport(findings=tuple(findings), notes=tuple(notes))
 
 
-def _notes(name: str, role: AuditedRole, ending: timedelta) -> Iterator[str]:
-    both = [one for one in (role.read, role.write) if one is not None]
+def _iterate_notes(name: str, role: AuditedRole, expiry_warning: timedelta) -> Iterator[str]:
+    both = [one for one in (role.read_credentials, role.write_credentials) if one is not None]
     if len(both) == 2 and both[0].access_key_id == both[1].access_key_id:
         yield f"{name}: the credentials to read and to write are one key."
-    for right, one in ((Right.READ, role.read), (Right.WRITE, role.write)):
+    for right, one in ((Right.READ, role.read_credentials), (Right.WRITE, role.write_credentials)):
         if one is None:
             yield f"{name}: there are no credentials to {right}."
-        elif one.expires is not None and one.expires - datetime.now(UTC) < ending:
-            ended = one.expires < datetime.now(UTC)
-            when = "ended" if ended else "end"
-            yield f"{name}: the credentials to {right} {when} at {one.expires:%Y-%m-%d %H:%M} UTC."
+        elif one.expires_at is not None and one.expires_at - datetime.now(UTC) < expiry_warning:
+            ended = one.expires_at < datetime.now(UTC)
+            when = f"{'ended' if ended else 'end'} at {one.expires_at:%Y-%m-%d %H:%M} UTC"
+            yield f"{name}: the credentials to {right} {when}."
 
 
 _Endpoint = tuple[Backend, str | None, str]
@@ -231,142 +238,164 @@ _Endpoint = tuple[Backend, str | None, str]
 
 
 @dataclass(slots=True)
-class _Trial:
-    """One credential, tried with everything.
+class _CredentialProbe:
+    """Probe of one credential with every operation.
 
     Attributes:
-        settings: Of the audit.
-        name: Of the role.
-        right: Of the credential.
-        dead: Endpoints that do not answer, each with why: shared by all trials of an audit.
-        left: Notes on objects that could not be removed.
+        settings: Settings of the audit.
+        role_name: Name of the role.
+        right: Right of the credential.
+        unreachable_endpoints: Reason why each endpoint does not answer: shared by all probes of an
+            audit.
+        leftover_notes: Notes on objects that could not be deleted.
     """
 
     settings: AuditSettings
-    name: str
+    role_name: str
     right: Right
-    dead: dict[_Endpoint, str]
-    left: list[str] = field(default_factory=list[str])
+    unreachable_endpoints: dict[_Endpoint, str]
+    leftover_notes: list[str] = field(default_factory=list[str])
 
-    def findings(self) -> Iterator[Finding]:
+    def iterate_findings(self) -> Iterator[Finding]:
         """Yield the finding of each operation."""
-        role = self.settings.roles[self.name]
-        store = self._store(role, self.right)
+        role = self.settings.roles[self.role_name]
+        store = self._open_role_store(role, self.right)
         nonce = secrets.token_hex(8)
-        names = ("planted", "put", "new", "parts")  # R2 takes one write a second to each
-        keys = {name: audit_probe_key(role.scope, nonce, name) for name in names}
-        planter = self._store(role, Right.WRITE) if role.write else None
-        if why := self._unreachable(store, role):
-            for operation in self._tried(store, planter, keys, planted=False):
-                yield self._judged(operation, Answer.UNREACHABLE, why)
+        names = ("existing", "put", "new", "parts")  # R2 takes one write a second to each
+        keys = {name: audit_probe_key(role.prefix, nonce, name) for name in names}
+        write_store = self._open_role_store(role, Right.WRITE) if role.write_credentials else None
+        if why := self._explain_unreachable(store, role):
+            for operation in self._make_attempts(store, write_store, keys, has_test_object=False):
+                yield self._make_finding(operation, RequestOutcome.UNREACHABLE, why)
             return
-        planted = planter is not None and self._planted(planter, keys["planted"])
-        tried = self._tried(store, planter, keys, planted=planted)
-        silent: tuple[Answer, str] | None = None
+        has_test_object = write_store is not None and self._try_create_test_object(
+            write_store, keys["existing"]
+        )
+        attempts = self._make_attempts(store, write_store, keys, has_test_object=has_test_object)
+        unavailable: tuple[RequestOutcome, str] | None = None
         try:
-            for operation, attempt in tried.items():
-                seen, sentence = silent or _seen(attempt)
-                if operation is Operation.LIST and seen in _SILENT:
-                    silent = seen, sentence  # it would say the same each time
-                yield self._judged(operation, seen, sentence)
+            for operation, attempt in attempts.items():
+                outcome, message = unavailable or _observe_outcome(attempt)
+                if operation is Operation.LIST and outcome in _UNAVAILABLE_OUTCOMES:
+                    unavailable = outcome, message  # each further request ends the same way
+                yield self._make_finding(operation, outcome, message)
         finally:
-            if planted or silent is None:  # else nothing of it can be there
+            if has_test_object or unavailable is None:  # else no object was written
                 for key in keys.values():
-                    self._remove(key, *((planter,) if planter else ()), store)
+                    self._delete_test_object(key, *((write_store,) if write_store else ()), store)
 
-    def _store(self, role: AuditedRole, right: Right) -> Store:
-        credentials = role.read if right is Right.READ else role.write
-        return self._opened(role.store.model_copy(update={"credentials": credentials}))
+    def _open_role_store(self, role: AuditedRole, right: Right) -> Store:
+        credentials = role.read_credentials if right is Right.READ else role.write_credentials
+        return self._open_store(role.store.model_copy(update={"credentials": credentials}))
 
-    def _unreachable(self, store: Store, role: AuditedRole) -> str:
-        """Return why the store's endpoint does not answer; empty if it does, whatever it says."""
-        place = store.location
-        endpoint = place.backend, store.endpoint, place.account
-        if endpoint not in self.dead:
-            patience = min(_REACHED_WITHIN, self.settings.patience)
-            hurried = open_store(store.spec.model_copy(update={"patience": patience}))
+    def _explain_unreachable(self, store: Store, role: AuditedRole) -> str:
+        """Return why the store's endpoint does not answer; empty if it answers anything."""
+        location = store.location
+        endpoint = location.backend, store.endpoint, location.account
+        if endpoint not in self.unreachable_endpoints:
+            timeout = min(_ENDPOINT_TIMEOUT, self.settings.retry_timeout)
+            probe_store = open_store(store.spec.model_copy(update={"retry_timeout": timeout}))
             try:
-                next(list_objects(hurried, _folder(role.scope)), None)
+                next(list_objects(probe_store, _make_folder_prefix(role.prefix)), None)
             except errors.MillraceError as error:
-                if answer_of(error) is Answer.UNREACHABLE:
+                if classify_error(error) is RequestOutcome.UNREACHABLE:
                     where = store.endpoint or store.url
-                    self.dead[endpoint] = f"{where} does not answer: {errors.one_line(error)}"
-        return self.dead.get(endpoint, "")
+                    self.unreachable_endpoints[endpoint] = (
+                        f"{where} does not answer: {errors.format_error(error)}"
+                    )
+        return self.unreachable_endpoints.get(endpoint, "")
 
-    def _opened(self, spec: StoreSpec) -> Store:
-        return open_store(spec.model_copy(update={"patience": self.settings.patience}))
+    def _open_store(self, spec: StoreSpec) -> Store:
+        return open_store(spec.model_copy(update={"retry_timeout": self.settings.retry_timeout}))
 
-    def _planted(self, planter: Store, key: str) -> bool:
+    def _try_create_test_object(self, write_store: Store, key: str) -> bool:
         try:
-            put(planter, key, _BODY)
+            put(write_store, key, _BODY)
         except errors.MillraceError:
             return False
         return True
 
-    def _tried(
-        self, store: Store, planter: Store | None, keys: Mapping[str, str], *, planted: bool
+    def _make_attempts(
+        self,
+        store: Store,
+        write_store: Store | None,
+        keys: Mapping[str, str],
+        *,
+        has_test_object: bool,
     ) -> dict[Operation, Callable[[], object]]:
-        role = self.settings.roles[self.name]
+        role = self.settings.roles[self.role_name]
 
-        def on_planted(call: Callable[[], object]) -> Callable[[], None]:
+        def require_test_object(call: Callable[[], object]) -> Callable[[], None]:
             def attempt() -> None:
-                if not planted:
-                    raise _SaidError(
-                        Answer.UNKNOWN, "There is no object to try it on: none could be written."
+                if not has_test_object:
+                    raise _KnownOutcomeError(
+                        RequestOutcome.UNKNOWN,
+                        "There is no object to try the operation on: none could be written.",
                     )
                 call()
 
             return attempt
 
-        def get() -> None:
-            if read(store, keys["planted"], largest=len(_OTHER)) != _BODY:
-                raise _SaidError(Answer.WRONG, "It gives back something else than it was given.")
+        def get_object() -> None:
+            if read(store, keys["existing"], max_size=len(_OTHER)) != _BODY:
+                raise _KnownOutcomeError(
+                    RequestOutcome.WRONG, "The store returns other bytes than were written."
+                )
 
-        def overwrite() -> None:
-            put(store, keys["planted"], _OTHER)
+        def overwrite_object() -> None:
+            put(store, keys["existing"], _OTHER)
 
-        def remove() -> None:
-            delete_one(store, keys["planted"])
-            if exists(planter or store, keys["planted"]):
-                raise _SaidError(Answer.WRONG, "It says that an object is deleted, and it is not.")
+        def delete_object() -> None:
+            delete_one(store, keys["existing"])
+            if exists(write_store or store, keys["existing"]):
+                raise _KnownOutcomeError(
+                    RequestOutcome.WRONG,
+                    "The store confirms a deletion, and the object is still there.",
+                )
 
         found: dict[Operation, Callable[[], object]] = {
-            Operation.LIST: lambda: next(list_objects(store, _folder(role.scope)), None),
-            Operation.GET: on_planted(get),
-            Operation.HEAD: on_planted(lambda: head(store, keys["planted"])),
+            Operation.LIST: lambda: next(
+                list_objects(store, _make_folder_prefix(role.prefix)), None
+            ),
+            Operation.GET: require_test_object(get_object),
+            Operation.HEAD: require_test_object(lambda: head(store, keys["existing"])),
             Operation.PUT: lambda: put(store, keys["put"], _BODY),
-            Operation.OVERWRITE: on_planted(overwrite),
-            Operation.CREATE: lambda: _created_once(store, keys["new"]),
-            Operation.MULTIPART: lambda: _multipart(store, keys["parts"]),
+            Operation.OVERWRITE: require_test_object(overwrite_object),
+            Operation.CREATE: lambda: _check_create_once(store, keys["new"]),
+            Operation.MULTIPART: lambda: _upload_multipart(store, keys["parts"]),
         }
-        if store.speaks_s3:
-            found[Operation.ABORT] = lambda: _aborted(store, planter, keys["parts"])
-        found[Operation.DELETE] = on_planted(remove)
-        others = list(self._others(store))
+        if store.is_s3_compatible:
+            found[Operation.ABORT] = lambda: _abort_upload(store, write_store, keys["parts"])
+        found[Operation.DELETE] = require_test_object(delete_object)
+        others = list(self._iterate_other_buckets(store))
         if others:
-            found[Operation.OTHER_BUCKET] = lambda: self._reached(others)
-        if role.scope or store.location.prefix:
-            found[Operation.OUTSIDE] = lambda: self._reached([self._root(store)])
+            found[Operation.OTHER_BUCKET] = lambda: self._attempt_access(others)
+        if role.prefix or store.location.prefix:
+            found[Operation.OUTSIDE] = lambda: self._attempt_access([self._open_bucket_root(store)])
         return found
 
-    def _others(self, store: Store) -> Iterator[Store]:
-        """Try the buckets of other roles with these credentials."""
-        known = {_bucket(store)}
+    def _iterate_other_buckets(self, store: Store) -> Iterator[Store]:
+        """Yield the buckets of other roles, opened with these credentials."""
+        known = {_identify_bucket(store)}
         for role in self.settings.roles.values():
             update = {"credentials": store.spec.credentials}
-            other = self._root(self._opened(role.store.model_copy(update=update)))
-            if _bucket(other) not in known:
-                known.add(_bucket(other))
+            other = self._open_bucket_root(self._open_store(role.store.model_copy(update=update)))
+            if _identify_bucket(other) not in known:
+                known.add(_identify_bucket(other))
                 yield other
 
-    def _root(self, store: Store) -> Store:
-        """All of a store's bucket."""
+    def _open_bucket_root(self, store: Store) -> Store:
+        """Return the store of the whole bucket."""
         below = f"/{store.location.prefix}" if store.location.prefix else ""
         url = store.url.removesuffix(below)
-        return self._opened(store.spec.model_copy(update={"url": url}))
+        return self._open_store(store.spec.model_copy(update={"url": url}))
 
-    def _reached(self, stores: list[Store]) -> None:
-        """Try to list and to write where nobody should; the first that says no is raised."""
+    def _attempt_access(self, stores: list[Store]) -> None:
+        """List and write in forbidden stores; raise the first refusal.
+
+        Raises:
+            _KnownOutcomeError: A request succeeds.
+        """
         refused: errors.MillraceError | None = None
         for store in stores:
             key = audit_probe_key("", secrets.token_hex(8), "outside")
@@ -379,35 +408,39 @@ class _Trial:
                 except errors.MillraceError as error:
                     refused = refused or error
                 else:
-                    self._remove(key, store)
-                    raise _SaidError(Answer.ALLOWED, f"It reaches {store.url}.")
+                    self._delete_test_object(key, store)
+                    raise _KnownOutcomeError(
+                        RequestOutcome.ALLOWED, f"The credentials reach {store.url}."
+                    )
         if refused is not None:
             raise refused
 
-    def _judged(self, operation: Operation, seen: Answer, sentence: str) -> Finding:
-        mine = operation in READING or (self.right is Right.WRITE and operation not in _NOBODY)
-        expected = Answer.ALLOWED if mine else Answer.DENIED
-        match seen:
-            case _ if seen is expected:
-                verdict, sentence = AccessVerdict.RIGHT, ""
-            case Answer.ALLOWED:
-                verdict = AccessVerdict.EXCESS
-            case Answer.DENIED:
-                verdict = AccessVerdict.LACKING
+    def _make_finding(self, operation: Operation, actual: RequestOutcome, message: str) -> Finding:
+        is_allowed = operation in READ_OPERATIONS or (
+            self.right is Right.WRITE and operation not in _FORBIDDEN_OPERATIONS
+        )
+        expected = RequestOutcome.ALLOWED if is_allowed else RequestOutcome.DENIED
+        match actual:
+            case _ if actual is expected:
+                verdict, message = AccessVerdict.CORRECT, ""
+            case RequestOutcome.ALLOWED:
+                verdict = AccessVerdict.EXCESSIVE
+            case RequestOutcome.DENIED:
+                verdict = AccessVerdict.INSUFFICIENT
             case _:
                 verdict = AccessVerdict.UNPROVEN
         return Finding(
-            role=self.name,
+            role=self.role_name,
             right=self.right,
             operation=operation,
             expected=expected,
-            seen=seen,
+            actual=actual,
             verdict=verdict,
-            sentence=sentence,
+            message=message,
         )
 
-    def _remove(self, key: str, *stores: Store) -> None:
-        """Remove what a trial may have left, by whoever can; say what stays."""
+    def _delete_test_object(self, key: str, *stores: Store) -> None:
+        """Delete an object that the probe may have left, or note that the object stays."""
         for store in stores:
             with suppress(errors.MillraceError):
                 delete_one(store, key)
@@ -415,84 +448,93 @@ class _Trial:
         for store in stores:
             with suppress(errors.MillraceError):
                 if exists(store, key):
-                    self.left.append(f"{store.url_of(key)} stays behind: delete it by hand.")
+                    self.leftover_notes.append(
+                        f"{store.make_url(key)} could not be deleted: delete it by hand."
+                    )
                 return
 
 
-class _SaidError(Exception):
-    """Verdict that is already known, whatever the store has said."""
+class _KnownOutcomeError(Exception):
+    """Outcome that is decided by the probe, not by an answer of the store."""
 
-    def __init__(self, answer: Answer, sentence: str) -> None:
-        super().__init__(sentence)
-        self.answer = answer
+    def __init__(self, outcome: RequestOutcome, message: str) -> None:
+        super().__init__(message)
+        self.outcome = outcome
 
 
-def _seen(attempt: Callable[[], object]) -> tuple[Answer, str]:
+def _observe_outcome(attempt: Callable[[], object]) -> tuple[RequestOutcome, str]:
     try:
         attempt()
-    except _SaidError as said:
-        return said.answer, str(said)
+    except _KnownOutcomeError as known:
+        return known.outcome, str(known)
     except errors.MillraceError as error:
-        return answer_of(error), str(error)
-    return Answer.ALLOWED, "It is allowed."
+        return classify_error(error), str(error)
+    return RequestOutcome.ALLOWED, "The operation is allowed."
 
 
-def _created_once(store: Store, key: str) -> None:
+def _check_create_once(store: Store, key: str) -> None:
     create(store, key, _BODY)
     try:
         create(store, key, _OTHER)
     except errors.ExistsError:
         return
-    raise _SaidError(
-        Answer.WRONG, "It creates an object that is there already: do not let two work on it."
+    raise _KnownOutcomeError(
+        RequestOutcome.WRONG,
+        "The store creates an object that exists: never let two processes share this store.",
     )
 
 
-def _multipart(store: Store, key: str) -> None:
-    if not store.speaks_s3:
+def _upload_multipart(store: Store, key: str) -> None:
+    if not store.is_s3_compatible:
         with open_writer(store, key) as writer:
             writer.write(_BODY)
         return
-    upload = _asked(store, key, "create_multipart_upload")["UploadId"]
+    upload = _call_object_method(store, key, "create_multipart_upload")["UploadId"]
     try:
-        part = _asked(store, key, "upload_part", UploadId=upload, PartNumber=1, Body=_BODY)
+        part = _call_object_method(
+            store, key, "upload_part", UploadId=upload, PartNumber=1, Body=_BODY
+        )
         parts = {"Parts": [{"ETag": part["ETag"], "PartNumber": 1}]}
-        _asked(store, key, "complete_multipart_upload", UploadId=upload, MultipartUpload=parts)
+        _call_object_method(
+            store, key, "complete_multipart_upload", UploadId=upload, MultipartUpload=parts
+        )
     except errors.MillraceError:
         with suppress(errors.MillraceError):
-            _asked(store, key, "abort_multipart_upload", UploadId=upload)
+            _call_object_method(store, key, "abort_multipart_upload", UploadId=upload)
         raise
 
 
-def _aborted(store: Store, planter: Store | None, key: str) -> None:
-    """Abort an upload that whoever may write has begun."""
-    owner = planter or store
+def _abort_upload(store: Store, write_store: Store | None, key: str) -> None:
+    """Abort an upload that the writing credentials began."""
+    owner = write_store or store
     try:
-        upload = _asked(owner, key, "create_multipart_upload")["UploadId"]
+        upload = _call_object_method(owner, key, "create_multipart_upload")["UploadId"]
     except errors.DeniedError as error:
         if owner is store:
             raise
-        raise _SaidError(
-            Answer.UNKNOWN, "There is no upload to try it on: none could be begun."
+        raise _KnownOutcomeError(
+            RequestOutcome.UNKNOWN, "There is no upload to abort: none could be begun."
         ) from error
     try:
-        _asked(store, key, "abort_multipart_upload", UploadId=upload)
+        _call_object_method(store, key, "abort_multipart_upload", UploadId=upload)
     except errors.MillraceError:
         with suppress(errors.MillraceError):
-            _asked(owner, key, "abort_multipart_upload", UploadId=upload)
+            _call_object_method(owner, key, "abort_multipart_upload", UploadId=upload)
         raise
 
 
-def _asked(store: Store, key: str, method: str, **more: object) -> Any:
+def _call_object_method(store: Store, key: str, method: str, **more: object) -> Any:
     """Return the answer of boto3 to a request about one object."""
-    place = {"Bucket": store.location.bucket, "Key": full_key(store, key)}
-    return with_boto3(store, key, lambda client: getattr(client, method)(**place, **more))
+    object_arguments = {"Bucket": store.location.bucket, "Key": make_full_key(store, key)}
+    return call_boto3(
+        store, key, lambda client: getattr(client, method)(**object_arguments, **more)
+    )
 
 
-def _bucket(store: Store) -> tuple[Backend, str | None, str, str]:
-    place = store.location
-    return place.backend, store.endpoint, place.account, place.bucket
+def _identify_bucket(store: Store) -> tuple[Backend, str | None, str, str]:
+    location = store.location
+    return location.backend, store.endpoint, location.account, location.bucket
 
 
-def _folder(scope: str) -> str:
-    return f"{scope}/" if scope else ""
+def _make_folder_prefix(prefix: str) -> str:
+    return f"{prefix}/" if prefix else ""

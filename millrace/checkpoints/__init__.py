@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from millrace.extras import import_module_of
+from millrace.extras import import_extra_module
 
 if TYPE_CHECKING:
     from millrace.checkpoints.contents import Content, content_of
@@ -155,5 +155,5 @@ def __getattr__(name: str) -> Any:
     # Imported when asked for: whoever lists, verifies or retains does not need torch.
     if name in __all__:
         module = f"millrace.checkpoints.{_MODULES.get(name, 'find')}"
-        return getattr(import_module_of(module, "torch"), name)
+        return getattr(import_extra_module(module, "torch"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

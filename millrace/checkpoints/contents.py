@@ -10,7 +10,7 @@ import orjson
 
 from millrace import errors
 from millrace.checkpoints.find import root_of, with_digest
-from millrace.digest import sha256
+from millrace.digest import compute_sha256
 from millrace.keys import CheckpointKeys
 from millrace.memory import map_anonymous
 from millrace.schemas.checkpoint import Checkpoint, Part, TensorRecord
@@ -86,8 +86,8 @@ def normalise_json(value: Mapping[str, Any] | None, what: str) -> dict[str, Any]
         return orjson.loads(orjson.dumps(whole, default=_convert_number))
     except (TypeError, ValueError, RecursionError) as error:
         raise errors.ConfigurationError(
-            f"The {what} of a checkpoint is not JSON ({errors.one_line(error)}): give dicts with "
-            "text as keys, lists, text, and finite numbers of at most 64 bits."
+            f"The {what} of a checkpoint is not JSON ({errors.format_error(error)}): give dicts "
+            "with text as keys, lists, text, and finite numbers of at most 64 bits."
         ) from error
 
 
@@ -114,12 +114,12 @@ def read_part(store: Store, job: str, part: Part, into: memoryview) -> memoryvie
     key = CheckpointKeys(job).part(part.step, part.sha256)
     body = into[: part.size]
     try:
-        right = read_into(store, key, body) == part.size and sha256(body) == part.sha256
+        right = read_into(store, key, body) == part.size and compute_sha256(body) == part.sha256
     except errors.NotFoundError:
-        raise errors.CorruptError(f"{store.url_of(key)} is missing.") from None
+        raise errors.CorruptError(f"{store.make_url(key)} is missing.") from None
     if not right:
         raise errors.CorruptError(
-            f"{store.url_of(key)} is not the bytes that were saved: verify the checkpoint, or load "
-            "the one before it."
+            f"{store.make_url(key)} is not the bytes that were saved: verify the checkpoint, or "
+            "load the one before it."
         )
     return body

@@ -9,12 +9,12 @@ from contextlib import suppress
 from enum import StrEnum
 
 from millrace import errors
-from millrace.digest import dump_canonical_json, sha256
+from millrace.digest import compute_sha256, dump_canonical_json
 from millrace.keys import CHECKPOINTS, CheckpointKeys
-from millrace.progress import Event, Progress, silent
+from millrace.progress import Event, Progress, ignore_event
 from millrace.records import Commit, commit_once, decode_record, fetch
 from millrace.schemas.checkpoint import Checkpoint, Part, Quarantine, TensorRecord
-from millrace.storage import Store, copy, create, delete, difference, list_folders, read
+from millrace.storage import Store, copy, create, delete, describe_difference, list_folders, read
 
 _CONCURRENCY = 4
 
@@ -63,7 +63,7 @@ def read_checkpoint(store: Store, job: str, step: int) -> Checkpoint:
         CorruptError: What is there is not the checkpoint of this job and step.
     """
     key = CheckpointKeys(job).metadata(step)
-    return check_metadata(store.url_of(key), fetch(store, key, Checkpoint), job, step)
+    return check_metadata(store.make_url(key), fetch(store, key, Checkpoint), job, step)
 
 
 def check_metadata(where: str, found: Checkpoint, job: str, step: int) -> Checkpoint:
@@ -89,7 +89,9 @@ def with_digest(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _digest_of(checkpoint: Checkpoint) -> str:
-    return sha256(dump_canonical_json(checkpoint.model_dump(mode="json", exclude={"digest"})))
+    return compute_sha256(
+        dump_canonical_json(checkpoint.model_dump(mode="json", exclude={"digest"}))
+    )
 
 
 def commit_checkpoint(store: Store, made: Checkpoint) -> Commit[Checkpoint]:
@@ -109,7 +111,7 @@ def commit_checkpoint(store: Store, made: Checkpoint) -> Commit[Checkpoint]:
     try:
         commit = commit_once(store, key, sealed)
         if not commit.mine:
-            check_metadata(store.url_of(key), commit.record, made.job, made.step)
+            check_metadata(store.make_url(key), commit.record, made.job, made.step)
     except errors.VersionError:
         raise
     except errors.CorruptError as error:
@@ -180,7 +182,11 @@ def verify(
 
 
 def find_newest_verified(
-    store: Store, job: str, *, check: VerifyDepth = VerifyDepth.DIGESTS, progress: Progress = silent
+    store: Store,
+    job: str,
+    *,
+    check: VerifyDepth = VerifyDepth.DIGESTS,
+    progress: Progress = ignore_event,
 ) -> Checkpoint | None:
     """Return the newest checkpoint that is verified; None if there is none.
 
@@ -235,9 +241,9 @@ def quarantine_metadata(store: Store, job: str, step: int, damage: str) -> Check
     """
     keys = CheckpointKeys(job)
     key = keys.metadata(step)
-    where = store.url_of(key)
+    where = store.make_url(key)
     try:
-        body = read(store, key, largest=Checkpoint.record_bytes)
+        body = read(store, key, max_size=Checkpoint.record_bytes)
     except errors.NotFoundError:
         return None
     try:
@@ -246,19 +252,19 @@ def quarantine_metadata(store: Store, job: str, step: int, damage: str) -> Check
         raise
     except errors.CorruptError:
         pass
-    digest = sha256(body)
+    digest = compute_sha256(body)
     record = Quarantine(checkpoint=None, damage=(damage,))
     commit_once(store, keys.quarantine(step, digest), record)
     with suppress(errors.ExistsError):
         create(store, keys.damaged(step, digest), body)
     with suppress(errors.NotFoundError):
-        again = read(store, key, largest=Checkpoint.record_bytes)
+        again = read(store, key, max_size=Checkpoint.record_bytes)
         if again != body:  # another process has saved the step meanwhile
             return read_checkpoint(store, job, step)
         failures = delete(store, [key])
         if failures:
             raise errors.DeniedError(
-                f"{where} is damaged and could not be moved away: {failures[0].reason}"
+                f"{where} is damaged and could not be moved: {failures[0].reason}"
             )
     return None
 
@@ -297,7 +303,7 @@ def quarantine(store: Store, checkpoint: Checkpoint, damage: dict[str, str]) -> 
         failures = delete(store, [key])
         if failures:
             raise errors.DeniedError(
-                f"{store.url_of(key)} is damaged and could not be moved away: {failures[0].reason}"
+                f"{store.make_url(key)} is damaged and could not be moved: {failures[0].reason}"
             )
 
 
@@ -307,11 +313,13 @@ def root_of(parts: Iterable[Part], tensors: Mapping[str, TensorRecord]) -> str:
         "parts": [[part.sha256, part.size] for part in parts],
         "tensors": {name: record.model_dump(mode="json") for name, record in tensors.items()},
     }
-    return sha256(dump_canonical_json(content))
+    return compute_sha256(dump_canonical_json(content))
 
 
 def _find_damage(store: Store, job: str, part: Part, check: VerifyDepth) -> str:
     """Return the damage of a file, as a sentence; empty if there is none."""
     key = CheckpointKeys(job).part(part.step, part.sha256)
-    found = difference(store, key, part.size, part.sha256 if check is VerifyDepth.DIGESTS else None)
-    return found and f"{store.url_of(key)}: {found}."
+    found = describe_difference(
+        store, key, part.size, part.sha256 if check is VerifyDepth.DIGESTS else None
+    )
+    return found and f"{store.make_url(key)}: {found}."

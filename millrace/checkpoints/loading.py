@@ -21,7 +21,7 @@ from millrace.checkpoints.tree import (
     unflatten_state,
 )
 from millrace.memory import map_anonymous
-from millrace.progress import Progress, silent
+from millrace.progress import Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint, Chunk, TensorRecord
 from millrace.storage import Store
 
@@ -55,7 +55,7 @@ def load(
     rank: int | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    progress: Progress = silent,
+    progress: Progress = ignore_event,
 ) -> LoadedCheckpoint:
     """Load a checkpoint; only the files that hold what is asked for are read.
 
@@ -110,7 +110,7 @@ def load_into(
     *,
     step: int | None = None,
     rank: int | None = None,
-    progress: Progress = silent,
+    progress: Progress = ignore_event,
 ) -> LoadedCheckpoint:
     """Load a checkpoint into the tensors of a state, which may be distributed in another way.
 
@@ -168,7 +168,7 @@ def _load(
         found = find_newest_verified(store, job, check=VerifyDepth.DIGESTS, progress=progress)
         if found is not None:
             return _read_state(store, found, wanted(found), rank)
-    raise errors.NotFoundError(f"{store.url_of(job)} has no checkpoint that can be loaded.")
+    raise errors.NotFoundError(f"{store.make_url(job)} has no checkpoint that can be loaded.")
 
 
 def _read_state(

@@ -17,7 +17,7 @@ from enum import StrEnum
 
 from millrace import errors
 from millrace.keys import CheckpointKeys, write_probe_key
-from millrace.storage import Backend, Store, answer_of, create, delete, list_objects, put, read
+from millrace.storage import Backend, Store, classify_error, create, delete, list_objects, put, read
 
 SAMPLE_SIZE = 4 << 20
 """Bytes by which the rate is measured."""
@@ -86,7 +86,7 @@ def probe(
         patience: How long each request is tried.
     """
     key = write_probe_key(CheckpointKeys(job).job, secrets.token_hex(8))
-    hurried = store.hurried(patience)
+    hurried = store.with_retry_timeout(patience)
     folder = store.location.bucket if store.location.backend is Backend.FILE else None
     tried = _try_save_at_google if store.location.backend is Backend.GS else _try_save
     return run_probe(
@@ -149,9 +149,9 @@ def _try_save(store: Store, job: str, key: str) -> float:
             began = time.monotonic()
             create(store, key, body)
             rate = len(body) / max(time.monotonic() - began, 1e-6)
-            check_same(store.url_of(key), read(store, key, largest=SAMPLE_SIZE), body)
+            check_same(store.make_url(key), read(store, key, max_size=SAMPLE_SIZE), body)
             put(store, key, other)
-            check_same(store.url_of(key), read(store, key, largest=SAMPLE_SIZE), other)
+            check_same(store.make_url(key), read(store, key, max_size=SAMPLE_SIZE), other)
         except BaseException:
             with suppress(errors.MillraceError):
                 delete(store, [key])
@@ -160,7 +160,7 @@ def _try_save(store: Store, job: str, key: str) -> float:
     if failures:
         raise ProbeFailedError(
             ProbeVerdict.READ_ONLY,
-            f"{store.url_of(key)} could not be deleted ({failures[0].reason}): allow it, or what "
+            f"{store.make_url(key)} could not be deleted ({failures[0].reason}): allow it, or what "
             "no checkpoint needs any more stays forever. Delete this object by hand.",
         )
     return rate
@@ -189,13 +189,13 @@ def _try_save_at_google(store: Store, job: str, key: str) -> float:
 
 def _find_missing_permissions(store: Store) -> frozenset[str]:
     try:
-        from millrace.storage.permissions import WRITING, granted  # noqa: PLC0415
+        from millrace.storage.permissions import WRITE_PERMISSIONS, query_permissions  # noqa: PLC0415
     except ImportError as error:
         raise errors.ConfigurationError(
             "To ask Google what the credentials may do, install google-auth: "
             "pip install 'millrace[gcs]'."
         ) from error
-    return WRITING - granted(store)
+    return WRITE_PERMISSIONS - query_permissions(store)
 
 
 def _make_permission_error(
@@ -222,7 +222,7 @@ def translate_errors(denied: ProbeVerdict) -> Generator[None]:
     try:
         yield
     except errors.MillraceError as error:
-        said = ProbeVerdict(answer_of(error).value)
+        said = ProbeVerdict(classify_error(error).value)
         advice = " Create it, or correct the URL." if said is ProbeVerdict.NOT_FOUND else ""
         verdict = denied if said is ProbeVerdict.DENIED else said
         raise ProbeFailedError(verdict, f"{error}{advice}") from error

@@ -134,7 +134,7 @@ def _merge_if_complete(store: Store, ranks: Ranks, share: RankShare) -> Checkpoi
     if wanted - {stat.key for stat in list_objects(store, prefix)}:
         return None
     found = iterate_records(store, prefix, RankShare, wanted=lambda stat: stat.key in wanted)
-    shares = list(require_intact(store.url_of(prefix), found))
+    shares = list(require_intact(store.make_url(prefix), found))
     return merge_shares(sorted(shares, key=lambda one: one.rank))
 
 

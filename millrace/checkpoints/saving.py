@@ -20,11 +20,18 @@ from millrace.checkpoints.find import check_content, commit_checkpoint, find_new
 from millrace.checkpoints.ranks import Ranks, commit_together, has_share, merge_shares
 from millrace.checkpoints.settings import SaveSettings
 from millrace.checkpoints.snapshot import Snapshot, SnapshotBuffers
-from millrace.digest import sha256
+from millrace.digest import compute_sha256
 from millrace.keys import CheckpointKeys
-from millrace.progress import Event, Progress, silent
+from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint, Part, RankShare
-from millrace.storage import Store, create, difference, kept_sha256, list_objects, put
+from millrace.storage import (
+    Store,
+    create,
+    describe_difference,
+    fetch_stored_sha256,
+    list_objects,
+    put,
+)
 
 
 class PendingSave:
@@ -85,7 +92,7 @@ class Saver:
         settings: SaveSettings | None = None,
         *,
         ranks: Ranks | None = None,
-        progress: Progress = silent,
+        progress: Progress = ignore_event,
     ) -> None:
         self._store, self._keys, self._ranks = store, CheckpointKeys(job), ranks
         self._settings = settings or SaveSettings()
@@ -226,11 +233,11 @@ class Saver:
         if self._ranks is None:
             made = merge_shares([share])
             there = commit_checkpoint(self._store, made).record
-            return check_content(self._store.url_of(key), there, made.root)
+            return check_content(self._store.make_url(key), there, made.root)
         there = commit_together(self._store, self._ranks, share, self._settings.ranks_within)
         # What the others have is not known here: it is this one if it is made of this share.
         root = there.root if has_share(there, share) else ""
-        return check_content(self._store.url_of(key), there, root)
+        return check_content(self._store.make_url(key), there, root)
 
     def _iterate_existing(self, step: int) -> Iterator[tuple[str, int]]:
         """Yield the digests and sizes of files that an earlier save of this step has left there."""
@@ -250,7 +257,7 @@ class Saver:
     def _upload(
         self, step: int, body: memoryview, there: dict[str, int], known: dict[str, Part]
     ) -> Part:
-        digest = sha256(body)
+        digest = compute_sha256(body)
         sent = 0
         part = known.get(digest)
         if part is None or not self._is_intact(part):
@@ -288,8 +295,8 @@ class Saver:
         if part in self._proved:
             return True
         key = self._keys.part(part.step, part.sha256)
-        kept = kept_sha256(self._store, key) == part.sha256
-        return not difference(self._store, key, part.size, None if kept else part.sha256)
+        kept = fetch_stored_sha256(self._store, key) == part.sha256
+        return not describe_difference(self._store, key, part.size, None if kept else part.sha256)
 
     def _emit(self, event: Event) -> None:
         with self._telling:

@@ -280,8 +280,8 @@ def _from_numpy(value: "np.ndarray[Any, Any]", path: str) -> torch.Tensor:
         return torch.from_numpy(np.array(value))  # pyright: ignore[reportUnknownMemberType]
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"{_format_path(path)} is a numpy array of {value.dtype} ({errors.one_line(error)}), "
-            "which a checkpoint does not hold: convert it."
+            f"{_format_path(path)} is a numpy array of {value.dtype} "
+            f"({errors.format_error(error)}), which a checkpoint does not hold: convert it."
         ) from error
 
 

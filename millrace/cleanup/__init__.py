@@ -1,52 +1,52 @@
 """Delete what nobody needs from buckets, by rules and after a plan was shown."""
 
 from millrace.checkpoints import VerifyDepth
-from millrace.cleanup.executor import Cleaned, execute
-from millrace.cleanup.planner import describe, make_plan
+from millrace.cleanup.executor import CleanupResult, execute
+from millrace.cleanup.planner import describe_rule, make_plan
 from millrace.cleanup.plans import (
-    CleaningPlan,
+    CleanupPlan,
     WorkerJunk,
-    first_keys,
+    estimate_monthly_savings,
+    read_first_keys,
     read_plan,
-    saved_a_month,
 )
 from millrace.cleanup.rules import (
     Age,
-    CleanSettings,
-    CleanupBucket,
-    CleanVersions,
-    DeleteGather,
+    CleanupBucketPreset,
+    CleanupKind,
+    CleanupSettings,
+    CleanVersionsPreset,
+    DeleteGatherPreset,
     Rule,
-    S3Manager,
-    What,
+    S3ManagerPreset,
 )
-from millrace.cleanup.stale_uploads import Aborted, abort_uploads
-from millrace.cleanup.wiping import Contents, name_to_type, plan_wiping, survey_wiping, wipe
+from millrace.cleanup.stale_uploads import StaleUploadsResult, abort_uploads
+from millrace.cleanup.wiping import StoreContents, make_confirmation, plan_wipe, survey_wipe, wipe
 
 __all__ = [
-    "Aborted",
     "Age",
-    "CleanSettings",
-    "CleanVersions",
-    "Cleaned",
-    "CleaningPlan",
-    "CleanupBucket",
-    "Contents",
-    "DeleteGather",
+    "CleanVersionsPreset",
+    "CleanupBucketPreset",
+    "CleanupKind",
+    "CleanupPlan",
+    "CleanupResult",
+    "CleanupSettings",
+    "DeleteGatherPreset",
     "Rule",
-    "S3Manager",
+    "S3ManagerPreset",
+    "StaleUploadsResult",
+    "StoreContents",
     "VerifyDepth",
-    "What",
     "WorkerJunk",
     "abort_uploads",
-    "describe",
+    "describe_rule",
+    "estimate_monthly_savings",
     "execute",
-    "first_keys",
+    "make_confirmation",
     "make_plan",
-    "name_to_type",
-    "plan_wiping",
+    "plan_wipe",
+    "read_first_keys",
     "read_plan",
-    "saved_a_month",
-    "survey_wiping",
+    "survey_wipe",
     "wipe",
 ]

@@ -1,9 +1,9 @@
-"""Execute a plan of cleaning: the very plan that was shown, and of it only what is still so.
+"""Execute a cleanup plan: delete the planned objects that are unchanged and unprotected.
 
-Just before each batch is deleted its objects are listed and the leases are read again. What was
-written since the plan, or is protected by now, stays, and is said. Between that listing and the
-delete no store that we know can promise more. Killed at any time, the same plan can be executed
-again: what is gone is gone.
+Just before each batch is deleted, its objects are listed and the leases are read again. Objects
+that were written since the plan, or are protected by now, stay and are reported. A write
+between that listing and the delete is not seen: no known store can exclude it. A plan whose
+execution was killed can be executed again: missing objects are counted and skipped.
 """
 
 import time
@@ -18,10 +18,10 @@ import orjson
 
 from millrace import errors
 from millrace.checkpoints import VerifyDepth
-from millrace.cleanup.planner import Judge
-from millrace.cleanup.plans import Entry, Tally, WorkerJunk, open_plan
-from millrace.cleanup.protection import Guard, clock_of
-from millrace.cleanup.rules import CleanSettings
+from millrace.cleanup.planner import Planner
+from millrace.cleanup.plans import PlanEntry, PlanTally, WorkerJunk, open_plan
+from millrace.cleanup.protection import ProtectionPolicy, read_store_clock
+from millrace.cleanup.rules import CleanupSettings
 from millrace.keys import (
     ClassifiedKey,
     ObjectKind,
@@ -29,7 +29,7 @@ from millrace.keys import (
     cleaning_outcome_key,
     find_common_prefix,
 )
-from millrace.progress import Event, Progress, silent
+from millrace.progress import Event, Progress, ignore_event
 from millrace.storage import (
     Backend,
     DeleteFailure,
@@ -44,41 +44,41 @@ from millrace.storage import (
 )
 
 _BATCH = 1000
-_AT_ONCE = 8
-_WHOLE = {ObjectKind.CHECKPOINT, ObjectKind.DATASET}
-_ENOUGH = 1000  # failures after which nothing more is tried
+_MAX_BATCHES = 8
+_UNIT_KINDS = {ObjectKind.CHECKPOINT, ObjectKind.DATASET}
+_MAX_FAILURES = 1000  # failures after which nothing more is tried
 _CHANGED = "it was written since the plan was made"
-_BEFORE = "what has to go before it is still there"
+_BEFORE = "objects that have to be deleted before it are still there"
 _NAMED = "Millrace names it by now"
 _Unit = tuple[ObjectKind, str, int]
 
 
-class Still(Protocol):
-    """Decides of each object of a plan whether it still goes."""
+class DeletionCheck(Protocol):
+    """Check that decides whether an object of a plan is still deleted."""
 
-    def look_again(self) -> None:
-        """Read the leases anew from now on. Called before each batch."""
+    def refresh_leases(self) -> None:
+        """Forget cached leases, so that the next check reads them. Called before each batch."""
         ...
 
-    def __call__(self, entry: Entry) -> str:
-        """Say why an object stays by now; empty if it goes."""
+    def __call__(self, entry: PlanEntry) -> str:
+        """Return why an object stays by now; empty if it can be deleted."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Cleaned:
+class CleanupResult:
     """Result of executing a plan.
 
     Attributes:
-        plan: Its name.
-        objects: That were deleted, by the place of the rule that took them.
-        size: Their bytes, likewise.
-        gone: Objects of the plan that were not there any more.
-        skipped: Objects that stay, by why.
-        failures: Those that could not be deleted.
-        given_up: Whether so many could not that the rest was not tried.
-        seconds: How long it took.
-        junk: Junk of workers that was deleted, by the worker: the largest first.
+        plan: Name of the plan.
+        objects: Number of deleted objects, by the index of the rule.
+        size: Bytes of the deleted objects, by the index of the rule.
+        missing: Number of planned objects that were already missing.
+        skipped: Number of objects that stay, by the reason.
+        failures: Objects that could not be deleted.
+        has_given_up: Whether the rest was not tried after too many failures.
+        seconds: Duration in seconds.
+        junk: Deleted junk of each worker, the largest first.
         versions: After a wipe, older versions and delete markers that are left; None if the
             credentials may not list them, or nothing was wiped.
     """
@@ -86,278 +86,303 @@ class Cleaned:
     plan: str
     objects: dict[int, int]
     size: dict[int, int]
-    gone: int
+    missing: int
     skipped: dict[str, int]
     failures: tuple[DeleteFailure, ...]
-    given_up: bool
+    has_given_up: bool
     seconds: float
     versions: VersionCount | None = None
     junk: tuple[WorkerJunk, ...] = ()
 
     @property
-    def deleted(self) -> int:
+    def deleted_objects(self) -> int:
         """Number of deleted objects."""
         return sum(self.objects.values())
 
     @property
-    def freed(self) -> int:
+    def deleted_bytes(self) -> int:
         """Bytes that were deleted."""
         return sum(self.size.values())
 
 
 @dataclass(slots=True)
-class _Sum:
-    """Result of a plan so far."""
+class _ResultTally:
+    """Running totals of an execution."""
 
-    tally: Tally = field(default_factory=Tally)
-    gone: int = 0
+    tally: PlanTally = field(default_factory=PlanTally)
+    missing: int = 0
     failures: list[DeleteFailure] = field(default_factory=list[DeleteFailure])
 
     @property
-    def given_up(self) -> bool:
-        return len(self.failures) >= _ENOUGH
+    def has_given_up(self) -> bool:
+        return len(self.failures) >= _MAX_FAILURES
 
 
 @dataclass(frozen=True, slots=True)
-class _Done:
+class _BatchResult:
     """Result of a batch."""
 
-    deleted: list[Entry]
-    gone: int
+    deleted_entries: list[PlanEntry]
+    missing: int
     changed: int
     failures: list[DeleteFailure]
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         return not (self.changed or self.failures)
 
 
-def execute(settings: CleanSettings, plan: str, *, progress: Progress = silent) -> Cleaned:
-    """Delete what a plan says, but for what is another by now, or protected.
+def execute(
+    settings: CleanupSettings, plan: str, *, progress: Progress = ignore_event
+) -> CleanupResult:
+    """Delete the objects of a plan, except objects that have changed or are protected by now.
 
     Args:
-        settings: Where, and what is beside it. The rules are the plan's.
-        plan: The plan's name.
+        settings: The store and its related stores. The rules are those of the plan.
+        plan: Name of the plan.
         progress: Told ``cleaning.deleted`` with ``objects`` and ``bytes`` so far, each batch.
 
     Raises:
         NotFoundError: There is no such plan.
-        CorruptError: It is damaged: what stood before the damage is deleted.
-        DeniedError, UnavailableError: A lease cannot be read, or a listing.
+        CorruptError: The plan is damaged. Objects before the damage are deleted.
+        DeniedError, UnavailableError: A lease or a listing cannot be read.
     """
     store = open_store(settings.store, make_folder=False)
     with open_plan(store, plan) as (header, entries):
         if not header.rules:
             raise errors.ConfigurationError(
-                f"{plan} is a plan of wiping all of {store.url}: that asks for its name."
+                f"{plan} is a plan to wipe all of {store.url}: wipe the store, "
+                "which asks for its name."
             )
-        beside = [open_store(spec, make_folder=False) for spec in settings.beside]
-        if missing := set(header.beside) - {one.url for one in beside}:
+        related_stores = [open_store(spec, make_folder=False) for spec in settings.related_stores]
+        if missing := set(header.related_stores) - {one.url for one in related_stores}:
             raise errors.ConfigurationError(
-                f"{plan} was made with {', '.join(sorted(missing))} beside {store.url}: name it, "
-                "as leases there protect what is here."
+                f"{plan} was made with the related stores {', '.join(sorted(missing))}, whose "
+                f"leases protect objects of {store.url}: name them in related_stores."
             )
-        clock = clock_of(store)
-        pinned = (*header.pinned, *settings.pinned)
-        guard = Guard([store, *beside], pinned, VerifyDepth.SIZES, clock)
-        judge = Judge(store, header.rules, guard, header.made, VerifyDepth.SIZES)
-        return delete_entries(store, plan, entries, _Still(judge, beside), progress)
+        clock = read_store_clock(store)
+        pins = (*header.pins, *settings.pins)
+        protection = ProtectionPolicy([store, *related_stores], pins, VerifyDepth.SIZES, clock)
+        planner = Planner(store, header.rules, protection, header.created_at, VerifyDepth.SIZES)
+        return delete_entries(
+            store, plan, entries, _FreshnessCheck(planner, related_stores), progress
+        )
 
 
 def delete_entries(
     store: Store,
     plan: str,
-    entries: Iterator[Entry],
-    still: Still,
-    progress: Progress = silent,
+    entries: Iterator[PlanEntry],
+    check: DeletionCheck,
+    progress: Progress = ignore_event,
     *,
-    phases: bool = True,
-) -> Cleaned:
-    """Delete what is listed as it was planned, and write down what became of it.
+    in_phases: bool = True,
+) -> CleanupResult:
+    """Delete the objects of a plan that are unchanged, and write the outcome beside the plan.
 
     Args:
-        store: Where.
-        plan: The plan's name.
-        entries: What is to go.
-        still: Says why one stays by now. Called in the thread of the caller.
+        store: Store of the objects.
+        plan: Name of the plan.
+        entries: Objects to delete.
+        check: Check of each object. Called in the thread of the caller.
         progress: As of `execute`.
-        phases: Whether what goes whole goes in its phases; not where all goes.
+        in_phases: Whether checkpoints and datasets are deleted phase by phase. A wipe needs none.
     """
     began = time.monotonic()
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="cleaning") as pool:
-        work = _Work(store, pool, still, progress)
-        for unit, group in groupby(entries, key=_unit if phases else lambda _: None):
-            work.group(unit, group)
-            if work.sum.given_up:
+    with ThreadPoolExecutor(_MAX_BATCHES, thread_name_prefix="cleaning") as pool:
+        deleter = _BatchDeleter(store, pool, check, progress)
+        for unit, group in groupby(entries, key=_find_unit if in_phases else lambda _: None):
+            deleter.delete_group(unit, group)
+            if deleter.totals.has_given_up:
                 break
-        work.settle(0)
-    total = work.sum
-    cleaned = Cleaned(
+        deleter.await_batches(0)
+    total = deleter.totals
+    result = CleanupResult(
         plan=plan,
         objects=dict(total.tally.objects),
         size=dict(total.tally.size),
-        gone=total.gone,
+        missing=total.missing,
         skipped=dict(total.tally.kept),
         failures=tuple(total.failures),
-        given_up=total.given_up,
+        has_given_up=total.has_given_up,
         seconds=time.monotonic() - began,
-        junk=total.tally.junk(),
+        junk=total.tally.summarize_junk(),
     )
-    _write_down(store, cleaned)
-    return cleaned
+    _write_outcome(store, result)
+    return result
 
 
 @dataclass(slots=True)
-class _Work:
-    """Batches on their way, and what has become of those before."""
+class _BatchDeleter:
+    """Deletes batches in threads, and counts the results."""
 
     store: Store
     pool: ThreadPoolExecutor
-    still: Still
+    check: DeletionCheck
     progress: Progress
-    sum: _Sum = field(default_factory=_Sum)
-    pending: deque[Future[_Done]] = field(default_factory=deque[Future[_Done]])
-    broken: set[tuple[ObjectKind, str]] = field(default_factory=set[tuple[ObjectKind, str]])
+    totals: _ResultTally = field(default_factory=_ResultTally)
+    pending: deque[Future[_BatchResult]] = field(default_factory=deque[Future[_BatchResult]])
+    incomplete_units: set[tuple[ObjectKind, str]] = field(
+        default_factory=set[tuple[ObjectKind, str]]
+    )
 
-    def group(self, unit: _Unit | None, entries: Iterable[Entry]) -> None:
-        """Delete what goes by itself, or one phase of what goes whole."""
+    def delete_group(self, unit: _Unit | None, entries: Iterable[PlanEntry]) -> None:
+        """Delete single objects, or one phase of a checkpoint or dataset."""
         if unit:
-            self.settle(0)  # what comes of others is not its own
-        whole = True
-        for batch in _batches(entries):
-            self.still.look_again()
-            going = [entry for entry in batch if not self._stays(unit, entry)]
-            whole &= len(going) == len(batch)
-            if going:
-                self.pending.append(self.pool.submit(_delete, self.store, going))
-            whole &= self.settle(_AT_ONCE - 1)
-            if self.sum.given_up:
+            self.await_batches(0)  # results of other batches do not count for this unit
+        is_complete = True
+        for batch in _iterate_batches(entries):
+            self.check.refresh_leases()
+            deletable = [entry for entry in batch if not self._is_kept(unit, entry)]
+            is_complete &= len(deletable) == len(batch)
+            if deletable:
+                self.pending.append(self.pool.submit(_delete_batch, self.store, deletable))
+            is_complete &= self.await_batches(_MAX_BATCHES - 1)
+            if self.totals.has_given_up:
                 return
-        if unit and not (self.settle(0) and whole):
-            self.broken.add(unit[:2])
+        if unit and not (self.await_batches(0) and is_complete):
+            self.incomplete_units.add(unit[:2])
 
-    def settle(self, most: int) -> bool:
-        """Wait until so many batches are left; whether all of what came in is gone."""
-        whole = True
-        while len(self.pending) > most:
-            whole &= _add(self.sum, self.pending.popleft().result())
-            tally = self.sum.tally
+    def await_batches(self, max_pending: int) -> bool:
+        """Wait until few enough batches are pending; tell whether the ended ones are complete."""
+        is_complete = True
+        while len(self.pending) > max_pending:
+            is_complete &= _add_result(self.totals, self.pending.popleft().result())
+            tally = self.totals.tally
             figures = {"objects": sum(tally.objects.values()), "bytes": sum(tally.size.values())}
             self.progress(Event("cleaning.deleted", self.store.url, figures))
-        return whole
+        return is_complete
 
-    def _stays(self, unit: _Unit | None, entry: Entry) -> bool:
-        why = _BEFORE if unit and unit[:2] in self.broken else self.still(entry)
-        if why:
-            self.sum.tally.kept[why] += 1
-        return bool(why)
+    def _is_kept(self, unit: _Unit | None, entry: PlanEntry) -> bool:
+        reason = _BEFORE if unit and unit[:2] in self.incomplete_units else self.check(entry)
+        if reason:
+            self.totals.tally.kept[reason] += 1
+        return bool(reason)
 
 
-def _write_down(store: Store, cleaned: Cleaned) -> None:
+def _write_outcome(store: Store, result: CleanupResult) -> None:
     body = {
-        "objects": {f"{place}": count for place, count in cleaned.objects.items()},
-        "size": {f"{place}": count for place, count in cleaned.size.items()},
-        "gone": cleaned.gone,
-        "skipped": cleaned.skipped,
-        "junk": cleaned.junk,
-        "failures": [{"key": one.key, "reason": one.reason} for one in cleaned.failures],
-        "given_up": cleaned.given_up,
-        "seconds": round(cleaned.seconds, 3),
+        "objects": {f"{index}": count for index, count in result.objects.items()},
+        "size": {f"{index}": count for index, count in result.size.items()},
+        "missing": result.missing,
+        "skipped": result.skipped,
+        "junk": result.junk,
+        "failures": [{"key": one.key, "reason": one.reason} for one in result.failures],
+        "has_given_up": result.has_given_up,
+        "seconds": round(result.seconds, 3),
     }
-    put(store, cleaning_outcome_key(cleaned.plan), orjson.dumps(body, option=orjson.OPT_INDENT_2))
+    put(store, cleaning_outcome_key(result.plan), orjson.dumps(body, option=orjson.OPT_INDENT_2))
 
 
-class _Still:
-    """Says why an object of a plan stays by now."""
+class _FreshnessCheck:
+    """Check of the objects of a plan against the present state of the store."""
 
-    def __init__(self, judge: Judge, beside: list[Store]) -> None:
-        self._judge, self._beside = judge, beside
-        self._looked = False
+    def __init__(self, planner: Planner, related_stores: list[Store]) -> None:
+        self._planner, self._related_stores = planner, related_stores
+        self._has_survey = False
         self._unit: _Unit | None = None
-        self._stays: Callable[[str], str] = lambda _: ""
+        self._explain_unit: Callable[[str], str] = lambda _: ""
 
-    def look_again(self) -> None:
-        self._judge.guard.look_again()
+    def refresh_leases(self) -> None:
+        self._planner.protection.refresh_leases()
 
-    def __call__(self, entry: Entry) -> str:
-        what = classify_key(entry.stat.key)
+    def __call__(self, entry: PlanEntry) -> str:
+        classified = classify_key(entry.stat.key)
         if entry.junk:
-            self._look_around()
-            # Another release may have made the plan.
-            return _NAMED if what else self._judge.junk_stays(entry.stat.key, entry.junk)
-        unit = _unit(entry)
-        if unit is None or what is None:
-            return self._judge.guard.why(entry.stat.key, what)
+            self._survey_once()
+            # A release that knows fewer names may have made the plan.
+            return (
+                _NAMED
+                if classified
+                else self._planner.explain_junk_protection(entry.stat.key, entry.junk)
+            )
+        unit = _find_unit(entry)
+        if unit is None or classified is None:
+            return self._planner.protection.explain_protection(entry.stat.key, classified)
         if unit != self._unit:
-            # Looked at anew before each phase: a checkpoint may have come that names its files.
+            # Checked before each phase: a new checkpoint may name the files.
             self._unit = unit
-            of = self._of_job if what.kind is ObjectKind.CHECKPOINT else self._of_dataset
-            self._stays = of(what.scope, entry.phase)
-        return self._live(what, entry.phase) or self._stays(entry.stat.key)
+            make_check = (
+                self._make_job_check
+                if classified.kind is ObjectKind.CHECKPOINT
+                else self._make_dataset_check
+            )
+            self._explain_unit = make_check(classified.scope, entry.phase)
+        return self._explain_use(classified, entry.phase) or self._explain_unit(entry.stat.key)
 
-    def _live(self, what: ClassifiedKey, phase: int) -> str:
-        """Say who works on what an object is a part of."""
-        guard = self._judge.guard
-        if why := guard.live(what.scope):
-            return why
-        # Without a phase it is an orphan, which no manifest names and nobody trains on.
-        return guard.needed_by(what.scope) if what.kind is ObjectKind.DATASET and phase else ""
+    def _explain_use(self, classified: ClassifiedKey, phase: int) -> str:
+        """Return who uses the checkpoint or dataset of an object; empty if nobody does."""
+        protection = self._planner.protection
+        if reason := protection.describe_holder(classified.scope):
+            return reason
+        # An object without a phase is an orphan: no manifest names it, so nobody trains on it.
+        return (
+            protection.describe_training_campaign(classified.scope)
+            if classified.kind is ObjectKind.DATASET and phase
+            else ""
+        )
 
-    def _look_around(self) -> None:
-        if not self._looked:
-            self._judge.look_around(self._beside)
-            self._looked = True
+    def _survey_once(self) -> None:
+        if not self._has_survey:
+            self._planner.survey_stores(self._related_stores)
+            self._has_survey = True
 
-    def _of_job(self, job: str, phase: int) -> Callable[[str], str]:
-        self._look_around()
-        going = self._judge.unneeded(job) if phase else self._judge.removed(job)
-        there = self._judge.keys_of(job)
-        # What is not there any more went when this plan was executed before.
-        return lambda key: "somebody needs it by now" if key in there - going else ""
+    def _make_job_check(self, job: str, phase: int) -> Callable[[str], str]:
+        self._survey_once()
+        deletable = (
+            self._planner.find_unreferenced_keys(job)
+            if phase
+            else self._planner.list_deletable_keys(job)
+        )
+        present = self._planner.list_keys(job)
+        # Missing objects were deleted by an earlier execution of this plan.
+        return lambda key: (
+            "a checkpoint or a run needs it by now" if key in present - deletable else ""
+        )
 
-    def _of_dataset(self, dataset: str, phase: int) -> Callable[[str], str]:
-        if self._judge.guard.pins_below(f"{dataset}/"):
+    def _make_dataset_check(self, dataset: str, phase: int) -> Callable[[str], str]:
+        if self._planner.protection.has_pins_below(f"{dataset}/"):
             return lambda _: "it is pinned"
         if phase:
-            changed = self._judge.changed(dataset)
+            changed = self._planner.explain_change(dataset)
             return lambda _: changed
         try:
-            names = self._judge.named_in(dataset)
+            names = self._planner.list_referenced_keys(dataset)
         except errors.CorruptError as error:
-            why = str(error)
-            return lambda _: why
+            reason = str(error)
+            return lambda _: reason
         return lambda key: "its dataset names it by now" if key in names else ""
 
 
-def _unit(entry: Entry) -> _Unit | None:
-    """Return the unit that an object is deleted with, as a whole."""
-    what = classify_key(entry.stat.key)
-    if what is None or what.kind not in _WHOLE:
+def _find_unit(entry: PlanEntry) -> _Unit | None:
+    """Return the checkpoint or dataset, and the phase, that an object is deleted with."""
+    classified = classify_key(entry.stat.key)
+    if classified is None or classified.kind not in _UNIT_KINDS:
         return None
-    return what.kind, what.scope, entry.phase
+    return classified.kind, classified.scope, entry.phase
 
 
-def _batches(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+def _iterate_batches(entries: Iterable[PlanEntry]) -> Iterator[list[PlanEntry]]:
     remaining = iter(entries)
     while batch := list(islice(remaining, _BATCH)):
         yield batch
 
 
-def _delete(store: Store, entries: list[Entry]) -> _Done:
-    there = _listed(store, sorted(entry.stat.key for entry in entries))
-    found = [(entry, there.get(entry.stat.key)) for entry in entries]
+def _delete_batch(store: Store, entries: list[PlanEntry]) -> _BatchResult:
+    present = _list_present(store, sorted(entry.stat.key for entry in entries))
+    found = [(entry, present.get(entry.stat.key)) for entry in entries]
     same = [entry for entry, stat in found if stat is not None and _is_same(entry.stat, stat)]
-    gone = sum(stat is None for _, stat in found)
+    missing = sum(stat is None for _, stat in found)
     failures = delete(store, [entry.stat.key for entry in same])
     failed = {failure.key for failure in failures}
     deleted = [entry for entry in same if entry.stat.key not in failed]
-    return _Done(deleted, gone, len(entries) - gone - len(same), failures)
+    return _BatchResult(deleted, missing, len(entries) - missing - len(same), failures)
 
 
-def _listed(store: Store, keys: list[str]) -> dict[str, Stat]:
-    """Objects as they are now, by their keys, which are sorted."""
-    if store.location.backend is Backend.FILE:  # whose listing has no order
-        return dict(_heads(store, keys))
+def _list_present(store: Store, keys: list[str]) -> dict[str, Stat]:
+    """Return the objects that exist, by key. The keys are sorted."""
+    if store.location.backend is Backend.FILE:  # its listing has no order
+        return dict(_iterate_heads(store, keys))
     wanted, last = set(keys), keys[-1]
     found: dict[str, Stat] = {}
     prefix = find_common_prefix((keys[0], last))
@@ -370,7 +395,7 @@ def _listed(store: Store, keys: list[str]) -> dict[str, Stat]:
     return found
 
 
-def _heads(store: Store, keys: list[str]) -> Iterator[tuple[str, Stat]]:
+def _iterate_heads(store: Store, keys: list[str]) -> Iterator[tuple[str, Stat]]:
     for key in keys:
         try:
             yield key, head(store, key)
@@ -386,12 +411,12 @@ def _is_same(planned: Stat, now: Stat) -> bool:
     )
 
 
-def _add(total: _Sum, done: _Done) -> bool:
-    """Add a batch up; whether all of it is gone."""
-    for entry in done.deleted:
-        total.tally.add(entry)
-    total.gone += done.gone
-    if done.changed:
-        total.tally.kept[_CHANGED] += done.changed
-    total.failures += done.failures
-    return done.whole
+def _add_result(totals: _ResultTally, result: _BatchResult) -> bool:
+    """Add the result of a batch to the totals; tell whether all of the batch is deleted."""
+    for entry in result.deleted_entries:
+        totals.tally.add_entry(entry)
+    totals.missing += result.missing
+    if result.changed:
+        totals.tally.kept[_CHANGED] += result.changed
+    totals.failures += result.failures
+    return result.is_complete

@@ -1,7 +1,7 @@
-"""A plan of cleaning: an object in the store, with a line for each object that is to go.
+"""Cleanup plans: an object in the store with a line for each object to delete.
 
-It is JSON lines: what it was made of, then the objects, then the totals. It is written and read a
-piece at a time, so that a million keys need no memory, and it is there only when it is whole.
+A plan is JSON lines: a header, then the objects, then the totals. It is written and read in blocks,
+so that memory does not grow with the number of keys. The object appears only when it is complete.
 """
 
 import heapq
@@ -23,44 +23,44 @@ from millrace.keys import ClassifiedKey, ObjectKind, cleaning_plan_key
 from millrace.storage import Stat, Store, open_writer, stream
 
 _PART = 8 << 20
-_GB_MONTH = 0.015  # dollars, of R2's standard storage; what is deleted costs no request there
+_GB_MONTH = 0.015  # dollars, of R2's standard storage; deletes are free there
 _LINES = 1000
-_WORKERS = 1000  # whose junk is told apart
+_WORKERS = 1000  # workers whose junk is listed
 
 
 class PlanHeader(BaseModel):
     """Origin of a plan: its store, rules and time.
 
     Attributes:
-        version: Of the format.
-        store: The URL of the store that it is of.
-        made: When, by the store's clock.
-        beside: URLs of the places whose leases protected what is in the store.
-        rules: By which; empty where all goes.
-        pinned: What stays, whatever the rules say.
-        check: How checkpoints were verified.
+        version: Version of the format.
+        store: URL of the store.
+        created_at: Time by the store's clock.
+        related_stores: URLs of the stores whose leases protect objects too.
+        rules: Rules in order; empty for a wipe.
+        pins: Keys and folders that stay.
+        check: Check of checkpoints.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: Literal[1] = 1
     store: str
-    made: datetime
-    beside: tuple[str, ...] = ()
+    created_at: datetime
+    related_stores: tuple[str, ...] = ()
     rules: tuple[Rule, ...]
-    pinned: tuple[str, ...]
+    pins: tuple[str, ...]
     check: VerifyDepth
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerJunk:
-    """Junk that goes from below the own prefix of one worker.
+    """Junk to delete below the prefix of one worker.
 
     Attributes:
         scope: Run, or job of a member.
         worker: Name of the worker or member.
         objects: Number of objects.
-        size: Their bytes.
+        size: Bytes of the objects.
     """
 
     scope: str
@@ -73,10 +73,10 @@ class PlanTotals(BaseModel):
     """Totals of a plan.
 
     Attributes:
-        objects: That go, by the place of the rule that took them.
-        size: Their bytes, likewise.
-        kept: Objects that a rule would take and something stronger protects, by why.
-        junk: Junk that goes, by the worker: the largest first, 1,000 workers at most.
+        objects: Number of objects to delete, by the index of the rule.
+        size: Bytes to delete, by the index of the rule.
+        kept: Number of protected objects that a rule would take, by the reason.
+        junk: Junk of each worker, the largest first, 1,000 workers at most.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -88,30 +88,30 @@ class PlanTotals(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """An object that is to go.
+class PlanEntry:
+    """Object to delete.
 
     Attributes:
-        stat: Which, as it was when the plan was made.
-        rule: The place of the rule that took it.
-        phase: Of what goes whole, when: all of one phase are gone before the next begins.
-        junk: Kind of a worker's junk: its key does not say whose it is.
+        stat: Description of the object when the plan was made.
+        rule_index: Index of the rule that takes it.
+        phase: Phase of a checkpoint or dataset: all of one phase is deleted before the next.
+        junk: Run and worker of junk, which its key does not tell.
     """
 
     stat: Stat
-    rule: int
+    rule_index: int
     phase: int = 0
     junk: ClassifiedKey | None = None
 
-    def line(self) -> bytes:
-        """As it stands in a plan."""
+    def encode_line(self) -> bytes:
+        """Return the line of a plan."""
         stat = self.stat
         data: dict[str, Any] = {
             "key": stat.key,
             "size": stat.size,
             "etag": stat.etag,
             "modified": stat.last_modified.astimezone(UTC),
-            "rule": self.rule,
+            "rule": self.rule_index,
         }
         if self.phase:
             data["phase"] = self.phase
@@ -121,13 +121,13 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class CleaningPlan:
-    """A plan that is whole.
+class CleanupPlan:
+    """Complete plan.
 
     Attributes:
-        name: By which it is executed.
-        header: What it was made of.
-        totals: What it comes to.
+        name: Name of the plan.
+        header: Store, rules and time.
+        totals: Totals of the objects to delete and of those kept.
     """
 
     name: str
@@ -146,127 +146,132 @@ class CleaningPlan:
 
     @property
     def size(self) -> int:
-        """Their bytes."""
+        """Bytes of the objects to delete."""
         return sum(self.totals.size.values())
 
 
 @dataclass(slots=True)
-class Tally:
+class PlanTally:
     """Totals of a plan while it is made."""
 
     objects: Counter[int] = field(default_factory=Counter[int])
     size: Counter[int] = field(default_factory=Counter[int])
     kept: Counter[str] = field(default_factory=Counter[str])
-    _junk: dict[tuple[str, str], WorkerJunk] = field(
+    _junk_by_worker: dict[tuple[str, str], WorkerJunk] = field(
         default_factory=dict[tuple[str, str], WorkerJunk]
     )
 
-    def add(self, entry: Entry) -> None:
-        """Count an object that goes."""
-        self.objects[entry.rule] += 1
-        self.size[entry.rule] += entry.stat.size
+    def add_entry(self, entry: PlanEntry) -> None:
+        """Count an object to delete."""
+        self.objects[entry.rule_index] += 1
+        self.size[entry.rule_index] += entry.stat.size
         if entry.junk:
-            whose = (entry.junk.scope, entry.junk.worker)
-            one = self._junk.get(whose, WorkerJunk(*whose, 0, 0))
+            worker = (entry.junk.scope, entry.junk.worker)
+            one = self._junk_by_worker.get(worker, WorkerJunk(*worker, 0, 0))
             size = one.size + entry.stat.size
-            self._junk[whose] = replace(one, objects=one.objects + 1, size=size)
+            self._junk_by_worker[worker] = replace(one, objects=one.objects + 1, size=size)
 
-    def junk(self) -> tuple[WorkerJunk, ...]:
+    def summarize_junk(self) -> tuple[WorkerJunk, ...]:
         """Return the junk of each worker: the largest first, 1,000 workers at most."""
         each = heapq.nsmallest(
-            _WORKERS, self._junk.values(), key=lambda one: (-one.size, -one.objects, one.worker)
+            _WORKERS,
+            self._junk_by_worker.values(),
+            key=lambda one: (-one.size, -one.objects, one.worker),
         )
         return tuple(each)
 
-    def totals(self) -> PlanTotals:
-        """Return the totals, when nothing comes any more."""
+    def make_totals(self) -> PlanTotals:
+        """Return the totals of all entries so far."""
         return PlanTotals(
-            objects=dict(self.objects), size=dict(self.size), kept=dict(self.kept), junk=self.junk()
+            objects=dict(self.objects),
+            size=dict(self.size),
+            kept=dict(self.kept),
+            junk=self.summarize_junk(),
         )
 
 
 def write_plan(
-    store: Store, name: str, header: PlanHeader, entries: Iterable[Entry], tally: Tally
-) -> CleaningPlan:
+    store: Store, name: str, header: PlanHeader, entries: Iterable[PlanEntry], tally: PlanTally
+) -> CleanupPlan:
     """Write a plan while it is made. Memory is three parts of 8 MiB.
 
     Args:
-        store: Whose objects they are, and where it is written to.
-        name: The plan's.
-        header: What it is made of.
-        entries: What goes. Whatever they raise leaves no plan.
-        tally: Of what is kept the entries are counting themselves.
+        store: Store of the objects and of the plan.
+        name: Name of the plan.
+        header: Header of the plan.
+        entries: Objects to delete. An exception of the iterator leaves no plan.
+        tally: Totals. The iterator counts the kept objects in it.
     """
-    with open_writer(store, cleaning_plan_key(name), part=_PART, concurrency=2) as writer:
+    with open_writer(store, cleaning_plan_key(name), part_size=_PART, concurrency=2) as writer:
         writer.write(header.model_dump_json().encode() + b"\n")
         lines: list[bytes] = []
         for entry in entries:
-            tally.add(entry)
-            lines.append(entry.line())
+            tally.add_entry(entry)
+            lines.append(entry.encode_line())
             if len(lines) == _LINES:
                 writer.write(b"".join(lines))
                 lines.clear()
-        totals = tally.totals()
+        totals = tally.make_totals()
         lines.append(totals.model_dump_json().encode() + b"\n")
         writer.write(b"".join(lines))
-    return CleaningPlan(name, header, totals)
+    return CleanupPlan(name, header, totals)
 
 
 @contextmanager
-def open_plan(store: Store, name: str) -> Generator[tuple[PlanHeader, Iterator[Entry]]]:
-    """Read a plan: what it was made of at once, then one entry after the other.
+def open_plan(store: Store, name: str) -> Generator[tuple[PlanHeader, Iterator[PlanEntry]]]:
+    """Read the header of a plan, and iterate over its entries.
 
     Raises:
-        NotFoundError: There is none of this name.
-        CorruptError: It is none.
-        ConfigurationError: It is another store's.
+        NotFoundError: There is no plan of this name.
+        CorruptError: The object is not a plan.
+        ConfigurationError: The plan is for another store.
     """
-    where = store.url_of(cleaning_plan_key(name))
+    url = store.make_url(cleaning_plan_key(name))
     blocks = stream(store, cleaning_plan_key(name))
-    lines = _lines(blocks)
+    lines = _split_lines(blocks)
     try:
         try:
             header = PlanHeader.model_validate_json(next(lines, b""))
         except ValidationError as error:
-            raise errors.CorruptError(f"{where} is no plan of cleaning: make a new one.") from error
+            raise errors.CorruptError(f"{url} is no plan of cleaning: make a new one.") from error
         if header.store != store.url:
             raise errors.ConfigurationError(
-                f"{where} is a plan for {header.store}: it was copied here. Make a new one."
+                f"{url} is a plan for {header.store}: it was copied here. Make a new one."
             )
-        yield header, _entries(where, lines)
+        yield header, _parse_entries(url, lines)
     finally:
         lines.close()
 
 
-def read_plan(store: Store, name: str) -> CleaningPlan:
-    """Return a plan's totals. All of it is read.
+def read_plan(store: Store, name: str) -> CleanupPlan:
+    """Read a whole plan, and return it with its totals.
 
     Raises:
         NotFoundError, CorruptError, ConfigurationError: As of `open_plan`.
     """
     with open_plan(store, name) as (header, entries):
-        tally = Tally()
+        tally = PlanTally()
         for entry in entries:
-            tally.add(entry)
-    return CleaningPlan(name, header, tally.totals())
+            tally.add_entry(entry)
+    return CleanupPlan(name, header, tally.make_totals())
 
 
-def first_keys(store: Store, name: str, most: int) -> list[tuple[str, int]]:
-    """Return the first objects of a plan, each with its bytes: for whoever looks at it.
+def read_first_keys(store: Store, name: str, limit: int) -> list[tuple[str, int]]:
+    """Return the keys and sizes of the first objects of a plan.
 
     Raises:
         NotFoundError, CorruptError, ConfigurationError: As of `open_plan`.
     """
     with open_plan(store, name) as (_, entries):
-        return [(entry.stat.key, entry.stat.size) for entry in islice(entries, most)]
+        return [(entry.stat.key, entry.stat.size) for entry in islice(entries, limit)]
 
 
-def saved_a_month(size: int) -> float:
-    """Dollars that so many bytes cost a month on Cloudflare R2 (0.015 a GB)."""
+def estimate_monthly_savings(size: int) -> float:
+    """Return the dollars that so many bytes cost a month on Cloudflare R2 (0.015 a GB)."""
     return size / 1e9 * _GB_MONTH
 
 
-def _entries(where: str, lines: Iterator[bytes]) -> Iterator[Entry]:
+def _parse_entries(url: str, lines: Iterator[bytes]) -> Iterator[PlanEntry]:
     for line in lines:
         try:
             data: dict[str, Any] = orjson.loads(line)
@@ -278,20 +283,20 @@ def _entries(where: str, lines: Iterator[bytes]) -> Iterator[Entry]:
                 data["etag"],
                 datetime.fromisoformat(data["modified"]),
             )
-            yield Entry(stat, data["rule"], data.get("phase", 0), _junk(data))
+            yield PlanEntry(stat, data["rule"], data.get("phase", 0), _parse_junk(data))
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            raise errors.CorruptError(f"{where} is damaged: make a new plan.") from error
-    raise errors.CorruptError(f"{where} has no end: make a new plan.")
+            raise errors.CorruptError(f"{url} is damaged: make a new plan.") from error
+    raise errors.CorruptError(f"{url} has no end: make a new plan.")
 
 
-def _junk(data: dict[str, Any]) -> ClassifiedKey | None:
+def _parse_junk(data: dict[str, Any]) -> ClassifiedKey | None:
     if "junk" not in data:
         return None
     scope, worker = data["junk"]
     return ClassifiedKey(ObjectKind.JUNK, scope, worker=worker)
 
 
-def _lines(blocks: Iterator[bytes]) -> Generator[bytes]:
+def _split_lines(blocks: Iterator[bytes]) -> Generator[bytes]:
     rest = b""
     for block in blocks:
         *whole, rest = (rest + block).split(b"\n")

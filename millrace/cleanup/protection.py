@@ -1,4 +1,4 @@
-"""Protection from deletion: what a live run works with, and what the newest weights are made of."""
+"""Protection from deletion: objects in use by a run, and objects that the newest weights need."""
 
 import heapq
 import time
@@ -29,42 +29,42 @@ from millrace.schemas.chain import ChainLink, ChainStart
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Stat, Store, list_objects, read
 
-_HELD_FOR = 5.0  # seconds that what leases say is relied on while a plan is made
-_REST = 4  # times as long as the search for campaigns took, until it is done again
-_LARGEST = 1 << 20  # bytes of a campaign's plan
-_POSITION = "window"  # of a checkpoint of an aggregator's: the window that its weights are after
+_LEASE_CACHE_SECONDS = 5.0  # seconds for which leases are cached while a plan is made
+_SEARCH_PAUSE_FACTOR = 4  # pause after a search for campaigns, in durations of the search
+_MAX_PLAN_SIZE = 1 << 20  # bytes of a campaign's plan
+_POSITION = "window"  # position in an aggregator's checkpoint: the window after which it was saved
 
 
-def clock_of(store: Store, other: StoreClock | None = None) -> StoreClock:
+def read_store_clock(store: Store, fallback: StoreClock | None = None) -> StoreClock:
     """Return the store's clock.
 
     Args:
-        store: Which.
-        other: Where we may not write, the earlier of this one and this machine's is taken: by one
-            that is fast, a lease that is held would seem to have ended.
+        store: Store whose clock is read.
+        fallback: Clock for a store without write access. The earlier of this one and this machine's
+            is taken, as a fast clock would end leases that are held.
     """
     try:
         return StoreClock.read(store, CLEANING, Holder.this_process())
     except errors.DeniedError:
         own = StoreClock.of_this_machine()
-        return min(own, other or own, key=StoreClock.now)
+        return min(own, fallback or own, key=StoreClock.now)
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """The newest checkpoint of a chain that is verified: what comes after it is needed.
+class ChainHead:
+    """Newest verified checkpoint of a chain. Later objects of the chain are needed.
 
     Attributes:
-        step: That its weights are at.
-        window: That they are after.
+        step: Step of the weights.
+        window: Window after which they were saved.
     """
 
     step: int
     window: int
 
 
-class _Begun(BaseModel):
-    """Part of a chain's start that every version of it has."""
+class _ChainStartPart(BaseModel):
+    """Part of a chain's start that all versions of the record have."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -72,138 +72,143 @@ class _Begun(BaseModel):
     step: int
 
 
-class _Trained(BaseModel):
-    """The part of a campaign's plan that names what it needs."""
+class _CampaignPart(BaseModel):
+    """Part of a campaign's plan that names its dataset."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     dataset: str | None = None
 
 
-class Guard:
-    """Says of an object why it stays, whatever the rules say.
+class ProtectionPolicy:
+    """Explains why an object must stay although a rule takes it.
 
     Args:
-        stores: Where the objects are, and what is beside it.
-        pinned: Keys and folders: what is below one stays too.
-        check: How a checkpoint is verified.
-        clock: Of the first store.
+        stores: Store of the objects, then its related stores.
+        pins: Keys and folders that stay, with all that is below them.
+        check: Check of checkpoints.
+        clock: Clock of the first store.
     """
 
     def __init__(
-        self, stores: Sequence[Store], pinned: Sequence[str], check: VerifyDepth, clock: StoreClock
+        self, stores: Sequence[Store], pins: Sequence[str], check: VerifyDepth, clock: StoreClock
     ) -> None:
         self._store = stores[0]
-        beside = ((store, clock_of(store, clock)) for store in stores[1:])
-        self._stores = [(stores[0], clock), *beside]
-        self._keys = frozenset(pinned)
-        self._folders = tuple(key.rstrip("/") + "/" for key in pinned)
+        related_stores = ((store, read_store_clock(store, clock)) for store in stores[1:])
+        self._stores = [(stores[0], clock), *related_stores]
+        self._pinned_keys = frozenset(pins)
+        self._pinned_folders = tuple(key.rstrip("/") + "/" for key in pins)
         self._check = check
         self._census: dict[tuple[int, str], Census] = {}
-        self._live: dict[str, tuple[float, str]] = {}
-        self._heads: dict[tuple[str, str], Head | str] = {}
+        self._lease_cache: dict[str, tuple[float, str]] = {}
+        self._heads: dict[tuple[str, str], ChainHead | str] = {}
         self._campaigns: dict[str, set[str]] = {}
-        self._search_at = 0.0
+        self._next_search_at = 0.0
 
-    def look_again(self) -> None:
-        """Forget what leases said: before each batch that is deleted they are read anew."""
-        self._live.clear()
+    def refresh_leases(self) -> None:
+        """Forget cached leases, so that they are read again before each batch is deleted."""
+        self._lease_cache.clear()
 
-    def why(self, key: str, what: ClassifiedKey | None) -> str:
+    def explain_protection(self, key: str, classified: ClassifiedKey | None) -> str:
         """Return the reason why an object stays; empty if nothing protects it.
 
         Raises:
-            UnavailableError, DeniedError: A lease cannot be read: then nobody may say that it is
-                free.
+            UnavailableError, DeniedError: A lease cannot be read, so it may be held.
         """
-        if self.pins(key):
+        if self.is_pinned(key):
             return "it is pinned"
-        if what is None:
-            return self.live(key.rpartition("/")[0])
-        live = self.live(what.lease_scope)
-        if live or what.kind not in {ObjectKind.UPDATE, ObjectKind.LINK, ObjectKind.OPENING}:
-            return live
-        return self._needed(what)
+        if classified is None:
+            return self.describe_holder(key.rpartition("/")[0])
+        holder = self.describe_holder(classified.lease_scope)
+        if holder or classified.kind not in {
+            ObjectKind.UPDATE,
+            ObjectKind.LINK,
+            ObjectKind.OPENING,
+        }:
+            return holder
+        return self._explain_chain_protection(classified)
 
-    def pins(self, key: str) -> bool:
+    def is_pinned(self, key: str) -> bool:
         """Tell whether a key is pinned."""
-        return key in self._keys or key.startswith(self._folders)
+        return key in self._pinned_keys or key.startswith(self._pinned_folders)
 
-    def pins_below(self, folder: str) -> bool:
+    def has_pins_below(self, folder: str) -> bool:
         """Tell whether anything in a folder (which ends in ``/``) is pinned, or all of it is."""
-        return self.pins(folder) or any(
-            key.startswith(folder) for key in (*self._keys, *self._folders)
+        return self.is_pinned(folder) or any(
+            key.startswith(folder) for key in (*self._pinned_keys, *self._pinned_folders)
         )
 
-    def live(self, scope: str) -> str:
-        """Return who works on a run, a job or a dataset, in a sentence; empty if nobody does."""
+    def describe_holder(self, scope: str) -> str:
+        """Return which process holds a lease of a run, job or dataset; empty if none does."""
         now = time.monotonic()
-        until, said = self._live.get(scope, (now, ""))
-        if until <= now:
+        expires_at, holder = self._lease_cache.get(scope, (now, ""))
+        if expires_at <= now:
             parts = scope.split("/")
-            above = ("/".join(parts[: depth + 1]) for depth in range(len(parts)) if parts[depth])
-            said = next((who for one in above for who in self._holders(one)), "")
-            self._live[scope] = now + _HELD_FOR, said
-        return said
+            ancestors = (
+                "/".join(parts[: depth + 1]) for depth in range(len(parts)) if parts[depth]
+            )
+            holder = next((text for one in ancestors for text in self._iterate_holders(one)), "")
+            self._lease_cache[scope] = now + _LEASE_CACHE_SECONDS, holder
+        return holder
 
-    def needed_by(self, dataset: str) -> str:
-        """Say which campaign trains on a dataset; empty if none does that is led or has workers.
+    def describe_training_campaign(self, dataset: str) -> str:
+        """Return which campaign with a live process trains on a dataset; empty if none does.
 
-        Campaigns are found by a listing of all objects. It is repeated, but takes a fifth of the
-        time at most: a campaign's first plan may be seen that much later. Leases are not.
+        Campaigns are found by a listing of all objects. The listing is repeated, and takes at most
+        a fifth of the time. So a new campaign may be found late; leases are always read in time.
         """
         now = time.monotonic()
-        if now >= self._search_at:
-            self._campaigns = self._search()
+        if now >= self._next_search_at:
+            self._campaigns = self._find_campaigns()
             ended = time.monotonic()
-            self._search_at = ended + _REST * (ended - now)
+            self._next_search_at = ended + _SEARCH_PAUSE_FACTOR * (ended - now)
         for campaign in sorted(self._campaigns.get(dataset, ())):
-            if who := self.live(CampaignKeys(campaign).job):
-                return f"the campaign {campaign} trains on it: {who}"
+            if holder := self.describe_holder(CampaignKeys(campaign).job):
+                return f"the campaign {campaign} trains on it: {holder}"
         return ""
 
-    def _search(self) -> dict[str, set[str]]:
-        """Return the campaigns that have begun, by the dataset that each trains on."""
+    def _find_campaigns(self) -> dict[str, set[str]]:
+        """Return the names of all campaigns, by their dataset."""
         found: dict[str, set[str]] = defaultdict(set)
         for store, _ in self._stores:
             for stat in list_objects(store):
                 campaign = campaign_of(stat.key)
-                dataset = _dataset_of(store, stat.key) if campaign else None
+                dataset = _read_campaign_dataset(store, stat.key) if campaign else None
                 if campaign and dataset:
                     found[dataset].add(campaign)
         return dict(found)
 
-    def _holders(self, scope: str) -> Iterator[str]:
+    def _iterate_holders(self, scope: str) -> Iterator[str]:
         for number, (store, clock) in enumerate(self._stores):
             census = self._census.setdefault((number, scope), Census(store, scope, "", clock))
             for held in census.find_holders().values():
                 yield f"{scope} is worked on by {held.holder.host} (process {held.holder.pid})"
 
-    def _needed(self, what: ClassifiedKey) -> str:
-        """Return the reason why an object of a chain is needed."""
-        if what.kind is ObjectKind.LINK and what.number == 0:
-            return f"{what.scope} begins with it"
-        chain = (what.scope, what.version)
+    def _explain_chain_protection(self, classified: ClassifiedKey) -> str:
+        """Return why an object of a chain is needed; empty if it is not."""
+        if classified.kind is ObjectKind.LINK and classified.number == 0:
+            return f"{classified.scope} begins with it"
+        chain = (classified.scope, classified.version)
         if chain not in self._heads:
-            self._heads[chain] = _head(self._store, ChainKeys(*chain), self._check)
+            self._heads[chain] = _find_chain_head(self._store, ChainKeys(*chain), self._check)
         head = self._heads[chain]
         if isinstance(head, str):
             return head
-        if what.kind is ObjectKind.UPDATE and what.number > head.step:
-            return f"{what.scope} goes on from step {head.step}, its newest checkpoint"
-        if what.kind is not ObjectKind.UPDATE and what.number >= head.window:
-            return f"{what.scope} goes on from window {head.window}, its newest checkpoint"
+        if classified.kind is ObjectKind.UPDATE and classified.number > head.step:
+            return f"{classified.scope} goes on from step {head.step}, its newest checkpoint"
+        if classified.kind is not ObjectKind.UPDATE and classified.number >= head.window:
+            return f"{classified.scope} goes on from window {head.window}, its newest checkpoint"
         return ""
 
 
-def _dataset_of(store: Store, key: str) -> str | None:
+def _read_campaign_dataset(store: Store, key: str) -> str | None:
     """Return the dataset that a campaign's plan names.
 
-    None if it names none, or is no plan: such a campaign does not go on either.
+    None if the plan names none or cannot be read: such a campaign cannot continue.
     """
     try:
-        record = orjson.loads(read(store, key, largest=_LARGEST))["record"]
-        return _Trained.model_validate(record).dataset
+        record = orjson.loads(read(store, key, max_size=_MAX_PLAN_SIZE))["record"]
+        return _CampaignPart.model_validate(record).dataset
     except (
         errors.NotFoundError, errors.CorruptError, orjson.JSONDecodeError, ValidationError,
         KeyError, TypeError,
@@ -211,8 +216,8 @@ def _dataset_of(store: Store, key: str) -> str | None:
         return None
 
 
-def _head(store: Store, keys: ChainKeys, check: VerifyDepth) -> Head | str:
-    """Return the link from which a chain can be continued; a sentence if that is not known."""
+def _find_chain_head(store: Store, keys: ChainKeys, check: VerifyDepth) -> ChainHead | str:
+    """Return the newest verified checkpoint of a chain, or a sentence if there is none."""
     for step, found in survey(store, keys.job):
         if not isinstance(found, Checkpoint):
             continue
@@ -224,174 +229,192 @@ def _head(store: Store, keys: ChainKeys, check: VerifyDepth) -> Head | str:
         except (errors.NotFoundError, errors.CorruptError):
             continue
         if link.step == step and not verify(store, found, check=check):
-            return Head(step, window)
-    return f"no checkpoint of {keys.job} is verified: what was merged is all that there is"
+            return ChainHead(step, window)
+    return (
+        f"no checkpoint of {keys.job} is verified: the chain can only be rebuilt from its objects"
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class _Unread:
+class _UnreadableStart:
     """Start of a chain that cannot be read.
 
     Attributes:
-        what: Meaning of its key.
+        classified: Meaning of its key.
         url: URL of the object.
     """
 
-    what: ClassifiedKey
+    classified: ClassifiedKey
     url: str
 
 
 @dataclass(slots=True)
-class Survey:
-    """Facts about all objects that are needed before the first checkpoint can be judged.
+class BucketSurvey:
+    """Facts about all objects that decisions about checkpoints need.
 
     Attributes:
-        unknown: Reason why no checkpoint may go at all; empty if there is none.
+        blocking_reason: Reason why no checkpoint may be deleted; empty if there is none.
         workers: Prefixes of workers.
-        versions: Versions of each run, as its aggregators' objects say.
+        versions: Versions of each run, from the keys of its aggregators' objects.
     """
 
-    unknown: str = ""
+    blocking_reason: str = ""
     workers: WorkerPrefixes = field(default_factory=WorkerPrefixes)
     versions: defaultdict[str, set[str]] = field(
         default_factory=lambda: defaultdict[str, set[str]](set)
     )
     _starts: dict[str, dict[int, str]] = field(default_factory=dict[str, dict[int, str]])
-    _unread: list[_Unread] = field(default_factory=list[_Unread])
-    _kept: dict[str, str] = field(default_factory=dict[str, str])
+    _unreadable_starts: list[_UnreadableStart] = field(default_factory=list[_UnreadableStart])
+    _kept_runs: dict[str, str] = field(default_factory=dict[str, str])
     _runs: set[str] = field(default_factory=set[str])
     _campaigns: set[str] = field(default_factory=set[str])
     _newest: dict[tuple[ObjectKind, str, str], list[int]] = field(
         default_factory=dict[tuple[ObjectKind, str, str], list[int]]
     )
 
-    def is_last(self, what: ClassifiedKey, count: int) -> bool:
-        """Tell whether an object is of the newest so many windows or steps of its run."""
-        newest = self._newest.get((what.kind, what.scope, what.version), [])
-        return what.number in newest[:count]
+    def is_among_newest(self, classified: ClassifiedKey, count: int) -> bool:
+        """Tell whether an object belongs to the newest ``count`` windows or steps of its run."""
+        newest = self._newest.get((classified.kind, classified.scope, classified.version), [])
+        return classified.number in newest[:count]
 
-    def needs(self, job: str, step: int) -> str:
-        """Return why a checkpoint stays as the first of a chain; empty if it is none."""
-        said = self.unknown or self._starts.get(job, {}).get(step, "")
-        return said or next((self._kept[run] for run in _above(job) if run in self._kept), "")
+    def explain_step_protection(self, job: str, step: int) -> str:
+        """Return why a checkpoint stays as the start of a chain; empty if it is no start."""
+        reason = self.blocking_reason or self._starts.get(job, {}).get(step, "")
+        return reason or next(
+            (self._kept_runs[run] for run in _iterate_ancestors(job) if run in self._kept_runs), ""
+        )
 
-    def look(self, store: Store, keep: int) -> None:
-        """Go through all objects of the store that is cleaned.
+    def survey_store(self, store: Store, keep_last: int) -> None:
+        """List all objects of the store that is cleaned, and record the facts.
 
         Args:
-            store: Which.
-            keep: The most that a rule keeps of the newest.
+            store: Store to clean.
+            keep_last: Largest `keep_last` of the rules.
         """
         heaps: dict[tuple[ObjectKind, str, str], tuple[list[int], set[int]]] = {}
         for stat in list_objects(store):
-            what = self._note(store, stat)
-            if what is None or what.number < 0 or what.kind is ObjectKind.CHECKPOINT:
+            classified = self._record_object(store, stat)
+            if (
+                classified is None
+                or classified.number < 0
+                or classified.kind is ObjectKind.CHECKPOINT
+            ):
                 continue
-            heap, there = heaps.setdefault((what.kind, what.scope, what.version), ([], set()))
-            if not keep or what.number in there or (len(heap) == keep and what.number < heap[0]):
+            heap, numbers = heaps.setdefault(
+                (classified.kind, classified.scope, classified.version), ([], set())
+            )
+            if (
+                not keep_last
+                or classified.number in numbers
+                or (len(heap) == keep_last and classified.number < heap[0])
+            ):
                 continue
-            there.add(what.number)
-            heapq.heappush(heap, what.number)
-            if len(heap) > keep:
-                there.remove(heapq.heappop(heap))
+            numbers.add(classified.number)
+            heapq.heappush(heap, classified.number)
+            if len(heap) > keep_last:
+                numbers.remove(heapq.heappop(heap))
         self._newest = {key: sorted(heap, reverse=True) for key, (heap, _) in heaps.items()}
 
-    def look_beside(self, store: Store) -> None:
-        """Go through all objects of a store beside it, for what chains there begin with."""
+    def survey_related_store(self, store: Store) -> None:
+        """List all objects of a related store, and record the starts of its chains."""
         for stat in list_objects(store):
-            self._note(store, stat)
+            self._record_object(store, stat)
 
-    def settle(self, guard: Guard) -> None:
+    def resolve_unreadable_starts(self, protection: ProtectionPolicy) -> None:
         """Decide which checkpoints stay because the start of a chain cannot be read.
 
-        All stay if its run is a campaign's, or if a lease says that the run is worked on. Any
-        other run keeps the checkpoints below its own name: whoever may write somewhere in the
-        bucket can leave such a start there. What lies below a campaign, or below another run, is
-        what their workers have written, and is no run of the owner's.
+        All checkpoints stay if the run belongs to a campaign, or if a process holds its lease. Any
+        other run keeps only the checkpoints below its own name, because any writer of the bucket
+        can write such a start. Runs below a campaign or below another run are written by workers,
+        and are not trusted.
 
         Raises:
             UnavailableError, DeniedError: A lease cannot be read.
         """
-        for one in self._unread:
-            scope = one.what.scope
-            said = f"{one.url} cannot be read, and names a checkpoint"
-            self._kept[scope] = said
-            above = list(_above(scope))[1:]
-            campaign = next((name for name in above if name in self._campaigns), "")
+        for one in self._unreadable_starts:
+            scope = one.classified.scope
+            reason = f"{one.url} cannot be read, and names a checkpoint"
+            self._kept_runs[scope] = reason
+            ancestors = list(_iterate_ancestors(scope))[1:]
+            campaign = next((name for name in ancestors if name in self._campaigns), "")
             if campaign:
-                trusted = CampaignKeys(campaign).run == scope
+                is_trusted = CampaignKeys(campaign).run == scope
             else:
-                trusted = self._runs.isdisjoint(above) and bool(guard.live(one.what.lease_scope))
-            if trusted:
-                self.unknown = said
+                is_trusted = self._runs.isdisjoint(ancestors) and bool(
+                    protection.describe_holder(one.classified.lease_scope)
+                )
+            if is_trusted:
+                self.blocking_reason = reason
 
-    def _note(self, store: Store, stat: Stat) -> ClassifiedKey | None:
-        """Note what an object says of workers and chains; return what its key means."""
+    def _record_object(self, store: Store, stat: Stat) -> ClassifiedKey | None:
+        """Record the facts that an object tells, and return the meaning of its key."""
         self.workers.learn(stat.key)
         if campaign := campaign_of(stat.key):
             self._campaigns.add(campaign)
-        what = classify_key(stat.key)
-        if what is not None and what.version:
-            self._runs.add(what.scope)
-        if what is not None and what.kind in {
+        classified = classify_key(stat.key)
+        if classified is not None and classified.version:
+            self._runs.add(classified.scope)
+        if classified is not None and classified.kind in {
             ObjectKind.UPDATE,
             ObjectKind.LINK,
             ObjectKind.OPENING,
         }:
-            self.versions[what.scope].add(what.version)
-        if what is not None and what.kind is ObjectKind.LINK and what.number == 0:
-            self._begins(store, what)
-        return what
+            self.versions[classified.scope].add(classified.version)
+        if classified is not None and classified.kind is ObjectKind.LINK and classified.number == 0:
+            self._record_chain_start(store, classified)
+        return classified
 
-    def _begins(self, store: Store, what: ClassifiedKey) -> None:
-        key = ChainKeys(what.scope, what.version).link(0)
+    def _record_chain_start(self, store: Store, classified: ClassifiedKey) -> None:
+        key = ChainKeys(classified.scope, classified.version).link(0)
         try:
-            start = _start(store, key)
+            start = _read_chain_start(store, key)
         except errors.CorruptError:
-            self._unread.append(_Unread(what, store.url_of(key)))
+            self._unreadable_starts.append(_UnreadableStart(classified, store.make_url(key)))
             return
-        self._starts.setdefault(start.job, {})[start.step] = f"{what.scope} begins with it"
+        self._starts.setdefault(start.job, {})[start.step] = f"{classified.scope} begins with it"
 
 
-def _above(name: str) -> Iterator[str]:
-    """Yield a name, and those of all folders above it, the nearest first."""
+def _iterate_ancestors(name: str) -> Iterator[str]:
+    """Yield a name and the names of all folders above it, the nearest first."""
     while name:
         yield name
         name = name.rpartition("/")[0]
 
 
-def _start(store: Store, key: str) -> ChainStart | _Begun:
-    """Return the start of a chain, also one that another version of Millrace wrote.
+def _read_chain_start(store: Store, key: str) -> ChainStart | _ChainStartPart:
+    """Return the start of a chain, even if another version of Millrace wrote it.
 
     Raises:
-        CorruptError: The object does not say which checkpoint the chain begins with.
+        CorruptError: The object does not name the checkpoint that the chain begins with.
     """
     try:
         return fetch(store, key, ChainStart)
     except errors.VersionError as error:
         try:
-            body = read(store, key, largest=ChainStart.record_bytes)
-            return _Begun.model_validate(orjson.loads(body)["record"])
+            body = read(store, key, max_size=ChainStart.record_bytes)
+            return _ChainStartPart.model_validate(orjson.loads(body)["record"])
         except (orjson.JSONDecodeError, ValidationError, KeyError, TypeError):
             raise error from None
 
 
-def steps_of(stats: Iterable[Stat], job: str) -> dict[int, Stat]:
+def collect_steps(stats: Iterable[Stat], job: str) -> dict[int, Stat]:
     """Return the metadata of each step that is complete, newest first."""
     keys = CheckpointKeys(job)
     steps: dict[int, Stat] = {}
     for stat in stats:
-        what = classify_key(stat.key)
-        if what is not None and stat.key == keys.metadata(what.number):
-            steps[what.number] = stat
+        classified = classify_key(stat.key)
+        if classified is not None and stat.key == keys.metadata(classified.number):
+            steps[classified.number] = stat
     return dict(sorted(steps.items(), reverse=True))
 
 
-def youngest_of(stats: Iterable[Stat]) -> dict[int, datetime]:
+def find_youngest_times(stats: Iterable[Stat]) -> dict[int, datetime]:
     """Return when the youngest object of each step of a job was written."""
     found: dict[int, datetime] = {}
     for stat in stats:
-        what = classify_key(stat.key)
-        if what is not None and what.number >= 0:
-            found[what.number] = max(stat.last_modified, found.get(what.number, stat.last_modified))
+        classified = classify_key(stat.key)
+        if classified is not None and classified.number >= 0:
+            found[classified.number] = max(
+                stat.last_modified, found.get(classified.number, stat.last_modified)
+            )
     return found

@@ -1,4 +1,4 @@
-"""Wipe a store: all that is below its URL, after a person has typed its name."""
+"""Wipe a store: delete all objects below its URL after a person has typed its name."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -7,21 +7,21 @@ from pathlib import PurePosixPath
 
 from millrace import errors
 from millrace.checkpoints import VerifyDepth
-from millrace.cleanup.executor import Cleaned, delete_entries
-from millrace.cleanup.planner import listed, new_name
+from millrace.cleanup.executor import CleanupResult, delete_entries
+from millrace.cleanup.planner import list_with_progress, make_plan_name
 from millrace.cleanup.plans import (
-    CleaningPlan,
-    Entry,
+    CleanupPlan,
+    PlanEntry,
     PlanHeader,
-    Tally,
+    PlanTally,
     open_plan,
     write_plan,
 )
-from millrace.cleanup.protection import Guard, clock_of
+from millrace.cleanup.protection import ProtectionPolicy, read_store_clock
 from millrace.cleanup.stale_uploads import abort_uploads
-from millrace.keys import CLEANING, ObjectKind, RentalKeys, classify_key, rental_of
+from millrace.keys import CLEANING, ObjectKind, RentalKeys, classify_key, parse_rental
 from millrace.lease import StoreClock
-from millrace.progress import Progress, silent
+from millrace.progress import Progress, ignore_event
 from millrace.storage import (
     Backend,
     DeleteFailure,
@@ -38,15 +38,15 @@ from millrace.storage import (
 )
 
 
-def name_to_type(location: Location) -> str:
-    """Return the text that a person types to have a store wiped: the bucket, and a prefix."""
+def make_confirmation(location: Location) -> str:
+    """Return the text that confirms a wipe: the bucket, and the prefix if there is one."""
     if location.backend is Backend.FILE:
         return PurePosixPath(location.bucket).name
     return f"{location.bucket}/{location.prefix}" if location.prefix else location.bucket
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class StoreContents:
     """Objects, older versions and delete markers below a store's URL.
 
     Attributes:
@@ -62,50 +62,52 @@ class Contents:
     versions: VersionCount | None
 
 
-def survey_wiping(spec: StoreSpec, *, progress: Progress = silent) -> Contents:
+def survey_wipe(spec: StoreSpec, *, progress: Progress = ignore_event) -> StoreContents:
     """Count what a wipe would delete. Writes nothing.
 
     Args:
-        spec: Store to look at.
-        progress: Told ``cleaning.seen`` with ``objects``, now and then.
+        spec: Store to survey.
+        progress: Told ``cleaning.seen`` with ``objects``, every 10,000.
 
     Raises:
-        HeldError: Somebody works with what is there: end that first.
+        HeldError: A process holds a lease in the store: end the process first.
     """
     store = open_store(spec, make_folder=False)
-    # This machine's clock: to read the store's takes a write.
-    guard = Guard([store], (), VerifyDepth.SIZES, StoreClock.of_this_machine())
+    # The clock of this machine is used, because reading that of the store needs a write.
+    protection = ProtectionPolicy([store], (), VerifyDepth.SIZES, StoreClock.of_this_machine())
     objects = size = 0
-    for entry in _all(store, guard, progress):
+    for entry in _iterate_entries(store, protection, progress):
         objects += 1
         size += entry.stat.size
-    return Contents(store.url, objects, size, _versions_of(store))
+    return StoreContents(store.url, objects, size, _count_versions(store))
 
 
-def _versions_of(store: Store) -> VersionCount | None:
+def _count_versions(store: Store) -> VersionCount | None:
     try:
         return count_versions(store)
     except errors.DeniedError:
         return None
 
 
-def plan_wiping(spec: StoreSpec, *, progress: Progress = silent) -> CleaningPlan:
-    """Write down all that a store holds. Deletes nothing.
+def plan_wipe(spec: StoreSpec, *, progress: Progress = ignore_event) -> CleanupPlan:
+    """Write a plan of all objects of a store. Deletes nothing.
 
     Args:
-        spec: Which, with credentials to write.
-        progress: Told ``cleaning.seen`` with ``objects``, now and then.
+        spec: Store to wipe, with credentials to write.
+        progress: Told ``cleaning.seen`` with ``objects``, every 10,000.
 
     Raises:
-        HeldError: Somebody works with what is there: end that first.
+        HeldError: A process holds a lease in the store: end the process first.
     """
     store = open_store(spec, make_folder=False)
-    clock = clock_of(store)
-    guard = Guard([store], (), VerifyDepth.SIZES, clock)
+    clock = read_store_clock(store)
+    protection = ProtectionPolicy([store], (), VerifyDepth.SIZES, clock)
     now = clock.now()
-    header = PlanHeader(store=store.url, made=now, rules=(), pinned=(), check=VerifyDepth.SIZES)
-    tally = Tally()
-    return write_plan(store, new_name(now), header, _all(store, guard, progress), tally)
+    header = PlanHeader(store=store.url, created_at=now, rules=(), pins=(), check=VerifyDepth.SIZES)
+    tally = PlanTally()
+    return write_plan(
+        store, make_plan_name(now), header, _iterate_entries(store, protection, progress), tally
+    )
 
 
 def wipe(
@@ -114,104 +116,105 @@ def wipe(
     *,
     confirm: str,
     versions: bool = False,
-    progress: Progress = silent,
-) -> Cleaned:
-    """Delete all that was written down, the plan last, and abort what is being uploaded.
+    progress: Progress = ignore_event,
+) -> CleanupResult:
+    """Delete the objects of a plan, then the plan, and abort unfinished uploads.
 
     Args:
-        spec: Which, with credentials to write.
-        plan: Of `plan_wiping`.
-        confirm: As a person has typed it: `name_to_type`.
+        spec: Store to wipe, with credentials to write.
+        plan: Name of the plan of `plan_wipe`.
+        confirm: Text that a person has typed, which must equal `make_confirmation`.
         versions: Delete the older versions and delete markers of a versioned bucket, too. They
             are counted in any case.
-        progress: As of `millrace.cleanup.executor`.
+        progress: As of `millrace.cleanup.execute`.
 
     Raises:
-        ConfigurationError: It is another name: nothing has happened.
-        HeldError: Somebody works with what is there. Where that began while objects were deleted,
-            the message says how many were; the others stay.
+        ConfigurationError: The typed name is another. Nothing was deleted.
+        HeldError: A process holds a lease in the store. If its work began during the wipe, the
+            message gives the number of deleted objects; the others stay.
     """
     store = open_store(spec, make_folder=False)
-    check_name(store.location, confirm)
+    check_confirmation(store.location, confirm)
     with open_plan(store, plan) as (header, entries):
         if header.rules:
             raise errors.ConfigurationError(
-                f"{plan} is a plan by rules, not one of wiping: execute it as that."
+                f"{plan} is a plan by rules, not a wipe: execute it as a cleanup."
             )
-        guard = Guard([store], (), VerifyDepth.SIZES, clock_of(store))
-        still = _Unheld(guard)
-        for entry in _all(store, guard, silent):
-            still.note(entry.stat.key)
-        cleaned = delete_entries(store, plan, entries, still, progress, phases=False)
-    if still.why:
+        protection = ProtectionPolicy([store], (), VerifyDepth.SIZES, read_store_clock(store))
+        lease_check = _LeaseCheck(protection)
+        for entry in _iterate_entries(store, protection, ignore_event):
+            lease_check.add_scopes(entry.stat.key)
+        result = delete_entries(store, plan, entries, lease_check, progress, in_phases=False)
+    if lease_check.reason:
         raise errors.HeldError(
-            f"{still.why}: {cleaned.deleted} objects of {store.url} were deleted before that was "
-            "seen, and the others stay. End it, then plan and wipe again."
+            f"{lease_check.reason}: {result.deleted_objects} objects of {store.url} were deleted "
+            "before that was seen, and the others stay. End it, then plan and wipe again."
         )
-    if not cleaned.failures:
+    if not result.failures:
         delete(store, [stat.key for stat in list_objects(store, f"{CLEANING}/")])
     try:
         failures = abort_uploads(spec, older_than=timedelta(0), dry_run=False).failures
     except errors.DeniedError as error:
-        failures = (DeleteFailure("unfinished uploads", errors.one_line(error)),)
-    if versions:  # last: what was done before has left versions, too
-        failures = (*failures, *_without_versions(store))
-    return replace(cleaned, failures=(*cleaned.failures, *failures), versions=_versions_of(store))
+        failures = (DeleteFailure("unfinished uploads", errors.format_error(error)),)
+    if versions:  # last, because the deletes above have left versions too
+        failures = (*failures, *_delete_all_versions(store))
+    return replace(result, failures=(*result.failures, *failures), versions=_count_versions(store))
 
 
-class _Unheld:
-    """Lets objects go as long as nobody works with what is left.
+class _LeaseCheck:
+    """Check that stops a wipe when a process holds a lease in the store.
 
     Attributes:
-        why: Who does; empty while nobody was seen.
+        reason: Description of the process; empty while there is none.
     """
 
-    def __init__(self, guard: Guard) -> None:
-        self.why = ""
-        self._guard = guard
+    def __init__(self, protection: ProtectionPolicy) -> None:
+        self.reason = ""
+        self._protection = protection
         self._scopes: set[str] = set()
 
-    def note(self, key: str) -> None:
-        """Remember the scopes that there are, which objects of other kinds may lie below."""
-        if what := classify_key(key):
-            self._scopes |= {what.scope, what.lease_scope}
+    def add_scopes(self, key: str) -> None:
+        """Record the scopes of a key, for objects of other kinds that lie below them."""
+        if classified := classify_key(key):
+            self._scopes |= {classified.scope, classified.lease_scope}
 
-    def look_again(self) -> None:
-        self._guard.look_again()
+    def refresh_leases(self) -> None:
+        self._protection.refresh_leases()
 
-    def __call__(self, entry: Entry) -> str:
-        self.why = self.why or self._held(entry.stat.key)
-        return self.why
+    def __call__(self, entry: PlanEntry) -> str:
+        self.reason = self.reason or self._explain_use(entry.stat.key)
+        return self.reason
 
-    def _held(self, key: str) -> str:
-        what = classify_key(key)
-        if what is not None and what.scope:
-            if (why := self._guard.live(what.lease_scope)) or what.kind is not ObjectKind.DATASET:
-                return why
-            return self._guard.needed_by(what.scope)
+    def _explain_use(self, key: str) -> str:
+        classified = classify_key(key)
+        if classified is not None and classified.scope:
+            reason = self._protection.describe_holder(classified.lease_scope)
+            if reason or classified.kind is not ObjectKind.DATASET:
+                return reason
+            return self._protection.describe_training_campaign(classified.scope)
         folders = (str(folder) for folder in PurePosixPath(key).parents)
         scope = next((folder for folder in folders if folder in self._scopes), "")
-        return self._guard.live(scope) if scope else ""
+        return self._protection.describe_holder(scope) if scope else ""
 
 
-def _without_versions(store: Store) -> list[DeleteFailure]:
+def _delete_all_versions(store: Store) -> list[DeleteFailure]:
     try:
-        # A version without the delete marker above it would be an object again: markers go last.
-        versions = (one for one in list_versions(store) if not one.is_marker)
+        # A version without its delete marker would be an object again, so markers are deleted last.
+        versions = (one for one in list_versions(store) if not one.is_delete_marker)
         if failures := delete_versions(store, versions):
             return failures
         return delete_versions(store, list_versions(store))
     except errors.DeniedError as error:
-        return [DeleteFailure("older versions", errors.one_line(error))]
+        return [DeleteFailure("older versions", errors.format_error(error))]
 
 
-def check_name(location: Location, typed: str) -> None:
-    """Refuse another name than the store's.
+def check_confirmation(location: Location, typed: str) -> None:
+    """Check that the typed text is the name of the store.
 
     Raises:
-        ConfigurationError: It is another.
+        ConfigurationError: The text is another.
     """
-    wanted = name_to_type(location)
+    wanted = make_confirmation(location)
     if typed != wanted:
         raise errors.ConfigurationError(
             f"{typed!r} is not the name of {location}: nothing was deleted. To wipe it, type "
@@ -219,39 +222,44 @@ def check_name(location: Location, typed: str) -> None:
         )
 
 
-def _all(store: Store, guard: Guard, progress: Progress) -> Iterator[Entry]:
+def _iterate_entries(
+    store: Store, protection: ProtectionPolicy, progress: Progress
+) -> Iterator[PlanEntry]:
     """Yield all that is to be deleted.
 
     Raises:
-        HeldError: Somebody works there, or a machine that was rented is not given back: without
-            what is written down of it, nobody could.
+        HeldError: A process holds a lease in the store, or the store holds the ledger of rented
+            machines, which could not be returned without it.
     """
     seen: set[str] = set()
-    out: dict[str, set[int]] = {}
-    for stat in listed(store, "", progress):
-        _note(stat.key, out)
-        what = classify_key(stat.key)
-        if what is not None and what.kind is ObjectKind.RECORD and what.scope not in seen:
-            seen.add(what.scope)
-            if why := guard.live(what.scope):
-                raise errors.HeldError(f"{why}: end it before {store.url} is wiped.")
+    unreturned: dict[str, set[int]] = {}
+    for stat in list_with_progress(store, "", progress):
+        _track_attempt(stat.key, unreturned)
+        classified = classify_key(stat.key)
+        if (
+            classified is not None
+            and classified.kind is ObjectKind.RECORD
+            and classified.scope not in seen
+        ):
+            seen.add(classified.scope)
+            if holder := protection.describe_holder(classified.scope):
+                raise errors.HeldError(f"{holder}: end it before {store.url} is wiped.")
         if not stat.key.startswith(f"{CLEANING}/"):
-            yield Entry(stat, 0)
-    if rented := [name for name, numbers in sorted(out.items()) if numbers]:
+            yield PlanEntry(stat, 0)
+    if rented := [name for name, numbers in sorted(unreturned.items()) if numbers]:
         raise errors.HeldError(
-            f"{store.url} is where the machines of {', '.join(rented)} are written down, "
-            "which are not given back: release them, or let `millrace reap` close what is gone; "
-            "then wipe."
+            f"{store.url} holds the ledger of {', '.join(rented)}, whose machines are not "
+            "returned: release them, or let `millrace reap` close destroyed ones; then wipe."
         )
 
 
-def _note(key: str, out: dict[str, set[int]]) -> None:
-    """Note of a rental's attempt whether it is out; an attempt's keys are listed in this order."""
-    rental = rental_of(key)
+def _track_attempt(key: str, unreturned: dict[str, set[int]]) -> None:
+    """Record whether an attempt of a rental is returned. Its keys are listed in this order."""
+    rental = parse_rental(key)
     parsed = RentalKeys(rental).parse(key) if rental else None
     if rental is not None and parsed is not None:
         number, part = parsed
         if part == "intent":
-            out.setdefault(rental, set()).add(number)
+            unreturned.setdefault(rental, set()).add(number)
         elif part == "returned":
-            out.setdefault(rental, set()).discard(number)
+            unreturned.setdefault(rental, set()).discard(number)

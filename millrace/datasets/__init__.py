@@ -11,33 +11,44 @@ from millrace.datasets.pipeline import (
     shard_dataset,
 )
 from millrace.datasets.repair import Repair, repair_dataset
-from millrace.datasets.settings import CutSettings, ExecutionSettings, PipelineSettings, SourcePlace
-from millrace.datasets.status import DatasetStatus, SplitState, SplitStatus, find_datasets, status
-from millrace.datasets.verify import Fault, Verification, sealed, verify
+from millrace.datasets.settings import (
+    ExecutionSettings,
+    PipelineSettings,
+    ShardingSettings,
+    SourceLocation,
+)
+from millrace.datasets.status import (
+    DatasetStatus,
+    PartitionState,
+    PartitionStatus,
+    find_datasets,
+    read_status,
+)
+from millrace.datasets.verify import ShardFault, Verification, read_manifest, verify_dataset
 
 __all__ = [
-    "CutSettings",
     "DatasetStatus",
     "ExecutionSettings",
-    "Fault",
     "Garbage",
+    "PartitionState",
+    "PartitionStatus",
     "PipelineSettings",
     "Preflight",
     "Repair",
+    "ShardFault",
     "ShardReport",
-    "SourcePlace",
-    "SplitState",
-    "SplitStatus",
+    "ShardingSettings",
+    "SourceLocation",
     "Verification",
     "check_destination",
     "collect_garbage",
     "find_datasets",
     "plan_dataset",
+    "read_manifest",
+    "read_status",
     "repair_dataset",
     "run_from_file",
     "run_pipeline",
-    "sealed",
     "shard_dataset",
-    "status",
-    "verify",
+    "verify_dataset",
 ]

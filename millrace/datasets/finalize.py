@@ -1,4 +1,4 @@
-"""The seal: a manifest made from the ledger, when every split has ended."""
+"""Finalize a dataset: make its manifest from the ledger, when every partition has ended."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -7,8 +7,8 @@ from typing import NamedTuple
 import orjson
 
 from millrace import errors
-from millrace.datasets.partition import check_plan, check_whole
-from millrace.digest import dump_canonical_json, sha256
+from millrace.datasets.partition import check_contiguous, check_plan
+from millrace.digest import compute_sha256, dump_canonical_json
 from millrace.keys import DatasetKeys
 from millrace.progress import Event, Progress
 from millrace.records import commit_same, fetch
@@ -16,22 +16,22 @@ from millrace.schemas.dataset import (
     DatasetPlan,
     Manifest,
     ManifestShard,
+    Partition,
+    PartitionEnd,
     ShardCommit,
-    Split,
-    SplitEnd,
 )
 from millrace.schemas.ledger import iterate_commits
 from millrace.storage import Store, list_objects, put
 
 
 class LostShard(NamedTuple):
-    """A shard that is committed, and that the store does not have as it was committed."""
+    """A committed shard that is missing from the store or has another size there."""
 
     entry: ShardCommit
     reason: str
 
 
-def seal(
+def finalize_dataset(
     store: Store,
     keys: DatasetKeys,
     plan: DatasetPlan,
@@ -40,7 +40,7 @@ def seal(
     check: Callable[[Iterable[ShardCommit]], None] = lambda _: None,
     remake: Callable[[Iterable[LostShard]], None],
 ) -> Manifest:
-    """Commit the manifest, and write the index that readers of WebDataset know.
+    """Commit the manifest, and write the index that readers of WebDataset use.
 
     A run that removed a replaced plan, and was suspended meanwhile, may have deleted shards that
     were committed afterwards. So the shards are listed once, and compared with the ledger.
@@ -50,43 +50,46 @@ def seal(
         keys: Names of the dataset.
         plan: The dataset's plan.
         progress: Called at each boundary.
-        check: Called with the ledger before anything is written; what it raises prevents that.
-        remake: Called with the committed shards that the store has not, if there are any; it makes
-            them again.
+        check: Called with the ledger before anything is written; an error that it raises
+            prevents the commit.
+        remake: Makes lost shards again. Called with the committed shards that the store lacks,
+            if there are any.
 
     Raises:
-        ConflictError: The ledger is not whole, or another manifest is there.
+        ConflictError: The ledger has gaps, or another manifest is there.
     """
-    entries = sorted(iterate_commits(store, keys), key=lambda e: (e.split, e.n))
+    entries = sorted(iterate_commits(store, keys), key=lambda e: (e.partition, e.number))
     with ThreadPoolExecutor(32) as pool:
 
-        def end(split: Split) -> SplitEnd:
-            return fetch(store, keys.end(split.name), SplitEnd)
+        def read_end(partition: Partition) -> PartitionEnd:
+            return fetch(store, keys.end(partition.name), PartitionEnd)
 
-        ends = list(pool.map(end, plan.splits))
-    check_plan([*entries, *ends], plan_digest(plan))
-    _check(entries, ends)
+        ends = list(pool.map(read_end, plan.partitions))
+    check_plan([*entries, *ends], compute_plan_digest(plan))
+    _check_ledger(entries, ends)
     check(entries)
     _check_still_pinned(store, keys, plan)
-    if lost := find_lost(store, keys, entries):
+    if lost := find_lost_shards(store, keys, entries):
         remake(lost)
-    manifest = _manifest(keys, plan, entries)
+    manifest = _make_manifest(keys, plan, entries)
     progress(Event("manifest.sealing", keys.manifest, {"shards": len(manifest.shards)}))
-    put(store, keys.index, wids_index(manifest, keys))
+    put(store, keys.index, make_wids_index(manifest, keys))
     progress(Event("index.put", keys.index))
-    sealed = commit_same(store, keys.manifest, manifest).record
+    committed = commit_same(store, keys.manifest, manifest).record
     progress(
         Event(
             "manifest.sealed",
             keys.manifest,
-            {"shards": len(sealed.shards), "bytes": sealed.size, **sealed.samples},
+            {"shards": len(committed.shards), "bytes": committed.size, **committed.samples},
         )
     )
-    return sealed
+    return committed
 
 
-def find_lost(store: Store, keys: DatasetKeys, entries: Iterable[ShardCommit]) -> list[LostShard]:
-    """Return the committed shards that the store has not, or has in another size. One listing."""
+def find_lost_shards(
+    store: Store, keys: DatasetKeys, entries: Iterable[ShardCommit]
+) -> list[LostShard]:
+    """Return the committed shards that are missing or have another size. One listing."""
     missing = {entry.key: entry for entry in entries if entry.key is not None}
     damaged: list[LostShard] = []
     for stat in list_objects(store, keys.shards):
@@ -96,10 +99,10 @@ def find_lost(store: Store, keys: DatasetKeys, entries: Iterable[ShardCommit]) -
     return [*damaged, *(LostShard(entry, "missing") for entry in missing.values())]
 
 
-def wids_index(manifest: Manifest, keys: DatasetKeys) -> bytes:
-    """Return the shards as webdataset's index files list them (wids-shard-index-v1).
+def make_wids_index(manifest: Manifest, keys: DatasetKeys) -> bytes:
+    """Return webdataset's index of the shards (wids-shard-index-v1).
 
-    URLs are relative to the index. Our digests are SHA-256; there is no ``md5sum``.
+    URLs are relative to the index. The digests are SHA-256; there is no ``md5sum``.
     """
     shards = [
         {
@@ -119,16 +122,16 @@ def wids_index(manifest: Manifest, keys: DatasetKeys) -> bytes:
     return orjson.dumps(index, option=orjson.OPT_INDENT_2)
 
 
-def plan_digest(plan: DatasetPlan) -> str:
-    """SHA-256 of a plan: which one a manifest was made by."""
-    return sha256(dump_canonical_json(plan.model_dump(mode="json")))
+def compute_plan_digest(plan: DatasetPlan) -> str:
+    """Return the SHA-256 of a plan, which the records made by the plan contain."""
+    return compute_sha256(dump_canonical_json(plan.model_dump(mode="json")))
 
 
 def _check_still_pinned(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> None:
-    """Refuse to complete a dataset whose plan was replaced since this run has read it.
+    """Refuse to complete a dataset whose plan was replaced after this run had read it.
 
-    A plan is replaced only after its deletion, if there are no commits then. All commits of this
-    plan are made by now: so either this finds that it was deleted, or the other finds them.
+    A run that replaces a plan deletes it first, and then looks for commits. All commits of this
+    plan are made by now. So either this run finds the deletion, or the other run finds the commits.
     """
     try:
         pinned = fetch(store, keys.plan, DatasetPlan)
@@ -140,33 +143,33 @@ def _check_still_pinned(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> N
         )
 
 
-def _check(entries: list[ShardCommit], ends: list[SplitEnd]) -> None:
-    by_split: dict[str, list[ShardCommit]] = {end.split: [] for end in ends}
+def _check_ledger(entries: list[ShardCommit], ends: list[PartitionEnd]) -> None:
+    by_partition: dict[str, list[ShardCommit]] = {end.partition: [] for end in ends}
     for entry in entries:
-        by_split.setdefault(entry.split, []).append(entry)
+        by_partition.setdefault(entry.partition, []).append(entry)
     for end in ends:
-        own = by_split[end.split]
-        check_whole(own, end.split)
+        own = by_partition[end.partition]
+        check_contiguous(own, end.partition)
         if len(own) != end.commits or sum(entry.samples for entry in own) != end.samples:
             raise errors.ConflictError(
-                f"The ledger of {end.split} is not what its end says ({len(own)} commits of "
-                f"{end.commits}): somebody deleted from it. Shard it under another name."
+                f"The ledger of {end.partition} has {len(own)} commits, and its end record names "
+                f"{end.commits}: commits were deleted. Shard the source under another name."
             )
 
 
-def _manifest(keys: DatasetKeys, plan: DatasetPlan, entries: list[ShardCommit]) -> Manifest:
-    partitions = {split.name: split.partition for split in plan.splits}
-    samples = dict.fromkeys(sorted(set(partitions.values())), 0)
+def _make_manifest(keys: DatasetKeys, plan: DatasetPlan, entries: list[ShardCommit]) -> Manifest:
+    splits = {partition.name: partition.split for partition in plan.partitions}
+    samples = dict.fromkeys(sorted(set(splits.values())), 0)
     for entry in entries:
-        samples[partitions[entry.split]] += entry.samples
+        samples[splits[entry.partition]] += entry.samples
     return Manifest(
         dataset=keys.dataset,
-        plan=plan_digest(plan),
+        plan_digest=compute_plan_digest(plan),
         format=plan.layout.format,
         shards=tuple(
             ManifestShard(
                 key=entry.key,
-                partition=partitions[entry.split],
+                split=splits[entry.partition],
                 samples=entry.samples,
                 size=entry.size,
                 sha256=entry.sha256,

@@ -1,4 +1,4 @@
-"""Garbage: what stands under a dataset's name and no record of it names."""
+"""Collect garbage: objects below a dataset's name that no record of the dataset names."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from itertools import islice
 from millrace import errors
 from millrace.keys import DatasetKeys, LeaseKeys, lease_prefix
 from millrace.lease import Census, Heartbeat, HeldLease, Holder, StoreClock, acquire
-from millrace.progress import Event, Progress, silent
+from millrace.progress import Event, Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan
 from millrace.schemas.ledger import find_referenced_keys
@@ -22,8 +22,8 @@ from millrace.storage import (
     list_objects,
 )
 
-_CLAIM = timedelta(seconds=30)
-_BATCH = 1000  # objects that are deleted between two looks at the leases
+_LEASE_TIMEOUT = timedelta(seconds=30)
+_BATCH = 1000  # objects deleted between two checks of the leases
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +31,18 @@ class Garbage:
     """Objects of a dataset that no record names.
 
     Attributes:
-        keys: Of the objects.
-        size: Bytes of all of them.
-        failures: Those that could not be deleted.
-        aborted: Keys of unfinished uploads that were aborted.
-        deleted: Whether they were deleted, or only found.
+        keys: Keys of the objects.
+        size: Bytes of all objects.
+        failures: Objects that could not be deleted.
+        aborted_uploads: Keys of unfinished uploads that were aborted.
+        is_deleted: Whether the objects were deleted. False after a dry run.
     """
 
     keys: tuple[str, ...]
     size: int
     failures: tuple[DeleteFailure, ...]
-    aborted: tuple[str, ...]
-    deleted: bool
+    aborted_uploads: tuple[str, ...]
+    is_deleted: bool
 
 
 def collect_garbage(
@@ -51,31 +51,32 @@ def collect_garbage(
     *,
     dry_run: bool = True,
     min_age: timedelta = timedelta(hours=1),
-    progress: Progress = silent,
+    progress: Progress = ignore_event,
 ) -> Garbage:
-    """Find, and by choice delete, what no entry of the ledger names.
+    """Find, and without `dry_run` delete, the objects that no entry of the ledger names.
 
-    Shards and quarantines without a commit, listings of a plan that was never committed; the
-    leases, once the dataset is sealed; uploads that were begun and never finished.
+    Garbage is: shards and quarantines without a commit, listings of a plan that was never
+    committed, unfinished uploads, and the leases of a complete dataset.
 
     Args:
-        store: Where the dataset is.
-        dataset: Its name.
-        dry_run: Only find it.
-        min_age: Younger objects are left, by the store's clock.
-        progress: Told ``garbage.deleted`` with ``objects`` so far, after each batch of 1,000.
+        store: Store of the dataset.
+        dataset: Name of the dataset.
+        dry_run: Whether the garbage is only found.
+        min_age: Age below which objects stay, by the store's clock.
+        progress: Called with ``garbage.deleted`` after each batch of 1,000; its ``objects`` is
+            the number deleted so far.
 
     Raises:
         NotFoundError: There is no plan under this name.
-        ConflictError: A run works on it. The leases are looked at again before each batch.
+        ConflictError: A run works on the dataset. The leases are checked before each batch.
     """
     keys = DatasetKeys(dataset)
     try:
         plan = fetch(store, keys.plan, DatasetPlan)
     except errors.NotFoundError:
         raise errors.NotFoundError(
-            f"{store.url_of(dataset)} has no plan, so nothing can be told from garbage: correct "
-            "the name, or look at what is there yourself."
+            f"{store.make_url(dataset)} has no plan, so garbage cannot be identified. Correct the "
+            "name, or inspect the objects yourself."
         ) from None
     holder = Holder.this_process()
     clock = StoreClock.read(store, dataset, holder)
@@ -84,18 +85,18 @@ def collect_garbage(
     aborted: list[str] = []
     claimed: set[str] = set()
     census = Census(store, dataset, "", clock)
-    with Heartbeat(_CLAIM) as heartbeat:
-        # Held until all is deleted: a run that resumed meanwhile could commit what is found here.
-        for split in _unended(store, keys, plan):
-            lease = acquire(store, LeaseKeys(dataset, split), holder, _CLAIM, clock)
+    with Heartbeat(_LEASE_TIMEOUT) as heartbeat:
+        # The leases are held to the end: a run that resumes could commit objects found here.
+        for partition in _find_unfinished_partitions(store, keys, plan):
+            lease = acquire(store, LeaseKeys(dataset, partition), holder, _LEASE_TIMEOUT, clock)
             if isinstance(lease, HeldLease):
-                raise _conflict(dataset, lease.holder)
+                raise _make_conflict_error(dataset, lease.holder)
             heartbeat.keep(lease)
-            claimed.add(split)
-        found = [s for s in _unnamed(store, keys, plan) if s.last_modified < horizon]
+            claimed.add(partition)
+        found = [s for s in _iterate_unreferenced(store, keys, plan) if s.last_modified < horizon]
         if not dry_run:
-            for deleted, batch in _batches(found):
-                _refuse_others(census, dataset, holder, claimed)
+            for deleted, batch in _iterate_batches(found):
+                _check_leases(census, dataset, holder, claimed)
                 failures += delete(store, batch)
                 progress(Event("garbage.deleted", dataset, {"objects": deleted + len(batch)}))
             aborted = abort_stale_uploads(store, horizon, prefix=f"{dataset}/")
@@ -103,13 +104,13 @@ def collect_garbage(
         keys=tuple(stat.key for stat in found),
         size=sum(stat.size for stat in found),
         failures=tuple(failures),
-        aborted=tuple(aborted),
-        deleted=not dry_run,
+        aborted_uploads=tuple(aborted),
+        is_deleted=not dry_run,
     )
 
 
-def _batches(found: Sequence[Stat]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the keys of each batch, and how many come before it."""
+def _iterate_batches(found: Sequence[Stat]) -> Iterator[tuple[int, list[str]]]:
+    """Yield each batch of keys with the number of keys before it."""
     keys = (stat.key for stat in found)
     done = 0
     while batch := list(islice(keys, _BATCH)):
@@ -117,44 +118,44 @@ def _batches(found: Sequence[Stat]) -> Iterator[tuple[int, list[str]]]:
         done += len(batch)
 
 
-def _refuse_others(census: Census, dataset: str, holder: Holder, claimed: set[str]) -> None:
-    """Refuse to go on once somebody else holds a lease, or one of ours has ended.
+def _check_leases(census: Census, dataset: str, holder: Holder, claimed: set[str]) -> None:
+    """Refuse to continue if another process holds a lease, or a lease of this one has ended.
 
-    Ours end when this process is suspended for longer than they last: a run may have gone on since,
-    and committed what was garbage.
+    A lease ends when this process is suspended for longer than its timeout. Another run may have
+    continued since, and committed objects that were garbage.
 
     Raises:
-        ConflictError: It is so.
+        ConflictError: Another process holds a lease, or a lease of this process has ended.
     """
     held = census.find_holders()
     for one in held.values():
         if one.holder.id != holder.id:
-            raise _conflict(dataset, one.holder)
+            raise _make_conflict_error(dataset, one.holder)
     if lost := claimed - held.keys():
         raise errors.ConflictError(
-            f"The lease of {min(lost)} of {dataset} has ended meanwhile, as of a process that was "
-            "suspended: what is left stays. Collect the garbage again."
+            f"The lease of {min(lost)} of {dataset} has ended: this process was suspended for too "
+            "long. The remaining objects stay. Collect the garbage again."
         )
 
 
-def _conflict(dataset: str, holder: Holder) -> errors.ConflictError:
+def _make_conflict_error(dataset: str, holder: Holder) -> errors.ConflictError:
     return errors.ConflictError(
-        f"{dataset} is being worked on by {holder.host} (process {holder.pid}): collect its "
-        "garbage when that has ended."
+        f"{holder.host} (process {holder.pid}) works on {dataset}. Collect its garbage when that "
+        "process has ended."
     )
 
 
-def _unended(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> list[str]:
+def _find_unfinished_partitions(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> list[str]:
     if exists(store, keys.manifest):
         return []
     ended = {keys.parse_end(stat.key) for stat in list_objects(store, keys.commits)}
-    return [split.name for split in plan.splits if split.name not in ended]
+    return [p.name for p in plan.partitions if p.name not in ended]
 
 
-def _unnamed(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> Iterator[Stat]:
-    named = find_referenced_keys(store, keys, plan)
+def _iterate_unreferenced(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> Iterator[Stat]:
+    referenced = find_referenced_keys(store, keys, plan)
     prefixes = [keys.shards, keys.quarantined, keys.listings]
     if exists(store, keys.manifest):
         prefixes.append(lease_prefix(keys.dataset))
     for prefix in prefixes:
-        yield from (stat for stat in list_objects(store, prefix) if stat.key not in named)
+        yield from (stat for stat in list_objects(store, prefix) if stat.key not in referenced)

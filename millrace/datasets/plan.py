@@ -1,4 +1,4 @@
-"""The plan: how a dataset is cut, pinned once for everybody who works on it."""
+"""The plan of a dataset: its partitions and layout, committed once for all runs."""
 
 import contextlib
 import time
@@ -10,59 +10,59 @@ from typing import Any
 
 from millrace import errors
 from millrace.datasets.formats import webdataset
-from millrace.datasets.settings import CutSettings
-from millrace.datasets.sources import Cut, SourceSettings, cut
-from millrace.datasets.sources.files import difference_of
-from millrace.datasets.sources.folder import LISTING_BYTES, decode_listing
+from millrace.datasets.settings import ShardingSettings
+from millrace.datasets.sources import PartitionedSource, SourceSettings, partition_source
+from millrace.datasets.sources.files import describe_difference
+from millrace.datasets.sources.folder import MAX_LISTING_BYTES, decode_listing
+from millrace.formatting import format_count
 from millrace.keys import DatasetKeys, LeaseKeys
 from millrace.lease import Census, Heartbeat, Holder, Lease, StoreClock, acquire
-from millrace.progress import Event, Progress, silent
+from millrace.progress import Event, Progress, ignore_event
 from millrace.records import commit_once, fetch, list_differences
-from millrace.schemas.dataset import DatasetPlan, FileGroup, FileRef, ShardLayout
+from millrace.schemas.dataset import DatasetPlan, FileRef, SampleListing, ShardLayout
 from millrace.storage import Store, create, delete, exists, list_objects, put, read
-from millrace.words import format_count
 
-_CLAIM = timedelta(seconds=30)
-_LOOK = 1.0  # seconds between two looks at a removal that another run does
-_NAMED = 3  # files in the error about a source that changed
-_AT_ONCE = 16  # listings on their way to the store
+_LEASE_TIMEOUT = timedelta(seconds=30)
+_POLL_INTERVAL = 1.0  # seconds between two checks of a removal by another run
+_MAX_NAMED = 3  # files named in the error about a changed source
+_CONCURRENCY = 16  # concurrent uploads of listings
 # Versions of what turns a row into the bytes of a sample: a change of the bytes is a change here.
-_ROWS = {"rows": "2", "json": "orjson-3"}
+_ROW_VERSIONS = {"rows": "2", "json": "orjson-3"}
 
 
 def make_plan(
-    keys: DatasetKeys, source: SourceSettings, source_store: Store, settings: CutSettings
-) -> tuple[DatasetPlan, Cut]:
-    """Cut the source and describe the result. Reads the source's listing, writes nothing.
+    keys: DatasetKeys, source: SourceSettings, source_store: Store, settings: ShardingSettings
+) -> tuple[DatasetPlan, PartitionedSource]:
+    """Divide the source into partitions, and describe them. Reads the listing, writes nothing.
 
     Returns:
-        The plan, and what it was made from, with the objects it refers to.
+        The plan, and the partitioned source with the listings that the plan refers to.
     """
-    pieces = cut(
+    partitioned = partition_source(
         source,
         source_store,
         keys,
-        split_bytes=settings.split_bytes,
-        split_files=settings.split_files,
+        partition_bytes=settings.partition_bytes,
+        partition_files=settings.partition_files,
         seed=settings.seed,
         holdout=settings.holdout,
     )
     plan = DatasetPlan(
         dataset=keys.dataset,
-        source=pieces.record,
+        source=partitioned.record,
         layout=ShardLayout(
             format="webdataset",
-            writer={**webdataset.WRITER, **_ROWS},
+            writer={**webdataset.WRITER, **_ROW_VERSIONS},
             shard_bytes=settings.shard_bytes,
             shard_samples=settings.shard_samples,
         ),
         seed=settings.seed,
         holdout=settings.holdout,
-        split_bytes=settings.split_bytes,
-        splits=pieces.splits,
-        split_files=settings.split_files,
+        partition_bytes=settings.partition_bytes,
+        partitions=partitioned.partitions,
+        partition_files=settings.partition_files,
     )
-    return plan, pieces
+    return plan, partitioned
 
 
 def check_pinned(
@@ -74,13 +74,13 @@ def check_pinned(
         Whether this plan was committed before.
 
     Raises:
-        ConflictError, ChangedError: The dataset was planned otherwise, and has commits by that.
+        ConflictError, ChangedError: The dataset has another plan, and commits by that plan.
     """
-    there = _committed_plan(store, keys)
-    if there is None:
+    pinned = _find_pinned_plan(store, keys)
+    if pinned is None:
         return False
     try:
-        _check_same(store, there, plan, listings)
+        _check_same_plan(store, pinned, plan, listings)
     except (errors.ConflictError, errors.ChangedError):
         if _has_commits(store, keys):
             raise
@@ -93,74 +93,74 @@ def pin_plan(
     keys: DatasetKeys,
     plan: DatasetPlan,
     listings: Mapping[str, bytes],
-    progress: Progress = silent,
+    progress: Progress = ignore_event,
 ) -> DatasetPlan:
-    """Commit the plan, or find that it is the one that was committed before.
+    """Commit the plan, unless the same plan was committed before.
 
-    A plan that differs is replaced as long as nothing was committed by it and no run works by it.
+    A different plan is replaced, as long as it has no commits and no run works by it.
 
     Returns:
-        The plan that everybody works by.
+        The plan that all runs work by.
 
     Raises:
-        ConflictError: The dataset was planned otherwise: the fields that differ are named, or
-            that the source has changed since.
+        ConflictError: The dataset was planned with other settings. The message names the fields.
+        ChangedError: The source has changed since. The message names the first files.
     """
     while True:
-        there = _committed_plan(store, keys)
-        if there is None:
-            if exists(store, keys.plan_removed) and not _cleared(store, keys, progress):
-                time.sleep(_LOOK)
+        pinned = _find_pinned_plan(store, keys)
+        if pinned is None:
+            if exists(store, keys.plan_removed) and not _try_finish_removal(store, keys, progress):
+                time.sleep(_POLL_INTERVAL)
                 continue
-            _keep(store, listings)
-            there = commit_once(store, keys.plan, plan).record
+            _store_listings(store, listings)
+            pinned = commit_once(store, keys.plan, plan).record
         try:
-            _check_same(store, there, plan, listings)
+            _check_same_plan(store, pinned, plan, listings)
         except (errors.ConflictError, errors.ChangedError) as difference:
-            if not _removed(store, keys, there, progress, difference):
+            if not _try_remove_plan(store, keys, pinned, progress, difference):
                 raise
         else:
-            return there
+            return pinned
 
 
-def _committed_plan(store: Store, keys: DatasetKeys) -> DatasetPlan | None:
+def _find_pinned_plan(store: Store, keys: DatasetKeys) -> DatasetPlan | None:
     try:
         return fetch(store, keys.plan, DatasetPlan)
     except errors.NotFoundError:
         return None
 
 
-def _keep(store: Store, listings: Mapping[str, bytes]) -> None:
-    def keep(listing: tuple[str, bytes]) -> None:
-        # Its name holds its digest, and whoever reads it checks.
+def _store_listings(store: Store, listings: Mapping[str, bytes]) -> None:
+    def store_listing(listing: tuple[str, bytes]) -> None:
+        # Its name contains its digest, and every reader checks the digest.
         with contextlib.suppress(errors.ExistsError):
             create(store, *listing)
 
     bodies = iter(listings.items())
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="listings") as pool:
-        while batch := list(islice(bodies, _AT_ONCE)):
-            list(pool.map(keep, batch))
+    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="listings") as pool:
+        while batch := list(islice(bodies, _CONCURRENCY)):
+            list(pool.map(store_listing, batch))
 
 
-def _removed(
+def _try_remove_plan(
     store: Store,
     keys: DatasetKeys,
-    there: DatasetPlan,
+    pinned: DatasetPlan,
     progress: Progress,
     difference: errors.MillraceError,
 ) -> bool:
-    """Remove a plan by which nothing was committed; return whether it is gone.
+    """Remove a plan without commits; return whether the plan was removed.
 
-    A run by the old plan that was suspended may still commit afterwards. Commits bear the digest
-    of their plan, so neither run takes those of the other; and a run completes its dataset only
-    while its plan is pinned. So the plan is deleted first, and put back if there are commits then.
+    A suspended run of the old plan may still commit afterwards. Commits contain the digest of
+    their plan, so no run uses the commits of another plan. A run completes its dataset only while
+    its plan is pinned. So the plan is deleted first, and restored if there are commits then.
 
     Raises:
         ConflictError: Another run works on the dataset.
     """
     if _has_commits(store, keys):
         return False
-    with _claimed(store, keys) as (holder, clock, _):
+    with _claim_removal(store, keys) as (holder, clock, _):
         held = Census(store, keys.dataset, "", clock).find_holders()
         others = [one.holder for one in held.values() if one.holder.id != holder.id]
         if others:
@@ -173,42 +173,42 @@ def _removed(
             return False
         progress(Event("plan.removed", keys.plan))
         if _has_commits(store, keys):
-            commit_once(store, keys.plan, there)
+            commit_once(store, keys.plan, pinned)
             delete(store, [keys.plan_removed])
             return False
-        _clear(store, keys, progress)
+        _delete_uncommitted_shards(store, keys, progress)
     return True
 
 
 @contextlib.contextmanager
-def _claimed(store: Store, keys: DatasetKeys) -> Generator[tuple[Holder, StoreClock, bool]]:
+def _claim_removal(store: Store, keys: DatasetKeys) -> Generator[tuple[Holder, StoreClock, bool]]:
     """Claim the removal of a plan; the last value tells whether no other run has claimed it."""
     holder = Holder.this_process()
     clock = StoreClock.read(store, keys.dataset, holder)
-    with Heartbeat(_CLAIM) as heartbeat:
-        lease = acquire(store, LeaseKeys(keys.dataset, "plan"), holder, _CLAIM, clock)
+    with Heartbeat(_LEASE_TIMEOUT) as heartbeat:
+        lease = acquire(store, LeaseKeys(keys.dataset, "plan"), holder, _LEASE_TIMEOUT, clock)
         if isinstance(lease, Lease):
             heartbeat.keep(lease)
         yield holder, clock, isinstance(lease, Lease)
 
 
-def _cleared(store: Store, keys: DatasetKeys, progress: Progress) -> bool:
+def _try_finish_removal(store: Store, keys: DatasetKeys, progress: Progress) -> bool:
     """Finish the removal of a plan; return False while another run does that.
 
-    That run deletes shards without a commit: those of a plan committed meanwhile would be deleted.
+    That run deletes shards without a commit. It would delete those of a plan committed meanwhile.
     """
-    with _claimed(store, keys) as (_, _, mine):
-        if mine and exists(store, keys.plan_removed) and _committed_plan(store, keys) is None:
-            _clear(store, keys, progress)
+    with _claim_removal(store, keys) as (_, _, mine):
+        if mine and exists(store, keys.plan_removed) and _find_pinned_plan(store, keys) is None:
+            _delete_uncommitted_shards(store, keys, progress)
         return mine
 
 
-def _clear(store: Store, keys: DatasetKeys, progress: Progress) -> None:
-    """Delete the shards that a removed plan left without a commit: new ones have the same names.
+def _delete_uncommitted_shards(store: Store, keys: DatasetKeys, progress: Progress) -> None:
+    """Delete the uncommitted shards of a removed plan: new shards have the same names.
 
     If this process is suspended for longer than its lease, another run may commit such a shard
-    before it is deleted here. That run compares its shards with the ledger before it completes the
-    dataset; for the case that it is complete by then, the commits are looked for again.
+    before this one deletes it. That run compares its shards with the ledger before it completes
+    the dataset. Its dataset may be complete already, so this run looks for commits again.
 
     Raises:
         ConflictError: Another run has committed shards meanwhile.
@@ -220,9 +220,9 @@ def _clear(store: Store, keys: DatasetKeys, progress: Progress) -> None:
         delete(store, [stat.key for stat in stats if keys.is_shard(stat.key)])
         if _has_commits(store, keys):
             raise errors.ConflictError(
-                f"{store.url_of(keys.dataset)}: another run committed shards while this one "
-                "deleted those of a plan that was replaced, and some of them may be gone. Run "
-                "`millrace run FILE --repair` with the settings of that run: it makes them again."
+                f"{store.make_url(keys.dataset)}: another run committed shards while this run "
+                "deleted the shards of a replaced plan. Some of them may be missing. Run `millrace "
+                "run FILE --repair` with the settings of that run to make them again."
             )
     delete(store, [keys.plan_removed])
 
@@ -231,85 +231,94 @@ def _has_commits(store: Store, keys: DatasetKeys) -> bool:
     return next(list_objects(store, keys.commits), None) is not None or exists(store, keys.manifest)
 
 
-def _check_same(
-    store: Store, there: DatasetPlan, ours: DatasetPlan, listings: Mapping[str, bytes]
+def _check_same_plan(
+    store: Store, pinned: DatasetPlan, proposed: DatasetPlan, listings: Mapping[str, bytes]
 ) -> None:
     differing = [
-        f"{name} ({_short(a)}, now {_short(b)})"
-        for name, a, b in _fields(there, ours)
-        if name not in {"source", "layout", "splits"}
+        f"{name} ({_shorten(a)}, now {_shorten(b)})"
+        for name, a, b in _find_field_changes(pinned, proposed)
+        if name not in {"source", "layout", "partitions"}
     ]
     differing += [
-        f"layout.{n} ({_short(a)}, now {_short(b)})"
-        for n, a, b in _fields(there.layout, ours.layout)
+        f"layout.{n} ({_shorten(a)}, now {_shorten(b)})"
+        for n, a, b in _find_field_changes(pinned.layout, proposed.layout)
     ]
     differing += [
-        f"source.{n} ({_short(a)}, now {_short(b)})"
-        for n, a, b in _fields(there.source, ours.source)
+        f"source.{n} ({_shorten(a)}, now {_shorten(b)})"
+        for n, a, b in _find_field_changes(pinned.source, proposed.source)
         if n in {"kind", "settings"}
     ]
     if differing:
         raise errors.ConflictError(
-            f"The dataset {ours.dataset} was planned with other settings: {', '.join(differing)}. "
-            "Run it with those, or give this one another name."
+            f"The dataset {proposed.dataset} was planned with other settings: "
+            f"{', '.join(differing)}. Run it with those, or give this one another name."
         )
-    if there.source.sha256 != ours.source.sha256:
-        then = {ref.path: ref for body in _listed(there, _Stored(store)) for ref in body}
-        now = (ref for body in _listed(ours, listings) for ref in body)
+    if pinned.source.sha256 != proposed.source.sha256:
+        old_files = {
+            ref.path: ref for body in _iterate_files(pinned, _StoredListings(store)) for ref in body
+        }
+        new_files = (ref for body in _iterate_files(proposed, listings) for ref in body)
         raise errors.ChangedError(
-            f"The source {ours.source.url} has changed since {ours.dataset} was planned: "
-            f"{_changes(then, now)} ({format_count(there.source.files, 'file')} of "
-            f"{there.source.size} bytes then, {format_count(ours.source.files, 'file')} of "
-            f"{ours.source.size} now). Put it back, or shard it under another dataset name."
+            f"The source {proposed.source.url} has changed since {proposed.dataset} was planned: "
+            f"{_describe_changes(old_files, new_files)} "
+            f"({format_count(pinned.source.files, 'file')} of {pinned.source.size} bytes then, "
+            f"{format_count(proposed.source.files, 'file')} of {proposed.source.size} now). "
+            "Restore the source, or shard it under another dataset name."
         )
-    if there.splits != ours.splits:
+    if pinned.partitions != proposed.partitions:
         raise errors.ConflictError(
-            f"The dataset {ours.dataset} was cut by a Millrace that cuts otherwise: finish it with "
-            "that version, or give this one another name."
+            f"The dataset {proposed.dataset} was planned by a version of Millrace that divides "
+            "sources in another way. Finish it with that version, or give this one another name."
         )
 
 
-class _Stored:
-    """The listings that a committed plan refers to, as far as they are there."""
+class _StoredListings:
+    """The listings of a committed plan, read from its store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def __getitem__(self, key: str) -> bytes:
-        return read(self._store, key, largest=LISTING_BYTES)
+        return read(self._store, key, max_size=MAX_LISTING_BYTES)
 
 
-def _listed(plan: DatasetPlan, bodies: "Mapping[str, bytes] | _Stored") -> Iterator[list[FileRef]]:
-    """Yield the files of each split of a plan."""
-    for split in plan.splits:
-        if isinstance(split.piece, FileGroup):
+def _iterate_files(
+    plan: DatasetPlan, listings: "Mapping[str, bytes] | _StoredListings"
+) -> Iterator[list[FileRef]]:
+    """Yield the files of each partition of a plan."""
+    for partition in plan.partitions:
+        if isinstance(partition.source_range, SampleListing):
             with contextlib.suppress(errors.NotFoundError):
-                groups = decode_listing(bodies[split.piece.listing])
-                yield [file for group in groups for file in group.files]
+                samples = decode_listing(listings[partition.source_range.listing])
+                yield [file for sample in samples for file in sample.files]
         else:
-            yield [split.piece.file]
+            yield [partition.source_range.file]
 
 
-def _changes(then: dict[str, FileRef], now: Iterable[FileRef]) -> str:
-    """Name the first files that changed, each with what is different."""
+def _describe_changes(old_files: dict[str, FileRef], new_files: Iterable[FileRef]) -> str:
+    """Describe the first files that changed."""
     found: dict[str, str] = {}
     seen: set[str] = set()
-    for file in now:
+    for file in new_files:
         seen.add(file.path)
-        if file.path not in then:
+        if file.path not in old_files:
             found[file.path] = "is new"
-        elif file != then[file.path]:
-            found[file.path] = difference_of(then[file.path], file.size)
-    found |= {path: "is gone" for path in then if path not in seen}
-    named = [f"{path} {what}" for path, what in sorted(found.items())[:_NAMED]]
-    more = [f"{format_count(len(found) - _NAMED, 'more file')}"] if len(found) > _NAMED else []
-    return ", ".join(named + more) or "empty files came or went"
+        elif file != old_files[file.path]:
+            found[file.path] = describe_difference(old_files[file.path], file.size)
+    found |= {path: "is gone" for path in old_files if path not in seen}
+    shown = [f"{path} {change}" for path, change in sorted(found.items())[:_MAX_NAMED]]
+    more = (
+        [f"{format_count(len(found) - _MAX_NAMED, 'more file')}"] if len(found) > _MAX_NAMED else []
+    )
+    return ", ".join(shown + more) or "empty files were added or removed"
 
 
-def _fields(there: Any, ours: Any) -> list[tuple[str, Any, Any]]:
-    return [(n, getattr(there, n), getattr(ours, n)) for n in list_differences(there, ours)]
+def _find_field_changes(pinned: Any, proposed: Any) -> list[tuple[str, Any, Any]]:
+    return [
+        (n, getattr(pinned, n), getattr(proposed, n)) for n in list_differences(pinned, proposed)
+    ]
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     text = str(value)
     return text if len(text) <= 60 else text[:57] + "..."

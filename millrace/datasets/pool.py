@@ -1,8 +1,8 @@
-"""Splits side by side: worker processes on this machine, each split claimed by a lease.
+"""Run partitions concurrently in worker processes, each partition claimed by a lease.
 
-Runs on several machines share a dataset by these leases: a split that another holds is left to
-it, and taken over if it is not heard of. A worker that dies is replaced, and its split goes on
-from the ledger.
+Runs on several machines share a dataset by these leases. A run skips partitions that another run
+holds, and takes them over when the lease ends. A worker that dies is replaced, and its partition
+continues from the ledger.
 """
 
 import contextlib
@@ -23,63 +23,68 @@ from typing import IO, Any
 import orjson
 
 from millrace import errors
-from millrace.datasets.worker import Job, run_job
+from millrace.datasets.worker import PartitionJob, run_job
 from millrace.keys import DatasetKeys, LeaseKeys
 from millrace.lease import Heartbeat, HeldLease, Holder, Lease, StoreClock, acquire
 from millrace.progress import Event, Progress
-from millrace.schemas.dataset import SplitEnd
+from millrace.schemas.dataset import PartitionEnd
 from millrace.storage import Store, exists, list_objects
 
 logger = logging.getLogger(__name__)
 
-_LOOK_AGAIN = 1.0  # seconds until splits that others hold are looked at again
-_WORKER = "from millrace.datasets.worker import main; main()"
-_LIVES = 3  # workers that may die over one split without a commit of it
+_POLL_INTERVAL = 1.0  # seconds between two checks of partitions that other runs hold
+_WORKER_CODE = "from millrace.datasets.worker import main; main()"
+_MAX_DEATHS = 3  # workers that may die over one partition without a commit in between
 
-# glibc gives freed memory back to the system eagerly, and a worker asks for as much again with
-# the next rows: without these, most of its system time goes into pages that it had a moment ago.
-_MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(64 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+# By default, glibc returns freed memory to the system at once, and a worker needs it again for the
+# next rows. Without these values, a worker spends most of its system time on page faults.
+_MALLOC_ENVIRONMENT = {
+    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+}
 
 
-def run_splits(
+def run_partitions(
     store: Store,
     keys: DatasetKeys,
-    jobs: list[Job],
+    jobs: list[PartitionJob],
     *,
     workers: int,
-    lease: timedelta,
+    lease_timeout: timedelta,
     progress: Progress,
 ) -> None:
-    """Cut every split that has not ended, here or by whoever holds it, and return when all have.
+    """Run all partitions that have not ended, and return when every partition has ended.
+
+    Partitions that other runs hold are waited for.
 
     Args:
-        store: Where the dataset is.
-        keys: Its names.
-        jobs: One a split.
-        workers: Processes side by side; 0 works in this one.
-        lease: How long a claim outlives its holder.
-        progress: Called in this thread; with no workers, in one thread at a time.
+        store: Store of the dataset.
+        keys: Names of the dataset.
+        jobs: One job for each partition.
+        workers: Number of worker processes; 0 works in this process.
+        lease_timeout: Time after which the lease of a dead holder ends.
+        progress: Called in this thread; without workers, in one thread at a time.
 
     Raises:
-        WorkerError: Workers keep dying over a split.
-        MillraceError: What a worker raised. The others are stopped; a later run goes on.
+        WorkerError: Workers keep dying over a partition.
+        MillraceError: Error that a worker raised. The others are stopped; a later run continues.
     """
-    waiting = _Waiting(store, keys, jobs)
-    progress(Event("splits.left", figures={"splits": len(waiting)}))
+    pending = _PendingPartitions(store, keys, jobs)
+    progress(Event("partitions.left", figures={"partitions": len(pending)}))
     holder = Holder.this_process()
     clock = StoreClock.read(store, keys.dataset, holder)
-    with Heartbeat(lease) as heartbeat:
-        claims = _Claims(store, keys, holder, lease, clock, heartbeat)
+    with Heartbeat(lease_timeout) as heartbeat:
+        leases = _PartitionLeases(store, keys, holder, lease_timeout, clock, heartbeat)
         if workers == 0:
-            _in_this_process(waiting, claims, progress)
+            _run_in_process(pending, leases, progress)
         else:
-            with _Crew(min(workers, max(1, len(jobs)))) as crew:
-                _Driver(crew, waiting, claims, progress).run()
+            with _WorkerPool(min(workers, max(1, len(jobs)))) as pool:
+                _Driver(pool, pending, leases, progress).run()
 
 
 @dataclass(slots=True)
-class _Claims:
-    """Our leases on splits."""
+class _PartitionLeases:
+    """Leases of this process on partitions."""
 
     store: Store
     keys: DatasetKeys
@@ -88,169 +93,177 @@ class _Claims:
     clock: StoreClock
     heartbeat: Heartbeat
 
-    def claim(self, split: str) -> Lease | HeldLease:
-        keys = LeaseKeys(self.keys.dataset, split)
+    def claim(self, partition: str) -> Lease | HeldLease:
+        keys = LeaseKeys(self.keys.dataset, partition)
         lease = acquire(self.store, keys, self.holder, self.ttl, self.clock)
         if isinstance(lease, Lease):
             self.heartbeat.keep(lease)
         return lease
 
 
-class _Waiting:
-    """The splits that nobody here works on yet."""
+class _PendingPartitions:
+    """Partitions that no worker of this process has begun."""
 
-    def __init__(self, store: Store, keys: DatasetKeys, jobs: list[Job]) -> None:
+    def __init__(self, store: Store, keys: DatasetKeys, jobs: list[PartitionJob]) -> None:
         self._store, self._keys = store, keys
         self._jobs = deque(jobs)
-        self._elsewhere: list[Job] = []
+        self._held_elsewhere: list[PartitionJob] = []
         self.drop_ended()
 
     def __len__(self) -> int:
-        return len(self._jobs) + len(self._elsewhere)
+        return len(self._jobs) + len(self._held_elsewhere)
 
     def drop_ended(self) -> None:
-        """Forget those that have ended. Lists the whole ledger."""
+        """Drop the partitions that have ended. Lists the whole ledger."""
         ended = {self._keys.parse_end(s.key) for s in list_objects(self._store, self._keys.commits)}
-        self._jobs = deque(job for job in self._jobs if job.split.name not in ended)
+        self._jobs = deque(job for job in self._jobs if job.partition.name not in ended)
 
-    def look_again(self) -> None:
-        """See whether those that others hold have ended; the rest may be claimable by now."""
-        elsewhere, self._elsewhere = self._elsewhere, []
-        for job in elsewhere:
-            if not exists(self._store, self._keys.end(job.split.name)):
+    def requeue_held(self) -> None:
+        """Drop the held partitions that have ended, and queue the others again."""
+        held, self._held_elsewhere = self._held_elsewhere, []
+        for job in held:
+            if not exists(self._store, self._keys.end(job.partition.name)):
                 self._jobs.append(job)
 
-    def put_back(self, job: Job) -> None:
+    def put_back(self, job: PartitionJob) -> None:
         self._jobs.appendleft(job)
 
-    def claimable(self, claims: _Claims) -> tuple[Job, Lease] | None:
-        """Return the next split that nobody holds, with our lease on it."""
+    def claim_next(self, leases: _PartitionLeases) -> tuple[PartitionJob, Lease] | None:
+        """Claim the next free partition; return its job and lease, or None if there is none."""
         while self._jobs:
             job = self._jobs.popleft()
-            lease = claims.claim(job.split.name)
+            lease = leases.claim(job.partition.name)
             if isinstance(lease, Lease):
                 return job, lease
-            logger.info("%s is held by %s until %s", job.split.name, lease.holder.host, lease.until)
-            self._elsewhere.append(job)
+            logger.info(
+                "%s is held by %s until %s", job.partition.name, lease.holder.host, lease.until
+            )
+            self._held_elsewhere.append(job)
         return None
 
 
-def _in_this_process(waiting: _Waiting, claims: _Claims, progress: Progress) -> None:
+def _run_in_process(
+    pending: _PendingPartitions, leases: _PartitionLeases, progress: Progress
+) -> None:
     pause, lock = threading.Event(), threading.Lock()
 
-    def one_at_a_time(event: Event) -> None:
+    def report_event(event: Event) -> None:
         with lock:
             progress(event)
 
-    while waiting:
-        claimed = waiting.claimable(claims)
+    while pending:
+        claimed = pending.claim_next(leases)
         if claimed is None:
-            pause.wait(_LOOK_AGAIN)
-            waiting.look_again()
+            pause.wait(_POLL_INTERVAL)
+            pending.requeue_held()
             continue
         job, lease = claimed
-        run_job(job, one_at_a_time)
-        claims.heartbeat.release(lease)
+        run_job(job, report_event)
+        leases.heartbeat.release(lease)
 
 
 class _Driver:
-    """Hands splits to workers, and acts on what they say."""
+    """Assigns partitions to workers, and handles their messages."""
 
     def __init__(
-        self, crew: "_Crew", waiting: _Waiting, claims: _Claims, progress: Progress
+        self,
+        pool: "_WorkerPool",
+        pending: _PendingPartitions,
+        leases: _PartitionLeases,
+        progress: Progress,
     ) -> None:
-        self._crew, self._waiting, self._claims = crew, waiting, claims
+        self._pool, self._pending, self._leases = pool, pending, leases
         self._progress = progress
         self._deaths: Counter[str] = Counter()
 
     def run(self) -> None:
-        looked = time.monotonic()
-        while self._waiting or self._crew.busy:
-            for worker in self._crew.idle():
-                claimed = self._waiting.claimable(self._claims)
+        last_poll = time.monotonic()
+        while self._pending or self._pool.is_busy:
+            for worker in self._pool.list_idle():
+                claimed = self._pending.claim_next(self._leases)
                 if claimed is None:
                     break
                 worker.start(*claimed)
-            # What others hold ends in the bucket: only then is there no event to wait for.
-            all_elsewhere = bool(self._waiting and self._crew.idle())
-            heard = self._crew.hear(timeout=_LOOK_AGAIN if all_elsewhere else None)
-            if all_elsewhere and time.monotonic() - looked > _LOOK_AGAIN:
-                self._waiting.look_again()
-                looked = time.monotonic()
-            if heard is not None:
-                self._act(*heard)
+            # No message tells when a partition of another run ends: the bucket is polled then.
+            all_held_elsewhere = bool(self._pending and self._pool.list_idle())
+            received = self._pool.receive(timeout=_POLL_INTERVAL if all_held_elsewhere else None)
+            if all_held_elsewhere and time.monotonic() - last_poll > _POLL_INTERVAL:
+                self._pending.requeue_held()
+                last_poll = time.monotonic()
+            if received is not None:
+                self._handle_message(*received)
 
-    def _act(self, worker: "_Worker", message: dict[str, Any]) -> None:
+    def _handle_message(self, worker: "_WorkerProcess", message: dict[str, Any]) -> None:
         match message:
             case {"event": [number, name, subject, figures]}:
-                if name == "shard.committed" and worker.task:
-                    self._deaths.pop(worker.task[0].split.name, None)
+                if name == "shard.committed" and worker.assignment:
+                    self._deaths.pop(worker.assignment[0].partition.name, None)
                 self._progress(Event(name, subject, {**figures, "pid": worker.pid}))
-                worker.say({"acknowledged": number})
+                worker.send({"acknowledged": number})
             case {"ended": end}:
-                SplitEnd.model_validate(end)
+                PartitionEnd.model_validate(end)
                 _, lease = worker.finish()
-                self._claims.heartbeat.release(lease)
+                self._leases.heartbeat.release(lease)
             case {"failed": [kind, text]}:
                 raise getattr(errors, kind, errors.WorkerError)(text)
             case _:
-                self._bury(worker)
+                self._replace_dead_worker(worker)
 
-    def _bury(self, worker: "_Worker") -> None:
-        how = worker.how_it_ended()
+    def _replace_dead_worker(self, worker: "_WorkerProcess") -> None:
+        cause = worker.describe_exit()
         killed = worker.process.returncode == -signal.SIGKILL
-        self._crew.replace(worker)
-        self._progress(Event("worker.lost", figures={"pid": worker.pid, "how": how}))
-        logger.warning("worker %d %s; another takes its place", worker.pid, how)
-        if worker.task is None:
+        self._pool.replace(worker)
+        self._progress(Event("worker.lost", figures={"pid": worker.pid, "how": cause}))
+        logger.warning("worker %d %s; another takes its place", worker.pid, cause)
+        if worker.assignment is None:
             return
         job, lease = worker.finish()
-        split = job.split.name
-        self._claims.heartbeat.release(lease)
-        self._deaths[split] += 1
-        if self._deaths[split] >= _LIVES:
+        partition = job.partition.name
+        self._leases.heartbeat.release(lease)
+        self._deaths[partition] += 1
+        if self._deaths[partition] >= _MAX_DEATHS:
             raise errors.WorkerError(
-                f"{_LIVES} workers in a row died over {split}; the last {how}. "
-                + ("If that was for memory, lower shard_bytes, uploads or workers. " * killed)
-                + "Run it again: it goes on from the last commit."
+                f"{_MAX_DEATHS} workers in a row died over {partition}; the last {cause}. "
+                + ("If memory was short, lower shard_bytes, uploads or workers. " * killed)
+                + "Run it again: the run continues from the last commit."
             )
-        self._waiting.put_back(job)
+        self._pending.put_back(job)
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
+class _WorkerProcess:
     """One worker process, as its driver sees it."""
 
     process: "subprocess.Popen[bytes]"
-    said: IO[bytes]
+    output: IO[bytes]
     listener: threading.Thread | None = None
-    task: tuple[Job, Lease] | None = field(default=None, repr=False)
+    assignment: tuple[PartitionJob, Lease] | None = field(default=None, repr=False)
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
-    def start(self, job: Job, lease: Lease) -> None:
-        self.task = job, lease
-        self.say({"job": job.reveal()})
+    def start(self, job: PartitionJob, lease: Lease) -> None:
+        self.assignment = job, lease
+        self.send({"job": job.reveal()})
 
-    def finish(self) -> tuple[Job, Lease]:
-        assert self.task is not None, "a worker without a split said that it ended one"
-        task, self.task = self.task, None
-        return task
+    def finish(self) -> tuple[PartitionJob, Lease]:
+        assert self.assignment is not None, "a worker without a partition reported an end"
+        assignment, self.assignment = self.assignment, None
+        return assignment
 
-    def say(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is dead, as its own pipe will say
+        with contextlib.suppress(BrokenPipeError):  # its output pipe closes, too
             self.process.stdin.write(orjson.dumps(message) + b"\n")
             self.process.stdin.flush()
 
-    def lines(self) -> Iterator[dict[str, Any]]:
-        for line in self.said:
+    def iterate_messages(self) -> Iterator[dict[str, Any]]:
+        for line in self.output:
             if line.endswith(b"\n"):
                 yield orjson.loads(line)
 
-    def how_it_ended(self) -> str:
+    def describe_exit(self) -> str:
         code = self.process.wait()
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
@@ -259,7 +272,7 @@ class _Worker:
     def stop(self) -> None:
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()  # it takes that as the end, at once
+            self.process.stdin.close()  # the worker exits at once
         try:
             self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -267,20 +280,22 @@ class _Worker:
             self.process.wait()
         if self.listener:
             self.listener.join()
-        self.said.close()
+        self.output.close()
 
 
-class _Crew:
-    """The workers, and one queue of what they say."""
+class _WorkerPool:
+    """The worker processes, and one queue of their messages."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._said: queue.SimpleQueue[tuple[_Worker, dict[str, Any]]] = queue.SimpleQueue()
-        self._workers: list[_Worker] = []
+        self._messages: queue.SimpleQueue[tuple[_WorkerProcess, dict[str, Any]]] = (
+            queue.SimpleQueue()
+        )
+        self._workers: list[_WorkerProcess] = []
 
-    def __enter__(self) -> "_Crew":
+    def __enter__(self) -> "_WorkerPool":
         for _ in range(self._size):
-            self._hire()
+            self._start_worker()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -288,47 +303,47 @@ class _Crew:
             worker.stop()
 
     @property
-    def busy(self) -> bool:
-        return any(worker.task for worker in self._workers)
+    def is_busy(self) -> bool:
+        return any(worker.assignment for worker in self._workers)
 
-    def idle(self) -> list[_Worker]:
-        return [worker for worker in self._workers if not worker.task]
+    def list_idle(self) -> list[_WorkerProcess]:
+        return [worker for worker in self._workers if not worker.assignment]
 
-    def hear(self, timeout: float | None) -> tuple[_Worker, dict[str, Any]] | None:
-        """Return a worker's next message; an empty message means that the worker is gone."""
+    def receive(self, timeout: float | None) -> tuple[_WorkerProcess, dict[str, Any]] | None:
+        """Return a worker's next message; an empty message means that the worker has ended."""
         try:
-            worker, message = self._said.get(timeout=timeout)
+            worker, message = self._messages.get(timeout=timeout)
         except queue.Empty:
             return None
         return (worker, message) if worker in self._workers else None
 
-    def replace(self, worker: _Worker) -> None:
+    def replace(self, worker: _WorkerProcess) -> None:
         self._workers.remove(worker)
         worker.stop()
-        self._hire()
+        self._start_worker()
 
-    def _hire(self) -> None:
+    def _start_worker(self) -> None:
         mine, theirs = os.pipe()
         with os.fdopen(theirs, "wb"):
-            said = os.fdopen(mine, "rb")
+            output = os.fdopen(mine, "rb")
             process = subprocess.Popen(
-                # -P: a file beside the settings must not pass for a module.
-                [sys.executable, "-P", "-c", _WORKER, str(theirs)],
+                # -P: a file in the working directory must not be imported as a module.
+                [sys.executable, "-P", "-c", _WORKER_CODE, str(theirs)],
                 stdin=subprocess.PIPE,
                 stdout=sys.__stderr__,
                 pass_fds=[theirs],
-                env={**_MALLOC, **os.environ},
+                env={**_MALLOC_ENVIRONMENT, **os.environ},
             )
-        worker = _Worker(process, said)
+        worker = _WorkerProcess(process, output)
         self._workers.append(worker)
         worker.listener = threading.Thread(
-            target=self._listen, args=(worker,), name="crew", daemon=True
+            target=self._forward_messages, args=(worker,), name="worker-output", daemon=True
         )
         worker.listener.start()
 
-    def _listen(self, worker: _Worker) -> None:
+    def _forward_messages(self, worker: _WorkerProcess) -> None:
         try:
-            for message in worker.lines():
-                self._said.put((worker, message))
+            for message in worker.iterate_messages():
+                self._messages.put((worker, message))
         finally:
-            self._said.put((worker, {}))
+            self._messages.put((worker, {}))

@@ -1,4 +1,4 @@
-"""Make the shards of a complete dataset again that are missing or damaged."""
+"""Make missing and damaged shards of a complete dataset again."""
 
 import contextlib
 from collections.abc import Iterable
@@ -10,14 +10,14 @@ from millrace.datasets.formats.base import BadSampleError
 from millrace.datasets.formats.webdataset import TarEncoder
 from millrace.datasets.settings import PipelineSettings
 from millrace.datasets.sources import BadRow, Source, open_source
-from millrace.datasets.verify import sealed, verify
-from millrace.digest import sha256
+from millrace.datasets.verify import read_manifest, verify_dataset
+from millrace.digest import compute_sha256
 from millrace.keys import DatasetKeys
-from millrace.progress import Event, Progress, silent
+from millrace.progress import Event, Progress, ignore_event
 from millrace.records import fetch
-from millrace.schemas.dataset import DatasetPlan, ShardCommit, ShardLayout, Split
+from millrace.schemas.dataset import DatasetPlan, Partition, ShardCommit, ShardLayout
 from millrace.schemas.ledger import iterate_commits
-from millrace.storage import Store, create, difference, open_store, put
+from millrace.storage import Store, create, describe_difference, open_store, put
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +26,20 @@ class Repair:
 
     Attributes:
         shards: Number of shards that were verified.
-        made: Keys of the shards that were made again.
+        remade_keys: Keys of the shards that were made again.
     """
 
     shards: int
-    made: tuple[str, ...]
+    remade_keys: tuple[str, ...]
 
 
-def repair_dataset(config: PipelineSettings, *, progress: Progress = silent) -> Repair:
+def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_event) -> Repair:
     """Verify a complete dataset, and make each shard again that is missing or damaged.
 
     A shard is made from the source by the pinned plan. Files that were written again since then
     are read, too: their times and ETags do not matter. A shard is written only if its SHA-256 is
-    that of the manifest; a damaged object is replaced only then, and a good one never. Memory: one
-    shard, and what `verify` takes.
+    that of the manifest; a damaged object is replaced only then, and an intact one never. Memory:
+    one shard, and the memory of `verify_dataset`.
 
     Args:
         config: The settings that the dataset was made with.
@@ -51,23 +51,23 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = silent) -> 
         ConflictError: The ledger does not have the shard.
     """
     store, keys = open_store(config.store), DatasetKeys(config.dataset)
-    found = verify(store, config.dataset, progress=progress)
-    if found.good:
+    found = verify_dataset(store, config.dataset, progress=progress)
+    if found.is_intact:
         return Repair(found.shards, ())
     plan = fetch(store, keys.plan, DatasetPlan)
-    sealed_shards = {shard.key: shard for shard in sealed(store, keys).shards}
+    manifest_shards = {shard.key: shard for shard in read_manifest(store, keys).shards}
     entries = {entry.key: entry for entry in iterate_commits(store, keys)}
     lost: list[LostShard] = []
     for fault in found.faults:
         entry = entries.get(fault.key)
         if entry is None:
             raise errors.ConflictError(
-                f"{store.url_of(fault.key)} is {fault.reason}, and its commit is missing: it "
+                f"{store.make_url(fault.key)} is {fault.reason}, and its commit is missing: it "
                 "cannot be made again. Shard the source under another name."
             )
-        shard = sealed_shards[fault.key]
-        proven = entry.model_copy(update={"size": shard.size, "sha256": shard.sha256})
-        lost.append(LostShard(proven, fault.reason))
+        shard = manifest_shards[fault.key]
+        expected = entry.model_copy(update={"size": shard.size, "sha256": shard.sha256})
+        lost.append(LostShard(expected, fault.reason))
     source_store = open_store(config.source.store, make_folder=False)
     remake_shards(store, plan, source_store, lost, progress=progress)
     return Repair(found.shards, tuple(fault.key for fault in found.faults))
@@ -79,7 +79,7 @@ def remake_shards(
     source_store: Store,
     lost: Iterable[LostShard],
     *,
-    progress: Progress = silent,
+    progress: Progress = ignore_event,
 ) -> None:
     """Make shards again from the source. Each is written only if its SHA-256 is that of its commit.
 
@@ -94,37 +94,42 @@ def remake_shards(
         ChangedError: The source no longer gives the same bytes.
     """
     source = open_source(plan.source, source_store, store, any_version=True)
-    splits = {split.name: split for split in plan.splits}
+    partitions = {partition.name: partition for partition in plan.partitions}
     for entry, reason in lost:
         key = str(entry.key)
         progress(Event("shard.repairing", key, {"why": reason}))
-        _replace(store, key, entry, _made_again(source, splits[entry.split], plan.layout, entry))
+        _replace_shard(
+            store,
+            key,
+            entry,
+            _remake_shard(source, partitions[entry.partition], plan.layout, entry),
+        )
         progress(Event("shard.repaired", key, {"bytes": entry.size}))
 
 
-def _made_again(
-    source: Source, split: Split, layout: ShardLayout, entry: ShardCommit
+def _remake_shard(
+    source: Source, partition: Partition, layout: ShardLayout, entry: ShardCommit
 ) -> memoryview:
     encoder = TarEncoder(layout.shard_bytes)
-    for row in source.rows(split.piece, entry.start):
+    for row in source.iterate_rows(partition.source_range, entry.start_cursor):
         if not isinstance(row, BadRow):
-            with contextlib.suppress(BadSampleError):  # it was put aside
+            with contextlib.suppress(BadSampleError):  # the sample is quarantined
                 encoder.add(row, max(layout.shard_bytes, entry.size))
-        # Before the next row is read: it may be as large as this one.
-        if row.next >= entry.next or encoder.samples == entry.samples:
+        # Stop before the next row is read: it may be as large as this one.
+        if row.next_cursor >= entry.next_cursor or encoder.samples == entry.samples:
             break
     return encoder.close()
 
 
-def _replace(store: Store, key: str, entry: ShardCommit, data: memoryview) -> None:
-    """Write a shard whose bytes are proven; an object that is good by now stays."""
-    if sha256(data) != entry.sha256:
+def _replace_shard(store: Store, key: str, entry: ShardCommit, data: memoryview) -> None:
+    """Write a shard whose SHA-256 is right. An object that is intact by now stays."""
+    if compute_sha256(data) != entry.sha256:
         raise errors.ChangedError(
-            f"{store.url_of(key)} cannot be made again: the source gives other bytes now. "
-            "Nothing was replaced. Put the source back as it was when the dataset was planned."
+            f"{store.make_url(key)} cannot be made again: the source has other bytes now. "
+            "Nothing was replaced. Restore the source as it was when the dataset was planned."
         )
     try:
         create(store, key, data, sha256=entry.sha256)
     except errors.ExistsError:
-        if difference(store, key, entry.size, entry.sha256):
+        if describe_difference(store, key, entry.size, entry.sha256):
             put(store, key, data)

@@ -8,20 +8,20 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
 from millrace.datasets.sources import SourceSettings
 from millrace.settings import Duration
-from millrace.storage import StoreSettings, StoreSpec, from_environment
+from millrace.storage import StoreSettings, StoreSpec, read_spec_from_environment
 
-LARGEST_SHARD = 1 << 30
+MAX_SHARD_BYTES = 1 << 30
 
 
-class CutSettings(BaseModel):
-    """Settings of the cut. The plan pins these: they cannot change under the same name."""
+class ShardingSettings(BaseModel):
+    """Settings of the sharding. The plan pins them: they cannot change under the same name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     shard_bytes: ByteSize = Field(
         default=ByteSize(64 << 20),
         ge=10240,
-        le=LARGEST_SHARD,
+        le=MAX_SHARD_BYTES,
         description="A shard is closed before it would be larger, such as 64MiB; at most 1GiB. "
         "Memory follows it: shard_bytes * (uploads + 1) * workers, and the samples that are "
         "larger: one for each worker, of JSON lines up to five times.",
@@ -29,12 +29,12 @@ class CutSettings(BaseModel):
     shard_samples: int = Field(
         default=100_000, ge=1, description="A shard is closed when it has as many samples."
     )
-    split_bytes: ByteSize = Field(
+    partition_bytes: ByteSize = Field(
         default=ByteSize(512 << 20),
         ge=1024,
         description="About how many bytes of the source one worker takes at a time.",
     )
-    split_files: int = Field(
+    partition_files: int = Field(
         default=10_000,
         ge=1,
         description="Number of files, about, that one worker takes at a time (`files` only).",
@@ -46,7 +46,7 @@ class CutSettings(BaseModel):
         default=0.0,
         ge=0.0,
         le=0.9,
-        description="The share of the source's bytes that is held out as the partition `val`.",
+        description="Share of the source's bytes that is held out as the split `val`.",
     )
 
 
@@ -59,21 +59,21 @@ class ExecutionSettings(BaseModel):
         default_factory=lambda: len(os.sched_getaffinity(0)),
         ge=0,
         le=256,
-        description="Processes that cut splits side by side; 0 does all in this process.",
+        description="Worker processes that run at once; 0 works in the main process.",
     )
     uploads: int = Field(
         default=2, ge=1, le=32, description="Shards that each worker uploads at once."
     )
-    lease: Duration = Field(
+    lease_timeout: Duration = Field(
         default=timedelta(seconds=30),
         ge=timedelta(seconds=3),
-        description="Longest time that a split stays claimed by a machine that is not heard of.",
+        description="Time after which another machine takes over the partition of a silent one.",
     )
     max_quarantined: float = Field(
         default=0.01,
         ge=0.0,
         le=1.0,
-        description="The share of the rows that may make no sample, from 0 to 1. A run above it "
+        description="Share of the rows that may make no sample, from 0 to 1. A run above it "
         "fails with the first reasons. Ten rows are always allowed, unless it is 0.",
     )
     allow_empty: bool = Field(
@@ -81,29 +81,29 @@ class ExecutionSettings(BaseModel):
     )
 
 
-class SourcePlace(SourceSettings, StoreSettings):
-    """A source: the store that its files are in, and which samples to take of them."""
+class SourceLocation(SourceSettings, StoreSettings):
+    """Location of a source: the store of its files, and the settings that choose samples."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class PipelineSettings(BaseModel):
-    """One dataset from its source to its shards: what `millrace run FILE` reads."""
+    """Settings of one dataset, from its source to its shards: the FILE of `millrace run FILE`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    dataset: str = Field(description="The dataset's name: a prefix below the store's URL.")
-    source: SourcePlace
+    dataset: str = Field(description="Name of the dataset: a prefix below the store's URL.")
+    source: SourceLocation
     store: StoreSpec = Field(
-        default_factory=from_environment,
-        description="Destination of the shards. Left out: that of STORAGE_BACKEND and its "
-        "companions.",
+        default_factory=read_spec_from_environment,
+        description="Destination of the shards. Default: the store that STORAGE_BACKEND and its "
+        "companions describe.",
     )
-    cut: CutSettings = CutSettings()
-    run: ExecutionSettings = ExecutionSettings()
+    sharding: ShardingSettings = ShardingSettings()
+    execution: ExecutionSettings = ExecutionSettings()
     vast: Any = Field(
         default=None,
         exclude=True,
         repr=False,
-        description="Machines of `millrace run --use-vast`: read by that alone.",
+        description="Machines of `millrace run --use-vast`. Other commands ignore it.",
     )

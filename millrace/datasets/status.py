@@ -8,14 +8,14 @@ from millrace import errors
 from millrace.keys import DatasetKeys, LeaseKeys
 from millrace.lease import HeldLease, Holder, StoreClock, find_holder
 from millrace.records import fetch, iterate_records
-from millrace.schemas.dataset import DatasetPlan, ShardCommit, SplitEnd
+from millrace.schemas.dataset import DatasetPlan, PartitionEnd, ShardCommit
 from millrace.storage import Store, exists, list_folders
 
 _DEEPEST = 4
 
 
-class SplitState(StrEnum):
-    """Progress of a split."""
+class PartitionState(StrEnum):
+    """Progress of a partition."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -23,22 +23,22 @@ class SplitState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class SplitStatus:
-    """One split.
+class PartitionStatus:
+    """One partition.
 
     Attributes:
-        name: Its name.
-        state: How far it is.
-        shards: Committed.
-        samples: In those.
-        size: Bytes of those.
-        quarantined: Rows put aside.
-        host: Who holds it, while it is running.
-        until: When the holder's lease ends unless it is heard of, by the store's clock.
+        name: Name of the partition.
+        state: Progress of the partition.
+        shards: Number of committed shards.
+        samples: Number of samples in these shards.
+        size: Bytes of these shards.
+        quarantined: Number of quarantined rows.
+        host: Host that holds the partition, while it is running.
+        until: Time when the holder's lease ends unless it is renewed, by the store's clock.
     """
 
     name: str
-    state: SplitState
+    state: PartitionState
     shards: int
     samples: int
     size: int
@@ -54,25 +54,28 @@ class DatasetStatus:
     Attributes:
         dataset: Name of the dataset.
         source: URL of its source.
-        sealed: Whether it is complete.
-        splits: Progress of each split, without what damaged records say.
-        damaged: A sentence for each damaged record of the ledger; it names the key.
+        is_complete: Whether the dataset is complete.
+        partitions: Progress of each partition. Damaged records are left out.
+        damaged_records: A sentence for each damaged record of the ledger; it names the key.
     """
 
     dataset: str
     source: str
-    sealed: bool
-    splits: tuple[SplitStatus, ...]
-    damaged: tuple[str, ...] = ()
+    is_complete: bool
+    partitions: tuple[PartitionStatus, ...]
+    damaged_records: tuple[str, ...] = ()
 
     @property
-    def ended(self) -> int:
-        """Number of splits that have ended."""
-        return sum(split.state is SplitState.ENDED for split in self.splits)
+    def ended_partitions(self) -> int:
+        """Number of partitions that have ended."""
+        return sum(p.state is PartitionState.ENDED for p in self.partitions)
 
 
 def find_datasets(store: Store) -> list[str]:
-    """Return the datasets below a store's URL, at most four folders deep. One listing a folder."""
+    """Return the datasets below a store's URL, at most four folders deep.
+
+    One listing for each folder.
+    """
     found: list[str] = []
     folders = [(name, 1) for name in list_folders(store)]
     while folders:
@@ -88,8 +91,8 @@ def find_datasets(store: Store) -> list[str]:
     return found
 
 
-def status(store: Store, dataset: str) -> DatasetStatus:
-    """Return the progress of a dataset. Reads its ledger, and the leases of what has not ended.
+def read_status(store: Store, dataset: str) -> DatasetStatus:
+    """Return the progress of a dataset. Reads its ledger, and the leases of its open partitions.
 
     Raises:
         NotFoundError: There is no plan under this name.
@@ -99,46 +102,46 @@ def status(store: Store, dataset: str) -> DatasetStatus:
         plan = fetch(store, keys.plan, DatasetPlan)
     except errors.NotFoundError:
         raise errors.NotFoundError(
-            f"{store.url_of(dataset)} has no plan: nothing was ever sharded under this name."
+            f"{store.make_url(dataset)} has no plan: no dataset was sharded under this name."
         ) from None
     damaged: list[str] = []
     ends: set[str] = set()
     for _, end in iterate_records(
-        store, keys.commits, SplitEnd, wanted=lambda s: keys.parse_end(s.key) is not None
+        store, keys.commits, PartitionEnd, wanted=lambda s: keys.parse_end(s.key) is not None
     ):
         if isinstance(end, errors.CorruptError):
             damaged.append(str(end))
         else:
-            ends.add(end.split)
-    entries: dict[str, list[ShardCommit]] = {split.name: [] for split in plan.splits}
+            ends.add(end.partition)
+    entries: dict[str, list[ShardCommit]] = {partition.name: [] for partition in plan.partitions}
     for _, entry in iterate_records(
         store, keys.commits, ShardCommit, wanted=lambda s: keys.parse_commit(s.key) is not None
     ):
         if isinstance(entry, errors.CorruptError):
             damaged.append(str(entry))
-        elif entry.split in entries:  # else of a plan that was replaced, which a run refuses
-            entries[entry.split].append(entry)
+        elif entry.partition in entries:  # else of a replaced plan, which a run refuses
+            entries[entry.partition].append(entry)
     clock: StoreClock | None = None
-    splits: list[SplitStatus] = []
+    partitions: list[PartitionStatus] = []
     for name, own in entries.items():
         held: HeldLease | None = None
         if name not in ends:
-            clock = clock or _clock(store, dataset)
+            clock = clock or _read_clock(store, dataset)
             held = find_holder(store, LeaseKeys(dataset, name), clock)
-        splits.append(_split(name, own, ended=name in ends, held=held))
-    sealed = exists(store, keys.manifest)
-    return DatasetStatus(dataset, plan.source.url, sealed, tuple(splits), tuple(damaged))
+        partitions.append(_make_partition_status(name, own, ended=name in ends, held=held))
+    is_complete = exists(store, keys.manifest)
+    return DatasetStatus(dataset, plan.source.url, is_complete, tuple(partitions), tuple(damaged))
 
 
-def _split(
+def _make_partition_status(
     name: str, own: list[ShardCommit], *, ended: bool, held: HeldLease | None
-) -> SplitStatus:
-    state = SplitState.WAITING
+) -> PartitionStatus:
+    state = PartitionState.WAITING
     if ended:
-        state = SplitState.ENDED
+        state = PartitionState.ENDED
     elif held:
-        state = SplitState.RUNNING
-    return SplitStatus(
+        state = PartitionState.RUNNING
+    return PartitionStatus(
         name=name,
         state=state,
         shards=sum(entry.key is not None for entry in own),
@@ -150,8 +153,8 @@ def _split(
     )
 
 
-def _clock(store: Store, dataset: str) -> StoreClock:
-    """Return the store's clock; ours where the credentials may only read."""
+def _read_clock(store: Store, dataset: str) -> StoreClock:
+    """Return the store's clock; this machine's clock where the credentials may only read."""
     try:
         return StoreClock.read(store, dataset, Holder.this_process())
     except errors.DeniedError:

@@ -1,4 +1,4 @@
-"""Verify: what the manifest says, held against what the store has."""
+"""Verify a dataset: compare its manifest with the objects in the store."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -7,15 +7,15 @@ from itertools import islice
 
 from millrace import errors
 from millrace.keys import DatasetKeys
-from millrace.progress import Event, Progress, silent
+from millrace.progress import Event, Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import Manifest, ManifestShard
-from millrace.storage import Store, difference
+from millrace.storage import Store, describe_difference
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """A shard that is not what the manifest says."""
+class ShardFault:
+    """A shard that is missing or differs from the manifest."""
 
     key: str
     reason: str
@@ -26,76 +26,77 @@ class Verification:
     """Result of a verification.
 
     Attributes:
-        shards: How many were looked at.
-        size: Their bytes by the manifest.
-        faults: Those that are missing or differ.
-        digests: Whether their bytes were read, or only their sizes asked for.
+        shards: Number of shards that were checked.
+        size: Bytes of these shards, by the manifest.
+        faults: Shards that are missing or differ.
+        includes_digests: Whether digests were compared; False if only sizes were.
     """
 
     shards: int
     size: int
-    faults: tuple[Fault, ...]
-    digests: bool
+    faults: tuple[ShardFault, ...]
+    includes_digests: bool
 
     @property
-    def good(self) -> bool:
-        """True if nothing is wrong."""
+    def is_intact(self) -> bool:
+        """True if no shard is at fault."""
         return not self.faults
 
 
-def verify(
+def verify_dataset(
     store: Store,
     dataset: str,
     *,
     digests: bool = True,
     at_once: int = 4,
-    progress: Progress = silent,
+    progress: Progress = ignore_event,
 ) -> Verification:
-    """Check every shard of a sealed dataset.
+    """Check every shard of a complete dataset.
 
     Args:
-        store: Where it is.
-        dataset: Its name.
-        digests: Read every byte and compare digests; else one HEAD a shard, for its size.
-        at_once: Shards read side by side; 24 MiB of memory each.
-        progress: Told of every shard.
+        store: Store of the dataset.
+        dataset: Name of the dataset.
+        digests: Whether every byte is read and digests are compared. Otherwise one HEAD for each
+            shard compares sizes.
+        at_once: Number of shards that are read concurrently; 24 MiB of memory each.
+        progress: Called for every shard.
 
     Raises:
-        NotFoundError: The dataset was never sealed.
+        NotFoundError: The dataset is not complete.
     """
     keys = DatasetKeys(dataset)
-    manifest = sealed(store, keys)
-    faults: list[Fault] = []
+    manifest = read_manifest(store, keys)
+    faults: list[ShardFault] = []
     with ThreadPoolExecutor(at_once, thread_name_prefix="verify") as pool:
-        for shard, fault in _checked(pool, store, manifest, digests=digests):
+        for shard, fault in _check_shards(pool, store, manifest, digests=digests):
             progress(Event("shard.verified", shard.key, {"bytes": shard.size, "good": not fault}))
             if fault:
-                faults.append(Fault(shard.key, fault))
+                faults.append(ShardFault(shard.key, fault))
     return Verification(len(manifest.shards), manifest.size, tuple(faults), digests)
 
 
-def sealed(store: Store, keys: DatasetKeys) -> Manifest:
+def read_manifest(store: Store, keys: DatasetKeys) -> Manifest:
     """Return the manifest of a dataset.
 
     Raises:
-        NotFoundError: There is none yet.
+        NotFoundError: There is no manifest.
     """
     try:
         return fetch(store, keys.manifest, Manifest)
     except errors.NotFoundError:
         raise errors.NotFoundError(
-            f"{store.url_of(keys.dataset)} has no manifest: it was never finished, or the name is "
-            "another. `millrace status` shows how far it is, `millrace run` finishes it."
+            f"{store.make_url(keys.dataset)} has no manifest: the dataset is not complete, or the "
+            "name is wrong. `millrace status` shows its progress, `millrace run` completes it."
         ) from None
 
 
-def _checked(
+def _check_shards(
     pool: ThreadPoolExecutor, store: Store, manifest: Manifest, *, digests: bool
 ) -> Iterator[tuple[ManifestShard, str]]:
-    def pair(shard: ManifestShard) -> tuple[ManifestShard, str]:
+    def check_shard(shard: ManifestShard) -> tuple[ManifestShard, str]:
         sha256 = shard.sha256 if digests else None
-        return shard, difference(store, shard.key, shard.size, sha256)
+        return shard, describe_difference(store, shard.key, shard.size, sha256)
 
     shards = iter(manifest.shards)
     while batch := list(islice(shards, 256)):
-        yield from pool.map(pair, batch)
+        yield from pool.map(check_shard, batch)

@@ -1,9 +1,9 @@
-"""A worker process: cuts the splits that its driver names, and says how it goes.
+"""A worker process: shards the partitions that its driver sends, and reports each event.
 
-It is started with a pipe each way, and speaks lines of JSON: nothing is unpickled, credentials
-stand neither in its arguments nor in its environment.
-Every event waits until the driver has acknowledged it. When the driver's end of the pipe closes,
-for whatever reason, the worker is gone at once: what it leaves behind is good for a resume.
+Driver and worker send lines of JSON through two pipes. Nothing is unpickled, and neither the
+arguments nor the environment of the worker contain credentials.
+Every event waits for the driver's acknowledgement. When the driver's end of the pipe closes, the
+worker exits at once. A later run continues from the worker's commits.
 """
 
 import os
@@ -17,103 +17,103 @@ import orjson
 from pydantic import BaseModel, ConfigDict
 
 from millrace import errors
-from millrace.datasets.partition import run_split
+from millrace.datasets.partition import run_partition
 from millrace.datasets.sources import open_source
 from millrace.keys import DatasetKeys
 from millrace.progress import Event, Progress
-from millrace.schemas.dataset import ShardLayout, SourceRecord, Split, SplitEnd
+from millrace.schemas.dataset import Partition, PartitionEnd, ShardLayout, SourceRecord
 from millrace.storage import StoreSpec, open_store
 
 
-class Job(BaseModel):
-    """Settings and records that a worker needs to cut one split."""
+class PartitionJob(BaseModel):
+    """Settings and records that a worker needs to shard one partition."""
 
     model_config = ConfigDict(frozen=True)
 
     dataset: str
-    plan: str
+    plan_digest: str
     layout: ShardLayout
     source: SourceRecord
     source_store: StoreSpec
     store: StoreSpec
-    split: Split
+    partition: Partition
     uploads: int
 
     def reveal(self) -> dict[str, Any]:
         """Return the job as plain JSON values, secrets included, for the pipe to a worker."""
         data = self.model_dump(mode="json")
-        data["store"] = self.store.reveal()
-        data["source_store"] = self.source_store.reveal()
+        data["store"] = self.store.reveal_secrets()
+        data["source_store"] = self.source_store.reveal_secrets()
         return data
 
 
-def run_job(job: Job, progress: Progress) -> SplitEnd:
-    """Cut one split."""
+def run_job(job: PartitionJob, progress: Progress) -> PartitionEnd:
+    """Shard one partition."""
     store = open_store(job.store)
     source = open_source(job.source, open_store(job.source_store, make_folder=False), store)
     keys = DatasetKeys(job.dataset)
-    return run_split(
+    return run_partition(
         store,
         source,
         keys,
         job.layout,
-        job.split,
-        plan=job.plan,
+        job.partition,
+        plan_digest=job.plan_digest,
         uploads=job.uploads,
         progress=progress,
     )
 
 
-class _Line:
+class _DriverConnection:
     """The worker's end of the pipes."""
 
     def __init__(self, incoming: IO[bytes], outgoing: IO[bytes]) -> None:
         self._incoming, self._outgoing = incoming, outgoing
-        self._writing = threading.Lock()
+        self._write_lock = threading.Lock()
         self._numbers = count()
-        self._waiting: dict[int, threading.Event] = {}
-        self.jobs: list[Job] = []
+        self._unacknowledged: dict[int, threading.Event] = {}
+        self.jobs: list[PartitionJob] = []
         self.ready = threading.Semaphore(0)
 
     def listen(self) -> None:
-        """Take what the driver says, until it says no more."""
+        """Receive messages until the driver closes the pipe, and then exit."""
         try:
             for line in self._incoming:
                 message = orjson.loads(line)
                 if "acknowledged" in message:
-                    self._waiting.pop(message["acknowledged"]).set()
+                    self._unacknowledged.pop(message["acknowledged"]).set()
                 else:
-                    self.jobs.append(Job.model_validate(message["job"]))
+                    self.jobs.append(PartitionJob.model_validate(message["job"]))
                     self.ready.release()
         finally:
-            os._exit(0)  # no clean-up: threads may be uploading for somebody who is gone
+            os._exit(0)  # no clean-up: threads may still be uploading
 
-    def say(self, message: dict[str, Any]) -> None:
-        with self._writing:
+    def send(self, message: dict[str, Any]) -> None:
+        with self._write_lock:
             self._outgoing.write(orjson.dumps(message) + b"\n")
             self._outgoing.flush()
 
     def report(self, event: Event) -> None:
-        number, heard = next(self._numbers), threading.Event()
-        self._waiting[number] = heard
+        number, acknowledged = next(self._numbers), threading.Event()
+        self._unacknowledged[number] = acknowledged
         figures = dict(event.figures)
-        self.say({"event": [number, event.name, event.subject, figures]})
-        heard.wait()
+        self.send({"event": [number, event.name, event.subject, figures]})
+        acknowledged.wait()
 
 
 def main() -> None:
     """Serve a driver until it closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the driver, who ends us
-    outgoing = os.fdopen(int(sys.argv[1]), "wb")  # not stdout, where any library may print
-    line = _Line(sys.stdin.buffer, outgoing)
-    threading.Thread(target=line.listen, name="listen", daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver stops its workers
+    outgoing = os.fdopen(int(sys.argv[1]), "wb")  # not stdout: a library may print there
+    driver = _DriverConnection(sys.stdin.buffer, outgoing)
+    threading.Thread(target=driver.listen, name="listen", daemon=True).start()
     while True:
-        line.ready.acquire()
+        driver.ready.acquire()
         try:
-            end = run_job(line.jobs.pop(0), line.report)
+            end = run_job(driver.jobs.pop(0), driver.report)
         except errors.MillraceError as error:
-            line.say({"failed": [type(error).__name__, str(error)]})
+            driver.send({"failed": [type(error).__name__, str(error)]})
         except Exception as error:  # noqa: BLE001 - the driver raises it, with its type
-            line.say({"failed": ["WorkerError", f"{type(error).__name__}: {error}"]})
+            driver.send({"failed": ["WorkerError", f"{type(error).__name__}: {error}"]})
         else:
-            line.say({"ended": end.model_dump(mode="json")})
+            driver.send({"ended": end.model_dump(mode="json")})

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from millrace.extras import import_module_of
+from millrace.extras import import_extra_module
 from millrace.gradients.settings import (
     AggregatorSettings,
     FollowRules,
@@ -174,4 +174,4 @@ def __getattr__(name: str) -> Any:
     # Imported on first use: settings and forms are read where numba and torch are not installed.
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module_of(f"millrace.gradients.{_MODULES[name]}", "gradients"), name)
+    return getattr(import_extra_module(f"millrace.gradients.{_MODULES[name]}", "gradients"), name)

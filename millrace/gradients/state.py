@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace import errors
-from millrace.digest import dump_canonical_json, sha256
+from millrace.digest import compute_sha256, dump_canonical_json
 from millrace.gradients.codec import kernels
 from millrace.gradients.codec.chunks import make_tiles, view_as_matrix
 from millrace.gradients.codec.transform import get_basis
@@ -91,12 +91,12 @@ class WeightState:
 
 def combine_digests(digests: Mapping[str, str]) -> str:
     """Return the digest of weights from the digests of their tensors (`WeightState.digests`)."""
-    return sha256(dump_canonical_json(dict(digests)))
+    return compute_sha256(dump_canonical_json(dict(digests)))
 
 
 def _digest_tensor(tensor: Array) -> str:
-    content = sha256(np.ascontiguousarray(tensor, dtype="<f4").data)
-    return sha256(dump_canonical_json({"shape": list(tensor.shape), "sha256": content}))
+    content = compute_sha256(np.ascontiguousarray(tensor, dtype="<f4").data)
+    return compute_sha256(dump_canonical_json({"shape": list(tensor.shape), "sha256": content}))
 
 
 def copy_state(tensors: Mapping[str, Any], names: Sequence[str] | None = None) -> WeightState:

@@ -33,7 +33,7 @@ from millrace.gradients.codec.payload import Shapes
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.chain import ChainError, read_link, start_chain
 from millrace.keys import ChainKeys
-from millrace.progress import Event, Progress, silent
+from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.chain import ChainLink, ChainStart
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.schemas.gradient import BUFFER_NAMES, last_part_of
@@ -109,7 +109,7 @@ def _open_weights(weights: WeightState | ShardedWeights) -> Generator[ShardedWei
 
 
 def load_newest_state(
-    store: Store, keys: ChainKeys, *, progress: Progress = silent
+    store: Store, keys: ChainKeys, *, progress: Progress = ignore_event
 ) -> tuple[WeightState, int]:
     """Return the newest weights that a checkpoint of the chain has, all of them verified.
 
@@ -135,7 +135,7 @@ def load_newest_weights(
     place: Callable[[Shapes], S],
     *,
     ranks: RankGroup | None = None,
-    progress: Progress = silent,
+    progress: Progress = ignore_event,
 ) -> tuple[S, int]:
     """As `load_newest_state`, with the weights where there is room for them.
 
@@ -174,7 +174,7 @@ def load_newest_weights(
             passed(step, error)
     raise ChainError(
         f"No checkpoint that the chain of {keys.run} names is there and undamaged, below "
-        f"{store.url_of(keys.job)}: bring back that of its first link."
+        f"{store.make_url(keys.job)}: bring back that of its first link."
     )
 
 
@@ -223,7 +223,7 @@ def load_checkpoint_weights(
                 raise
             continue
         return model, found.step
-    raise errors.NotFoundError(f"{store.url_of(job)} has no checkpoint that is undamaged.")
+    raise errors.NotFoundError(f"{store.make_url(job)} has no checkpoint that is undamaged.")
 
 
 def check_weights(
@@ -250,7 +250,7 @@ def check_weights(
             return found
         if step is not None:
             raise errors.CorruptError(f"Step {step} of {job}: {next(iter(damage.values()))}")
-    raise errors.NotFoundError(f"{store.url_of(job)} has no checkpoint that is undamaged.")
+    raise errors.NotFoundError(f"{store.make_url(job)} has no checkpoint that is undamaged.")
 
 
 def _make_mismatch_error(found: Checkpoint, tensors: str) -> errors.ConfigurationError:

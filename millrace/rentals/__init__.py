@@ -1,49 +1,49 @@
 """Rent machines of Vast.ai, use them, and always give them back."""
 
 from millrace.rentals.clock import Clock, SystemClock
-from millrace.rentals.guard import RentalGuard
-from millrace.rentals.ledger import attempts_of, is_rented
+from millrace.rentals.ledger import has_open_attempts, list_attempts
 from millrace.rentals.offers import Offer, OfferRequest, find_offers
-from millrace.rentals.reaper import Reaped, Rented, list_rentals, reap, release
+from millrace.rentals.owner_monitor import OwnerMonitor
+from millrace.rentals.reaper import MachineStatus, ReapResult, list_rentals, reap, release
 from millrace.rentals.rental import Machine, Rental
 from millrace.rentals.settings import (
-    Account,
-    Patience,
+    LedgerSettings,
     Program,
-    Reach,
-    RentSettings,
-    StandSettings,
-    account,
+    RentalSettings,
+    RentalTimeouts,
+    StorageGrant,
+    VastAccount,
+    open_account,
 )
-from millrace.rentals.startup import node_key
-from millrace.rentals.vast.api import Vast
-from millrace.rentals.vast.instances import IDENTITY, Instance
+from millrace.rentals.startup import derive_node_key
+from millrace.rentals.vast.api import VastClient
+from millrace.rentals.vast.instances import IDENTITY_PORT, Instance
 
 __all__ = [
-    "IDENTITY",
-    "Account",
+    "IDENTITY_PORT",
     "Clock",
     "Instance",
+    "LedgerSettings",
     "Machine",
+    "MachineStatus",
     "Offer",
     "OfferRequest",
-    "Patience",
+    "OwnerMonitor",
     "Program",
-    "Reach",
-    "Reaped",
-    "RentSettings",
+    "ReapResult",
     "Rental",
-    "RentalGuard",
-    "Rented",
-    "StandSettings",
+    "RentalSettings",
+    "RentalTimeouts",
+    "StorageGrant",
     "SystemClock",
-    "Vast",
-    "account",
-    "attempts_of",
+    "VastAccount",
+    "VastClient",
+    "derive_node_key",
     "find_offers",
-    "is_rented",
+    "has_open_attempts",
+    "list_attempts",
     "list_rentals",
-    "node_key",
+    "open_account",
     "reap",
     "release",
 ]

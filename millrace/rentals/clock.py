@@ -1,4 +1,4 @@
-"""The time by which machines are rented: a seam, since hours of renting are tested in seconds."""
+"""Clock of rentals. Tests replace it to simulate hours in seconds."""
 
 import time
 from datetime import UTC, datetime
@@ -6,14 +6,14 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Clock of the day, and waiting."""
+    """Time of day, elapsed time, and sleep."""
 
     def now(self) -> datetime:
         """Return the time of day, with its zone."""
         ...
 
-    def elapsed(self) -> float:
-        """Seconds since some moment; never goes back."""
+    def monotonic(self) -> float:
+        """Return the seconds since a fixed moment; the value never decreases."""
         ...
 
     def sleep(self, seconds: float) -> None:
@@ -22,14 +22,14 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """This machine's."""
+    """Clock of this machine."""
 
     def now(self) -> datetime:
         """Return the time of day, with its zone."""
         return datetime.now(UTC)
 
-    def elapsed(self) -> float:
-        """Seconds since some moment; they also pass while the machine is suspended."""
+    def monotonic(self) -> float:
+        """Return the seconds since boot, including the time that the machine was suspended."""
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def sleep(self, seconds: float) -> None:

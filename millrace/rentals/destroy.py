@@ -1,4 +1,4 @@
-"""Give machines back, and see that they are gone."""
+"""Destroy machines, and wait until a listing shows none of them."""
 
 from collections.abc import Callable, Collection, Mapping
 from datetime import datetime, timedelta
@@ -7,122 +7,121 @@ from millrace import errors
 from millrace.keys import RentalKeys
 from millrace.records import commit_once
 from millrace.rentals.ledger import Attempt
-from millrace.rentals.vast.api import Vast
+from millrace.rentals.vast.api import VastClient
 from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import ReturnReason, ReturnRecord
 from millrace.storage import Store
 
-SETTLING = 180.0
-"""Seconds after a create without an answer in which the listing may not yet show its machine."""
-_GIVING_BACK = timedelta(minutes=15)  # that it is tried for
+LISTING_LAG = 180.0
+"""Seconds in which a listing may lack the machine of an unanswered create request."""
+_DESTROY_TIMEOUT = timedelta(minutes=15)
 
 
-def write_off(
+def record_return(
     store: Store,
     rental: str,
     attempt: Attempt,
-    why: ReturnReason,
-    said: str,
+    reason: ReturnReason,
+    detail: str,
     cost: float,
     now: datetime,
 ) -> None:
-    """Write down that nothing is left of an attempt. Whoever was first has said why."""
-    returned = ReturnRecord(why=why, said=said[:1000], cost=cost, ended=now)
+    """Record the return of an attempt's machine. The reason of the first record stays."""
+    returned = ReturnRecord(why=reason, said=detail[:1000], cost=cost, ended=now)
     commit_once(store, RentalKeys(rental).returned(attempt.number), returned)
 
 
-def give_back(
-    vast: Vast,
+def destroy_machines(
+    vast: VastClient,
     machines: Mapping[str, int | None],
-    gone: Callable[[str], None],
+    on_destroyed: Callable[[str], None],
     *,
-    settled: Collection[str] = (),
+    past_listing_lag: Collection[str] = (),
 ) -> None:
     """Destroy machines until a listing shows none of their numbers, nor of their labels.
 
-    All are asked for once in each round: one that cannot be destroyed does not delay the others.
+    Each round sends one request for each machine, so that one failure does not delay the others.
 
     Args:
-        vast: The account.
-        machines: What is to be gone: labels, each with its machine's number where it is known;
-            then the label may be any name for it.
-        gone: Told each label once nothing is left of it.
-        settled: The labels whose create was sent `SETTLING` seconds ago or earlier. A machine with
-            no known number counts as gone once a listing lacks its label; the others wait.
+        vast: Client of the account.
+        machines: Labels of the machines, each with the machine's number if that is known. With a
+            number, the label may be any unique name.
+        on_destroyed: Called with each label once its machine is gone.
+        past_listing_lag: Labels whose create request is older than `LISTING_LAG`. A machine without
+            a number is gone once a listing lacks its label, if the label is one of these.
 
     Raises:
-        UnavailableError: That could not be seen in 15 minutes: some may still be there.
-        MillraceError: Of ``gone``, after all are gone.
+        UnavailableError: Some machines may still exist after 15 minutes.
+        MillraceError: An error of ``on_destroyed``, after all machines are gone.
     """
     clock = vast.clock
-    begun = clock.elapsed()
-    left, accepted, fault = dict(machines), set[str](), ""
-    late: errors.MillraceError | None = None
-    while left:
-        for label, number in left.items():
+    started = clock.monotonic()
+    remaining, accepted, last_error = dict(machines), set[str](), ""
+    callback_error: errors.MillraceError | None = None
+    while remaining:
+        for label, number in remaining.items():
             if number is not None and label not in accepted:
-                said = _destroyed(vast, number)
-                fault = said or fault
-                accepted |= set() if said else {label}
-        seen: dict[str, int] | None = None
+                error_text = _try_destroy(vast, number)
+                last_error = error_text or last_error
+                accepted |= set() if error_text else {label}
+        listed: dict[str, int] | None = None
         try:
-            seen = {_label(one, left): one.id for one in vast.instances()}
+            listed = {_match_label(one, remaining): one.id for one in vast.list_instances()}
         except errors.MillraceError as error:
-            fault = errors.one_line(error)
-        waited = clock.elapsed() - begun >= SETTLING
-        for label in _unseen(vast, left, accepted, seen, left if waited else settled):
-            del left[label]
+            last_error = errors.format_error(error)
+        is_past_lag = clock.monotonic() - started >= LISTING_LAG
+        for label in _find_destroyed(
+            vast, remaining, accepted, listed, remaining if is_past_lag else past_listing_lag
+        ):
+            del remaining[label]
             try:
-                gone(label)
+                on_destroyed(label)
             except errors.MillraceError as error:
-                late = error
-        if left and clock.elapsed() - begun >= _GIVING_BACK.total_seconds():
+                callback_error = error
+        if remaining and clock.monotonic() - started >= _DESTROY_TIMEOUT.total_seconds():
             raise errors.UnavailableError(
-                f"Whether {', '.join(sorted(left))} is given back is not known"
-                f"{f' ({fault})' if fault else ''}: look at the provider's page of instances, and "
-                "run `millrace reap`."
+                f"Whether {', '.join(sorted(remaining))} is given back is not known"
+                f"{f' ({last_error})' if last_error else ''}: look at the provider's page of "
+                "instances, and run `millrace reap`."
             )
-        if left:
+        if remaining:
             clock.sleep(3.0)
-    if late is not None:
-        raise late
+    if callback_error is not None:
+        raise callback_error
 
 
-def _unseen(
-    vast: Vast,
-    left: Mapping[str, int | None],
+def _find_destroyed(
+    vast: VastClient,
+    remaining: Mapping[str, int | None],
     accepted: set[str],
-    seen: Mapping[str, int] | None,
-    settled: Collection[str],
+    listed: Mapping[str, int] | None,
+    past_listing_lag: Collection[str],
 ) -> list[str]:
-    """Return the labels of which nothing is left.
-
-    Machines that are still there are destroyed once more.
-    """
-    if seen is None:
+    """Return the labels whose machines are gone. Send another request for those still listed."""
+    if listed is None:
         return []
-    for label in seen.keys() & left.keys():
-        _destroyed(vast, seen[label])
+    for label in listed.keys() & remaining.keys():
+        _try_destroy(vast, listed[label])
     return [
         label
-        for label, number in left.items()
-        if label not in seen and label in (settled if number is None else accepted)
+        for label, number in remaining.items()
+        if label not in listed and label in (past_listing_lag if number is None else accepted)
     ]
 
 
-def _label(instance: Instance, left: Mapping[str, int | None]) -> str:
-    """Return which of some machines one is: by its number, or by its label if that is not known.
+def _match_label(instance: Instance, remaining: Mapping[str, int | None]) -> str:
+    """Return the label of a listed machine: by its number, or by its label if that is unknown.
 
-    Of a machine whose number is known, another that bears its label is none of them.
+    The result is empty for a machine that has the label of a machine with another number.
     """
-    by_number = next((one for one, number in left.items() if number == instance.id), "")
-    return by_number or (instance.label if left.get(instance.label, 0) is None else "")
+    by_number = next((one for one, number in remaining.items() if number == instance.id), "")
+    return by_number or (instance.label if remaining.get(instance.label, 0) is None else "")
 
 
-def _destroyed(vast: Vast, number: int) -> str:
-    """Destroy a machine; how that failed, if it did."""
+def _try_destroy(vast: VastClient, number: int) -> str:
+    """Send a destroy request; return the text of its error, empty if there is none."""
     try:
-        vast.destroy(number)
+        vast.destroy_instance(number)
     except errors.MillraceError as error:
-        return errors.one_line(error)
+        return errors.format_error(error)
     return ""

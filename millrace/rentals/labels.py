@@ -1,12 +1,12 @@
-"""The label of a rented machine: whose it is, and until when, for whoever finds it later."""
+"""Label of a rented machine: its installation, its rental and its deadline."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from millrace.errors import ConfigurationError
 
-_LONGEST = 256  # characters, by the API
-_OURS = "millrace"
+_MAX_LENGTH = 256  # characters; limit of the API
+_PREFIX = "millrace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,30 +14,32 @@ class Label:
     """Content of a label.
 
     Attributes:
-        installation: Whose it is.
-        rental: What for.
-        attempt: Which of the rental's attempts.
-        until: When it has to be back.
+        installation: Identity of the installation.
+        rental: Name of the rental.
+        attempt: Number of the attempt.
+        deadline: Time by which the machine has to be given back.
     """
 
     installation: str
     rental: str
     attempt: int
-    until: datetime
+    deadline: datetime
 
     def __str__(self) -> str:
-        until = int(self.until.timestamp())
-        label = f"{prefix(self.installation)}{self.rental}/{self.attempt:06d}/{until}"
-        if len(label) > _LONGEST:
+        timestamp = int(self.deadline.timestamp())
+        label = (
+            f"{make_label_prefix(self.installation)}{self.rental}/{self.attempt:06d}/{timestamp}"
+        )
+        if len(label) > _MAX_LENGTH:
             raise ConfigurationError(f"The rental's name {self.rental!r} is too long for a label.")
         return label
 
     @classmethod
     def parse(cls, text: str, installation: str) -> "Label | None":
-        """Parse a label; None if it is not ours, or cannot be read."""
+        """Parse a label; return None if it is another installation's, or invalid."""
         if not is_ours(text, installation):
             return None
-        rental, _, rest = text.removeprefix(prefix(installation)).rpartition("/")
+        rental, _, rest = text.removeprefix(make_label_prefix(installation)).rpartition("/")
         rental, _, attempt = rental.rpartition("/")
         if not (rental and attempt.isdecimal() and rest.isdecimal()):
             return None
@@ -48,10 +50,10 @@ class Label:
 
 
 def is_ours(text: str, installation: str) -> bool:
-    """Tell whether a label is of this installation, readable or not."""
-    return text.startswith(prefix(installation))
+    """Tell whether a label, valid or not, is of this installation."""
+    return text.startswith(make_label_prefix(installation))
 
 
-def prefix(installation: str) -> str:
+def make_label_prefix(installation: str) -> str:
     """Return the beginning of every label of an installation."""
-    return f"{_OURS}/{installation}/"
+    return f"{_PREFIX}/{installation}/"

@@ -1,4 +1,4 @@
-"""Ledger of rentals: who is behind a label, and which machines have not come back yet."""
+"""Ledger of rentals: identity of the installation, and records of all attempts."""
 
 import secrets
 from collections.abc import Iterable, Iterator
@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import TypeVar
 
 from millrace import errors
-from millrace.keys import INSTALLATION, RENTALS, RentalKeys, rental_of
+from millrace.keys import INSTALLATION, RENTALS, RentalKeys, parse_rental
 from millrace.records import Record, commit_once, fetch
 from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import Contract, Installation, Intent, ReturnRecord
@@ -15,105 +15,116 @@ from millrace.storage import Store, StoreSpec, list_objects, open_store
 
 R = TypeVar("R", bound=Record)
 
-_FASTEST = 10_000.0  # Mbit/s: more than any host has
-_BURST = 4.0  # times the speed of its offer that a machine's counters are believed
+_MAX_SPEED = 10_000.0  # Mbit/s, more than any host has
+_SPEED_TOLERANCE = 4.0  # counters up to this multiple of the offered speed are plausible
 
 
-def installation_of(store: Store) -> str:
-    """Return this installation's identity among all that rent with the account: one a store."""
-    mine = Installation(id=secrets.token_hex(6))
+def ensure_installation(store: Store) -> str:
+    """Return the identity of this installation; create it if the store has none.
+
+    Each store has one. It tells installations apart that share an account.
+    """
+    candidate = Installation(id=secrets.token_hex(6))
     try:
         return fetch(store, INSTALLATION, Installation).id
     except errors.NotFoundError:
-        return commit_once(store, INSTALLATION, mine).record.id
+        return commit_once(store, INSTALLATION, candidate).record.id
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A machine that was to be rented, and what is known of it.
+    """Attempt to rent a machine, with its records.
 
     Attributes:
-        number: Which of the rental's.
-        intent: What was meant.
-        contract: What came of it; None while nobody knows.
-        returned: That nothing is left of it.
-        left: Whether it stays though nobody holds the rental.
+        number: Number of the attempt within its rental.
+        intent: Record from before the create request.
+        contract: Record of the rented machine; None while its number is unknown.
+        return_record: Record of the return; None before the return.
+        is_detached: Whether the machine stays without an owner.
     """
 
     number: int
     intent: Intent
     contract: Contract | None = None
-    returned: ReturnRecord | None = None
-    left: bool = False
+    return_record: ReturnRecord | None = None
+    is_detached: bool = False
 
     @property
-    def instance(self) -> int | None:
-        """The machine's number, where it is known."""
+    def instance_id(self) -> int | None:
+        """Number of the machine; None while it is unknown."""
         return self.contract.instance if self.contract else None
 
-    def cost(
-        self, now: datetime, *, dph: float | None = None, received: int = 0, sent: int = 0
+    def compute_cost(
+        self,
+        now: datetime,
+        *,
+        hourly_price: float | None = None,
+        received_bytes: int = 0,
+        sent_bytes: int = 0,
     ) -> float:
-        """Dollars that it has come to: what it was, or what it is by now.
+        """Compute the dollars that the machine has cost: until its return, or until now.
 
         Args:
-            now: What time it is.
-            dph: Dollars an hour; what was meant by default.
-            received: Bytes that it says it has.
-            sent: Likewise.
+            now: Current time.
+            hourly_price: Price in dollars an hour; by default that of the intent.
+            received_bytes: Bytes that the machine reports as received.
+            sent_bytes: Bytes that the machine reports as sent.
         """
-        if self.returned is not None:
-            return self.returned.cost
+        if self.return_record is not None:
+            return self.return_record.cost
         hours = max(timedelta(0), now - self.intent.begun) / timedelta(hours=1)
-        down, up = self.movable(now)
-        traffic = min(received, down) * self.intent.down_cost + min(sent, up) * self.intent.up_cost
-        return hours * (self.intent.dph if dph is None else dph) + traffic / 1e9
+        down, up = self.compute_max_traffic(now)
+        traffic = (
+            min(received_bytes, down) * self.intent.down_cost
+            + min(sent_bytes, up) * self.intent.up_cost
+        )
+        return hours * (self.intent.dph if hourly_price is None else hourly_price) + traffic / 1e9
 
-    def movable(self, now: datetime) -> tuple[float, float]:
-        """Return the bytes that its line can have received, and sent, since it was rented."""
+    def compute_max_traffic(self, now: datetime) -> tuple[float, float]:
+        """Return the most bytes that the machine can have received, and sent, since its rental."""
         seconds = max(timedelta(0), now - self.intent.begun).total_seconds()
         down, up = (
-            min(mbits * _BURST, _FASTEST) if mbits else _FASTEST
+            min(mbits * _SPEED_TOLERANCE, _MAX_SPEED) if mbits else _MAX_SPEED
             for mbits in (self.intent.down, self.intent.up)
         )
         return seconds * down * 1e6 / 8, seconds * up * 1e6 / 8
 
-    def find(self, instances: Iterable[Instance]) -> Instance | None:
-        """Find its machine in a listing: by its number, which nobody can change, if that is known.
+    def find_instance(self, instances: Iterable[Instance]) -> Instance | None:
+        """Find the machine in a listing: by its number if that is known, else by its label.
 
-        Another machine may bear the same label.
+        Another machine may have the same label.
         """
-        number = self.instance
+        number = self.instance_id
         for one in instances:
             if one.id == number or (number is None and one.label == self.intent.label):
                 return one
         return None
 
 
-def attempts_of(store: Store, rental: str) -> list[Attempt]:
-    """All attempts of a rental, in order. What cannot be read is as if it were not there."""
-    return [attempt for _, attempt in _attempts(store, RentalKeys(rental).attempts)]
+def list_attempts(store: Store, rental: str) -> list[Attempt]:
+    """Return all attempts of a rental, in order. Damaged records count as missing."""
+    return [attempt for _, attempt in _iterate_attempts(store, RentalKeys(rental).attempts)]
 
 
-def attempt_of(store: Store, rental: str, number: int) -> Attempt | None:
-    """One attempt of a rental; None if nothing is written down of it."""
+def find_attempt(store: Store, rental: str, number: int) -> Attempt | None:
+    """Return an attempt of a rental; None if it has no intent."""
     prefix = RentalKeys(rental).attempt(number)
-    return next((attempt for _, attempt in _attempts(store, prefix)), None)
+    return next((attempt for _, attempt in _iterate_attempts(store, prefix)), None)
 
 
-def open_attempts(store: Store) -> Iterator[tuple[str, Attempt]]:
-    """Yield the attempts of all rentals that have not come back, each with its rental's name.
+def iterate_open_attempts(store: Store) -> Iterator[tuple[str, Attempt]]:
+    """Yield the attempts of all rentals without a return record, each with its rental's name.
 
-    Of those that have, however many there are, nothing but their names is read.
+    Of returned attempts, only the names of the objects are read.
     """
-    return _attempts(store, f"{RENTALS}/", returned=False)
+    return _iterate_attempts(store, f"{RENTALS}/", include_returned=False)
 
 
-def refuse_others(rental: str, machines: int) -> None:
-    """Refuse to go on with machines that another account pays for.
+def refuse_foreign_machines(rental: str, machines: int) -> None:
+    """Refuse to continue with machines that another account pays for.
 
     Raises:
-        ConfigurationError: There are some: nobody can see or destroy them with this account.
+        ConfigurationError: There are such machines, which this account cannot list or destroy.
     """
     if machines:
         count = "1 machine" if machines == 1 else f"{machines} machines"
@@ -123,23 +134,25 @@ def refuse_others(rental: str, machines: int) -> None:
         )
 
 
-def is_rented(place: StoreSpec) -> bool:
-    """Tell whether anything is rented, as far as is written down."""
-    return any(True for _ in open_attempts(open_store(place)))
+def has_open_attempts(spec: StoreSpec) -> bool:
+    """Tell whether the ledger has attempts without a return record."""
+    return any(True for _ in iterate_open_attempts(open_store(spec)))
 
 
-def _attempts(store: Store, prefix: str, *, returned: bool = True) -> Iterator[tuple[str, Attempt]]:
-    there: dict[tuple[str, int], set[str]] = {}
+def _iterate_attempts(
+    store: Store, prefix: str, *, include_returned: bool = True
+) -> Iterator[tuple[str, Attempt]]:
+    parts_by_attempt: dict[tuple[str, int], set[str]] = {}
     for stat in list_objects(store, prefix):
-        rental = rental_of(stat.key)
+        rental = parse_rental(stat.key)
         parsed = RentalKeys(rental).parse(stat.key) if rental else None
         if rental and parsed:
-            there.setdefault((rental, parsed[0]), set()).add(parsed[1])
-    for (rental, number), parts in sorted(there.items()):
-        if "returned" in parts and not returned:
+            parts_by_attempt.setdefault((rental, parsed[0]), set()).add(parsed[1])
+    for (rental, number), parts in sorted(parts_by_attempt.items()):
+        if "returned" in parts and not include_returned:
             continue
         keys = RentalKeys(rental)
-        intent = _read(store, keys.intent(number), Intent) if "intent" in parts else None
+        intent = _read_intact(store, keys.intent(number), Intent) if "intent" in parts else None
         if intent is None:
             continue
         yield (
@@ -147,18 +160,19 @@ def _attempts(store: Store, prefix: str, *, returned: bool = True) -> Iterator[t
             Attempt(
                 number,
                 intent,
-                _read(store, keys.contract(number), Contract) if "contract" in parts else None,
-                _read(store, keys.returned(number), ReturnRecord) if "returned" in parts else None,
+                _read_intact(store, keys.contract(number), Contract)
+                if "contract" in parts
+                else None,
+                _read_intact(store, keys.returned(number), ReturnRecord)
+                if "returned" in parts
+                else None,
                 "left" in parts,
             ),
         )
 
 
-def _read(store: Store, key: str, kind: type[R]) -> R | None:
-    """Return a record.
-
-    None if it is damaged: one must not keep all others from being given back.
-    """
+def _read_intact(store: Store, key: str, kind: type[R]) -> R | None:
+    """Return a record; None if it is damaged, so that other machines can be given back."""
     try:
         return fetch(store, key, kind)
     except (errors.CorruptError, errors.NotFoundError):

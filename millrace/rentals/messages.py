@@ -1,6 +1,7 @@
-"""Messages between an owner and its rented machines: the order one way, reports the other.
+"""Messages between an owner and its rented machines: a configuration one way, reports the other.
 
-A machine is not trusted: what it reports is bounded, checked, and means nothing to anybody else.
+Machines are not trusted. Their reports have a bounded size, are checked, and only describe
+themselves.
 """
 
 import base64
@@ -14,63 +15,63 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from millrace import errors
 from millrace.storage import Credentials, StoreSpec
 
-PIECE = 64 << 10
-"""Bytes of what is printed that are told at a time; no report is larger."""
-ORDER = "MILLRACE_ORDER"
-_MOST = 1 << 50  # bytes that a machine can have moved
+LOG_CHUNK_BYTES = 64 << 10
+"""Size of a chunk of the program's log, in bytes. No report is larger."""
+CONFIG_VARIABLE = "MILLRACE_ORDER"
+_MAX_TRAFFIC_BYTES = 1 << 50  # largest count of transferred bytes that is accepted
 
 
-class _Report(BaseModel):
+class _GuestMessage(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class Setup(_Report):
+class SetupReport(_GuestMessage):
     """Report on the installation of a machine.
 
     Attributes:
         state: ``fetching``, ``installing``, ``starting`` or ``failed``.
-        said: What it is about; the end of what was printed if it failed.
+        detail: Commit that is installed; if the installation failed, the end of its output.
     """
 
     state: Literal["fetching", "installing", "starting", "failed"]
-    said: str = Field(default="", max_length=PIECE)
+    detail: str = Field(default="", max_length=LOG_CHUNK_BYTES)
 
 
-class Beat(_Report):
+class MachineHeartbeat(_GuestMessage):
     """Heartbeat of a machine whose program runs.
 
     Attributes:
-        number: How often this was said.
-        received: Bytes.
-        sent: Bytes.
+        number: Number of the heartbeat, from 1 on.
+        received: Bytes that the machine has received.
+        sent: Bytes that the machine has sent.
     """
 
     number: int = Field(ge=0)
-    received: int = Field(default=0, ge=0, le=_MOST)
-    sent: int = Field(default=0, ge=0, le=_MOST)
+    received: int = Field(default=0, ge=0, le=_MAX_TRAFFIC_BYTES)
+    sent: int = Field(default=0, ge=0, le=_MAX_TRAFFIC_BYTES)
 
 
-class ProgramEnd(_Report):
+class ProgramExit(_GuestMessage):
     """Report on how a program ended.
 
     Attributes:
-        code: Its exit code.
-        seconds: How long it ran.
+        code: Exit code of the program.
+        seconds: Time that the program ran.
     """
 
     code: int = Field(ge=-(1 << 31), lt=1 << 31)
     seconds: float = Field(default=0.0, ge=0)
 
 
-FILES_BYTES = 16 << 20
-"""Largest size of the text files beside a program, in bytes, as they are stored."""
+MAX_FILES_BYTES = 16 << 20
+"""Largest size of a program's text files, in bytes, as stored."""
 
 
 class GuestFiles(BaseModel):
-    """Files that are written beside a program, before it is run.
+    """Files that a machine writes before it runs its program.
 
     Attributes:
-        texts: By paths below the folder of the clone.
+        texts: Contents by paths below the folder of the clone.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -78,18 +79,18 @@ class GuestFiles(BaseModel):
     texts: dict[str, str]
 
 
-class GuestOrder(BaseModel):
-    """Order to a machine. It holds credentials: scoped ones, that end with the rental.
+class GuestConfig(BaseModel):
+    """Configuration of a machine. Its credentials are scoped, and expire with the rental.
 
     Attributes:
-        store: Where the machine may write its own folder only.
-        prefix: That folder.
-        command: What is run.
-        environment: Further variables.
-        beat: Seconds between two signs of life.
-        read: The store, through what may read the parts that the program was given to read.
-        write: Likewise of those that it may write too.
-        node_key: What an agent of the swarm is asked with, should the program be one.
+        store: Store with credentials for the machine's own folder.
+        prefix: Prefix of that folder.
+        command: Command of the program.
+        environment: Further variables of the program.
+        heartbeat_interval: Seconds between two heartbeats.
+        read_store: Store with credentials for the prefixes that the program may read.
+        write_store: Store with credentials for the prefixes that the program may write.
+        node_key: Key of the swarm's agent, if the program runs one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -98,64 +99,77 @@ class GuestOrder(BaseModel):
     prefix: str
     command: tuple[str, ...]
     environment: dict[str, str] = Field(default_factory=dict[str, str])
-    beat: float = Field(default=10.0, gt=0)
-    read: StoreSpec | None = None
-    write: StoreSpec | None = None
+    heartbeat_interval: float = Field(default=10.0, gt=0)
+    read_store: StoreSpec | None = None
+    write_store: StoreSpec | None = None
     node_key: SecretStr | None = None
 
     def encode(self) -> str:
-        """As a variable of the environment: letters and digits only."""
-        data = self.model_dump(mode="json", exclude={"store", "read", "write", "node_key"})
-        for name, spec in (("store", self.store), ("read", self.read), ("write", self.write)):
-            data[name] = spec.reveal() if spec else None
+        """Encode the configuration as the value of an environment variable, in Base64."""
+        data = self.model_dump(
+            mode="json", exclude={"store", "read_store", "write_store", "node_key"}
+        )
+        for name, spec in (
+            ("store", self.store),
+            ("read_store", self.read_store),
+            ("write_store", self.write_store),
+        ):
+            data[name] = spec.reveal_secrets() if spec else None
         data["node_key"] = self.node_key.get_secret_value() if self.node_key else None
         return base64.b64encode(orjson.dumps(data)).decode()
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> "GuestOrder":
-        """Read the order of a machine from its environment.
+    def from_environment(cls, environ: Mapping[str, str]) -> "GuestConfig":
+        """Read the configuration of a machine from its environment.
 
         Raises:
-            ConfigurationError: There is none, or it is none.
+            ConfigurationError: The variable is missing or invalid.
         """
         try:
-            return cls.model_validate_json(base64.b64decode(environ[ORDER]))
+            return cls.model_validate_json(base64.b64decode(environ[CONFIG_VARIABLE]))
         except (KeyError, ValidationError, binascii.Error) as error:
             raise errors.ConfigurationError(
-                f"{ORDER} is missing, or no order: this runs in machines that Millrace has rented."
+                f"The variable {CONFIG_VARIABLE} is missing or invalid: run this only on a machine "
+                "that Millrace has rented."
             ) from error
 
 
-def environment_of(environ: Mapping[str, str], order: GuestOrder) -> dict[str, str]:
-    """Return the environment of a machine's program: the store as AWS's tools know it.
+def make_program_environment(environ: Mapping[str, str], config: GuestConfig) -> dict[str, str]:
+    """Return the environment of a machine's program.
 
-    ``AWS_*`` are of the credentials that may write, if there are some, else of those that read;
-    ``MILLRACE_STORE`` is its URL; ``MILLRACE_READ_ACCESS_KEY_ID`` and so on, and
-    ``MILLRACE_WRITE_…``, are the two apart. ``MILLRACE_NODE_KEY`` is there if it listens on a port.
+    ``MILLRACE_STORE`` is the store's URL. ``MILLRACE_READ_ACCESS_KEY_ID`` and so on hold the
+    credentials that read, ``MILLRACE_WRITE_…`` those that write. ``AWS_*`` repeat those that write,
+    or else those that read. ``MILLRACE_NODE_KEY`` is set if the program listens on a port.
     """
-    kept = {
+    inherited = {
         name: value
         for name, value in environ.items()
         if not name.startswith("MILLRACE_") and name != "CONTAINER_API_KEY"
     }
-    found: dict[str, str] = {**kept, "MILLRACE_STORE": order.store.url, **order.environment}
-    either = order.write or order.read
+    variables: dict[str, str] = {
+        **inherited,
+        "MILLRACE_STORE": config.store.url,
+        **config.environment,
+    }
+    default_spec = config.write_store or config.read_store
     for prefix, spec in (
-        ("MILLRACE_READ", order.read), ("MILLRACE_WRITE", order.write), ("AWS", either),
-    ):  # fmt: skip
+        ("MILLRACE_READ", config.read_store),
+        ("MILLRACE_WRITE", config.write_store),
+        ("AWS", default_spec),
+    ):
         if spec is not None and spec.credentials is not None:
-            found |= named(prefix, spec.credentials)
-    if either is not None and either.endpoint:
-        found["AWS_ENDPOINT_URL"] = either.endpoint
-    if either is not None and either.region:
-        found["AWS_REGION"] = either.region
-    if order.node_key is not None:
-        found["MILLRACE_NODE_KEY"] = order.node_key.get_secret_value()
-    return found
+            variables |= make_credential_variables(prefix, spec.credentials)
+    if default_spec is not None and default_spec.endpoint:
+        variables["AWS_ENDPOINT_URL"] = default_spec.endpoint
+    if default_spec is not None and default_spec.region:
+        variables["AWS_REGION"] = default_spec.region
+    if config.node_key is not None:
+        variables["MILLRACE_NODE_KEY"] = config.node_key.get_secret_value()
+    return variables
 
 
-def named(prefix: str, credentials: Credentials) -> dict[str, str]:
-    """Credentials as variables of an environment, by what their names begin with."""
+def make_credential_variables(prefix: str, credentials: Credentials) -> dict[str, str]:
+    """Return environment variables of credentials, whose names begin with a prefix."""
     token = credentials.session_token
     return {
         f"{prefix}_ACCESS_KEY_ID": credentials.access_key_id,

@@ -1,4 +1,4 @@
-"""Offers: what is asked for, what it would cost in all, and which is taken first."""
+"""Offers of machines: requirements, expected costs, and order."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -8,15 +8,15 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from millrace.rentals.vast.api import Vast
+from millrace.rentals.vast.api import VastClient
 from millrace.settings import Duration
 
-LONGEST = timedelta(days=7)
-"""How long a machine is rented at most: what it may hold of ours ends by then."""
-_HOURS_A_MONTH = 730.0
-_OFFERS = 100
+MAX_LIFETIME = timedelta(days=7)
+"""Longest lifetime of a machine, and of its credentials."""
+_HOURS_PER_MONTH = 730.0
+_MAX_OFFERS = 100
 
-Region = Annotated[str, StringConstraints(pattern=r"^[A-Za-z]{2}$", to_upper=True)]
+CountryCode = Annotated[str, StringConstraints(pattern=r"^[A-Za-z]{2}$", to_upper=True)]
 
 
 class OfferRequest(BaseModel):
@@ -33,7 +33,7 @@ class OfferRequest(BaseModel):
     down: float = Field(default=100.0, ge=0, description="Mbit/s that it receives, at least.")
     up: float = Field(default=100.0, ge=0, description="Mbit/s that it sends, at least.")
     reliability: float = Field(default=0.95, ge=0, le=1, description="At least, of 1.")
-    regions: tuple[Region, ...] = Field(
+    regions: tuple[CountryCode, ...] = Field(
         default=(), description="Only in these countries, by two letters: `US`, `DE`."
     )
     verified: bool = Field(default=True, description="Only machines that Vast.ai has verified.")
@@ -59,7 +59,7 @@ class OfferRequest(BaseModel):
     max_lifetime: Duration = Field(
         default=timedelta(hours=24),
         gt=timedelta(minutes=1),
-        le=LONGEST,
+        le=MAX_LIFETIME,
         description="Then a machine is given back, whatever it does.",
     )
     hours: float = Field(
@@ -69,7 +69,7 @@ class OfferRequest(BaseModel):
     upload: float = Field(default=0.0, ge=0, description="GB that it will send, likewise.")
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check_bid(self) -> Self:
         if self.bid is not None and not self.interruptible:
             raise ValueError("a bid is for an interruptible machine: set interruptible too")
         if self.bid is not None and self.bid > self.max_hourly:
@@ -77,13 +77,13 @@ class OfferRequest(BaseModel):
         return self
 
     @property
-    def kind(self) -> str:
-        """As Vast.ai calls it."""
+    def offer_type(self) -> str:
+        """Type of the offers, as Vast.ai names it."""
         return "bid" if self.interruptible else "on-demand"
 
-    def filters(self) -> dict[str, dict[str, Any]]:
+    def make_filters(self) -> dict[str, dict[str, Any]]:
         """Return the requirements in the API's own units: MB of memory, seconds of duration."""
-        found: dict[str, dict[str, Any]] = {
+        filters: dict[str, dict[str, Any]] = {
             "rentable": {"eq": True},
             "rented": {"eq": False},
             "external": {"eq": False},
@@ -97,109 +97,123 @@ class OfferRequest(BaseModel):
             "direct_port_count": {"gte": self.ports},
         }
         if self.verified:
-            found["verified"] = {"eq": True}
+            filters["verified"] = {"eq": True}
         if self.gpu:
-            found["gpu_name"] = {"eq": self.gpu.replace("_", " ")}
+            filters["gpu_name"] = {"eq": self.gpu.replace("_", " ")}
         if self.regions:
-            found["geolocation"] = {"in": list(self.regions)}
+            filters["geolocation"] = {"in": list(self.regions)}
         if not self.interruptible:
-            found["dph_total"] = {"lte": self.max_hourly}
-        return found
+            filters["dph_total"] = {"lte": self.max_hourly}
+        return filters
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A machine that can be rented.
+    """Offer of a machine.
 
     Attributes:
-        id: The ask's number, which may change.
-        machine: The host behind it, which stays.
-        gpu: What it is called.
-        gpus: How many.
-        gpu_memory: GB of each.
-        place: Where it stands.
-        reliability: Of 1.
-        down: Mbit/s.
-        up: Mbit/s.
-        dph: Dollars an hour, the disk included: of an interruptible one with our bid.
-        bid: Dollars an hour that are bid; None for one on demand.
-        down_cost: Dollars a GB.
-        up_cost: Dollars a GB.
-        total: Dollars that it is likely to cost in all.
+        id: Number of the offer, which may change.
+        machine_id: Number of the host, which stays.
+        gpu: Name of the GPU.
+        gpus: Number of GPUs.
+        gpu_memory: Memory of each GPU, in GB.
+        location: Location of the host.
+        reliability: Reliability of the host, from 0 to 1.
+        download_speed: Speed in Mbit/s.
+        upload_speed: Speed in Mbit/s.
+        hourly_price: Dollars an hour, with the disk; of an interruptible machine, with the bid.
+        bid: Bid in dollars an hour; None for a machine on demand.
+        download_price: Dollars a GB.
+        upload_price: Dollars a GB.
+        expected_cost: Expected total cost, in dollars.
     """
 
     id: int
-    machine: int
+    machine_id: int
     gpu: str
     gpus: int
     gpu_memory: float
-    place: str
+    location: str
     reliability: float
-    down: float
-    up: float
-    dph: float
+    download_speed: float
+    upload_speed: float
+    hourly_price: float
     bid: float | None
-    down_cost: float
-    up_cost: float
-    total: float
+    download_price: float
+    upload_price: float
+    expected_cost: float
 
     @classmethod
-    def of(cls, row: Mapping[str, Any], request: OfferRequest) -> "Offer":
-        """Read an offer, and reckon what it would cost.
+    def from_row(cls, row: Mapping[str, Any], request: OfferRequest) -> "Offer":
+        """Read an offer, and compute its expected cost.
 
         Raises:
-            TypeError, ValueError, KeyError: It is none.
+            TypeError, ValueError, KeyError: The row is invalid.
         """
-        dph, bid = float(row["dph_total"]), None
+        hourly_price, bid = float(row["dph_total"]), None
         if request.interruptible:
-            asked = float(row["min_bid"])
-            bid = request.bid if request.bid is not None else math.ceil(asked * 1100) / 1000
-            if bid < asked:
-                raise ValueError("more is asked than is bid")
-            dph = bid + float(row.get("storage_cost") or 0.0) * request.disk / _HOURS_A_MONTH
-        down_cost = float(row.get("inet_down_cost") or 0.0)
-        up_cost = float(row.get("inet_up_cost") or 0.0)
-        numbers = (dph, down_cost, up_cost)
+            min_bid = float(row["min_bid"])
+            bid = request.bid if request.bid is not None else math.ceil(min_bid * 1100) / 1000
+            if bid < min_bid:
+                raise ValueError("the lowest bid that is accepted is more than the bid")
+            hourly_price = (
+                bid + float(row.get("storage_cost") or 0.0) * request.disk / _HOURS_PER_MONTH
+            )
+        download_price = float(row.get("inet_down_cost") or 0.0)
+        upload_price = float(row.get("inet_up_cost") or 0.0)
+        numbers = (hourly_price, download_price, upload_price)
         if not all(math.isfinite(number) and number >= 0 for number in numbers):
-            raise ValueError("a price is no number")
+            raise ValueError("a price is not a finite number of dollars")
         return cls(
             id=int(row["id"]),
-            machine=int(row["machine_id"]),
+            machine_id=int(row["machine_id"]),
             gpu=str(row.get("gpu_name") or "?"),
             gpus=int(row["num_gpus"]),
             gpu_memory=float(row.get("gpu_ram") or 0.0) / 1000,
-            place=str(row.get("geolocation") or "?"),
+            location=str(row.get("geolocation") or "?"),
             reliability=float(row.get("reliability") or 0.0),
-            down=float(row.get("inet_down") or 0.0),
-            up=float(row.get("inet_up") or 0.0),
-            dph=dph,
+            download_speed=float(row.get("inet_down") or 0.0),
+            upload_speed=float(row.get("inet_up") or 0.0),
+            hourly_price=hourly_price,
             bid=bid,
-            down_cost=down_cost,
-            up_cost=up_cost,
-            total=request.hours * dph + request.download * down_cost + request.upload * up_cost,
+            download_price=download_price,
+            upload_price=upload_price,
+            expected_cost=request.hours * hourly_price
+            + request.download * download_price
+            + request.upload * upload_price,
         )
 
 
-def find_offers(vast: Vast, request: OfferRequest, *, without: Iterable[int] = ()) -> list[Offer]:
-    """Offers that fit, that which costs least in all first.
+def find_offers(
+    vast: VastClient, request: OfferRequest, *, exclude: Iterable[int] = ()
+) -> list[Offer]:
+    """Return the offers that fit, by expected cost.
 
     Args:
-        vast: Whom to ask.
-        request: What is wanted.
-        without: Hosts that are not wanted (again).
+        vast: Client of the account.
+        request: Requirements.
+        exclude: Numbers of hosts whose offers are left out.
 
     Raises:
-        UnavailableError, DeniedError: As of `Vast.search`.
+        UnavailableError, DeniedError: As in `VastClient.search_offers`.
     """
-    bad = set(without)
-    rows = vast.search(request.filters(), kind=request.kind, disk=request.disk, limit=_OFFERS)
+    excluded = set(exclude)
+    rows = vast.search_offers(
+        request.make_filters(), offer_type=request.offer_type, disk=request.disk, limit=_MAX_OFFERS
+    )
     offers: dict[int, Offer] = {}
     for row in rows:
         try:
-            offer = Offer.of(row, request)
+            offer = Offer.from_row(row, request)
         except (KeyError, TypeError, ValueError):
-            continue  # one that cannot be read is not taken
-        dear = max(offer.down_cost, offer.up_cost) > request.max_traffic
-        if offer.machine not in bad and offer.dph <= request.max_hourly and not dear:
+            continue  # an unreadable offer is left out
+        has_dear_traffic = max(offer.download_price, offer.upload_price) > request.max_traffic
+        if (
+            offer.machine_id not in excluded
+            and offer.hourly_price <= request.max_hourly
+            and not has_dear_traffic
+        ):
             offers[offer.id] = offer
-    return sorted(offers.values(), key=lambda offer: (offer.total, -offer.reliability, offer.id))
+    return sorted(
+        offers.values(), key=lambda offer: (offer.expected_cost, -offer.reliability, offer.id)
+    )

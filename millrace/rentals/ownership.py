@@ -1,4 +1,4 @@
-"""Ownership of a rental: by a lease for other processes, and by an object for its machines."""
+"""Ownership of a rental: a lease for other processes, and an object for its machines."""
 
 import contextlib
 import secrets
@@ -16,30 +16,31 @@ from millrace.lease import (
     acquire,
     await_lease,
 )
-from millrace.rentals.guest.watchdog import LEFT
+from millrace.rentals.guest.watchdog import DETACHED
 from millrace.storage import Store, put
 
 _TTL = timedelta(minutes=3)
 
 
-def own(
+def acquire_ownership(
     store: Store, keys: RentalKeys, stack: contextlib.ExitStack, *, wait: bool = False
 ) -> Lease:
-    """Hold a rental for as long as a stack is.
+    """Acquire the lease of a rental until a stack closes.
 
     Args:
-        store: Where it is written down.
-        keys: The rental's.
-        stack: Its end gives the rental up.
-        wait: Whether one that seems to have an owner is waited for, until that is heard of.
+        store: Store of the ledger.
+        keys: Keys of the rental.
+        stack: Stack that releases the lease when it closes.
+        wait: Whether to wait, if there seems to be an owner, until that renews its lease or the
+            lease expires.
 
     Raises:
-        HeldError: Somebody has it.
+        HeldError: The rental has another owner.
     """
     holder = Holder.this_process()
     clock = StoreClock.read(store, keys.scope, holder)
-    seek = await_lease if wait else acquire
-    lease = seek(store, keys.lease, holder, _TTL, clock)
+    take_lease = await_lease if wait else acquire
+    lease = take_lease(store, keys.lease, holder, _TTL, clock)
     if isinstance(lease, HeldLease):
         raise errors.HeldError(
             f"{keys.name} is held by {lease.holder.host} (process {lease.holder.pid}): end that, "
@@ -50,35 +51,35 @@ def own(
     return lease
 
 
-class Owner:
-    """A thread that writes down that the owner lives, where its machines look."""
+class OwnerHeartbeat:
+    """Thread that writes the owner's heartbeat into the object that the machines read."""
 
-    def __init__(self, store: Store, keys: RentalKeys, silence: timedelta) -> None:
+    def __init__(self, store: Store, keys: RentalKeys, timeout: timedelta) -> None:
         self._store, self._keys = store, keys
-        self._pause = silence.total_seconds() / 6
+        self._interval = timeout.total_seconds() / 6
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="owner", daemon=True)
 
-    def __enter__(self) -> "Owner":
-        self._say()
+    def __enter__(self) -> "OwnerHeartbeat":
+        self._write_heartbeat()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(self._pause)
+        self._thread.join(self._interval)
 
-    def leave(self) -> None:
-        """Tell the machines that they are to stay without an owner."""
+    def detach(self) -> None:
+        """Tell the machines that they stay without an owner."""
         self._stop.set()
         self._thread.join()
-        put(self._store, self._keys.owner, LEFT)
+        put(self._store, self._keys.owner, DETACHED)
 
     def _run(self) -> None:
-        while not self._stop.wait(self._pause):
-            with contextlib.suppress(errors.MillraceError):  # the next one may come through
-                self._say()
+        while not self._stop.wait(self._interval):
+            with contextlib.suppress(errors.MillraceError):  # the next heartbeat may succeed
+                self._write_heartbeat()
 
-    def _say(self) -> None:
-        put(self._store.hurried(timedelta(seconds=self._pause)), self._keys.owner,
+    def _write_heartbeat(self) -> None:
+        put(self._store.with_retry_timeout(timedelta(seconds=self._interval)), self._keys.owner,
             secrets.token_hex(8).encode())  # fmt: skip

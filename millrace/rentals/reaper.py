@@ -1,7 +1,7 @@
-"""The net under all others: what is rented under our labels and has no living owner is given back.
+"""Give back machines of this installation whose owner is lost, or whose time is over.
 
-Only what bears this installation's label is ever touched. A list that cannot be read whole is
-unknown, not empty: then nothing is done, and the reaper fails, which is seen.
+Only machines with this installation's label are touched. A list that cannot be read completely
+is unknown, not empty: then the reaper fails and gives nothing back.
 """
 
 from contextlib import ExitStack
@@ -11,40 +11,40 @@ from datetime import datetime, timedelta
 from millrace import errors
 from millrace.keys import RENTALS, MachineKeys, RentalKeys
 from millrace.lease import Census, HeldLease, Holder, StoreClock
-from millrace.progress import Event, Progress, silent
+from millrace.progress import Event, Progress, ignore_event
 from millrace.rentals.clock import SystemClock
-from millrace.rentals.destroy import give_back, write_off
+from millrace.rentals.destroy import destroy_machines, record_return
 from millrace.rentals.labels import Label, is_ours
 from millrace.rentals.ledger import (
     Attempt,
-    attempt_of,
-    attempts_of,
-    installation_of,
-    open_attempts,
-    refuse_others,
+    ensure_installation,
+    find_attempt,
+    iterate_open_attempts,
+    list_attempts,
+    refuse_foreign_machines,
 )
-from millrace.rentals.ownership import own
-from millrace.rentals.settings import StandSettings, account
-from millrace.rentals.vast.api import Vast
+from millrace.rentals.ownership import acquire_ownership
+from millrace.rentals.settings import LedgerSettings, open_account
+from millrace.rentals.vast.api import VastClient
 from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import ReturnReason
 from millrace.storage import Store, delete, exists, open_store
 
-_YOUNG = timedelta(minutes=10)  # an attempt that may still be on its way
+_MIN_ATTEMPT_AGE = timedelta(minutes=10)  # a younger attempt may not be listed yet
 
 
 @dataclass(frozen=True, slots=True)
-class Rented:
-    """A machine under a label of ours.
+class MachineStatus:
+    """Machine with a label of this installation.
 
     Attributes:
-        instance: As the provider describes it.
-        rental: What it is for; empty if nobody understands its label.
-        attempt: What is written down of it; None if nothing is.
-        owner: Who has it; empty if nobody does.
-        cost: Dollars that it has come to, without its traffic.
-        why: Why it should be given back; empty if it should not.
-        stray: Whether it only bears the label of the attempt, whose machine is another.
+        instance: Description by the provider.
+        rental: Name of the rental; empty if the label cannot be read.
+        attempt: Attempt in the ledger; None if there is none.
+        owner: Owner of the rental; empty if there is none.
+        cost: Dollars that the machine has cost, without its traffic.
+        return_reason: Reason to give the machine back; empty if there is none.
+        is_mislabeled: Whether the machine has the label of an attempt that rented another machine.
     """
 
     instance: Instance
@@ -52,234 +52,278 @@ class Rented:
     attempt: Attempt | None
     owner: str
     cost: float
-    why: str
-    stray: bool = False
+    return_reason: str
+    is_mislabeled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Reaped:
+class ReapResult:
     """Result of a reaper's run.
 
     Attributes:
-        returned: Machines that were given back; in a dry run those that would be.
-        kept: Those that have an owner, and time.
-        closed: Attempts that were never ended, and of which nothing is left.
-        elsewhere: Attempts that were not ended, and that another account pays for: only its key
-            can tell what is left of them.
+        returned: Machines that were given back; in a dry run, those that would be.
+        kept: Machines that stay.
+        closed_attempts: Number of open attempts without a machine, which were closed.
+        foreign_attempts: Number of open attempts of another account. Only the key of that account
+            shows whether their machines exist.
     """
 
-    returned: tuple[Rented, ...]
-    kept: tuple[Rented, ...]
-    closed: int
-    elsewhere: int = 0
+    returned: tuple[MachineStatus, ...]
+    kept: tuple[MachineStatus, ...]
+    closed_attempts: int
+    foreign_attempts: int = 0
 
 
-def list_rentals(settings: StandSettings, *, vast: Vast | None = None) -> list[Rented]:
-    """List what is rented by this installation.
+def list_rentals(
+    settings: LedgerSettings, *, vast: VastClient | None = None
+) -> list[MachineStatus]:
+    """List the machines that this installation rents.
 
     Args:
-        settings: Where it is written down, and who pays.
-        vast: The account; that of the settings by default.
+        settings: Store of the ledger, and the account.
+        vast: Client of the account; by default that of the settings.
 
     Raises:
         UnavailableError: The provider's list, or a lease, cannot be read.
     """
-    store, vast = open_store(settings.store), vast or account(settings.account)
-    instances = vast.instances()
-    return _rented(store, vast, _Owners(store), instances, list(open_attempts(store)))
+    store, vast = open_store(settings.store), vast or open_account(settings.account)
+    instances = vast.list_instances()
+    return _list_machines(
+        store, vast, _OwnerLookup(store), instances, list(iterate_open_attempts(store))
+    )
 
 
 def reap(
-    settings: StandSettings,
+    settings: LedgerSettings,
     *,
     dry_run: bool = False,
-    vast: Vast | None = None,
-    progress: Progress = silent,
-) -> Reaped:
-    """Give back what has no living owner, or is over its time.
+    vast: VastClient | None = None,
+    progress: Progress = ignore_event,
+) -> ReapResult:
+    """Give back the machines whose owner is lost, or whose time is over.
 
     Args:
-        settings: Where rentals are written down, and who pays.
-        dry_run: Only say what would be given back.
-        vast: The account; that of the settings by default.
-        progress: Told ``rental.returned`` with ``why``, for each.
+        settings: Store of the ledger, and the account.
+        dry_run: Whether machines are only listed, and not given back.
+        vast: Client of the account; by default that of the settings.
+        progress: Receives ``rental.returned`` with ``why``, for each machine.
 
     Raises:
-        UnavailableError: It is not known what is rented, or whether it is gone now.
+        UnavailableError: The machines cannot be listed, or may still exist.
     """
-    store, vast = open_store(settings.store), vast or account(settings.account)
-    instances, owners = vast.instances(), _Owners(store)
-    attempts = list(open_attempts(store))
-    found = _rented(store, vast, owners, instances, attempts)
-    going = [one for one in found if one.why]
+    store, vast = open_store(settings.store), vast or open_account(settings.account)
+    instances, owners = vast.list_instances(), _OwnerLookup(store)
+    attempts = list(iterate_open_attempts(store))
+    machines = _list_machines(store, vast, owners, instances, attempts)
+    to_return = [one for one in machines if one.return_reason]
     if not dry_run:
-        _give_back(store, vast, going, progress)
-    mine = vast.identity()
-    here = [(rental, one) for rental, one in attempts if one.intent.account == mine]
-    closed = 0 if dry_run else _close(store, vast, owners, instances, here)
-    kept = tuple(one for one in found if not one.why)
-    return Reaped(tuple(going), kept, closed, len(attempts) - len(here))
+        _return_machines(store, vast, to_return, progress)
+    own_account = vast.identify_account()
+    own_attempts = [(rental, one) for rental, one in attempts if one.intent.account == own_account]
+    closed = 0 if dry_run else _close_lost_attempts(store, vast, owners, instances, own_attempts)
+    kept = tuple(one for one in machines if not one.return_reason)
+    return ReapResult(tuple(to_return), kept, closed, len(attempts) - len(own_attempts))
 
 
 def release(
-    settings: StandSettings,
+    settings: LedgerSettings,
     rental: str,
     *,
     wait: bool = False,
-    left: bool = True,
-    vast: Vast | None = None,
-    progress: Progress = silent,
+    include_detached: bool = True,
+    vast: VastClient | None = None,
+    progress: Progress = ignore_event,
 ) -> int:
-    """Give back all machines of a rental; how many there were.
+    """Give back all machines of a rental; return their number.
 
     Args:
-        settings: Where rentals are written down, and who pays.
-        rental: Its name.
-        wait: Whether an owner that was perhaps killed is waited for, until it is heard of.
-        left: Those too that an owner has left to work.
-        vast: The account; that of the settings by default.
-        progress: Told ``rental.returned``, for each.
+        settings: Store of the ledger, and the account.
+        rental: Name of the rental.
+        wait: Whether to wait, if there seems to be an owner, until that renews its lease or the
+            lease expires.
+        include_detached: Whether detached machines are given back, too.
+        vast: Client of the account; by default that of the settings.
+        progress: Receives ``rental.returned``, for each machine.
 
     Raises:
-        ConfigurationError: Another account pays for some of them: those of this one are given back.
-        HeldError: It has an owner that lives, and gives them back itself: end that.
+        ConfigurationError: Another account pays for some machines. Those of this account were
+            given back.
+        HeldError: The rental has a living owner, which gives its machines back when it ends.
         NotFoundError: There is no such rental.
-        UnavailableError: It is not known whether they are gone now.
+        UnavailableError: Some machines may still exist.
     """
-    store, vast = open_store(settings.store), vast or account(settings.account)
+    store, vast = open_store(settings.store), vast or open_account(settings.account)
     with ExitStack() as stack:
-        own(store, RentalKeys(rental), stack, wait=wait)
-        attempts = attempts_of(store, rental)
+        acquire_ownership(store, RentalKeys(rental), stack, wait=wait)
+        attempts = list_attempts(store, rental)
         if not attempts:
             raise errors.NotFoundError(
                 f"{store.url} knows no rental {rental!r}: `millrace rentals` lists them."
             )
-        mine = vast.identity()
-        all_out = [one for one in attempts if one.returned is None and (left or not one.left)]
-        out = [one for one in all_out if one.intent.account == mine]
-        going = {one.intent.label: one for one in out}
+        own_account = vast.identify_account()
+        unreturned = [
+            one
+            for one in attempts
+            if one.return_record is None and (include_detached or not one.is_detached)
+        ]
+        own_unreturned = [one for one in unreturned if one.intent.account == own_account]
+        by_label = {one.intent.label: one for one in own_unreturned}
         keys = RentalKeys(rental)
-        delete(store, [keys.detached(one.number) for one in out])  # should this be killed
+        # The reaper gives back the rest if this process is killed.
+        delete(store, [keys.detached(one.number) for one in own_unreturned])
 
-        def gone(label: str) -> None:
-            now, one = vast.clock.now(), going[label]
-            write_off(
-                store, rental, one, ReturnReason.RELEASED, "it was released", one.cost(now), now
+        def handle_destroyed(label: str) -> None:
+            now, one = vast.clock.now(), by_label[label]
+            record_return(
+                store,
+                rental,
+                one,
+                ReturnReason.RELEASED,
+                "it was released",
+                one.compute_cost(now),
+                now,
             )
-            progress(Event("rental.returned", label, {"why": "released", "dollars": one.cost(now)}))
+            progress(
+                Event(
+                    "rental.returned", label, {"why": "released", "dollars": one.compute_cost(now)}
+                )
+            )
 
         now = vast.clock.now()
-        settled = [label for label, one in going.items() if now - one.intent.begun > _YOUNG]
-        give_back(vast, {label: one.instance for label, one in going.items()}, gone,
-                  settled=settled)  # fmt: skip
-    refuse_others(rental, len(all_out) - len(out))
-    return len(going)
+        past_listing_lag = [
+            label for label, one in by_label.items() if now - one.intent.begun > _MIN_ATTEMPT_AGE
+        ]
+        numbers = {label: one.instance_id for label, one in by_label.items()}
+        destroy_machines(vast, numbers, handle_destroyed, past_listing_lag=past_listing_lag)
+    refuse_foreign_machines(rental, len(unreturned) - len(own_unreturned))
+    return len(by_label)
 
 
-def _give_back(store: Store, vast: Vast, going: list[Rented], progress: Progress) -> None:
-    by_label = {f"{one.instance.id} {one.instance.label}": one for one in going}
+def _return_machines(
+    store: Store, vast: VastClient, machines: list[MachineStatus], progress: Progress
+) -> None:
+    by_label = {f"{one.instance.id} {one.instance.label}": one for one in machines}
 
-    def gone(label: str) -> None:
+    def handle_destroyed(label: str) -> None:
         one = by_label[label]
-        if one.attempt is not None and one.attempt.returned is None and not one.stray:
+        if one.attempt is not None and one.attempt.return_record is None and not one.is_mislabeled:
             now = vast.clock.now()
-            write_off(store, one.rental, one.attempt, ReturnReason.REAPED, one.why, one.cost, now)
-        figures = {"why": one.why, "dollars": one.cost}
+            record_return(
+                store,
+                one.rental,
+                one.attempt,
+                ReturnReason.REAPED,
+                one.return_reason,
+                one.cost,
+                now,
+            )
+        figures = {"why": one.return_reason, "dollars": one.cost}
         progress(Event("rental.returned", one.instance.label, figures))
 
-    give_back(vast, {label: one.instance.id for label, one in by_label.items()}, gone)
+    destroy_machines(
+        vast, {label: one.instance.id for label, one in by_label.items()}, handle_destroyed
+    )
 
 
-class _Owners:
-    """Owners of the rentals."""
+class _OwnerLookup:
+    """Lookup of the owners of rentals, which reads each lease once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.clock = StoreClock.read(store, f"{RENTALS}/reaper", Holder.this_process())
-        self._held: dict[str, HeldLease | None] = {}
+        self._leases: dict[str, HeldLease | None] = {}
 
-    def of(self, rental: str) -> str:
+    def find_owner(self, rental: str) -> str:
         """Return the owner of a rental; empty if there is none."""
-        if rental not in self._held:
+        if rental not in self._leases:
             scope = RentalKeys(rental).scope
             holders = Census(self._store, scope, "", self.clock).find_holders()
-            self._held[rental] = next(iter(holders.values()), None)
-        held = self._held[rental]
-        return f"{held.holder.host} (process {held.holder.pid})" if held else ""
+            self._leases[rental] = next(iter(holders.values()), None)
+        lease = self._leases[rental]
+        return f"{lease.holder.host} (process {lease.holder.pid})" if lease else ""
 
 
-def _rented(
+def _list_machines(
     store: Store,
-    vast: Vast,
-    owners: _Owners,
+    vast: VastClient,
+    owners: _OwnerLookup,
     instances: list[Instance],
     attempts: list[tuple[str, Attempt]],
-) -> list[Rented]:
-    installation, now = installation_of(store), _now(vast, owners)
-    ours = {
-        attempt.instance: Label.parse(attempt.intent.label, installation) for _, attempt in attempts
-    }  # a label can be changed, a number cannot
+) -> list[MachineStatus]:
+    installation, now = ensure_installation(store), _read_time(vast, owners)
+    labels = {
+        attempt.instance_id: Label.parse(attempt.intent.label, installation)
+        for _, attempt in attempts
+    }  # users can change a label, but not a number
     return [
-        _judged(store, one, ours.get(one.id) or Label.parse(one.label, installation), owners, now)
+        _assess_machine(
+            store, one, labels.get(one.id) or Label.parse(one.label, installation), owners, now
+        )
         for one in instances
-        if is_ours(one.label, installation) or one.id in ours
+        if is_ours(one.label, installation) or one.id in labels
     ]
 
 
-def _now(vast: Vast, owners: _Owners) -> datetime:
-    """Return the time by the store's clock, which all who hold something here go by."""
+def _read_time(vast: VastClient, owners: _OwnerLookup) -> datetime:
+    """Return the time by the store's clock, which also dates the leases."""
     return owners.clock.now() if isinstance(vast.clock, SystemClock) else vast.clock.now()
 
 
-def _judged(
-    store: Store, instance: Instance, label: Label | None, owners: _Owners, now: datetime
-) -> Rented:
+def _assess_machine(
+    store: Store, instance: Instance, label: Label | None, owners: _OwnerLookup, now: datetime
+) -> MachineStatus:
     if label is None:
-        return Rented(instance, "", None, "", 0.0, "")  # shown, and left to a person
-    owner = owners.of(label.rental)
-    # Read after it was seen that nobody has it: who leaves a machine says so before.
-    attempt = attempt_of(store, label.rental, label.attempt)
-    left = attempt is not None and attempt.left
-    if attempt is not None and attempt.instance not in {None, instance.id}:
-        why = f"it bears the label of machine {attempt.instance}, and is another"
-        cost = replace(attempt, returned=None).cost(now, dph=instance.dph)
-        return Rented(instance, label.rental, attempt, owner, cost, why, stray=True)
-    until = min(attempt.intent.until, label.until) if attempt else label.until
-    if now >= until:
-        why = f"its time was over at {until:%Y-%m-%d %H:%M} UTC"
-    elif attempt is not None and attempt.returned is not None:
-        why = f"it was given back before ({attempt.returned.why}), and is there"
-    elif not owner and left and _has_ended(store, label):
-        why = "its program has ended"
-    elif owner or left:
-        why = ""
+        return MachineStatus(instance, "", None, "", 0.0, "")  # listed, but never given back
+    owner = owners.find_owner(label.rental)
+    # Read after the lease: an owner commits the record of a detached machine before it ends.
+    attempt = find_attempt(store, label.rental, label.attempt)
+    is_detached = attempt is not None and attempt.is_detached
+    if attempt is not None and attempt.instance_id not in {None, instance.id}:
+        reason = f"it bears the label of machine {attempt.instance_id}, and is another"
+        cost = replace(attempt, return_record=None).compute_cost(
+            now, hourly_price=instance.hourly_price
+        )
+        return MachineStatus(
+            instance, label.rental, attempt, owner, cost, reason, is_mislabeled=True
+        )
+    deadline = min(attempt.intent.until, label.deadline) if attempt else label.deadline
+    if now >= deadline:
+        reason = f"its time was over at {deadline:%Y-%m-%d %H:%M} UTC"
+    elif attempt is not None and attempt.return_record is not None:
+        reason = f"it was given back before ({attempt.return_record.why}), and is there"
+    elif not owner and is_detached and _has_program_ended(store, label):
+        reason = "its program has ended"
+    elif owner or is_detached:
+        reason = ""
     else:
-        why = "nobody has it any more"
-    cost = attempt.cost(now, dph=instance.dph) if attempt else 0.0
-    return Rented(instance, label.rental, attempt, owner, cost, why)
+        reason = "nobody has it any more"
+    cost = attempt.compute_cost(now, hourly_price=instance.hourly_price) if attempt else 0.0
+    return MachineStatus(instance, label.rental, attempt, owner, cost, reason)
 
 
-def _has_ended(store: Store, label: Label) -> bool:
-    """Tell whether a machine says that its program has ended."""
+def _has_program_ended(store: Store, label: Label) -> bool:
+    """Tell whether a machine has reported the end of its program."""
     keys = RentalKeys(label.rental)
-    return exists(store, MachineKeys(keys.machine(label.attempt)).ended)
+    return exists(store, MachineKeys(keys.machine(label.attempt)).program_exit)
 
 
-def _close(
+def _close_lost_attempts(
     store: Store,
-    vast: Vast,
-    owners: _Owners,
+    vast: VastClient,
+    owners: _OwnerLookup,
     instances: list[Instance],
     attempts: list[tuple[str, Attempt]],
 ) -> int:
-    """Write down what was never ended, though nothing is left of it; how many there were."""
+    """Record the return of open attempts without a machine; return their number."""
     now = vast.clock.now()
     closed = 0
     for rental, attempt in attempts:
-        if now - attempt.intent.begun <= _YOUNG:
+        if now - attempt.intent.begun <= _MIN_ATTEMPT_AGE:
             continue
-        if attempt.find(instances) is None and not owners.of(rental):
-            said = "its owner was lost, and the provider has it no more"
-            write_off(store, rental, attempt, ReturnReason.REAPED, said, attempt.cost(now), now)
+        if attempt.find_instance(instances) is None and not owners.find_owner(rental):
+            detail = "its owner was lost, and the provider has it no more"
+            record_return(
+                store, rental, attempt, ReturnReason.REAPED, detail, attempt.compute_cost(now), now
+            )
             closed += 1
     return closed

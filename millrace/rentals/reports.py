@@ -1,4 +1,4 @@
-"""Reports of rented machines, read anew only where they have changed."""
+"""Reports of rented machines, of which only changed objects are read."""
 
 import re
 from dataclasses import dataclass, field
@@ -9,89 +9,94 @@ from pydantic import BaseModel, ValidationError
 
 from millrace import errors
 from millrace.keys import MachineKeys
-from millrace.rentals.messages import PIECE, Beat, ProgramEnd, Setup
+from millrace.rentals.messages import LOG_CHUNK_BYTES, MachineHeartbeat, ProgramExit, SetupReport
 from millrace.storage import Stat, Store, list_objects, read_range
 
 M = TypeVar("M", bound=BaseModel)
 
-_LARGEST = 2 * PIECE
-_LINES = 50  # of a log that are kept
-_AT_ONCE = 20  # pieces of a log that are read in one look
-_OBJECTS = 20_000  # below a machine's folder: what is beyond is not looked at
-_LINES_A_PIECE = 2000
-_LINES_IN_ALL = 200_000  # that one machine may have told
-_COLUMNS = 500
-_TOLD = 5  # lines of what a failed command printed
-_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_SECRETS = re.compile(r"://[^/@\s]+@")
+_MAX_REPORT_BYTES = 2 * LOG_CHUNK_BYTES
+_TAIL_LINES = 50  # of the log that are kept
+_MAX_CHUNKS_PER_REFRESH = 20  # chunks of the log that one refresh reads
+_MAX_OBJECTS = 20_000  # of a machine's folder that are listed
+_MAX_LINES_PER_CHUNK = 2000
+_MAX_LINES = 200_000  # of the log that are reported for each machine
+_MAX_LINE_LENGTH = 500
+_ERROR_LINES = 5  # from the output of a failed command
+_ANSI_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_URL_CREDENTIALS = re.compile(r"://[^/@\s]+@")
 
 
 @dataclass(slots=True)
-class Report:
+class MachineReports:
     """Reports of one machine so far.
 
     Attributes:
-        store: Where.
-        keys: Of what it says.
-        setup: How far it is with installing.
-        beat: Its last sign of life.
-        ended: What its program came to.
-        news: What it has printed since the last look.
-        tail: The last lines that it has printed.
+        store: Store of the reports.
+        keys: Keys of the machine.
+        setup: Last report on the installation.
+        heartbeat: Last heartbeat.
+        program_exit: Report on the end of the program.
+        new_lines: Lines of the log that are new since the refresh before.
+        tail: Last lines of the log.
     """
 
     store: Store
     keys: MachineKeys
-    setup: Setup | None = None
-    beat: Beat | None = None
-    ended: ProgramEnd | None = None
-    news: list[str] = field(default_factory=list[str])
+    setup: SetupReport | None = None
+    heartbeat: MachineHeartbeat | None = None
+    program_exit: ProgramExit | None = None
+    new_lines: list[str] = field(default_factory=list[str])
     tail: list[str] = field(default_factory=list[str])
-    _seen: dict[str, Stat] = field(default_factory=dict[str, Stat])
-    _told: int = 0
+    _seen_stats: dict[str, Stat] = field(default_factory=dict[str, Stat])
+    _line_count: int = 0
 
-    def look(self) -> bool:
-        """Read what is new; whether there is a new sign of life. One listing, and what changed.
+    def refresh(self) -> bool:
+        """Read the changed reports; return whether there are any. One listing, and reads.
 
         Raises:
             UnavailableError: The store does not answer.
         """
-        self.news = []
-        found = islice(list_objects(self.store, self.keys.prefix), _OBJECTS)
-        there = {stat.key: stat for stat in found}
-        changed = {key for key, stat in there.items() if self._seen.get(key) != stat}
+        self.new_lines = []
+        found = islice(list_objects(self.store, self.keys.prefix), _MAX_OBJECTS)
+        stats = {stat.key: stat for stat in found}
+        changed = {key for key, stat in stats.items() if self._seen_stats.get(key) != stat}
         logs = sorted(key for key in changed if key.startswith(self.keys.logs))
-        for key in logs[:_AT_ONCE]:
-            self._print(there[key])
-        for name, kind in (("setup", Setup), ("beat", Beat), ("ended", ProgramEnd)):
-            key = getattr(self.keys, name)
-            if key in changed and (said := self._said(there[key], kind)) is not None:
-                setattr(self, name, said)
-        late = set(logs[_AT_ONCE:])
-        self._seen = {key: stat for key, stat in there.items() if key not in late}
-        return bool(changed & {self.keys.setup, self.keys.beat, self.keys.ended} or logs)
+        for key in logs[:_MAX_CHUNKS_PER_REFRESH]:
+            self._add_lines(stats[key])
+        for name, key, kind in (
+            ("setup", self.keys.setup, SetupReport),
+            ("heartbeat", self.keys.heartbeat, MachineHeartbeat),
+            ("program_exit", self.keys.program_exit, ProgramExit),
+        ):
+            if key in changed and (message := self._read_message(stats[key], kind)) is not None:
+                setattr(self, name, message)
+        postponed = set(logs[_MAX_CHUNKS_PER_REFRESH:])
+        self._seen_stats = {key: stat for key, stat in stats.items() if key not in postponed}
+        return bool(
+            changed & {self.keys.setup, self.keys.heartbeat, self.keys.program_exit} or logs
+        )
 
-    def _print(self, stat: Stat) -> None:
-        text = self._text(stat)
-        lines = [printable(line) for line in text.splitlines()[:_LINES_A_PIECE]]
-        room = _LINES_IN_ALL - self._told
-        self._told += len(lines)
-        self.news += lines[: max(0, room)]
-        if 0 <= room < len(lines):
-            where = self.store.url_of(self.keys.logs)
-            self.news.append(f"({_LINES_IN_ALL:,} lines are told; the others are in {where})")
-        self.tail = [*self.tail, *lines][-_LINES:]
+    def _add_lines(self, stat: Stat) -> None:
+        text = self._read_text(stat)
+        lines = [clean_line(line) for line in text.splitlines()[:_MAX_LINES_PER_CHUNK]]
+        capacity = _MAX_LINES - self._line_count
+        self._line_count += len(lines)
+        self.new_lines += lines[: max(0, capacity)]
+        if 0 <= capacity < len(lines):
+            url = self.store.make_url(self.keys.logs)
+            self.new_lines.append(f"({_MAX_LINES:,} lines are told; the others are in {url})")
+        self.tail = [*self.tail, *lines][-_TAIL_LINES:]
 
-    def _said(self, stat: Stat, kind: type[M]) -> M | None:
-        """Return the record in an object; None if it cannot be read."""
+    def _read_message(self, stat: Stat, kind: type[M]) -> M | None:
+        """Return the message in an object; None if it is invalid."""
         try:
-            return kind.model_validate_json(self._text(stat))
+            return kind.model_validate_json(self._read_text(stat))
         except ValidationError:
             return None
 
-    def _text(self, stat: Stat) -> str:
-        """Return the text of an object, or its beginning. The object may have changed since."""
-        end = min(stat.size, _LARGEST)
+    def _read_text(self, stat: Stat) -> str:
+        """Return the beginning of an object's text; empty if the object was deleted."""
+        end = min(stat.size, _MAX_REPORT_BYTES)
         if not end:
             return ""
         try:
@@ -100,17 +105,17 @@ class Report:
             return ""
 
 
-def cause_of(printed: str) -> str:
-    """Return the last lines of what a failed command printed, in one line, without secrets.
+def extract_error(output: str) -> str:
+    """Return the last lines of a failed command's output, in one line, without secrets.
 
-    Colours, blank lines and pip's notices are left out, and passwords in URLs are hidden.
+    The result lacks colours, blank lines, pip's notices, and passwords of URLs.
     """
-    plain = _SECRETS.sub("://…@", _COLOURS.sub("", printed))
-    lines = [printable(line).strip() for line in plain.splitlines()]
-    told = [line for line in lines if line and not line.startswith(("[notice]", "WARNING:"))]
-    return " ".join(told[-_TOLD:])[-_COLUMNS:]
+    plain = _URL_CREDENTIALS.sub("://…@", _ANSI_ESCAPES.sub("", output))
+    lines = [clean_line(line).strip() for line in plain.splitlines()]
+    relevant = [line for line in lines if line and not line.startswith(("[notice]", "WARNING:"))]
+    return " ".join(relevant[-_ERROR_LINES:])[-_MAX_LINE_LENGTH:]
 
 
-def printable(text: str) -> str:
-    """Return a line of a machine's output, without control characters, and cut."""
-    return "".join(one for one in text if one.isprintable())[:_COLUMNS]
+def clean_line(text: str) -> str:
+    """Return a shortened line of a machine's output, without control characters."""
+    return "".join(one for one in text if one.isprintable())[:_MAX_LINE_LENGTH]

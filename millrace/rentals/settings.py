@@ -6,16 +6,21 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, model_validator
 
 from millrace.rentals.offers import OfferRequest
-from millrace.rentals.vast.api import Vast
+from millrace.rentals.vast.api import VastClient
 from millrace.settings import Duration
 from millrace.storage import Right, StoreSpec
 
-_HOLD = ("MILLRACE_", "CONTAINER_", "AWS_", "VAST_")  # what we, or the provider, set in a machine
+_RESERVED_PREFIXES = (
+    "MILLRACE_",
+    "CONTAINER_",
+    "AWS_",
+    "VAST_",
+)  # set by Millrace or by the provider
 
-Prefix = Annotated[str, StringConstraints(pattern=r"^[^/_].*/$")]
+GrantPrefix = Annotated[str, StringConstraints(pattern=r"^[^/_].*/$")]
 
 
-class Account(BaseModel):
+class VastAccount(BaseModel):
     """Account that pays."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -24,25 +29,27 @@ class Account(BaseModel):
     server_url: str | None = Field(default=None, description="Another address of Vast's API.")
 
 
-def account(settings: Account) -> Vast:
-    """Return the account that pays."""
-    return Vast(settings.api_key, settings.server_url)
+def open_account(settings: VastAccount) -> VastClient:
+    """Return a client of an account."""
+    return VastClient(settings.api_key, settings.server_url)
 
 
-class Reach(BaseModel):
-    """Rights of a machine in a part of the store."""
+class StorageGrant(BaseModel):
+    """Access of each machine to a prefix of the store."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    prefix: Prefix = Field(
+    prefix: GrantPrefix = Field(
         description="A folder below the store's URL, such as `wiki/`; `{slot}` is the machine's "
         "number."
     )
-    right: Right = Field(default=Right.READ, description="`read`, or `write`: that is both.")
+    access: Right = Field(
+        default=Right.READ, description="`read`, or `write`, which includes `read`."
+    )
 
 
 class Program(BaseModel):
-    """Program of each machine: a repository, installed, and one of its commands."""
+    """Program of each machine: a repository that is installed, and a command."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -74,80 +81,83 @@ class Program(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
-        ours = [name for name in self.environment if name.startswith(_HOLD)]
-        if ours:
-            raise ValueError(f"{', '.join(ours)}: such variables are set by Millrace or Vast.ai")
+    def _check_names(self) -> Self:
+        reserved = [name for name in self.environment if name.startswith(_RESERVED_PREFIXES)]
+        if reserved:
+            raise ValueError(
+                f"{', '.join(reserved)}: such variables are set by Millrace or Vast.ai"
+            )
         wrong = [name for name in self.files if name.startswith("/") or ".." in name.split("/")]
         if wrong:
             raise ValueError(f"{', '.join(wrong)}: files stand below the folder of the clone")
         return self
 
 
-class Patience(BaseModel):
-    """Times for which machines are waited for, and how often they are looked at."""
+class RentalTimeouts(BaseModel):
+    """Time limits and retries of a rental."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    loading: Duration = Field(
+    startup_timeout: Duration = Field(
         default=timedelta(minutes=20),
         gt=timedelta(0),
-        description="Longest time for a machine to load its image, and to install.",
+        description="Longest time for a machine to load its image and install the program.",
     )
-    silence: Duration = Field(
+    heartbeat_timeout: Duration = Field(
         default=timedelta(minutes=5),
         ge=timedelta(seconds=30),
-        description="Longest silence of a machine; and how long a machine waits "
-        "for its owner, before it destroys itself.",
+        description="Longest time without a heartbeat. A machine that is silent for longer is "
+        "replaced; a machine whose owner is silent for longer destroys itself.",
     )
-    poll: Duration = Field(
+    poll_interval: Duration = Field(
         default=timedelta(seconds=10),
         gt=timedelta(0),
-        description="Interval at which machines are looked at.",
+        description="Interval at which the machines are checked.",
     )
-    tries: int = Field(
-        default=5, ge=1, description="Machines that are rented, at most, in place of one."
+    max_attempts: int = Field(
+        default=5, ge=1, description="Most machines that are rented, one after another, for a slot."
     )
     retry_failed: bool = Field(
         default=False,
-        description="Try a program that fails on another machine, as often as `tries` "
-        "says; else all machines are given back.",
+        description="Whether a program that fails runs again on another machine, up to "
+        "`max_attempts`. If not, all machines are given back.",
     )
 
 
-class RentSettings(Patience):
-    """Machines that are rented for one purpose, and given back."""
+class RentalSettings(RentalTimeouts):
+    """Settings of a rental: its machines, their program, and limits."""
 
-    name: str = Field(description="The rental's: whoever goes on with it calls it the same.")
+    name: str = Field(
+        description="Name of the rental. A next owner continues it under the same name."
+    )
     store: StoreSpec = Field(
-        description="Store of the ledger, and of what machines read and write: R2, or S3 "
-        "with role_arn. A folder only where the machines are processes of this one."
+        description="Store of the ledger and of the machines' data: R2, or S3 with `role_arn`. A "
+        "folder is for tests, whose machines are local processes."
     )
-    account: Account
+    account: VastAccount
     request: OfferRequest
     program: Program
-    count: int = Field(default=1, ge=1, le=256, description="Number of machines.")
-    reach: tuple[Reach, ...] = Field(
-        default=(), description="The parts of the store that the machines may use."
+    machines: int = Field(default=1, ge=1, le=256, description="Number of machines.")
+    storage_grants: tuple[StorageGrant, ...] = Field(
+        default=(), description="Prefixes of the store that the machines may use."
     )
     role_arn: str | None = Field(
         default=None,
-        description="ARN of the role whose credentials machines get (S3 only); its sessions have "
-        "to "
-        "last as long as max_lifetime.",
+        description="ARN of the role whose credentials machines get (S3 only). Its sessions have "
+        "to last as long as `max_lifetime`.",
     )
 
     @property
-    def wanted(self) -> OfferRequest:
-        """Requirements of each machine, with as many open ports as the program listens on."""
+    def effective_request(self) -> OfferRequest:
+        """Requirements of each machine, with the number of ports that the program listens on."""
         ports = max(self.request.ports, len(self.program.ports))
         return self.request.model_copy(update={"ports": ports})
 
 
-class StandSettings(BaseModel):
-    """Store of the ledger, and the account; the rest of a settings file does not matter."""
+class LedgerSettings(BaseModel):
+    """Store of the ledger, and the account. Other keys of a settings file are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     store: StoreSpec = Field(description="Store of the ledger of rentals.")
-    account: Account
+    account: VastAccount

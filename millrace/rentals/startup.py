@@ -1,4 +1,4 @@
-"""Start of a machine: its environment and files, made anew for each."""
+"""Environment and files of a machine, with its credentials."""
 
 import base64
 import hmac
@@ -9,129 +9,132 @@ from pydantic import SecretStr
 
 from millrace import errors
 from millrace.keys import MachineKeys, RentalKeys
-from millrace.rentals.messages import FILES_BYTES, ORDER, GuestFiles, GuestOrder
-from millrace.rentals.settings import Account, RentSettings
-from millrace.storage import Backend, Right, Store, StoreSpec, put, scoped, signed_url
+from millrace.rentals.messages import CONFIG_VARIABLE, MAX_FILES_BYTES, GuestConfig, GuestFiles
+from millrace.rentals.settings import RentalSettings, VastAccount
+from millrace.storage import Backend, Right, Store, StoreSpec, open_scoped_store, put, sign_url
 
-_LONGEST_ENVIRONMENT = 32_768  # characters in all, by the API
-_LEAST = timedelta(minutes=15)  # that STS gives credentials for
-
-
-def onstart() -> str:
-    """Return the script that the provider runs when the machine starts.
-
-    It fetches nothing by itself.
-    """
-    return _text("onstart.sh")
+_MAX_ENVIRONMENT_LENGTH = 32_768  # characters of all variables; limit of the API
+_MIN_STS_LIFETIME = timedelta(minutes=15)  # shortest lifetime of credentials from STS
 
 
-def environment(
-    store: Store, settings: RentSettings, number: int, slot: int, until: float, *,
-    lifetime: timedelta, url: str,
+def read_onstart_script() -> str:
+    """Return the script that the provider runs when the machine starts. It downloads nothing."""
+    return _read_guest_file("onstart.sh")
+
+
+def make_environment(
+    store: Store, settings: RentalSettings, attempt: int, slot: int, deadline: float, *,
+    lifetime: timedelta, vast_url: str,
 ) -> dict[str, str]:  # fmt: skip
-    """Return the variables of a machine: all that it has of ours.
+    """Return the variables of a machine.
 
     Args:
-        store: Where rentals are written down.
-        settings: What is rented.
-        number: Of the attempt.
-        slot: Which of the rental's machines it is.
-        until: When it has to be gone, in seconds since 1970.
-        lifetime: How long it has.
-        url: Of the provider's API.
+        store: Store of the ledger.
+        settings: Settings of the rental.
+        attempt: Number of the attempt.
+        slot: Number of the machine within its rental.
+        deadline: Deadline of the machine, in seconds since 1970.
+        lifetime: Time from the start to the deadline.
+        vast_url: URL of the provider's API.
 
     Raises:
-        ConfigurationError: The store has no credentials for a part of it, or they are too large.
+        ConfigurationError: The store cannot grant a machine access, or the variables are too large.
     """
     rental, program = RentalKeys(settings.name), settings.program
-    machine = rental.machine(number)
-    lasting = max(lifetime, _LEAST)
-    order = GuestOrder(
-        store=_part(store, [machine], lasting, Right.WRITE, settings.role_arn),
+    machine = rental.machine(attempt)
+    credential_lifetime = max(lifetime, _MIN_STS_LIFETIME)
+    config = GuestConfig(
+        store=_scope_store(store, [machine], credential_lifetime, Right.WRITE, settings.role_arn),
         prefix=machine,
-        command=tuple(_filled(word, slot, settings.count) for word in program.command),
+        command=tuple(_expand_slot(word, slot, settings.machines) for word in program.command),
         environment=program.environment,
-        beat=min(10.0, settings.silence.total_seconds() / 4),
-        read=_reach(store, settings, slot, Right.READ, lasting),
-        write=_reach(store, settings, slot, Right.WRITE, lasting),
-        node_key=node_key(settings.account, settings.name, number) if program.ports else None,
+        heartbeat_interval=min(10.0, settings.heartbeat_timeout.total_seconds() / 4),
+        read_store=_grant_storage(store, settings, slot, Right.READ, credential_lifetime),
+        write_store=_grant_storage(store, settings, slot, Right.WRITE, credential_lifetime),
+        node_key=derive_node_key(settings.account, settings.name, attempt)
+        if program.ports
+        else None,
     )
-    found = {
-        "MILLRACE_WATCHDOG": _encoded(_text("watchdog.py")),
-        "MILLRACE_TRAFFIC": _encoded(_text("traffic.py")),
-        "MILLRACE_SETUP": _encoded(_text("install.py")),
-        "MILLRACE_UNTIL": f"{until:.0f}",
+    variables = {
+        "MILLRACE_WATCHDOG": _encode_base64(_read_guest_file("watchdog.py")),
+        "MILLRACE_TRAFFIC": _encode_base64(_read_guest_file("traffic.py")),
+        "MILLRACE_SETUP": _encode_base64(_read_guest_file("install.py")),
+        "MILLRACE_UNTIL": f"{deadline:.0f}",
         "MILLRACE_LIFETIME": f"{lifetime.total_seconds():.0f}",
-        "MILLRACE_SILENCE": f"{settings.silence.total_seconds():.0f}",
-        "MILLRACE_OWNER_URL": _url(store, rental.owner, lasting, Right.READ),
-        "MILLRACE_VAST_URL": url,
+        "MILLRACE_SILENCE": f"{settings.heartbeat_timeout.total_seconds():.0f}",
+        "MILLRACE_OWNER_URL": _sign_url(store, rental.owner, credential_lifetime, Right.READ),
+        "MILLRACE_VAST_URL": vast_url,
         "MILLRACE_REPO_URL": program.repo_url,
         "MILLRACE_REPO_REF": program.repo_ref,
         "MILLRACE_EXTRAS": ",".join(program.extras),
-        "MILLRACE_SETUP_URL": _url(store, MachineKeys(machine).setup, lasting, Right.WRITE),
-        ORDER: order.encode(),
+        "MILLRACE_SETUP_URL": _sign_url(
+            store, MachineKeys(machine).setup, credential_lifetime, Right.WRITE
+        ),
+        CONFIG_VARIABLE: config.encode(),
     }
-    if sum(len(name) + len(value) for name, value in found.items()) > _LONGEST_ENVIRONMENT:
+    if sum(len(name) + len(value) for name, value in variables.items()) > _MAX_ENVIRONMENT_LENGTH:
         raise errors.ConfigurationError(
             "The program's variables are too large for a machine's environment (32 KiB in all): "
             "write them into files instead."
         )
-    return found
+    return variables
 
 
-def send_files(store: Store, settings: RentSettings, number: int, slot: int) -> None:
-    """Leave what is written beside the program where the machine finds it.
+def upload_files(store: Store, settings: RentalSettings, attempt: int, slot: int) -> None:
+    """Upload the program's files for a machine.
 
     Args:
-        store: Where rentals are written down.
-        settings: What is rented.
-        number: Of the attempt.
-        slot: Which of the rental's machines it is.
+        store: Store of the ledger.
+        settings: Settings of the rental.
+        attempt: Number of the attempt.
+        slot: Number of the machine within its rental.
 
     Raises:
-        ConfigurationError: The files are too large to be read there.
+        ConfigurationError: The files are too large.
     """
     texts = settings.program.files.items()
-    files = GuestFiles(texts={name: _filled(text, slot, settings.count) for name, text in texts})
-    keys = MachineKeys(RentalKeys(settings.name).machine(number))
+    files = GuestFiles(
+        texts={name: _expand_slot(text, slot, settings.machines) for name, text in texts}
+    )
+    keys = MachineKeys(RentalKeys(settings.name).machine(attempt))
     body = files.model_dump_json().encode()
-    if len(body) > FILES_BYTES:
+    if len(body) > MAX_FILES_BYTES:
         raise errors.ConfigurationError(
-            f"The files of the program take {len(body):,} bytes, and may take {FILES_BYTES:,}: let "
-            "the program read large files from the bucket."
+            f"The files of the program take {len(body):,} bytes, and may take {MAX_FILES_BYTES:,}: "
+            "let the program read large files from the bucket."
         )
     put(store, keys.files, body)
 
 
-def node_key(account: Account, rental: str, attempt: int) -> SecretStr:
-    """Return the key of the swarm's agent on a rented machine; each machine has another.
+def derive_node_key(account: VastAccount, rental: str, attempt: int) -> SecretStr:
+    """Return the key of the swarm's agent on a rented machine. Each machine has its own.
 
-    Whoever has the account finds it again, and nobody finds the account's key by it.
+    The key is derived from the account's key, which cannot be computed from it.
 
     Args:
-        account: Who pays.
-        rental: Its name.
-        attempt: Which of its machines.
+        account: Account that pays.
+        rental: Name of the rental.
+        attempt: Number of the attempt.
     """
     key = account.api_key.get_secret_value().encode()
     return SecretStr(hmac.digest(key, f"node {attempt} of {rental}".encode(), "sha256").hex())
 
 
-def _reach(
-    store: Store, settings: RentSettings, slot: int, right: Right, ttl: timedelta
+def _grant_storage(
+    store: Store, settings: RentalSettings, slot: int, access: Right, ttl: timedelta
 ) -> StoreSpec | None:
     prefixes = [
-        _filled(reach.prefix, slot, settings.count)
-        for reach in settings.reach
-        if reach.right is right
+        _expand_slot(grant.prefix, slot, settings.machines)
+        for grant in settings.storage_grants
+        if grant.access is access
     ]
-    return _part(store, prefixes, ttl, right, settings.role_arn) if prefixes else None
+    return _scope_store(store, prefixes, ttl, access, settings.role_arn) if prefixes else None
 
 
-def _part(
+def _scope_store(
     store: Store, prefixes: list[str], ttl: timedelta, right: Right, role_arn: str | None
 ) -> StoreSpec:
-    """Return the part of the store that a machine may use, with credentials for its prefixes."""
+    """Return the store with credentials for some prefixes."""
     if store.location.backend is Backend.FILE:
         return StoreSpec(url=store.url)
     spec = store.spec
@@ -140,26 +143,28 @@ def _part(
             f"{store.url} is opened with options or a ca_file: a rented machine is given neither. "
             "Rent with a store that needs none."
         )
-    given = scoped(store, prefixes, ttl, right=right, role_arn=role_arn).spec.credentials
+    credentials = open_scoped_store(
+        store, prefixes, ttl, right=right, role_arn=role_arn
+    ).spec.credentials
     return StoreSpec(
         url=spec.url, endpoint=spec.endpoint, region=spec.region, account_id=spec.account_id,
-        credentials=given,
+        credentials=credentials,
     )  # fmt: skip
 
 
-def _url(store: Store, key: str, ttl: timedelta, right: Right) -> str:
+def _sign_url(store: Store, key: str, ttl: timedelta, right: Right) -> str:
     if store.location.backend is Backend.FILE:
-        return store.url_of(key)
-    return signed_url(store, key, ttl, right=right)
+        return store.make_url(key)
+    return sign_url(store, key, ttl, right=right)
 
 
-def _filled(text: str, slot: int, slots: int) -> str:
+def _expand_slot(text: str, slot: int, slots: int) -> str:
     return text.replace("{slot}", str(slot)).replace("{slots}", str(slots))
 
 
-def _text(name: str) -> str:
+def _read_guest_file(name: str) -> str:
     return files("millrace.rentals.guest").joinpath(name).read_text(encoding="utf-8")
 
 
-def _encoded(text: str) -> str:
+def _encode_base64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()

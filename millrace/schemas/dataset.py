@@ -8,11 +8,11 @@ from millrace.errors import ConfigurationError
 from millrace.keys import DatasetKeys, is_plain
 from millrace.records import Record, RecordPart
 
-_MAX_INDEX_SIZE = 256 << 20  # a million splits or shards, of 150 to 250 bytes each
+_MAX_INDEX_SIZE = 256 << 20  # a million partitions or shards, of 150 to 250 bytes each
 
 
 def _check_key(key: str) -> str:
-    """Refuse a key that leads out of the folder that objects are written below.
+    """Refuse a key that leads out of the folder of the dataset.
 
     Raises:
         ValueError: The key is no plain path.
@@ -23,17 +23,17 @@ def _check_key(key: str) -> str:
 
 
 ObjectKey = Annotated[str, AfterValidator(_check_key)]
-"""A key that a record names, which readers use as a path, too."""
+"""A key in a record. Readers use it as a path, too."""
 
 
 class FileRef(RecordPart):
     """One file of a source, as it was when the plan was made.
 
     Attributes:
-        path: Below the source's URL.
-        size: Bytes.
-        etag: The store's ETag; of a local file its size and time of change. Empty: any version
-            of the file is read. No plan has that.
+        path: Path below the source's URL.
+        size: Bytes of the file.
+        etag: ETag of the store; for a local file, its size and modification time. Empty: any
+            version of the file is read. No plan has an empty ETag.
     """
 
     path: str
@@ -42,41 +42,41 @@ class FileRef(RecordPart):
 
 
 class ByteRange(RecordPart):
-    """A split that is the rows which begin within a range of one file.
+    """A source range of one file: the rows that begin within a range of bytes.
 
     Attributes:
-        file: Which file.
-        number: The file's place in the source's listing, for the samples' keys.
-        start: Where the range begins, in bytes.
-        end: One past its last byte.
+        file: The file.
+        file_index: Index of the file in the source's listing, for the samples' keys.
+        start: Offset of the first byte.
+        end: Offset after the last byte.
         reason: Why the file cannot be read by its name; empty if it can.
     """
 
     kind: Literal["bytes"] = "bytes"
     file: FileRef
-    number: int
+    file_index: int
     start: int
     end: int
     reason: str = ""
 
     @property
     def size(self) -> int:
-        """Bytes of the source that this split covers."""
+        """Bytes of the range."""
         return self.end - self.start
 
     def fraction_before(self, cursor: int) -> float:
-        """Return the fraction that lies before a cursor, from 0 to 1."""
+        """Return the fraction of the range before a cursor, from 0 to 1."""
         return min(1.0, max(0.0, (cursor - self.start) / self.size))
 
 
-class FileGroup(RecordPart):
-    """A split that is a list of samples, each of one or more files.
+class SampleListing(RecordPart):
+    """A source range of many files: a list of samples, each of one or more files.
 
     Attributes:
-        listing: The key of the list.
-        sha256: Of the list.
-        samples: How many samples it has.
-        size: Bytes of all their files.
+        listing: Key of the list.
+        sha256: SHA-256 of the list.
+        samples: Number of samples.
+        size: Bytes of all files.
     """
 
     kind: Literal["files"] = "files"
@@ -86,38 +86,38 @@ class FileGroup(RecordPart):
     size: int
 
     def fraction_before(self, cursor: int) -> float:
-        """Return the fraction that lies before a cursor, from 0 to 1."""
+        """Return the fraction of the range before a cursor, from 0 to 1."""
         return cursor / self.samples
 
 
-SourceRange = Annotated[ByteRange | FileGroup, Field(discriminator="kind")]
+SourceRange = Annotated[ByteRange | SampleListing, Field(discriminator="kind")]
 
 
-class Split(RecordPart):
-    """A part of a dataset that one worker cuts into shards, independent of every other.
+class Partition(RecordPart):
+    """The unit of work of a sharding run: one worker makes its shards, independent of others.
 
     Attributes:
-        name: ``train-00007``.
-        partition: ``train``, or ``val`` for what is held out.
-        piece: Which samples.
+        name: Name of the partition, such as ``train-00007``.
+        split: ``train``, or ``val`` for the samples that are held out.
+        source_range: Range of the source that the partition reads.
     """
 
     name: str
-    partition: str
-    piece: SourceRange
+    split: str
+    source_range: SourceRange
 
 
 class SourceRecord(RecordPart):
     """A source at a revision.
 
     Attributes:
-        kind: Which of `millrace.datasets.sources`.
-        url: Where it is.
-        settings: What else its samples depend on.
-        files: How many files.
-        size: Bytes of all of them.
-        sha256: Of the listing: paths, sizes, ETags.
-        markers: Empty objects that only show a folder, and were left out.
+        kind: Kind of the source, one of `millrace.datasets.sources.SourceKind`.
+        url: URL of the source.
+        settings: Other settings that the samples depend on.
+        files: Number of files.
+        size: Bytes of all files.
+        sha256: SHA-256 of the listing: paths, sizes, ETags.
+        markers: Number of empty objects that only show a folder. They are left out.
     """
 
     kind: str
@@ -133,10 +133,10 @@ class ShardLayout(RecordPart):
     """Settings that decide the bytes of the shards, besides the samples.
 
     Attributes:
-        format: Which of `millrace.datasets.formats`.
-        writer: The writer's version, and the versions of what encodes.
-        shard_bytes: A shard is closed before it would be larger.
-        shard_samples: A shard is closed when it has as many samples.
+        format: Format of the shards, one of `millrace.datasets.formats`.
+        writer: Versions of the writer and of the encoders.
+        shard_bytes: Maximum bytes of a shard.
+        shard_samples: Maximum number of samples in a shard.
     """
 
     format: str
@@ -146,17 +146,17 @@ class ShardLayout(RecordPart):
 
 
 class DatasetPlan(Record):
-    """Cut of a dataset: a pure function of the source at its revision and these settings.
+    """Plan of a dataset: a pure function of the source at its revision and these settings.
 
     Attributes:
-        dataset: Its name.
-        source: What is read.
-        layout: What is written.
-        seed: Of the shuffle; None keeps the source's order.
-        holdout: The share of the bytes that is held out for validation.
-        split_bytes: About how many bytes of the source make a split.
-        splits: All of them, in the order of their names.
-        split_files: At most about how many files make a split, for sources of many files.
+        dataset: Name of the dataset.
+        source: Source at its revision.
+        layout: Layout of the shards.
+        seed: Seed of the shuffle; None keeps the source's order.
+        holdout: Share of the bytes that is held out for validation.
+        partition_bytes: Approximate bytes of the source in a partition.
+        partitions: All partitions, in the order of their names.
+        partition_files: Approximate maximum of files in a partition, for sources of many files.
     """
 
     record_kind: ClassVar[str] = "dataset-plan"
@@ -166,92 +166,92 @@ class DatasetPlan(Record):
     layout: ShardLayout
     seed: int | None
     holdout: float
-    split_bytes: int
-    splits: tuple[Split, ...]
-    split_files: int | None = None
+    partition_bytes: int
+    partitions: tuple[Partition, ...]
+    partition_files: int | None = None
 
 
 class ShardCommit(Record):
     """One entry of the ledger.
 
     Attributes:
-        split: The split's name.
-        n: Which shard of it.
-        key: The shard's key; None if every row since the last commit was quarantined.
+        partition: Name of the partition.
+        number: Number of the commit within the partition.
+        key: Key of the shard; None if every row since the last commit was quarantined.
         size: Bytes of the shard.
-        sha256: Of the shard.
-        samples: How many samples it holds.
-        start: The cursor of its first row: where the source is read from to make it again.
-        next: The cursor after its last row: where to go on.
-        quarantine: The key of its bad rows, if it has any.
-        quarantined: How many.
-        plan: SHA-256 of the plan it was made by; empty in records from before it was noted.
+        sha256: SHA-256 of the shard.
+        samples: Number of samples in the shard.
+        start_cursor: Cursor of its first row. To make the shard again, reading starts here.
+        next_cursor: Cursor after its last row. A later run continues here.
+        quarantine_key: Key of the quarantined rows; None if there are none.
+        quarantined: Number of quarantined rows.
+        plan_digest: SHA-256 of the plan. Empty in records of versions that did not store it.
     """
 
     record_kind: ClassVar[str] = "shard-commit"
 
-    split: str
-    n: int
+    partition: str
+    number: int
     key: ObjectKey | None
     size: int
     sha256: str
     samples: int
-    start: int
-    next: int
-    quarantine: ObjectKey | None = None
+    start_cursor: int
+    next_cursor: int
+    quarantine_key: ObjectKey | None = None
     quarantined: int = 0
-    plan: str = ""
+    plan_digest: str = ""
 
 
-class SplitEnd(Record):
-    """A split has no more rows: what it became.
+class PartitionEnd(Record):
+    """End of a partition, whose rows are all committed.
 
     Attributes:
-        split: Its name.
-        commits: How many commits it has.
-        samples: In all its shards.
-        size: Bytes of all its shards.
-        quarantined: Rows put aside.
-        plan: SHA-256 of the plan it was made by; empty in records from before it was noted.
+        partition: Name of the partition.
+        commits: Number of commits.
+        samples: Number of samples in all shards.
+        size: Bytes of all shards.
+        quarantined: Number of quarantined rows.
+        plan_digest: SHA-256 of the plan. Empty in records of versions that did not store it.
     """
 
-    record_kind: ClassVar[str] = "split-end"
+    record_kind: ClassVar[str] = "partition-end"
 
-    split: str
+    partition: str
     commits: int
     samples: int
     size: int
     quarantined: int
-    plan: str = ""
+    plan_digest: str = ""
 
 
 class ManifestShard(RecordPart):
     """A shard as a reader of the dataset needs it."""
 
     key: ObjectKey
-    partition: str
+    split: str
     samples: int
     size: int
     sha256: str
 
 
 class Manifest(Record):
-    """A dataset that is complete.
+    """Manifest of a complete dataset.
 
     Attributes:
-        dataset: Its name.
-        plan: SHA-256 of the plan it was made by.
-        format: Of its shards.
-        shards: All of them, in the order of their keys.
-        samples: In all shards, by partition.
+        dataset: Name of the dataset.
+        plan_digest: SHA-256 of the plan.
+        format: Format of the shards.
+        shards: All shards, in the order of their keys.
+        samples: Number of samples by split.
         size: Bytes of all shards.
-        quarantined: Rows put aside.
+        quarantined: Number of quarantined rows.
     """
 
     record_kind: ClassVar[str] = "dataset-manifest"
     record_bytes: ClassVar[int] = _MAX_INDEX_SIZE
     dataset: str
-    plan: str
+    plan_digest: str
     format: str
     shards: tuple[ManifestShard, ...]
     samples: dict[str, int]

@@ -1,24 +1,24 @@
-"""The ledger of a dataset, and what it names."""
+"""Read the ledger of a dataset, and the keys that it names."""
 
 from collections.abc import Iterator
 
 from millrace.keys import DatasetKeys
 from millrace.records import iterate_records, require_intact
-from millrace.schemas.dataset import DatasetPlan, FileGroup, ShardCommit
+from millrace.schemas.dataset import DatasetPlan, SampleListing, ShardCommit
 from millrace.storage import Store
 
 
-def iterate_commits(store: Store, keys: DatasetKeys, split: str = "") -> Iterator[ShardCommit]:
-    """Yield the commits of a split, or of the whole dataset, in the listing's order.
+def iterate_commits(store: Store, keys: DatasetKeys, partition: str = "") -> Iterator[ShardCommit]:
+    """Yield the commits of a partition, or of the whole dataset, in the listing's order.
 
     Raises:
-        CorruptError: Commits are damaged: after all others.
+        CorruptError: Commits are damaged. Raised after all intact commits were yielded.
     """
-    prefix = keys.commits_of(split) if split else keys.commits
+    prefix = keys.commits_of(partition) if partition else keys.commits
     found = iterate_records(
         store, prefix, ShardCommit, wanted=lambda stat: keys.parse_commit(stat.key) is not None
     )
-    return require_intact(store.url_of(prefix), found)
+    return require_intact(store.make_url(prefix), found)
 
 
 def find_referenced_keys(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> set[str]:
@@ -29,7 +29,7 @@ def find_referenced_keys(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> 
     """
     names: set[str] = set()
     for entry in iterate_commits(store, keys):
-        names.update(key for key in (entry.key, entry.quarantine) if key)
-    pieces = (split.piece for split in plan.splits)
-    names.update(piece.listing for piece in pieces if isinstance(piece, FileGroup))
+        names.update(key for key in (entry.key, entry.quarantine_key) if key)
+    source_ranges = (partition.source_range for partition in plan.partitions)
+    names.update(r.listing for r in source_ranges if isinstance(r, SampleListing))
     return names

@@ -10,8 +10,9 @@ class LargeFile:
     """A part of a sample that is read only while its shard is encoded.
 
     Attributes:
-        size: Bytes.
-        blocks: Read it from its beginning; raises `ChangedError` if it is another by then.
+        size: Bytes of the file.
+        blocks: Function that reads the file from its beginning. It raises `ChangedError` if the
+            file has changed by then.
     """
 
     size: int
@@ -22,33 +23,33 @@ class LargeFile:
 
 
 class Sample(NamedTuple):
-    """One sample on its way in.
+    """One sample of a source.
 
     Attributes:
-        key: Its name, unique in the dataset.
-        fields: Its parts by extension (``txt``, ``json``), in the order they are written.
-        next: The cursor after it.
+        key: Name of the sample, unique in the dataset.
+        fields: Parts by extension (``txt``, ``json``), in the order in which they are written.
+        next_cursor: Cursor after the sample.
     """
 
     key: str
     fields: Mapping[str, bytes | LargeFile]
-    next: int
+    next_cursor: int
 
 
 class BadRow(NamedTuple):
     """A row that makes no sample.
 
     Attributes:
-        where: Its place in the source.
-        reason: What is wrong with it.
-        data: Its bytes, or the beginning of them.
-        next: The cursor after it.
+        where: Location in the source.
+        reason: Why the row makes no sample.
+        data: Bytes of the row, or their beginning.
+        next_cursor: Cursor after the row.
     """
 
     where: str
     reason: str
     data: bytes
-    next: int
+    next_cursor: int
 
 
 Row = Sample | BadRow

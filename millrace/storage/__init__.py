@@ -1,7 +1,7 @@
 """Bytes at a URL: obstore with our defaults. One verb a function, one group of verbs a file."""
 
-from millrace.storage.check import Answer, answer_of, check
-from millrace.storage.clients import boto3_client, filesystem
+from millrace.storage.check import RequestOutcome, check_access, classify_error
+from millrace.storage.clients import make_boto3_client, open_filesystem
 from millrace.storage.list import list_folders, list_objects
 from millrace.storage.open import (
     Backend,
@@ -10,12 +10,12 @@ from millrace.storage.open import (
     Store,
     StoreSettings,
     StoreSpec,
-    from_environment,
     open_store,
+    read_spec_from_environment,
 )
 from millrace.storage.read import (
     Stat,
-    difference,
+    describe_difference,
     exists,
     head,
     read,
@@ -23,11 +23,11 @@ from millrace.storage.read import (
     read_range,
     stream,
 )
-from millrace.storage.retry import with_boto3
-from millrace.storage.scoped import Right, scoped, signed_url
-from millrace.storage.signed import etag_is_md5, kept_sha256
+from millrace.storage.retry import call_boto3
+from millrace.storage.scoped import Right, open_scoped_store, sign_url
+from millrace.storage.signed import fetch_stored_sha256, is_etag_md5
 from millrace.storage.versions import (
-    Version,
+    ObjectVersion,
     VersionCount,
     count_versions,
     delete_versions,
@@ -35,7 +35,7 @@ from millrace.storage.versions import (
 )
 from millrace.storage.write import (
     DeleteFailure,
-    Upload,
+    UnfinishedUpload,
     abort_stale_uploads,
     abort_upload,
     copy,
@@ -43,56 +43,56 @@ from millrace.storage.write import (
     delete,
     delete_one,
     list_uploads,
+    measure_upload,
     open_writer,
     put,
-    uploaded,
 )
 
 __all__ = [
-    "Answer",
     "Backend",
     "Credentials",
     "DeleteFailure",
     "Location",
+    "ObjectVersion",
+    "RequestOutcome",
     "Right",
     "Stat",
     "Store",
     "StoreSettings",
     "StoreSpec",
-    "Upload",
-    "Version",
+    "UnfinishedUpload",
     "VersionCount",
     "abort_stale_uploads",
     "abort_upload",
-    "answer_of",
-    "boto3_client",
-    "check",
+    "call_boto3",
+    "check_access",
+    "classify_error",
     "copy",
     "count_versions",
     "create",
     "delete",
     "delete_one",
     "delete_versions",
-    "difference",
-    "etag_is_md5",
+    "describe_difference",
     "exists",
-    "filesystem",
-    "from_environment",
+    "fetch_stored_sha256",
     "head",
-    "kept_sha256",
+    "is_etag_md5",
     "list_folders",
     "list_objects",
     "list_uploads",
     "list_versions",
+    "make_boto3_client",
+    "measure_upload",
+    "open_filesystem",
+    "open_scoped_store",
     "open_store",
     "open_writer",
     "put",
     "read",
     "read_into",
     "read_range",
-    "scoped",
-    "signed_url",
+    "read_spec_from_environment",
+    "sign_url",
     "stream",
-    "uploaded",
-    "with_boto3",
 ]

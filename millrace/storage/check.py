@@ -1,4 +1,4 @@
-"""Find out what credentials may do before anything depends on it."""
+"""Check the rights of credentials before anything depends on them."""
 
 import secrets
 from enum import StrEnum
@@ -14,46 +14,46 @@ from millrace.storage.write import create, delete
 _THROTTLED = {429, 503}
 
 
-class Answer(StrEnum):
-    """Answer of a store to a request. Only the first is a yes."""
+class RequestOutcome(StrEnum):
+    """Outcome of a request to a store."""
 
     ALLOWED = "allowed"
-    DENIED = "denied"  # the credentials are unknown there, or may not
+    DENIED = "denied"  # the credentials are unknown, or have too few rights
     NOT_FOUND = "not found"  # no such bucket, or object
-    THROTTLED = "throttled"  # it asks to come later
-    UNREACHABLE = "unreachable"  # it does not answer, or is broken
-    WRONG = "wrong"  # it does not do what it says
-    UNKNOWN = "unknown"  # something else, which is no yes
+    THROTTLED = "throttled"  # the store asks clients to wait
+    UNREACHABLE = "unreachable"  # the store does not answer, or is broken
+    WRONG = "wrong"  # the store does not do what it says
+    UNKNOWN = "unknown"  # any other error
 
 
-def answer_of(error: errors.MillraceError) -> Answer:
-    """Return the answer that an error of a verb stands for."""
+def classify_error(error: errors.MillraceError) -> RequestOutcome:
+    """Return the outcome that an error of a storage function means."""
     match error:
         case errors.DeniedError():
-            return Answer.DENIED
+            return RequestOutcome.DENIED
         case errors.NotFoundError():
-            return Answer.NOT_FOUND
+            return RequestOutcome.NOT_FOUND
         case errors.UnavailableError(status=status):
-            return Answer.THROTTLED if status in _THROTTLED else Answer.UNREACHABLE
+            return RequestOutcome.THROTTLED if status in _THROTTLED else RequestOutcome.UNREACHABLE
         case errors.CorruptError():
-            return Answer.WRONG
+            return RequestOutcome.WRONG
         case _:
-            return Answer.UNKNOWN
+            return RequestOutcome.UNKNOWN
 
 
-def check(store: Store, right: Right, scope: str = "") -> None:
-    """Do once what a right is for, and leave nothing behind.
+def check_access(store: Store, right: Right, scope: str = "") -> None:
+    """Check that credentials have a right, and leave no object.
 
-    Reading: one page of a listing. Writing, besides that: an empty object is created under a
-    name of its own, described and removed.
+    For reading, one page is listed. For writing, an empty object is also created under a unique
+    name, described and deleted.
 
     Args:
-        store: Opened with the credentials in question.
-        right: What they must allow.
-        scope: The prefix that they must allow it under, such as a dataset's name.
+        store: Store, opened with the credentials.
+        right: Right that the credentials must have.
+        scope: Prefix that they must have it for, such as a dataset's name.
 
     Raises:
-        DeniedError: They do not; the message says what was refused.
+        DeniedError: The credentials lack the right. The message names the refused request.
         NotFoundError: There is no such bucket.
         UnavailableError: The store does not answer.
     """
@@ -65,7 +65,7 @@ def check(store: Store, right: Right, scope: str = "") -> None:
             f"{store.url}: there is no such bucket. Create it, or correct the URL."
         ) from None
     except errors.DeniedError as error:
-        raise _refused(store, scope, "list objects", error.why) from error
+        raise _make_denied_error(store, scope, "list objects", error.reason) from error
     if right is Right.WRITE:
         _check_write(store, scope)
 
@@ -75,18 +75,22 @@ def _check_write(store: Store, scope: str) -> None:
     try:
         create(store, probe, b"")
     except errors.DeniedError as error:
-        raise _refused(store, scope, "create objects", error.why) from error
+        raise _make_denied_error(store, scope, "create objects", error.reason) from error
     try:
         head(store, probe)
     except errors.DeniedError as error:
-        raise _refused(store, scope, "read objects", error.why) from error
+        raise _make_denied_error(store, scope, "read objects", error.reason) from error
     finally:
         failures = delete(store, [probe])
     if failures:
-        raise _refused(store, scope, f"delete objects ({store.url_of(probe)} stays behind)")
+        raise _make_denied_error(
+            store, scope, f"delete objects ({store.make_url(probe)} stays behind)"
+        )
 
 
-def _refused(store: Store, scope: str, what: str, why: str = "") -> errors.DeniedError:
-    where = store.url_of(scope) if scope else store.url
-    sentence = f"{where}: the store does not let these credentials {what}. {why}"
+def _make_denied_error(
+    store: Store, scope: str, action: str, reason: str = ""
+) -> errors.DeniedError:
+    where = store.make_url(scope) if scope else store.url
+    sentence = f"{where}: the store does not let these credentials {action}. {reason}"
     return errors.DeniedError(sentence.rstrip())

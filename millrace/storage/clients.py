@@ -21,7 +21,7 @@ class KeyPair(TypedDict, total=False):
     aws_session_token: str
 
 
-def boto3_client(store: Store, *, tries: int = 5) -> "S3Client":
+def make_boto3_client(store: Store, *, max_attempts: int = 5) -> "S3Client":
     """Return a boto3 client of the store, for multipart housekeeping and bucket settings.
 
     Checksums only where an operation requires one: newer boto3 sends them as trailers, which R2
@@ -29,12 +29,12 @@ def boto3_client(store: Store, *, tries: int = 5) -> "S3Client":
 
     Args:
         store: Of S3's kind.
-        tries: How often a request is tried.
+        max_attempts: How often a request is tried.
 
     Raises:
         ConfigurationError: The store does not speak S3.
     """
-    if not store.speaks_s3:
+    if not store.is_s3_compatible:
         raise ConfigurationError(f"{store.url} is no S3 store, and boto3 cannot talk to it.")
     import boto3  # noqa: PLC0415
     from botocore.config import Config  # noqa: PLC0415
@@ -42,7 +42,7 @@ def boto3_client(store: Store, *, tries: int = 5) -> "S3Client":
     config = Config(
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
-        retries={"mode": "standard", "total_max_attempts": tries},
+        retries={"mode": "standard", "total_max_attempts": max_attempts},
         s3={"addressing_style": "path"} if store.endpoint else {},
     )
     return boto3.client(  # pyright: ignore[reportUnknownMemberType]
@@ -51,16 +51,16 @@ def boto3_client(store: Store, *, tries: int = 5) -> "S3Client":
         region_name=store.region,
         verify=str(store.spec.ca_file) if store.spec.ca_file else None,
         config=config,
-        **key_pair(store),
+        **make_key_pair(store),
     )
 
 
-def full_key(store: Store, key: str) -> str:
+def make_full_key(store: Store, key: str) -> str:
     """Return a key as the bucket has it, the store's prefix before it."""
     return f"{store.location.prefix}/{key}" if store.location.prefix else key
 
 
-def key_pair(store: Store) -> KeyPair:
+def make_key_pair(store: Store) -> KeyPair:
     """Return the store's credentials under boto3's names; empty where the environment has them."""
     credentials = store.spec.credentials
     if credentials is None:
@@ -74,7 +74,7 @@ def key_pair(store: Store) -> KeyPair:
     return pair
 
 
-def filesystem(store: Store) -> "tuple[AbstractFileSystem, str]":
+def open_filesystem(store: Store) -> "tuple[AbstractFileSystem, str]":
     """Return an fsspec file system for pyarrow, datasets and pandas, and the store's folder in it.
 
     s3fs for S3 and R2, the local one for a folder.
@@ -93,7 +93,7 @@ def filesystem(store: Store) -> "tuple[AbstractFileSystem, str]":
 
             return fsspec.filesystem("file"), location.bucket  # pyright: ignore[reportUnknownMemberType]
         case Backend.S3 | Backend.R2:
-            return _s3fs(store), folder
+            return _open_s3fs(store), folder
         case Backend.GS | Backend.MEMORY:
             raise ConfigurationError(
                 f"There is no fsspec file system for {store.url} here: gcsfs serves gs:// with "
@@ -101,10 +101,10 @@ def filesystem(store: Store) -> "tuple[AbstractFileSystem, str]":
             )
 
 
-def _s3fs(store: Store) -> "AbstractFileSystem":
+def _open_s3fs(store: Store) -> "AbstractFileSystem":
     from s3fs import S3FileSystem  # pyright: ignore[reportMissingTypeStubs]  # noqa: PLC0415
 
-    pair = key_pair(store)
+    pair = make_key_pair(store)
     client: dict[str, Any] = {}
     if store.spec.ca_file:
         client["verify"] = str(store.spec.ca_file)

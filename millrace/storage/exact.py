@@ -16,10 +16,10 @@ from urllib.parse import unquote_plus
 from obstore.exceptions import GenericError
 from urllib3.exceptions import HTTPError
 
-from millrace.storage.clients import boto3_client, full_key
+from millrace.storage.clients import make_boto3_client, make_full_key
 from millrace.storage.open import Store
 from millrace.storage.read import Stat
-from millrace.storage.retry import with_boto3
+from millrace.storage.retry import call_boto3
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _NOTHING = b"<ListBucketResult/>"
 
 
-class ExactPages:
+class ExactListing:
     """The pages of a listing with all keys as they are. One request a page of 1,000.
 
     Args:
@@ -39,47 +39,47 @@ class ExactPages:
 
     def __init__(self, store: Store, prefix: str, after: str = "", delimiter: str = "") -> None:
         self._store, self._prefix = store, prefix
-        self._root = full_key(store, "")
-        self._client = boto3_client(store, tries=1)
-        self._client.meta.events.register("before-parse.s3.ListObjectsV2", _keep_body)
-        self._asked: dict[str, Any] = {
+        self._root = make_full_key(store, "")
+        self._client = make_boto3_client(store, max_attempts=1)
+        self._client.meta.events.register("before-parse.s3.ListObjectsV2", _bypass_parser)
+        self._parameters: dict[str, Any] = {
             "Bucket": store.location.bucket,
             "Prefix": self._root + prefix,
             "EncodingType": "url",
         }
         if after:
-            self._asked["StartAfter"] = self._root + after
+            self._parameters["StartAfter"] = self._root + after
         if delimiter:
-            self._asked["Delimiter"] = delimiter
+            self._parameters["Delimiter"] = delimiter
 
-    def next(self) -> tuple[list[Stat], list[str], bool]:
+    def fetch_page(self) -> tuple[list[Stat], list[str], bool]:
         """Return the next page: objects, grouped prefixes, and whether there are more pages.
 
         Raises:
             MillraceError: As the other verbs of a store.
         """
 
-        def request(client: "S3Client") -> "ET.Element":
+        def fetch(client: "S3Client") -> "ET.Element":
             try:
-                answer: Any = client.list_objects_v2(**self._asked)
+                answer: Any = client.list_objects_v2(**self._parameters)
                 return ET.fromstring(answer["Body"])  # noqa: S314 - as botocore itself does
             except (ET.ParseError, HTTPError) as error:  # it was cut off: it is asked for again
                 raise GenericError(f"{type(error).__name__}: {error}") from error
 
-        page = with_boto3(self._store, self._prefix, request, client=self._client)
+        page = call_boto3(self._store, self._prefix, fetch, client=self._client)
         space = page.tag.rpartition("}")[0] + "}" if "}" in page.tag else ""
         encoded = page.findtext(f"{space}EncodingType") == "url"
         decode: Callable[[str], str] = unquote_plus if encoded else str
-        objects = [self._stat(item, space, decode) for item in page.iter(f"{space}Contents")]
+        objects = [self._parse_stat(item, space, decode) for item in page.iter(f"{space}Contents")]
         folders = [
             decode(item.findtext(f"{space}Prefix") or "").removeprefix(self._root)
             for item in page.iter(f"{space}CommonPrefixes")
         ]
         token = page.findtext(f"{space}NextContinuationToken") or ""
-        self._asked["ContinuationToken"] = token
+        self._parameters["ContinuationToken"] = token
         return objects, folders, page.findtext(f"{space}IsTruncated") == "true" and bool(token)
 
-    def _stat(self, item: "ET.Element", space: str, decode: Callable[[str], str]) -> Stat:
+    def _parse_stat(self, item: "ET.Element", space: str, decode: Callable[[str], str]) -> Stat:
         found = {child.tag.removeprefix(space): child.text or "" for child in item}
         return Stat(
             key=decode(found["Key"]).removeprefix(self._root),
@@ -89,7 +89,7 @@ class ExactPages:
         )
 
 
-def _keep_body(
+def _bypass_parser(
     response_dict: dict[str, Any], customized_response_dict: dict[str, Any], **_: object
 ) -> None:
     """Take the body of a successful answer away before botocore parses it."""

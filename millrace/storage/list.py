@@ -8,10 +8,10 @@ from obstore.exceptions import BaseError
 
 from millrace import errors
 from millrace.storage.open import Backend, Store
-from millrace.storage.read import Stat, stat_of
-from millrace.storage.retry import Tries, refuses_key, translated, trying
+from millrace.storage.read import Stat, make_stat
+from millrace.storage.retry import RetryLoop, call_with_retries, is_key_error, translate_error
 
-PAGE = 1000
+PAGE_SIZE = 1000
 
 
 def list_objects(
@@ -34,80 +34,80 @@ def list_objects(
         DeniedError: The credentials may not list.
         UnavailableError: The store failed for longer than its time budget.
     """
-    if exact and store.speaks_s3:
-        yield from _exactly(store, prefix, after)
+    if exact and store.is_s3_compatible:
+        yield from _list_exact_keys(store, prefix, after)
         return
     folder = prefix.rpartition("/")[0]
-    ordered = store.location.backend is not Backend.FILE
-    offset = max(after, _before(prefix)) if ordered else after
-    tries = Tries(store, prefix)
+    is_ordered = store.location.backend is not Backend.FILE
+    offset = max(after, _make_offset(prefix)) if is_ordered else after
+    retries = RetryLoop(store, prefix)
     while True:
-        moved = False
-        tries.wait_for_throttle()
+        has_advanced = False
+        retries.wait_for_throttle()
         try:
             # Tried once: obstore does not try again when a page's body is cut off.
             pages = obstore.list(  # pyright: ignore[reportUnknownMemberType] - Arrow overload
-                store.raw, folder or None, offset=offset or None, chunk_size=PAGE
+                store.raw, folder or None, offset=offset or None, chunk_size=PAGE_SIZE
             )
             for page in pages:
                 for meta in page:
                     if not meta["path"].startswith(prefix):
-                        if ordered and meta["path"] > prefix:
+                        if is_ordered and meta["path"] > prefix:
                             return
                         continue
-                    stat = stat_of(meta)
-                    if ordered and offset and stat.key <= offset:
+                    stat = make_stat(meta)
+                    if is_ordered and offset and stat.key <= offset:
                         # Out of order: obstore has dropped the slash at the key's end.
                         stat = replace(stat, key=f"{stat.key}/")
-                    moved, offset = True, stat.key
+                    has_advanced, offset = True, stat.key
                     yield stat
         except (BaseError, OSError, ValueError) as error:
             # A listed key, the key to begin after, or the prefix.
-            if refuses_key(error) and store.speaks_s3:
-                yield from _exactly(store, prefix, offset)
+            if is_key_error(error) and store.is_s3_compatible:
+                yield from _list_exact_keys(store, prefix, offset)
                 return
-            if moved and not ordered:
-                raise translated(error, store, prefix) from error
-            if moved:
-                tries = Tries(store, prefix)  # it goes on after the last key that was seen
-            tries.wait_after(error)
+            if has_advanced and not is_ordered:
+                raise translate_error(error, store, prefix) from error
+            if has_advanced:
+                retries = RetryLoop(store, prefix)  # it goes on after the last key that was seen
+            retries.wait_after_error(error)
             continue
         return
 
 
-def _exactly(store: Store, prefix: str, after: str) -> Iterator[Stat]:
-    from millrace.storage.exact import ExactPages  # noqa: PLC0415 - imports boto3
+def _list_exact_keys(store: Store, prefix: str, after: str) -> Iterator[Stat]:
+    from millrace.storage.exact import ExactListing  # noqa: PLC0415 - imports boto3
 
-    pages, more = ExactPages(store, prefix, after), True
+    pages, more = ExactListing(store, prefix, after), True
     while more:
-        objects, _, more = pages.next()
+        objects, _, more = pages.fetch_page()
         yield from objects
 
 
 def list_folders(store: Store, prefix: str = "") -> list[str]:
     """Return the names of the folders right below a prefix (which ends in ``/``, or is empty)."""
 
-    def request() -> list[str]:
+    def fetch_names() -> list[str]:
         found = obstore.list_with_delimiter(  # pyright: ignore[reportUnknownMemberType]
             store.raw, prefix.rstrip("/") or None
         )
         return [name.rpartition("/")[2] for name in found["common_prefixes"]]
 
     try:
-        return trying(store, prefix, request)
+        return call_with_retries(store, prefix, fetch_names)
     except errors.ConfigurationError:  # obstore refuses a key
-        if not store.speaks_s3:
+        if not store.is_s3_compatible:
             raise
-    from millrace.storage.exact import ExactPages  # noqa: PLC0415 - imports boto3
+    from millrace.storage.exact import ExactListing  # noqa: PLC0415 - imports boto3
 
-    pages, more, names = ExactPages(store, prefix, delimiter="/"), True, list[str]()
+    pages, more, names = ExactListing(store, prefix, delimiter="/"), True, list[str]()
     while more:
-        _, folders, more = pages.next()
+        _, folders, more = pages.fetch_page()
         names += [name for folder in folders if (name := folder.removeprefix(prefix)[:-1])]
     return names
 
 
-def _before(prefix: str) -> str:
+def _make_offset(prefix: str) -> str:
     """Return a key shortly before every key that starts with the prefix: an offset is exclusive."""
     if not prefix or prefix.endswith("/") or not prefix.isascii() or prefix[-1] <= "!":
         return ""

@@ -46,7 +46,7 @@ class Credentials(BaseModel):
     session_token: SecretStr | None = Field(
         default=None, description="The token of a temporary credential."
     )
-    expires: datetime | None = Field(
+    expires_at: datetime | None = Field(
         default=None, description="End of a temporary credential (with its time zone)."
     )
 
@@ -79,15 +79,15 @@ class StoreSpec(BaseModel):
         default_factory=dict[str, SecretStr],
         description="Further settings for obstore's store, by its names. Kept as secrets.",
     )
-    patience: Duration = Field(
+    retry_timeout: Duration = Field(
         default=timedelta(minutes=2),
         description="Longest time that a request is retried before its error is raised.",
     )
 
-    def reveal(self) -> dict[str, Any]:
+    def reveal_secrets(self) -> dict[str, Any]:
         """Return the spec as plain JSON values, secrets included, for the pipe to a process."""
         data = self.model_dump(mode="json")
-        data["options"] = _revealed(self.options)
+        data["options"] = _reveal_options(self.options)
         if self.credentials is not None:
             data["credentials"]["secret_access_key"] = (
                 self.credentials.secret_access_key.get_secret_value()
@@ -159,7 +159,7 @@ class Location:
             case "s3" | "gs" if parts.netloc:
                 return cls(Backend(parts.scheme), parts.netloc, path)
             case "r2" if parts.netloc:
-                return cls._r2(parts.netloc, path, account_id)
+                return cls._parse_r2(parts.netloc, path, account_id)
             case "memory":
                 return cls(Backend.MEMORY, parts.netloc, path)
             case "" if url:
@@ -171,7 +171,7 @@ class Location:
                 )
 
     @classmethod
-    def _r2(cls, host: str, path: str, account_id: str | None) -> "Location":
+    def _parse_r2(cls, host: str, path: str, account_id: str | None) -> "Location":
         if _ACCOUNT.fullmatch(host):
             bucket, _, prefix = path.partition("/")
             if not bucket:
@@ -194,19 +194,19 @@ class Location:
 
 
 @dataclass(slots=True)
-class Throttle:
+class ThrottleState:
     """State of a store that every thread shares which uses the store.
 
     Attributes:
-        until: When the store may be asked again, by the monotonic clock.
-        warned: When the user was last told that the store does not answer, by that clock.
-        may_list: Whether the credentials may list; None until that was asked.
+        resume_at: When the store may be asked again, by the monotonic clock.
+        warned_at: When the user was last told that the store does not answer, by that clock.
+        can_list: Whether the credentials may list; None until that was asked.
         lock: Guards the others.
     """
 
-    until: float = 0.0
-    warned: float | None = None
-    may_list: bool | None = None
+    resume_at: float = 0.0
+    warned_at: float | None = None
+    can_list: bool | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -218,15 +218,15 @@ class Store:
         spec: What it was opened from. Its secrets do not print.
         location: The URL, taken apart.
         raw: obstore's store that tries once: our verbs try again themselves.
-        patient: obstore's store that tries again by itself: for what takes several requests
+        retrying: obstore's store that tries again by itself: for what takes several requests
             (multipart uploads, pages of a listing).
     """
 
     spec: StoreSpec
     location: Location
     raw: ObjectStore
-    patient: ObjectStore
-    throttle: Throttle = field(default_factory=Throttle, repr=False)
+    retrying: ObjectStore
+    throttle: ThrottleState = field(default_factory=ThrottleState, repr=False)
 
     def __reduce__(self) -> "tuple[Callable[[StoreSpec], Store], tuple[StoreSpec]]":
         """Pickle a store as its spec, credentials included, so that another machine can open it."""
@@ -236,25 +236,25 @@ class Store:
                 "a bucket, or a folder that all share."
             )
         # What the environment of this process said of the place goes along, its credentials do not.
-        return _reopened, (self.spec.model_copy(update={"url": self.url}),)
+        return _reopen_store, (self.spec.model_copy(update={"url": self.url}),)
 
     @property
     def url(self) -> str:
         """The store's URL, without credentials."""
         return str(self.location)
 
-    def hurried(self, patience: timedelta) -> "Store":
+    def with_retry_timeout(self, retry_timeout: timedelta) -> "Store":
         """Return the same store, whose requests are not retried for longer than this."""
-        return replace(self, spec=self.spec.model_copy(update={"patience": patience}))
+        return replace(self, spec=self.spec.model_copy(update={"retry_timeout": retry_timeout}))
 
-    def url_of(self, key: str) -> str:
+    def make_url(self, key: str) -> str:
         """Return the URL of one object."""
         return f"{self.url}/{key}"
 
     @property
     def endpoint(self) -> str | None:
         """The S3 endpoint it talks to; None means Amazon's own for the region."""
-        return endpoint_of(self.spec, self.location)
+        return resolve_endpoint(self.spec, self.location)
 
     @property
     def region(self) -> str | None:
@@ -262,7 +262,7 @@ class Store:
         return "auto" if self.location.backend is Backend.R2 else self.spec.region
 
     @property
-    def speaks_s3(self) -> bool:
+    def is_s3_compatible(self) -> bool:
         """True if boto3 can talk to the store."""
         return self.location.backend in {Backend.S3, Backend.R2}
 
@@ -275,7 +275,7 @@ def open_store(
     region: str | None = None,
     account_id: str | None = None,
     ca_file: Path | None = None,
-    patience: timedelta | None = None,
+    retry_timeout: timedelta | None = None,
     make_folder: bool = True,
 ) -> Store:
     """Open the store at a URL. Nothing is sent until a verb is called.
@@ -288,7 +288,7 @@ def open_store(
         region: The S3 region; R2's is always ``auto``.
         account_id: The R2 account, where the URL does not name it.
         ca_file: Certificate authorities to trust, PEM.
-        patience: How long a request is tried again before its error is raised.
+        retry_timeout: How long a request is tried again before its error is raised.
         make_folder: Make the folder of a ``file://`` URL, if it is not there.
 
     Raises:
@@ -306,29 +306,34 @@ def open_store(
             account_id=account_id,
             ca_file=ca_file,
         )
-    if patience is not None:
-        spec = spec.model_copy(update={"patience": patience})
+    if retry_timeout is not None:
+        spec = spec.model_copy(update={"retry_timeout": retry_timeout})
     location = Location.parse(
         spec.url, account_id=spec.account_id or read_variable("R2_ACCOUNT_ID")
     )
     if location.backend in {Backend.S3, Backend.R2, Backend.GS}:
         drop_empty_variables()
-        spec = _with_environment(spec, location)
+        spec = _apply_environment(spec, location)
     match location.backend:
         case Backend.MEMORY:
-            raw = patient = _memory.setdefault(location.bucket, MemoryStore())
+            raw = retrying = _memory.setdefault(location.bucket, MemoryStore())
             if location.prefix:
                 raise ConfigurationError("memory://name takes no path: it is for tests.")
         case Backend.FILE:
-            raw = patient = _folder(location, make=make_folder)
+            raw = retrying = _open_folder(location, make=make_folder)
         case Backend.GS:
-            raw, patient = (_gcs(spec, location, retry) for retry in _retries(spec.patience))
+            raw, retrying = (
+                _open_gcs(spec, location, retry)
+                for retry in _make_retry_configs(spec.retry_timeout)
+            )
         case Backend.S3 | Backend.R2:
-            raw, patient = (_s3(spec, location, retry) for retry in _retries(spec.patience))
-    return Store(spec=spec, location=location, raw=raw, patient=patient)
+            raw, retrying = (
+                _open_s3(spec, location, retry) for retry in _make_retry_configs(spec.retry_timeout)
+            )
+    return Store(spec=spec, location=location, raw=raw, retrying=retrying)
 
 
-def _with_environment(spec: StoreSpec, location: Location) -> StoreSpec:
+def _apply_environment(spec: StoreSpec, location: Location) -> StoreSpec:
     """Return the spec with the endpoint and the region that the environment names.
 
     obstore and boto3 look for both by themselves, but not for the same variables, and obstore
@@ -346,11 +351,11 @@ def _with_environment(spec: StoreSpec, location: Location) -> StoreSpec:
     return spec
 
 
-def _reopened(spec: StoreSpec) -> Store:
+def _reopen_store(spec: StoreSpec) -> Store:
     return open_store(spec, make_folder=False)
 
 
-def from_environment(environ: Mapping[str, str] | None = None) -> StoreSpec:
+def read_spec_from_environment(environ: Mapping[str, str] | None = None) -> StoreSpec:
     """Return the store that the environment names.
 
     ``STORAGE_BACKEND=local`` with ``LOCAL_STORAGE_PATH``, or ``STORAGE_BACKEND=s3`` with
@@ -361,8 +366,8 @@ def from_environment(environ: Mapping[str, str] | None = None) -> StoreSpec:
     Raises:
         ConfigurationError: A variable is missing: all missing ones are named.
     """
-    given = os.environ if environ is None else environ
-    env = {name: value for name, value in given.items() if value}
+    variables = os.environ if environ is None else environ
+    env = {name: value for name, value in variables.items() if value}
     backend = env.get("STORAGE_BACKEND", "local").lower()
     needed = {"local": ["LOCAL_STORAGE_PATH"], "s3": ["CHECKPOINT_BUCKET"]}.get(backend)
     if needed is None:
@@ -393,7 +398,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> StoreSpec:
     )
 
 
-def endpoint_of(spec: StoreSpec, location: Location) -> str | None:
+def resolve_endpoint(spec: StoreSpec, location: Location) -> str | None:
     """Return the S3 endpoint of a store; None means Amazon's own for the region."""
     if spec.endpoint:
         return spec.endpoint.rstrip("/")
@@ -402,7 +407,7 @@ def endpoint_of(spec: StoreSpec, location: Location) -> str | None:
     return None
 
 
-def _folder(location: Location, *, make: bool) -> LocalStore:
+def _open_folder(location: Location, *, make: bool) -> LocalStore:
     folder = Path(location.bucket)
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"{folder} is a file: a URL names the folder that it is in.")
@@ -411,21 +416,21 @@ def _folder(location: Location, *, make: bool) -> LocalStore:
     return LocalStore(folder, mkdir=make)
 
 
-def _retries(patience: timedelta) -> tuple[Any, Any]:
+def _make_retry_configs(retry_timeout: timedelta) -> tuple[Any, Any]:
     once = {"max_retries": 0, "retry_timeout": timedelta(0)}
-    again = {
+    retrying = {
         "max_retries": 100,
-        "retry_timeout": patience,
+        "retry_timeout": retry_timeout,
         "backoff": {
             "init_backoff": timedelta(milliseconds=100),
             "max_backoff": timedelta(seconds=10),
             "base": 2,
         },
     }
-    return once, again
+    return once, retrying
 
 
-def _client(spec: StoreSpec, endpoint: str | None) -> Any:
+def _make_client_options(spec: StoreSpec, endpoint: str | None) -> Any:
     client: dict[str, Any] = {
         # A request that moves no byte for this long is dead; one that moves bytes is not.
         "timeout": "30m",
@@ -437,19 +442,19 @@ def _client(spec: StoreSpec, endpoint: str | None) -> Any:
     if endpoint and endpoint.startswith("http://"):
         client["allow_http"] = True
     if spec.ca_file:
-        client["root_certificate"] = _pem(spec.ca_file)
+        client["root_certificate"] = _read_pem(spec.ca_file)
     return client
 
 
-def _pem(path: Path) -> str:
+def _read_pem(path: Path) -> str:
     try:
         return path.read_text()
     except OSError as error:
         raise ConfigurationError(f"ca_file {path} cannot be read: {error.strerror}.") from None
 
 
-def _s3(spec: StoreSpec, location: Location, retry: Any) -> S3Store:
-    endpoint = endpoint_of(spec, location)
+def _open_s3(spec: StoreSpec, location: Location, retry: Any) -> S3Store:
+    endpoint = resolve_endpoint(spec, location)
     region = "auto" if location.backend is Backend.R2 else spec.region
     config: dict[str, Any] = {
         # Sent as a header with the whole body's digest, never as a trailer: R2 refuses those.
@@ -463,14 +468,14 @@ def _s3(spec: StoreSpec, location: Location, retry: Any) -> S3Store:
     return S3Store(
         location.bucket,
         prefix=location.prefix or None,
-        config=cast("Any", {**config, **_revealed(spec.options)}),
-        client_options=_client(spec, endpoint),
+        config=cast("Any", {**config, **_reveal_options(spec.options)}),
+        client_options=_make_client_options(spec, endpoint),
         retry_config=retry,
-        credential_provider=_provider(spec.credentials) if spec.credentials else None,
+        credential_provider=_make_provider(spec.credentials) if spec.credentials else None,
     )
 
 
-def _provider(credentials: Credentials) -> "Callable[[], S3Credential]":
+def _make_provider(credentials: Credentials) -> "Callable[[], S3Credential]":
     """Return a provider of these credentials and no others.
 
     A token of the environment must not join them.
@@ -485,11 +490,11 @@ def _provider(credentials: Credentials) -> "Callable[[], S3Credential]":
     return lambda: pair
 
 
-def _revealed(options: Mapping[str, SecretStr]) -> dict[str, str]:
+def _reveal_options(options: Mapping[str, SecretStr]) -> dict[str, str]:
     return {name: value.get_secret_value() for name, value in options.items()}
 
 
-def _gcs(spec: StoreSpec, location: Location, retry: Any) -> GCSStore:
+def _open_gcs(spec: StoreSpec, location: Location, retry: Any) -> GCSStore:
     if spec.credentials:
         raise ConfigurationError(
             "gs:// takes Google's credentials, not a key pair: set GOOGLE_APPLICATION_CREDENTIALS, "
@@ -498,7 +503,7 @@ def _gcs(spec: StoreSpec, location: Location, retry: Any) -> GCSStore:
     return GCSStore(
         location.bucket,
         prefix=location.prefix or None,
-        config=cast("Any", _revealed(spec.options)),
-        client_options=_client(spec, spec.endpoint),
+        config=cast("Any", _reveal_options(spec.options)),
+        client_options=_make_client_options(spec, spec.endpoint),
         retry_config=retry,
     )

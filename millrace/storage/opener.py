@@ -18,14 +18,14 @@ from millrace.storage.read import stream
 _stores: dict[str, Store] = {}
 
 
-def register(store: Store) -> None:
+def register_store(store: Store) -> None:
     """Have webdataset open this store's URLs with this store's credentials."""
     _stores[store.url] = store
     if store.location.backend is not Backend.FILE:  # files it opens itself
-        gopen_schemes[store.location.backend.value] = _open
+        gopen_schemes[store.location.backend.value] = _open_url
 
 
-class _Blocks(io.RawIOBase):
+class _BlockReader(io.RawIOBase):
     """A stream of blocks as a file that is read once, from its beginning."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
@@ -53,12 +53,12 @@ class _Blocks(io.RawIOBase):
         super().close()
 
 
-def _open(url: str, mode: str = "rb", bufsize: int = 8192, **_: Any) -> io.BufferedReader:
+def _open_url(url: str, mode: str = "rb", bufsize: int = 8192, **_: Any) -> io.BufferedReader:
     if mode != "rb":
         raise ConfigurationError("Shards are opened for reading only: they never change.")
-    fitting = [base for base in _stores if url.startswith(f"{base}/")]
-    if not fitting:
+    matching = [base for base in _stores if url.startswith(f"{base}/")]
+    if not matching:
         raise ConfigurationError(f"No store was registered for {url}: call register(store) first.")
-    base = max(fitting, key=len)
+    base = max(matching, key=len)
     blocks = stream(_stores[base], url.removeprefix(f"{base}/"))
-    return io.BufferedReader(_Blocks(blocks), max(bufsize, 1 << 20))
+    return io.BufferedReader(_BlockReader(blocks), max(bufsize, 1 << 20))

@@ -21,7 +21,7 @@ from google.oauth2.service_account import Credentials
 from millrace import errors
 from millrace.storage.open import Backend, Store
 
-WRITING = frozenset(
+WRITE_PERMISSIONS = frozenset(
     {
         "storage.objects.create",
         "storage.objects.delete",  # overwriting needs it too
@@ -32,11 +32,13 @@ WRITING = frozenset(
     }
 )
 """What everything needs that writes objects, large ones too."""
-_HOME = "https://storage.googleapis.com"
+_API_URL = "https://storage.googleapis.com"
 _SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 
 
-def granted(store: Store, permissions: Iterable[str] = WRITING) -> frozenset[str]:
+def query_permissions(
+    store: Store, permissions: Iterable[str] = WRITE_PERMISSIONS
+) -> frozenset[str]:
     """Return which of these permissions the store's credentials have on its bucket.
 
     A grant under a condition, such as on a prefix, is left out by Google when it is asked about the
@@ -55,15 +57,15 @@ def granted(store: Store, permissions: Iterable[str] = WRITING) -> frozenset[str
     """
     if store.location.backend is not Backend.GS:
         raise errors.ConfigurationError(f"{store.url} has no permissions of Google's to ask for.")
-    asked = "&".join(f"permissions={quote(name)}" for name in sorted(permissions))
+    query = "&".join(f"permissions={quote(name)}" for name in sorted(permissions))
     bucket = quote(store.location.bucket, safe="")
     try:
-        credentials, home = _credentials(store)
+        credentials, api_url = _load_credentials(store)
         client = cast("Any", AuthorizedHttp(credentials, http=urllib3.PoolManager(retries=False)))
         answer = client.request(
             "GET",
-            f"{home}/storage/v1/b/{bucket}/iam/testPermissions?{asked}",
-            timeout=store.spec.patience.total_seconds(),
+            f"{api_url}/storage/v1/b/{bucket}/iam/testPermissions?{query}",
+            timeout=store.spec.retry_timeout.total_seconds(),
         )
     except (failures.DefaultCredentialsError, ValueError, OSError) as error:
         raise errors.ConfigurationError(f"{store.url}: Google's credentials: {error}") from error
@@ -87,31 +89,31 @@ def granted(store: Store, permissions: Iterable[str] = WRITING) -> frozenset[str
     raise unavailable
 
 
-def _credentials(store: Store) -> tuple[Any, str]:
+def _load_credentials(store: Store) -> tuple[Any, str]:
     """Return the credentials that obstore would use, and where Google's API is served."""
     options = {
         name.lower().removeprefix("google_"): value.get_secret_value()
         for name, value in store.spec.options.items()
     }
 
-    def option(*names: str) -> str | None:
+    def find_option(*names: str) -> str | None:
         given = (options.get(name) or os.environ.get(f"GOOGLE_{name.upper()}") for name in names)
         return next(filter(None, given), None)
 
-    home = store.spec.endpoint or _HOME
-    text = option("service_account_key")
-    path = option("service_account", "service_account_path")
+    api_url = store.spec.endpoint or _API_URL
+    text = find_option("service_account_key")
+    path = find_option("service_account", "service_account_path")
     if text is None and path is not None:
         text = Path(path).read_text(encoding="utf-8")
     of_google: Any = google.auth  # it has no types
     if text is not None:
         key: dict[str, Any] = json.loads(text)
-        home = key.get("gcs_base_url", home)
+        api_url = key.get("gcs_base_url", api_url)
         if key.get("disable_oauth"):
-            return AnonymousCredentials(), home
+            return AnonymousCredentials(), api_url
         by_key: Any = Credentials
-        return by_key.from_service_account_info(key, scopes=_SCOPES), home
+        return by_key.from_service_account_info(key, scopes=_SCOPES), api_url
     path = options.get("application_credentials")
     if path is not None:
-        return of_google.load_credentials_from_file(path, scopes=_SCOPES)[0], home
-    return of_google.default(scopes=_SCOPES)[0], home
+        return of_google.load_credentials_from_file(path, scopes=_SCOPES)[0], api_url
+    return of_google.default(scopes=_SCOPES)[0], api_url

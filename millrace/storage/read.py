@@ -1,4 +1,4 @@
-"""Read objects: whole, by range, as a stream of blocks, or only what describes them."""
+"""Read objects: whole, by range, as a stream of blocks, or only their descriptions."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import obstore
 
 from millrace import errors
-from millrace.digest import sha256_of
+from millrace.digest import compute_stream_sha256
 from millrace.storage.open import Backend, Store
-from millrace.storage.retry import trying
+from millrace.storage.retry import call_with_retries
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta
 
-BLOCK = 8 * 1024 * 1024
+BLOCK_SIZE = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class Stat:
     """Description of an object by its store.
 
     Attributes:
-        key: Its key, below the store's URL.
-        size: Bytes.
-        etag: The store's name for this content of it; None where the store has none.
-        last_modified: By the store's clock.
+        key: Key below the store's URL.
+        size: Size in bytes.
+        etag: Name of the content by the store; None where the store has none.
+        last_modified: Time of the last write, by the store's clock.
     """
 
     key: str
@@ -38,8 +38,8 @@ class Stat:
     last_modified: datetime
 
 
-def stat_of(meta: "ObjectMeta") -> Stat:
-    """Our record of obstore's description."""
+def make_stat(meta: "ObjectMeta") -> Stat:
+    """Return the description of an object from that of obstore."""
     return Stat(meta["path"], meta["size"], meta["e_tag"], meta["last_modified"])
 
 
@@ -47,9 +47,9 @@ def head(store: Store, key: str) -> Stat:
     """Describe an object. One request.
 
     Raises:
-        NotFoundError: There is none.
+        NotFoundError: There is no such object.
     """
-    return stat_of(trying(store, key, lambda: obstore.head(store.raw, key)))
+    return make_stat(call_with_retries(store, key, lambda: obstore.head(store.raw, key)))
 
 
 def exists(store: Store, key: str) -> bool:
@@ -61,98 +61,99 @@ def exists(store: Store, key: str) -> bool:
     return True
 
 
-def read(store: Store, key: str, *, etag: str | None = None, largest: int | None = None) -> bytes:
+def read(store: Store, key: str, *, etag: str | None = None, max_size: int | None = None) -> bytes:
     """Read the whole of an object into memory: for records and small files. One request.
 
     Args:
-        store: Where it is.
-        key: Which.
-        etag: Only this content of it.
-        largest: The most bytes that it may have, of an object that others may write.
+        store: Store of the object.
+        key: Key of the object.
+        etag: ETag that the object must have.
+        max_size: Largest size in bytes. Give one for objects that others may write.
 
     Raises:
-        NotFoundError: There is none.
-        ChangedError: Its ETag is another.
-        CorruptError: It is larger. No more of it is read.
+        NotFoundError: There is no such object.
+        ChangedError: The object has another ETag.
+        CorruptError: The object is larger. The rest is not read.
     """
 
-    def get() -> bytes:
-        found = obstore.get(store.raw, key, options=_if_match(etag))
-        if largest is None:
+    def fetch() -> bytes:
+        found = obstore.get(store.raw, key, options=_make_match_options(etag))
+        if max_size is None:
             return bytes(found.bytes())
-        if (size := found.meta["size"]) > largest:
+        if (size := found.meta["size"]) > max_size:
             raise errors.CorruptError(
-                f"{store.url_of(key)} has {size} bytes, more than {largest}, which is the most "
-                "that it may have. It was not read."
+                f"{store.make_url(key)} has {size} bytes, more than the {max_size} that are "
+                "allowed. It was not read."
             )
-        return _bounded(store, key, found, largest)
+        return _read_body(store, key, found, max_size)
 
-    return trying(store, key, get)
+    return call_with_retries(store, key, fetch)
 
 
-def read_into(store: Store, key: str, into: memoryview) -> int:
+def read_into(store: Store, key: str, buffer: memoryview) -> int:
     """Read an object into a buffer. One request; a file without a copy in between.
 
     Returns:
         The object's size: more than the buffer's if it does not fit, and then nothing is written.
 
     Raises:
-        NotFoundError: There is none.
+        NotFoundError: There is no such object.
     """
 
-    def get() -> int:
+    def fetch() -> int:
         if store.location.backend is Backend.FILE:
             with (Path(store.location.bucket) / key).open("rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
                 at = 0
-                while size <= len(into) and at < size:
-                    got = file.readinto(into[at : min(size, at + BLOCK)])
+                while size <= len(buffer) and at < size:
+                    got = file.readinto(buffer[at : min(size, at + BLOCK_SIZE)])
                     if not got:
-                        return at  # it was cut meanwhile
+                        return at  # the file was truncated meanwhile
                     at += got
                 return size
         found = obstore.get(store.raw, key)
         size = found.meta["size"]
-        if size <= len(into):
-            body = _bounded(store, key, found, size)
-            into[: len(body)] = body
+        if size <= len(buffer):
+            body = _read_body(store, key, found, size)
+            buffer[: len(body)] = body
         return size
 
-    return trying(store, key, get)
+    return call_with_retries(store, key, fetch)
 
 
 def read_range(store: Store, key: str, start: int, end: int, *, etag: str | None = None) -> bytes:
-    """Read bytes ``start`` to ``end`` (exclusive); fewer where it ends before. One request.
+    """Read bytes ``start`` to ``end`` (exclusive); fewer where the object ends before. One request.
 
     Raises:
-        NotFoundError: There is none.
-        ChangedError: Its ETag is another.
-        CorruptError: The store sends more than was asked for. No more of it is read.
+        NotFoundError: There is no such object.
+        ChangedError: The object has another ETag.
+        CorruptError: The store sends more than was asked for. The rest is not read.
     """
     if start >= end:
         return b""
-    options: GetOptions = {**_if_match(etag), "range": (start, end)}
+    options: GetOptions = {**_make_match_options(etag), "range": (start, end)}
 
-    def get() -> bytes:
-        return _bounded(store, key, obstore.get(store.raw, key, options=options), end - start)
+    def fetch() -> bytes:
+        return _read_body(store, key, obstore.get(store.raw, key, options=options), end - start)
 
-    return trying(store, key, get)
+    return call_with_retries(store, key, fetch)
 
 
-def _bounded(store: Store, key: str, found: "GetResult", most: int) -> bytes:
+def _read_body(store: Store, key: str, found: "GetResult", max_size: int) -> bytes:
     """Read a body up to a limit, whatever length its headers announce.
 
     Raises:
-        CorruptError: It is longer.
+        CorruptError: The body is longer.
     """
     parts: list[bytes] = []
     size = 0
-    for part in found.stream(min_chunk_size=min(most + 1, BLOCK)):
+    for part in found.stream(min_chunk_size=min(max_size + 1, BLOCK_SIZE)):
         parts.append(bytes(part))
         size += len(part)
-        if size > most:
+        if size > max_size:
             raise errors.CorruptError(
-                f"{store.url_of(key)}: more than {most} bytes come, which is the most that may."
+                f"{store.make_url(key)}: the store sends more than the {max_size} bytes that are "
+                "allowed."
             )
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -164,41 +165,41 @@ def stream(
     start: int = 0,
     end: int | None = None,
     etag: str | None = None,
-    block: int = BLOCK,
-    ahead: int = 2,
+    block_size: int = BLOCK_SIZE,
+    prefetch: int = 2,
 ) -> Iterator[bytes]:
     """Yield the blocks of an object in order; the next ones are fetched while one is used.
 
-    A body that breaks off costs one block again, not the whole. All blocks are of one content:
-    the first answer's ETag is asked for in every later request.
+    After a broken body only its block is read again. All blocks have the same ETag: that of the
+    first answer is a condition of every later request.
 
     Args:
-        store: Where it is.
-        key: Which.
-        start: The first byte.
-        end: One past the last byte; the object's end by default.
-        etag: Only this content of it.
-        block: Bytes a request. Memory is at most ``block * (ahead + 1)``.
-        ahead: Requests on their way besides the block in use.
+        store: Store of the object.
+        key: Key of the object.
+        start: Offset of the first byte.
+        end: Offset behind the last byte; the object's end by default.
+        etag: ETag that the object must have.
+        block_size: Bytes of a request. Memory is at most ``block_size * (prefetch + 1)``.
+        prefetch: Number of pending requests besides the block in use.
 
     Raises:
-        NotFoundError: There is none.
-        ChangedError: It was replaced, before or meanwhile.
+        NotFoundError: There is no such object.
+        ChangedError: The object was replaced, before or meanwhile.
     """
     if end is None or etag is None:
         now = head(store, key)
         if etag is not None and now.etag != etag:
             raise errors.ChangedError(
-                f"{store.url_of(key)} is no longer the object that was meant."
+                f"{store.make_url(key)} is no longer the object that was meant."
             )
         end, etag = now.size if end is None else min(end, now.size), now.etag
-    offsets = iter(range(start, end, block))
-    with ThreadPoolExecutor(max_workers=max(1, ahead), thread_name_prefix="read") as pool:
+    offsets = iter(range(start, end, block_size))
+    with ThreadPoolExecutor(max_workers=max(1, prefetch), thread_name_prefix="read") as pool:
         waiting: list[tuple[int, Future[bytes]]] = []
         try:
             while True:
-                while len(waiting) <= ahead and (at := next(offsets, None)) is not None:
-                    stop = min(at + block, end)
+                while len(waiting) <= prefetch and (at := next(offsets, None)) is not None:
+                    stop = min(at + block_size, end)
                     part = pool.submit(read_range, store, key, at, stop, etag=etag)
                     waiting.append((stop - at, part))
                 if not waiting:
@@ -207,7 +208,7 @@ def stream(
                 data = part.result()
                 if len(data) != size:
                     raise errors.ChangedError(
-                        f"{store.url_of(key)} is shorter than it was when it was listed."
+                        f"{store.make_url(key)} is shorter than it was when it was listed."
                     )
                 yield data
         finally:
@@ -215,33 +216,38 @@ def stream(
                 part.cancel()
 
 
-def difference(
+def describe_difference(
     store: Store,
     key: str,
     size: int,
     sha256: str | None = None,
     *,
-    stopped: Callable[[], bool] = lambda: False,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> str:
-    """Describe how an object differs from what was written, in a few words.
-
-    Empty if it is the same.
+    """Describe how an object differs from the one that was written.
 
     Args:
-        store: Where it is.
-        key: Which.
-        size: Bytes that it should have. One request.
-        sha256: The digest that it should have: all of it is read. By default it is not.
-        stopped: Whether to break off, asked after each block.
+        store: Store of the object.
+        key: Key of the object.
+        size: Expected size in bytes. One request.
+        sha256: Expected digest. If given, the whole object is read.
+        is_stopped: Function that tells after each block whether to stop.
+
+    Returns:
+        A few words; empty if the object is the same.
 
     Raises:
-        StoppedError: It was broken off.
+        StoppedError: ``is_stopped`` returned true.
     """
     try:
-        found = _described(store, key)
+        found = _describe(store, key)
         if found.size != size:
             return f"{found.size} bytes, not {size}"
-        if sha256 is not None and sha256_of(_until(stopped, stream(store, key)))[0] != sha256:
+        if (
+            sha256 is not None
+            and compute_stream_sha256(_iterate_until_stopped(is_stopped, stream(store, key)))[0]
+            != sha256
+        ):
             return "its bytes are not those that were written (SHA-256 differs)"
     except errors.NotFoundError:
         return "missing"
@@ -252,11 +258,11 @@ def difference(
     return ""
 
 
-def _described(store: Store, key: str) -> Stat:
+def _describe(store: Store, key: str) -> Stat:
     """Describe an object, as `head` does.
 
     Raises:
-        CorruptError: The store cannot read it. It answers a HEAD without a reason, and a GET with.
+        CorruptError: The store cannot read the object. Only its answer to a GET has the reason.
     """
     try:
         return head(store, key)
@@ -267,12 +273,14 @@ def _described(store: Store, key: str) -> Stat:
         raise
 
 
-def _until(stopped: Callable[[], bool], blocks: Iterator[bytes]) -> Iterator[bytes]:
+def _iterate_until_stopped(
+    is_stopped: Callable[[], bool], blocks: Iterator[bytes]
+) -> Iterator[bytes]:
     for block in blocks:
-        if stopped():
+        if is_stopped():
             raise errors.StoppedError("The verification was called off.")
         yield block
 
 
-def _if_match(etag: str | None) -> "GetOptions":
+def _make_match_options(etag: str | None) -> "GetOptions":
     return {} if etag is None else {"if_match": etag}

@@ -30,7 +30,7 @@ from obstore.exceptions import (
 )
 
 from millrace import errors
-from millrace.storage.clients import boto3_client, full_key
+from millrace.storage.clients import make_boto3_client, make_full_key
 from millrace.storage.open import Backend, Store
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 10.0
 _RETRIED_4XX = {408, 429}
-_WARNED_AFTER = 3  # tries, or seconds
-_WARNED_EVERY = 60.0  # seconds
+_WARNING_DELAY = 3  # tries, or seconds
+_WARNING_INTERVAL = 60.0  # seconds
 _ERRNO = re.compile(r"\[Errno -?\d+\] ([^'\")]+)")
 _SYSTEM = re.compile(r'\b(?:message|error): "([^"]+)"')
 _METADATA = "/latest/api/token"  # of http://169.254.169.254
@@ -53,8 +53,8 @@ _WRITES = re.compile(r"Error performing (PUT|POST|DELETE|Put|Create|Upload|Delet
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _READS = re.compile(r"Error performing (GET|Get)")
 _UNREADABLE = {"InvalidArgument", "InvalidObjectState", "InvalidRequest"}
-"""What a store answers to a read of an object that is archived, or encrypted with a key of its
-writer's (SSE-C)."""
+"""Codes of refused reads of archived objects, and of objects encrypted with their writer's key
+(SSE-C)."""
 _REFUSALS = {
     "InvalidAccessKeyId": "The store does not know the access key id.",
     "SignatureDoesNotMatch": "The secret does not belong to the access key id.",
@@ -63,25 +63,26 @@ _REFUSALS = {
 }
 
 
-class Tries:
-    """The tries of one request: what is waited between them, and when there are no more.
+class RetryLoop:
+    """Tries of one request: pauses between them, and the end of the time budget.
 
     Args:
-        store: Whose time budget (``spec.patience``) and throttle apply. The budget begins now.
-        key: What the request is about, for the error's sentence.
+        store: Store whose time budget (``spec.retry_timeout``) and throttle apply. The budget
+            begins now.
+        key: Key of the request, for the message of an error.
     """
 
     def __init__(self, store: Store, key: str) -> None:
         self._store, self._key = store, key
-        self._began = time.monotonic()
-        self._deadline = self._began + store.spec.patience.total_seconds()
-        self._failed = 0
+        self._started_at = time.monotonic()
+        self._deadline = self._started_at + store.spec.retry_timeout.total_seconds()
+        self._failures = 0
 
     def wait_for_throttle(self) -> None:
-        """Wait while the store has asked everybody to."""
+        """Wait as long as the store has asked all clients to wait."""
         _wait_for_throttle(self._store, self._deadline)
 
-    def wait_after(self, error: BaseException) -> None:
+    def wait_after_error(self, error: BaseException) -> None:
         """Wait until the request may be tried again, after it failed.
 
         Raises:
@@ -89,95 +90,97 @@ class Tries:
             UnavailableError: The budget is spent; the fault is its cause.
         """
         store, key = self._store, self._key
-        fault = _final(error, store, key)
+        fault = _translate_final_error(error, store, key)
         if fault is not None:
             raise fault from error
-        pause = _pause(self._failed)
-        self._failed += 1
+        pause = _draw_backoff(self._failures)
+        self._failures += 1
         self._warn(error)
-        if _status(error) in {429, 503}:
-            asked = _retry_after(store, key)
-            if asked:
-                _hold(store, asked)
+        if _parse_status(error) in {429, 503}:
+            requested_pause = _fetch_retry_after(store, key)
+            if requested_pause:
+                _extend_throttle(store, requested_pause)
                 pause = 0.0
-        if time.monotonic() + pause >= self._deadline or store.throttle.until >= self._deadline:
-            spent = errors.UnavailableError(
-                f"{store.url_of(key)}: given up after {self._failed} tries "
-                f"({errors.one_line(error)}). Run it again when the store answers; "
+        if time.monotonic() + pause >= self._deadline or store.throttle.resume_at >= self._deadline:
+            exhausted = errors.UnavailableError(
+                f"{store.make_url(key)}: given up after {self._failures} tries "
+                f"({errors.format_error(error)}). Run it again when the store answers; "
                 "nothing that was committed is lost."
             )
-            spent.status = _status(error)
-            raise spent from error
+            exhausted.status = _parse_status(error)
+            raise exhausted from error
         time.sleep(pause)
 
     def _warn(self, error: BaseException) -> None:
-        """Tell the user that the store does not answer, and that it is tried again."""
-        now, shared, status = time.monotonic(), self._store.throttle, _status(error)
+        """Log that the store does not answer, and that the request is tried again."""
+        now, shared, status = time.monotonic(), self._store.throttle, _parse_status(error)
         if status == 429:  # it asks for a pause, and works
             return
-        if self._failed < _WARNED_AFTER and now - self._began < _WARNED_AFTER:
+        if self._failures < _WARNING_DELAY and now - self._started_at < _WARNING_DELAY:
             return
-        if shared.warned is not None and now - shared.warned < _WARNED_EVERY:
+        if shared.warned_at is not None and now - shared.warned_at < _WARNING_INTERVAL:
             return
-        shared.warned = now
-        said = f"answers with status {status}" if status else f"does not answer ({_cause(error)})"
+        shared.warned_at = now
+        problem = (
+            f"answers with status {status}" if status else f"does not answer ({_find_cause(error)})"
+        )
         _log.warning(
             "%s %s. Trying again for %.0f s.",
             self._store.endpoint or self._store.url,
-            said,
+            problem,
             max(0.0, self._deadline - now),
         )
 
 
-def trying(store: Store, key: str, call: Callable[[], T]) -> T:
-    """Make one request, and again while it fails for reasons that pass.
+def call_with_retries(store: Store, key: str, call: Callable[[], T]) -> T:
+    """Make one request, and repeat it while it fails for transient reasons.
 
     Args:
-        store: Whose time budget (``spec.patience``) and throttle apply.
-        key: What the request is about, for the error's sentence.
+        store: Store whose time budget (``spec.retry_timeout``) and throttle apply.
+        key: Key of the request, for the message of an error.
         call: One request through ``store.raw``. It may have been carried out although its
             answer was lost, so it must bear repeating.
 
     Raises:
         NotFoundError, ExistsError, ChangedError, DeniedError: At once.
         NoSpaceError: At once: the disk of a folder is full.
-        ConfigurationError: At once: the key is no key.
+        ConfigurationError: At once: the key is invalid.
         UnavailableError: The budget is spent; the last fault is its cause.
     """
-    tries = Tries(store, key)
+    retries = RetryLoop(store, key)
     while True:
-        tries.wait_for_throttle()
+        retries.wait_for_throttle()
         try:
             return call()
         except (BaseError, OSError, ValueError) as error:
-            tries.wait_after(error)
+            retries.wait_after_error(error)
 
 
-def with_boto3(
+def call_boto3(
     store: Store,
     key: str,
     call: "Callable[[S3Client], T]",
     *,
     client: "S3Client | None" = None,
 ) -> T:
-    """Ask boto3 for something; tried again, and what goes wrong is said, as by the other verbs.
+    """Make a request by boto3, with the retries and errors of the other functions.
 
     Args:
-        store: Of S3's kind.
-        key: That it is about.
-        call: What is asked.
-        client: Of the store, that tries once, where many are asked: to make one takes a while.
+        store: Store that is compatible with S3.
+        key: Key of the request.
+        call: Function that makes the request.
+        client: Client of the store that tries once. Give one for many requests: it is slow to make.
 
     Raises:
-        MillraceError: As of the other verbs.
+        MillraceError: As by the other functions.
     """
     from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
 
-    asked = client or boto3_client(store, tries=1)
+    chosen_client = client or make_boto3_client(store, max_attempts=1)
 
-    def request() -> T:
+    def send_request() -> T:
         try:
-            return call(asked)
+            return call(chosen_client)
         except ClientError as error:
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
             code = error.response.get("Error", {}).get("Code", "")
@@ -189,37 +192,42 @@ def with_boto3(
             system = _ERRNO.search(str(error.kwargs.get("error", "")))
             raise GenericError(f"{error} - {system[1]}" if system else str(error)) from error
 
-    return trying(store, key, request)
+    return call_with_retries(store, key, send_request)
 
 
-def translated(error: BaseException, store: Store, key: str) -> errors.MillraceError:
-    """Our error for obstore's, for what obstore has already tried again by itself."""
-    final = _final(error, store, key)
-    return final or errors.UnavailableError(f"{store.url_of(key)}: {errors.one_line(error)}")
+def translate_error(error: BaseException, store: Store, key: str) -> errors.MillraceError:
+    """Return Millrace's error for an error that obstore raises after its own retries."""
+    final = _translate_final_error(error, store, key)
+    return final or errors.UnavailableError(f"{store.make_url(key)}: {errors.format_error(error)}")
 
 
-def _pause(attempt: int) -> float:
-    """Full jitter: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/ ."""
+def _draw_backoff(attempt: int) -> float:
+    """Draw a pause with full jitter.
+
+    Source: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
+    """
     return random.uniform(0.0, min(_LONGEST_BACKOFF, _FIRST_BACKOFF * 2.0**attempt))
 
 
-def _cause(error: BaseException) -> str:
+def _find_cause(error: BaseException) -> str:
     """Return the innermost cause of an error: what the system said, if obstore's dump has it."""
     system = _SYSTEM.findall(str(error))
-    return system[-1] if system else errors.one_line(error).rpartition(" - ")[2]
+    return system[-1] if system else errors.format_error(error).rpartition(" - ")[2]
 
 
-def _status(error: BaseException) -> int | None:
+def _parse_status(error: BaseException) -> int | None:
     match = _STATUS.search(str(error))
     return int(match[1]) if match else None
 
 
-def _final(error: BaseException, store: Store, key: str) -> errors.MillraceError | None:
-    """Our error for one that will not pass; None for one that may."""
-    where = store.url_of(key)
-    if known := _of_backend(error, store, where):
+def _translate_final_error(
+    error: BaseException, store: Store, key: str
+) -> errors.MillraceError | None:
+    """Return Millrace's error for a permanent error of obstore; None for a transient one."""
+    where = store.make_url(key)
+    if known := _translate_backend_error(error, store, where):
         return known
-    status = _status(error)
+    status = _parse_status(error)
     match error:
         case AlreadyExistsError() | FileExistsError():
             return errors.ExistsError(f"{where} is already there.")
@@ -230,36 +238,39 @@ def _final(error: BaseException, store: Store, key: str) -> errors.MillraceError
         case PermissionDeniedError() | UnauthenticatedError() | PermissionError():
             status = 403
         case OSError():
-            return errors.MillraceError(f"{where}: {errors.one_line(error)}.")
+            return errors.MillraceError(f"{where}: {errors.format_error(error)}.")
         case _ if "DeleteObjects request failed for key" in str(error):
-            # The store has answered, of this key at least; whoever must know asks of each.
-            return errors.MillraceError(f"{where}: {errors.one_line(error)}.")
-        case _ if refuses_key(error):
+            # The store has answered for this key at least. A caller may ask for each key.
+            return errors.MillraceError(f"{where}: {errors.format_error(error)}.")
+        case _ if is_key_error(error):
             return errors.ConfigurationError(
-                f"{where}: this cannot be a key ({errors.one_line(error)}). Rename or remove it."
+                f"{where}: this cannot be a key ({errors.format_error(error)}). "
+                "Rename or remove it."
             )
         case ValueError():
             raise error
         case _:
             pass
-    return None if status is None else _of_status(status, where, error, store)
+    return None if status is None else _translate_status(status, where, error, store)
 
 
-def _of_backend(error: BaseException, store: Store, where: str) -> errors.MillraceError | None:
+def _translate_backend_error(
+    error: BaseException, store: Store, where: str
+) -> errors.MillraceError | None:
     """Return the error that only this kind of store knows: a full disk, or no credentials."""
     if store.location.backend is Backend.FILE:
-        full = _number_of(error) in {errno.ENOSPC, errno.EDQUOT}
-        return _no_space(store, where, error) if full else None
-    return _without_credentials(error, store) if store.speaks_s3 else None
+        full = _parse_errno(error) in {errno.ENOSPC, errno.EDQUOT}
+        return _make_no_space_error(store, where, error) if full else None
+    return _translate_missing_credentials(error, store) if store.is_s3_compatible else None
 
 
-def refuses_key(error: BaseException) -> bool:
+def is_key_error(error: BaseException) -> bool:
     """Return whether obstore cannot hold a key: an empty segment, ``..``, a control character."""
     words = ("Error parsing Path", "Could not parse path")
     return isinstance(error, InvalidPathError) or any(word in str(error) for word in words)
 
 
-def _number_of(error: BaseException) -> int | None:
+def _parse_errno(error: BaseException) -> int | None:
     """Return the operating system's number of an error; obstore writes it into the message."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
@@ -267,16 +278,16 @@ def _number_of(error: BaseException) -> int | None:
     return int(match[1]) if match else None
 
 
-def _no_space(store: Store, where: str, error: BaseException) -> errors.NoSpaceError:
+def _make_no_space_error(store: Store, where: str, error: BaseException) -> errors.NoSpaceError:
     free = shutil.disk_usage(store.location.bucket).free
-    why = "is full" if _number_of(error) == errno.ENOSPC else "has no room left in its quota"
+    why = "is full" if _parse_errno(error) == errno.ENOSPC else "has reached its quota"
     return errors.NoSpaceError(
         f"{where}: the disk {why}: {free:,} bytes are free. Free some, or choose another folder; "
         "nothing that was committed is lost."
     )
 
 
-def _of_status(
+def _translate_status(
     status: int, where: str, error: BaseException, store: Store
 ) -> errors.MillraceError | None:
     match status:
@@ -290,36 +301,36 @@ def _of_status(
                 "own, or archived it. Delete it, or write it anew."
             )
         case 401 | 403:
-            return _denied(where, error, store)
+            return _make_denied_error(where, error, store)
         case _ if 400 <= status < 500 and status not in _RETRIED_4XX:
-            return errors.MillraceError(f"{where}: the store answered {errors.one_line(error)}")
+            return errors.MillraceError(f"{where}: the store answered {errors.format_error(error)}")
         case _:
             return None
 
 
 def _is_unreadable(error: BaseException) -> bool:
-    """Tell whether a read was refused for what the object is, and not for who asks."""
+    """Tell whether a read was refused because of the object, not the credentials."""
     code = _CODE.search(str(error))
     return bool(code) and code[1] in _UNREADABLE and bool(_READS.search(str(error)))
 
 
-def _denied(where: str, error: BaseException, store: Store) -> errors.DeniedError:
-    """Return the error for refused credentials, which tells a wrong key from one that may less."""
+def _make_denied_error(where: str, error: BaseException, store: Store) -> errors.DeniedError:
+    """Return the error for refused credentials: a wrong key, or one with too few rights."""
     code = _CODE.search(str(error))
     why = _REFUSALS.get(code[1], "") if code else ""
-    if not why and _WRITES.search(str(error)) and _may_list(store):
+    if not why and _WRITES.search(str(error)) and _can_list(store):
         why = "They may list this bucket: the key is right, but does not allow to write here."
     refused = errors.DeniedError(
         f"{where}: the store refuses these credentials. "
         f"{why or 'Check that they are for this bucket and prefix, and allow what is being done.'}"
     )
-    refused.why = why
+    refused.reason = why
     return refused
 
 
-def _may_list(store: Store) -> bool:
+def _can_list(store: Store) -> bool:
     """Ask the store, once, whether the credentials may list."""
-    found = store.throttle.may_list
+    found = store.throttle.can_list
     if found is None:
         try:
             pages = obstore.list(store.raw, chunk_size=1)  # pyright: ignore[reportUnknownMemberType]
@@ -327,18 +338,18 @@ def _may_list(store: Store) -> bool:
             found = True
         except (BaseError, OSError):
             found = False
-        store.throttle.may_list = found
+        store.throttle.can_list = found
     return found
 
 
-def _without_credentials(error: BaseException, store: Store) -> errors.DeniedError | None:
+def _translate_missing_credentials(error: BaseException, store: Store) -> errors.DeniedError | None:
     """Return the error for a request that no credentials were found for.
 
     Without any, obstore asks the metadata service of EC2, which other machines do not have.
     """
     text = str(error)
-    asked = _METADATA in text and (_status(error) or 0) < 500
-    if not (asked or "Unable to locate credentials" in text):
+    has_asked_metadata = _METADATA in text and (_parse_status(error) or 0) < 500
+    if not (has_asked_metadata or "Unable to locate credentials" in text):
         return None
     return errors.DeniedError(
         f"{store.url}: there are no credentials for this store. Set AWS_ACCESS_KEY_ID and "
@@ -347,33 +358,33 @@ def _without_credentials(error: BaseException, store: Store) -> errors.DeniedErr
 
 
 def _wait_for_throttle(store: Store, deadline: float) -> None:
-    while (rest := min(store.throttle.until, deadline) - time.monotonic()) > 0:
-        time.sleep(rest)
+    while (remaining := min(store.throttle.resume_at, deadline) - time.monotonic()) > 0:
+        time.sleep(remaining)
 
 
-def _hold(store: Store, pause: float) -> None:
+def _extend_throttle(store: Store, pause: float) -> None:
     with store.throttle.lock:
-        store.throttle.until = max(store.throttle.until, time.monotonic() + pause)
+        store.throttle.resume_at = max(store.throttle.resume_at, time.monotonic() + pause)
 
 
-def _retry_after(store: Store, key: str) -> float:
-    """Seconds that the store asks us to wait; 0 where it does not say."""
-    if not store.speaks_s3:
+def _fetch_retry_after(store: Store, key: str) -> float:
+    """Return the seconds that the store asks clients to wait; 0 without a `Retry-After` header."""
+    if not store.is_s3_compatible:
         return 0.0
     from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
 
     try:
-        answer = boto3_client(store, tries=1).head_object(
-            Bucket=store.location.bucket, Key=full_key(store, key)
+        answer = make_boto3_client(store, max_attempts=1).head_object(
+            Bucket=store.location.bucket, Key=make_full_key(store, key)
         )["ResponseMetadata"]
     except ClientError as error:
         answer = error.response.get("ResponseMetadata", {})
     except BotoCoreError:
         return 0.0  # the jittered pause stands
-    return seconds_of(answer.get("HTTPHeaders", {}).get("retry-after", ""))
+    return parse_retry_after(answer.get("HTTPHeaders", {}).get("retry-after", ""))
 
 
-def seconds_of(retry_after: str) -> float:
+def parse_retry_after(retry_after: str) -> float:
     """Return the seconds of a ``Retry-After`` header: a number or a date (RFC 9110)."""
     try:
         return max(0.0, float(retry_after))

@@ -1,8 +1,8 @@
-"""Credentials for one prefix and a while: what a machine that is not ours may hold.
+"""Temporary credentials for some prefixes of a bucket, for machines of others.
 
-R2's are made here, without a request: a JWT signed with the parent's secret
+Those of R2 are made here, without a request: a JWT signed with the parent's secret
 (https://developers.cloudflare.com/r2/api/s3/tokens/, temporary access credentials). S3's come
-from STS: the parent assumes a role, with a session policy that leaves it the prefix only.
+from STS: the parent assumes a role with a session policy for the prefixes only.
 """
 
 import base64
@@ -20,12 +20,12 @@ import orjson
 from obstore.exceptions import BaseError
 from pydantic import SecretStr
 
-from millrace.errors import ConfigurationError, DeniedError, one_line
-from millrace.storage.clients import key_pair
+from millrace.errors import ConfigurationError, DeniedError, format_error
+from millrace.storage.clients import make_key_pair
 from millrace.storage.open import Backend, Credentials, Store, open_store
 
-_SHORTEST_STS = timedelta(minutes=15)
-LONGEST = timedelta(days=7)
+_MIN_STS_TTL = timedelta(minutes=15)
+MAX_TTL = timedelta(days=7)
 
 
 class Right(StrEnum):
@@ -35,7 +35,7 @@ class Right(StrEnum):
     WRITE = "write"
 
 
-def scoped(
+def open_scoped_store(
     store: Store,
     prefix: str | Sequence[str],
     ttl: timedelta,
@@ -48,7 +48,7 @@ def scoped(
     Args:
         store: R2 or S3, opened with a key pair that reaches at least the prefix.
         prefix: Below the store's URL: only keys that start with it, or with one of several.
-        ttl: How long the credentials last; R2 allows 7 days, STS what the role allows.
+        ttl: Lifetime of the credentials. R2 allows 7 days; for STS, the role sets the limit.
         right: Read, or read and write.
         role_arn: For S3, the role to assume; R2 needs none.
 
@@ -59,17 +59,17 @@ def scoped(
     prefixes = [prefix] if isinstance(prefix, str) else list(prefix)
     if not prefixes or not all(one.strip("/") for one in prefixes):
         raise ConfigurationError("Scoped credentials are for a prefix: name one.")
-    if not timedelta(0) < ttl <= LONGEST:
+    if not timedelta(0) < ttl <= MAX_TTL:
         raise ConfigurationError("Scoped credentials last between a second and 7 days.")
     above = f"{store.location.prefix}/" if store.location.prefix else ""
     full = [f"{above}{one}" for one in prefixes]
     match store.location.backend:
         case Backend.R2:
-            credentials = _r2(store, full, ttl, right)
-        case Backend.S3 if ttl < _SHORTEST_STS:
+            credentials = _make_r2_credentials(store, full, ttl, right)
+        case Backend.S3 if ttl < _MIN_STS_TTL:
             raise ConfigurationError("STS gives credentials for 15 minutes at least.")
         case Backend.S3 if role_arn:
-            credentials = _sts(store, full, ttl, right, role_arn)
+            credentials = _request_sts_credentials(store, full, ttl, right, role_arn)
         case Backend.S3:
             raise ConfigurationError("For S3, name the role to assume: role_arn=...")
         case _:
@@ -77,15 +77,15 @@ def scoped(
     return open_store(store.spec.model_copy(update={"credentials": credentials}))
 
 
-def signed_url(store: Store, key: str, ttl: timedelta, *, right: Right = Right.READ) -> str:
+def sign_url(store: Store, key: str, ttl: timedelta, *, right: Right = Right.READ) -> str:
     """Return a URL that reads or writes one object for a while, without credentials.
 
-    Made here, without a request. Whoever has it may do that with the object, and nothing else.
+    The URL is made without a request. Its holder can read or write the object, and nothing else.
 
     Args:
         store: One that signs: R2, S3, or GCS with a service account.
         key: The object's key.
-        ttl: How long it may be used; at most 7 days.
+        ttl: Lifetime of the URL; at most 7 days.
         right: Whether a GET reads it, or a PUT writes it.
 
     Raises:
@@ -96,12 +96,14 @@ def signed_url(store: Store, key: str, ttl: timedelta, *, right: Right = Right.R
         return obstore.sign(cast("Any", store.raw), method, key, ttl)
     except (BaseError, TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"{store.url} cannot sign URLs ({one_line(error)}): open it as S3 or R2 with a key "
+            f"{store.url} cannot sign URLs ({format_error(error)}): open it as S3 or R2 with a key "
             "pair, or as GCS with a service account."
         ) from error
 
 
-def _r2(store: Store, prefixes: list[str], ttl: timedelta, right: Right) -> Credentials:
+def _make_r2_credentials(
+    store: Store, prefixes: list[str], ttl: timedelta, right: Right
+) -> Credentials:
     parent = store.spec.credentials
     endpoint = store.endpoint
     if parent is None or endpoint is None:
@@ -119,27 +121,31 @@ def _r2(store: Store, prefixes: list[str], ttl: timedelta, right: Right) -> Cred
         "iat": now,
         "exp": now + int(ttl.total_seconds()),
     }
-    token = _jwt(claims, parent.secret_access_key.get_secret_value())
+    token = _make_jwt(claims, parent.secret_access_key.get_secret_value())
     return Credentials(
         access_key_id=parent.access_key_id,
         secret_access_key=SecretStr(hashlib.sha256(token.encode()).hexdigest()),
         session_token=SecretStr(base64.b64encode(b"jwt/" + token.encode()).decode()),
-        expires=datetime.fromtimestamp(claims["exp"], UTC),
+        expires_at=datetime.fromtimestamp(claims["exp"], UTC),
     )
 
 
-def _jwt(claims: dict[str, Any], secret: str) -> str:
+def _make_jwt(claims: dict[str, Any], secret: str) -> str:
     """Return a JSON Web Token, HS256 (RFC 7519)."""
 
-    def part(data: bytes) -> bytes:
+    def encode_part(data: bytes) -> bytes:
         return base64.urlsafe_b64encode(data).rstrip(b"=")
 
-    signed = part(orjson.dumps({"alg": "HS256", "typ": "JWT"})) + b"." + part(orjson.dumps(claims))
+    signed = (
+        encode_part(orjson.dumps({"alg": "HS256", "typ": "JWT"}))
+        + b"."
+        + encode_part(orjson.dumps(claims))
+    )
     signature = hmac.new(secret.encode(), signed, hashlib.sha256).digest()
-    return (signed + b"." + part(signature)).decode()
+    return (signed + b"." + encode_part(signature)).decode()
 
 
-def _sts(
+def _request_sts_credentials(
     store: Store, prefixes: list[str], ttl: timedelta, right: Right, role_arn: str
 ) -> Credentials:
     import boto3  # noqa: PLC0415
@@ -150,14 +156,16 @@ def _sts(
         endpoint_url=store.endpoint,
         region_name=store.region or "us-east-1",
         verify=str(store.spec.ca_file) if store.spec.ca_file else None,
-        **key_pair(store),
+        **make_key_pair(store),
     )
     try:
         answer = client.assume_role(
             RoleArn=role_arn,
             RoleSessionName="millrace",
             DurationSeconds=int(ttl.total_seconds()),
-            Policy=orjson.dumps(session_policy(store.location.bucket, prefixes, right)).decode(),
+            Policy=orjson.dumps(
+                make_session_policy(store.location.bucket, prefixes, right)
+            ).decode(),
         )
     except ClientError as error:
         raise DeniedError(
@@ -169,11 +177,11 @@ def _sts(
         access_key_id=given["AccessKeyId"],
         secret_access_key=SecretStr(given["SecretAccessKey"]),
         session_token=SecretStr(given["SessionToken"]),
-        expires=given["Expiration"],
+        expires_at=given["Expiration"],
     )
 
 
-def session_policy(bucket: str, prefixes: Sequence[str], right: Right) -> dict[str, Any]:
+def make_session_policy(bucket: str, prefixes: Sequence[str], right: Right) -> dict[str, Any]:
     """Return an IAM policy for some prefixes of a bucket."""
     actions = ["s3:GetObject"]
     if right is Right.WRITE:

@@ -10,9 +10,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from millrace import errors
-from millrace.storage.clients import boto3_client, full_key
+from millrace.storage.clients import make_boto3_client, make_full_key
 from millrace.storage.open import Backend, Store
-from millrace.storage.retry import with_boto3
+from millrace.storage.retry import call_boto3
 from millrace.storage.write import DeleteFailure
 
 if TYPE_CHECKING:
@@ -22,20 +22,20 @@ _BATCH = 1000  # versions a request, which is what S3 takes
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
+class ObjectVersion:
     """A version of an object that no listing shows.
 
     Attributes:
         key: Key of the object, below the store's URL.
         id: Identifier of the version.
         size: Bytes that are billed; 0 for a delete marker.
-        is_marker: Whether it is a delete marker.
+        is_delete_marker: Whether it is a delete marker.
     """
 
     key: str
     id: str
     size: int
-    is_marker: bool
+    is_delete_marker: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class VersionCount:
         return bool(self.versions or self.markers)
 
 
-def list_versions(store: Store, prefix: str = "") -> Iterator[Version]:
+def list_versions(store: Store, prefix: str = "") -> Iterator[ObjectVersion]:
     """List older versions and delete markers below a prefix, a page of 1,000 in memory.
 
     The current version of an object is left out: `list_objects` lists it.
@@ -67,10 +67,10 @@ def list_versions(store: Store, prefix: str = "") -> Iterator[Version]:
     """
     if store.location.backend is not Backend.S3:
         return
-    bucket, root = store.location.bucket, full_key(store, "")
+    bucket, root = store.location.bucket, make_full_key(store, "")
     key_marker = id_marker = ""
 
-    def page_of(client: "S3Client") -> dict[str, Any]:
+    def fetch_page(client: "S3Client") -> dict[str, Any]:
         from botocore.exceptions import ClientError  # noqa: PLC0415
 
         try:
@@ -87,13 +87,13 @@ def list_versions(store: Store, prefix: str = "") -> Iterator[Version]:
         return dict(page)
 
     while True:
-        page = with_boto3(store, prefix, page_of)
+        page = call_boto3(store, prefix, fetch_page)
         for name in ("Versions", "DeleteMarkers"):
             is_marker = name == "DeleteMarkers"
             for one in page.get(name, []):
                 if is_marker or not one["IsLatest"]:
                     key = one["Key"].removeprefix(root)
-                    yield Version(key, one["VersionId"], one.get("Size", 0), is_marker)
+                    yield ObjectVersion(key, one["VersionId"], one.get("Size", 0), is_marker)
         if not page.get("IsTruncated"):
             return
         key_marker = page.get("NextKeyMarker", "")
@@ -108,13 +108,13 @@ def count_versions(store: Store, prefix: str = "") -> VersionCount:
     """
     versions = markers = size = 0
     for one in list_versions(store, prefix):
-        markers += one.is_marker
-        versions += not one.is_marker
+        markers += one.is_delete_marker
+        versions += not one.is_delete_marker
         size += one.size
     return VersionCount(versions, markers, size)
 
 
-def delete_versions(store: Store, versions: Iterable[Version]) -> list[DeleteFailure]:
+def delete_versions(store: Store, versions: Iterable[ObjectVersion]) -> list[DeleteFailure]:
     """Delete versions for good, a thousand a request. One that is gone is a success.
 
     Returns:
@@ -125,10 +125,12 @@ def delete_versions(store: Store, versions: Iterable[Version]) -> list[DeleteFai
     remaining = iter(versions)
     while batch := list(islice(remaining, _BATCH)):
 
-        def request(client: "S3Client", batch: list[Version] = batch) -> list[DeleteFailure]:
-            named: Any = [{"Key": full_key(store, one.key), "VersionId": one.id} for one in batch]
+        def request(client: "S3Client", batch: list[ObjectVersion] = batch) -> list[DeleteFailure]:
+            named: Any = [
+                {"Key": make_full_key(store, one.key), "VersionId": one.id} for one in batch
+            ]
             answer = client.delete_objects(Bucket=bucket, Delete={"Objects": named, "Quiet": True})
-            root = full_key(store, "")
+            root = make_full_key(store, "")
             return [
                 DeleteFailure(
                     error.get("Key", "").removeprefix(root),
@@ -138,27 +140,27 @@ def delete_versions(store: Store, versions: Iterable[Version]) -> list[DeleteFai
             ]
 
         try:
-            failures += with_boto3(store, batch[0].key, request)
+            failures += call_boto3(store, batch[0].key, request)
         except errors.MillraceError:
             # A list is refused whole for one key with a character that XML has no form of.
             failures += _delete_singly(store, batch)
     return failures
 
 
-def _delete_singly(store: Store, versions: list[Version]) -> list[DeleteFailure]:
+def _delete_singly(store: Store, versions: list[ObjectVersion]) -> list[DeleteFailure]:
     """Delete versions by a request for each; return those that could not be deleted."""
     bucket, failures = store.location.bucket, list[DeleteFailure]()
-    client = boto3_client(store, tries=1)
+    client = make_boto3_client(store, max_attempts=1)
     for number, one in enumerate(versions):
-        asked: Any = {"Bucket": bucket, "Key": full_key(store, one.key), "VersionId": one.id}
+        asked: Any = {"Bucket": bucket, "Key": make_full_key(store, one.key), "VersionId": one.id}
         try:
-            with_boto3(store, one.key, lambda s3, a=asked: s3.delete_object(**a), client=client)
+            call_boto3(store, one.key, lambda s3, a=asked: s3.delete_object(**a), client=client)
         except errors.NotFoundError:
             continue
         except errors.UnavailableError as error:
             # Each would be tried as long: all of them together for days.
-            reason = errors.one_line(error)
+            reason = errors.format_error(error)
             return failures + [DeleteFailure(rest.key, reason) for rest in versions[number:]]
         except errors.MillraceError as error:
-            failures.append(DeleteFailure(one.key, errors.one_line(error)))
+            failures.append(DeleteFailure(one.key, errors.format_error(error)))
     return failures

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import parse_qs
 
-from millrace.errors import ChangedError, ConfigurationError, HeldError, MillraceError, one_line
+from millrace.errors import ChangedError, ConfigurationError, HeldError, MillraceError, format_error
 from millrace.swarm import tls
 from millrace.swarm.archives.run_archives import ArchiveUnpacker
 from millrace.swarm.assembler import Assembler
@@ -523,8 +523,8 @@ def _listen(host: str, port: int) -> _Server:
         return _Server(family, (str(address[0]), int(address[1])))
     except (OSError, OverflowError) as error:
         raise ConfigurationError(
-            f"The agent cannot listen at {host or '*'}, port {port}: {one_line(error)}. Choose an "
-            "address of this machine and a free port."
+            f"The agent cannot listen at {host or '*'}, port {port}: {format_error(error)}. Choose "
+            "an address of this machine and a free port."
         ) from error
 
 

@@ -16,12 +16,12 @@ from millrace.storage import (
     Backend,
     Stat,
     Store,
-    etag_is_md5,
+    fetch_stored_sha256,
     head,
-    kept_sha256,
+    is_etag_md5,
     list_objects,
     read_range,
-    signed_url,
+    sign_url,
 )
 from millrace.swarm.archives.unpack import (
     HEAD_SIZE,
@@ -55,7 +55,7 @@ class ResolvedCatalogue:
         return [
             str(Path(store.location.bucket) / key)
             if store.location.backend is Backend.FILE
-            else signed_url(store, key, ttl)
+            else sign_url(store, key, ttl)
             for store, key in self.places
         ]
 
@@ -102,7 +102,7 @@ def _drop_false_md5(files: list[File], places: list[tuple[Store, str]]) -> list[
     trusted: set[str] = set()
     for url, found in asked.items():
         step = max(1, len(found) // _MD5_SAMPLES)
-        if all(etag_is_md5(store, key) for store, key in found[::step][:_MD5_SAMPLES]):
+        if all(is_etag_md5(store, key) for store, key in found[::step][:_MD5_SAMPLES]):
             trusted.add(url)
     return [
         file if store.url in trusted else replace(file, md5="")
@@ -131,7 +131,7 @@ def _resolve_request(
         file = _make_file(request, store, stat, destination)
         if not file.sha256:
             known = _find_digests(store, {stat.key: stat.size}).get(stat.key)
-            file = replace(file, sha256=known or kept_sha256(store, stat.key))
+            file = replace(file, sha256=known or fetch_stored_sha256(store, stat.key))
         yield _add_unpacking(request, store, stat, file), store, stat.key
         return
     if request.dataset is not None:
@@ -141,7 +141,7 @@ def _resolve_request(
     below = f"{folder}/" if folder else ""
     stats = [stat for stat in list_objects(store, below) if not stat.key.endswith("/")]
     if not stats:
-        raise errors.NotFoundError(f"There is nothing below {store.url_of(below)}.")
+        raise errors.NotFoundError(f"There is nothing below {store.make_url(below)}.")
     known = _find_digests(store, {stat.key: stat.size for stat in stats})
     for stat in sorted(stats, key=lambda stat: stat.key):
         inside = stat.key.removeprefix(below)
@@ -166,12 +166,12 @@ def _resolve_shards(
         stat = stats.get(shard.key)
         if stat is None:
             raise errors.NotFoundError(
-                f"{store.url_of(shard.key)} is missing, and the manifest of {dataset} names it: "
+                f"{store.make_url(shard.key)} is missing, and the manifest of {dataset} names it: "
                 "run `millrace verify`."
             )
         if stat.size != shard.size:
             raise errors.CorruptError(
-                f"{store.url_of(shard.key)} has {stat.size} bytes, and {shard.size} by the "
+                f"{store.make_url(shard.key)} has {stat.size} bytes, and {shard.size} by the "
                 f"manifest of {dataset}: run `millrace verify`."
             )
         inside = shard.key.removeprefix(f"{dataset}/")
@@ -188,14 +188,14 @@ def _make_file(request: Request, store: Store, stat: Stat, destination: str) -> 
         etag, md5 = stat.etag, _MD5.fullmatch(stat.etag)
     else:
         raise errors.ConfigurationError(
-            f"{store.url_of(stat.key)} has no ETag, so that a change could not be seen: copy it to "
-            "a store that gives one."
+            f"{store.make_url(stat.key)} has no ETag, so that a change could not be seen: copy it "
+            "to a store that gives one."
         )
     return File(
         path=check_destination(destination),
         size=stat.size,
         etag=etag,
-        origin=store.url_of(stat.key),
+        origin=store.make_url(stat.key),
         sha256=request.sha256 or "",
         md5=md5.group(1) if md5 else "",
         mode=request.mode,
@@ -231,14 +231,14 @@ def _strip_ending(path: str) -> str:
 
 
 def _find_digests(store: Store, sizes: Mapping[str, int]) -> dict[str, str]:
-    """Return the digests that objects should have, by the sealed manifests of their datasets."""
+    """Return the digests that objects should have, by the manifests of their datasets."""
     known: dict[str, str] = {}
     datasets = {key.partition("/shards/")[0] for key in sizes if "/shards/" in key}
     for dataset in datasets:
         try:
             manifest = fetch(store, DatasetKeys(dataset).manifest, Manifest)
         except (errors.NotFoundError, errors.ConfigurationError, errors.CorruptError):
-            continue  # not a dataset of ours, or not sealed yet
+            continue  # not a dataset of ours, or not complete yet
         for shard in manifest.shards:
             if sizes.get(shard.key) == shard.size:
                 known[shard.key] = shard.sha256

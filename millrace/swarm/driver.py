@@ -12,7 +12,8 @@ from datetime import timedelta
 from typing import Any
 
 from millrace import cluster, errors
-from millrace.progress import Event, Progress, silent
+from millrace.formatting import clean_text
+from millrace.progress import Event, Progress, ignore_event
 from millrace.storage import open_store
 from millrace.swarm.catalogue import ResolvedCatalogue, resolve_requests
 from millrace.swarm.events import EventChecker, ProtocolError
@@ -31,7 +32,6 @@ from millrace.swarm.settings import PrewarmSettings, RayNodes
 from millrace.swarm.tls import TlsError
 from millrace.swarm.tracker import STORE, Order, Tracker
 from millrace.swarm.transfer import FINAL_STATUSES, FetchError
-from millrace.words import clean_text
 
 _URL_TTL = timedelta(hours=24)  # that signed URLs are valid
 _ANSWER_TIMEOUT = 6.0  # seconds without an answer after which a node is lost
@@ -114,7 +114,7 @@ class PrewarmReport:
         return self.driver_bytes + sum(node.from_store for node in self.nodes)
 
 
-def prewarm(settings: PrewarmSettings, *, progress: Progress = silent) -> PrewarmReport:
+def prewarm(settings: PrewarmSettings, *, progress: Progress = ignore_event) -> PrewarmReport:
     """Put the same files on every node of a cluster, each byte out of the store once.
 
     A node that is lost, full or wrong fails by itself; the others go on. Broken off at any time,
@@ -485,7 +485,7 @@ class _PrewarmDriver:
                     return False
             except (OSError, http.client.HTTPException) as error:
                 if not self._wait_to_retry(
-                    member, f"it cannot be reached ({errors.one_line(error)})"
+                    member, f"it cannot be reached ({errors.format_error(error)})"
                 ):
                     return False
         with self._lock:
@@ -875,7 +875,7 @@ class _PrewarmDriver:
 
     def _handle_fault(self, error: BaseException) -> None:
         with self._lock:
-            self._fatal = self._fatal or errors.WorkerError(errors.one_line(error))
+            self._fatal = self._fatal or errors.WorkerError(errors.format_error(error))
             self._news.notify_all()
 
     # -- an object that is not what its digest says
@@ -1043,4 +1043,4 @@ def _describe_refusal(error: BaseException) -> str:
             return clean_text(_read_reason(json.loads(text)))
         except (ValueError, RecursionError):
             return clean_text(str(error))
-    return errors.one_line(error)
+    return errors.format_error(error)

@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Container, Sequence
 from typing import Any, cast
 
+from millrace.formatting import clean_text
 from millrace.swarm.tracker import STORE
-from millrace.words import clean_text
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 _LONGEST_SENTENCE = 500  # characters that are kept

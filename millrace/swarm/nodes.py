@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from millrace import cluster
-from millrace.digest import sha256
-from millrace.errors import one_line
+from millrace.digest import compute_sha256
+from millrace.errors import format_error
 from millrace.swarm.actor import Actor
 from millrace.swarm.protocol import Endpoint
 from millrace.swarm.settings import Hosts, RayNodes
@@ -130,7 +130,7 @@ class _RayAgents:
             self._start_missing()
 
     def _start(self, node: dict[str, Any]) -> None:
-        identity, name = node["NodeID"], cluster.name_of(node)
+        identity, name = node["NodeID"], cluster.make_node_name(node)
         zone = node.get("Labels", {}).get(self._settings.zone_label, "")
         key = secrets.token_bytes(32)
         options: dict[str, Any] = {
@@ -140,7 +140,7 @@ class _RayAgents:
         }
         if self._settings.keep:
             options |= {
-                "name": f"millrace-agent-{identity}-{sha256(str(self._root).encode())[:8]}",
+                "name": f"millrace-agent-{identity}-{compute_sha256(str(self._root).encode())[:8]}",
                 "namespace": cluster.NAMESPACE,
                 "lifetime": "detached",
                 "get_if_exists": True,
@@ -153,7 +153,7 @@ class _RayAgents:
             try:
                 port, its_key = self._ray.get(asked)
             except Exception as error:  # noqa: BLE001 - a node that cannot start is a node less
-                why = f"its agent did not start: {one_line(error)}"
+                why = f"its agent did not start: {format_error(error)}"
                 self._came(AbsentNode(identity, name, why))
                 return
             place = Endpoint("http", node["NodeManagerAddress"], port)

@@ -147,7 +147,7 @@ class StandInClock:
     def now(self) -> datetime:
         return datetime.fromtimestamp(self._server.now(), UTC)
 
-    def elapsed(self) -> float:
+    def monotonic(self) -> float:
         return self._server.now()
 
     def sleep(self, seconds: float) -> None:
@@ -406,7 +406,7 @@ class _Server:
             (one.port,) = free_ports(1)
             one.process = _run(one, one.home, self.world.image)
         elif one.order:
-            state = {"state": "failed", "said": "pip: no such package"}
+            state = {"state": "failed", "detail": "pip: no such package"}
             _write(one, "setup.json", state if one.fate == "broken" else {"state": "starting"})
 
     def _live(self, one: Instance, now: float) -> None:

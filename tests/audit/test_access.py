@@ -13,15 +13,15 @@ from pydantic import SecretStr, ValidationError
 from millrace.audit import AccessVerdict, AuditedRole, AuditReport, AuditSettings, Operation, audit
 from millrace.cli import main
 from millrace.storage import (
-    Answer,
     Credentials,
+    RequestOutcome,
     Right,
     Store,
     StoreSpec,
     list_objects,
+    open_scoped_store,
     open_store,
     put,
-    scoped,
 )
 from millrace.testing.faults import Fault
 from millrace.testing.key import Key
@@ -32,9 +32,11 @@ QUICK = timedelta(seconds=0.5)
 WRITING = set(Operation) - {Operation.OTHER_BUCKET, Operation.OUTSIDE}
 
 
-def seen(found: AuditReport, role: str, right: Right) -> dict[Operation, Answer]:
+def seen(found: AuditReport, role: str, right: Right) -> dict[Operation, RequestOutcome]:
     return {
-        one.operation: one.seen for one in found.findings if (one.role, one.right) == (role, right)
+        one.operation: one.actual
+        for one in found.findings
+        if (one.role, one.right) == (role, right)
     }
 
 
@@ -43,7 +45,7 @@ def verdicts(found: AuditReport) -> set[AccessVerdict]:
 
 
 def run(roles: dict[str, AuditedRole]) -> AuditReport:
-    return audit(AuditSettings(roles=roles, patience=QUICK))
+    return audit(AuditSettings(roles=roles, retry_timeout=QUICK))
 
 
 @pytest.fixture
@@ -66,18 +68,24 @@ def clean(place, rgw) -> Callable[[], None]:
 def test_keys_that_do_what_they_must_are_proven_and_nothing_stays(kind, rgw, request, clean):
     spec = spec_of(kind, request)
     below = spec.model_copy(update={"url": spec.url.removesuffix("/below/here")})
-    role = AuditedRole(store=below, read=credentials(rgw.read_only), write=credentials(rgw.full))
+    role = AuditedRole(
+        store=below,
+        read_credentials=credentials(rgw.read_only),
+        write_credentials=credentials(rgw.full),
+    )
     found = audit(AuditSettings(roles={"gradients": role}))
-    assert found.proven, [one for one in found.findings if one.verdict is not AccessVerdict.RIGHT]
+    assert found.is_proven, [
+        one for one in found.findings if one.verdict is not AccessVerdict.CORRECT
+    ]
     assert found.exit_code == 0
     assert set(seen(found, "gradients", Right.WRITE)) == WRITING
     reads = seen(found, "gradients", Right.READ)
-    assert {one for one, answer in reads.items() if answer is Answer.ALLOWED} == {
+    assert {one for one, answer in reads.items() if answer is RequestOutcome.ALLOWED} == {
         Operation.LIST,
         Operation.GET,
         Operation.HEAD,
     }
-    assert all(one.sentence == "" for one in found.findings)
+    assert all(one.message == "" for one in found.findings)
     assert found.notes == ()
     clean()
 
@@ -87,23 +95,27 @@ def test_each_key_is_told_apart(place, rgw, r2, request, clean):
     (port,) = free_ports(1)
     failing = spec_of("r2", request)
     places = {
-        "read only": AuditedRole(store=below, write=credentials(rgw.read_only)),
-        "wrong": AuditedRole(store=below, write=credentials(Key(rgw.full.access_key_id, "wrong"))),
-        "another's": AuditedRole(store=below, write=credentials(rgw.other)),
-        "too much": AuditedRole(store=below, read=credentials(rgw.full)),
+        "read only": AuditedRole(store=below, write_credentials=credentials(rgw.read_only)),
+        "wrong": AuditedRole(
+            store=below, write_credentials=credentials(Key(rgw.full.access_key_id, "wrong"))
+        ),
+        "another's": AuditedRole(store=below, write_credentials=credentials(rgw.other)),
+        "too much": AuditedRole(store=below, read_credentials=credentials(rgw.full)),
         "nowhere": AuditedRole(
             store=below.model_copy(update={"url": f"s3://none-{secrets.token_hex(4)}"}),
-            write=credentials(rgw.full),
+            write_credentials=credentials(rgw.full),
         ),
         "dead": AuditedRole(
             store=below.model_copy(update={"endpoint": f"http://127.0.0.1:{port}"}),
-            write=credentials(rgw.full),
+            write_credentials=credentials(rgw.full),
         ),
     }
     found = {name: run({name: role}) for name, role in places.items()}
     r2.fail_next(Fault.ERROR503, 1000)
     url = failing.url.removesuffix("/below/here")
-    slow = AuditedRole(store=failing.model_copy(update={"url": url}), write=failing.credentials)
+    slow = AuditedRole(
+        store=failing.model_copy(update={"url": url}), write_credentials=failing.credentials
+    )
     found["throttled"] = run({"throttled": slow})
     r2.reset()
     assert {name: one.exit_code for name, one in found.items()} == {
@@ -116,21 +128,21 @@ def test_each_key_is_told_apart(place, rgw, r2, request, clean):
         "throttled": 26,
     }
     for name, answer in (
-        ("wrong", Answer.DENIED),
-        ("nowhere", Answer.NOT_FOUND),
-        ("dead", Answer.UNREACHABLE),
-        ("throttled", Answer.THROTTLED),
+        ("wrong", RequestOutcome.DENIED),
+        ("nowhere", RequestOutcome.NOT_FOUND),
+        ("dead", RequestOutcome.UNREACHABLE),
+        ("throttled", RequestOutcome.THROTTLED),
     ):
         assert seen(found[name], name, Right.WRITE)[Operation.LIST] is answer
-        assert Answer.ALLOWED not in seen(found[name], name, Right.WRITE).values()
+        assert RequestOutcome.ALLOWED not in seen(found[name], name, Right.WRITE).values()
     assert {
         operation
         for operation, answer in seen(found["read only"], "read only", Right.WRITE).items()
-        if answer is Answer.ALLOWED
+        if answer is RequestOutcome.ALLOWED
     } == {Operation.LIST}  # there was nothing of its own that it could have read
     assert verdicts(found["dead"]) == {AccessVerdict.UNPROVEN}
     wrong = [one for each in found.values() for one in each.findings]
-    assert all(bool(one.sentence) is (one.verdict is not AccessVerdict.RIGHT) for one in wrong)
+    assert all(bool(one.message) is (one.verdict is not AccessVerdict.CORRECT) for one in wrong)
     clean()
 
 
@@ -139,22 +151,24 @@ def test_a_key_for_a_prefix_is_proven_to_reach_no_other(place, rgw, clean):
     below = place.model_copy(update={"url": place.url.removesuffix("/below/here")})
     whole = open_store(below.model_copy(update={"credentials": credentials(rgw.full)}))
     role = rgw.create_role(f"audit-{secrets.token_hex(4)}")
-    key = scoped(whole, "mine/", timedelta(minutes=15), right=Right.WRITE, role_arn=role)
-    its = AuditedRole(store=below, scope="mine", write=key.spec.credentials)
+    key = open_scoped_store(whole, "mine/", timedelta(minutes=15), right=Right.WRITE, role_arn=role)
+    its = AuditedRole(store=below, prefix="mine", write_credentials=key.spec.credentials)
     found = run({"worker": its})
     answers = seen(found, "worker", Right.WRITE)
-    assert answers.pop(Operation.OUTSIDE) is Answer.DENIED
-    assert set(answers.values()) == {Answer.ALLOWED}
-    assert found.proven
+    assert answers.pop(Operation.OUTSIDE) is RequestOutcome.DENIED
+    assert set(answers.values()) == {RequestOutcome.ALLOWED}
+    assert found.is_proven
     assert "to write end at" in found.notes[-1]
 
-    sibling = run({"worker": its.model_copy(update={"scope": "minerva"})})
+    sibling = run({"worker": its.model_copy(update={"prefix": "minerva"})})
     assert sibling.exit_code == 22
-    wider = run({"worker": AuditedRole(store=below, scope="mine", write=credentials(rgw.full))})
+    wider = run(
+        {"worker": AuditedRole(store=below, prefix="mine", write_credentials=credentials(rgw.full))}
+    )
     assert wider.exit_code == 20
-    (excess,) = (one for one in wider.findings if one.verdict is AccessVerdict.EXCESS)
+    (excess,) = (one for one in wider.findings if one.verdict is AccessVerdict.EXCESSIVE)
     assert excess.operation is Operation.OUTSIDE
-    assert excess.sentence == f"It reaches {whole.url}."
+    assert excess.message == f"The credentials reach {whole.url}."
     clean()
 
 
@@ -162,13 +176,13 @@ def test_a_key_that_reaches_the_bucket_of_another_role_is_said(place, rgw, clean
     other = StoreSpec(
         url=f"s3://{rgw.create_bucket(f'bucket-{secrets.token_hex(6)}')}", endpoint=rgw.endpoint
     )
-    both = {"write": credentials(rgw.full), "read": credentials(rgw.full)}
+    both = {"write_credentials": credentials(rgw.full), "read_credentials": credentials(rgw.full)}
     found = run(
         {"gradients": AuditedRole(store=place, **both), "dataset": AuditedRole(store=other)}
     )
     assert found.exit_code == 20
     reached = [one for one in found.findings if one.operation is Operation.OTHER_BUCKET]
-    assert [one.sentence for one in reached] == [f"It reaches {other.url}."] * 2
+    assert [one.message for one in reached] == [f"The credentials reach {other.url}."] * 2
     assert found.notes == (
         "gradients: the credentials to read and to write are one key.",
         "dataset: there are no credentials to read.",
@@ -183,20 +197,26 @@ def test_a_store_that_does_not_keep_its_word_is_told(place, rgw, monkeypatch, cl
 
     monkeypatch.setattr("millrace.audit.access.create", put_instead)
     below = place.model_copy(update={"url": place.url.removesuffix("/below/here")})
-    found = run({"gradients": AuditedRole(store=below, write=credentials(rgw.full))})
+    found = run({"gradients": AuditedRole(store=below, write_credentials=credentials(rgw.full))})
     assert found.exit_code == 21
-    (wrong,) = (one for one in found.findings if one.verdict is not AccessVerdict.RIGHT)
-    assert (wrong.operation, wrong.seen) == (Operation.CREATE, Answer.WRONG)
+    (wrong,) = (one for one in found.findings if one.verdict is not AccessVerdict.CORRECT)
+    assert (wrong.operation, wrong.actual) == (Operation.CREATE, RequestOutcome.WRONG)
     clean()
 
 
 def test_credentials_that_have_ended_or_are_about_to_are_said():
     now = datetime.now(UTC)
-    near = Credentials(access_key_id="a", secret_access_key="s", expires=now + timedelta(hours=1))
-    past = Credentials(access_key_id="b", secret_access_key="s", expires=now - timedelta(hours=1))
+    near = Credentials(
+        access_key_id="a", secret_access_key="s", expires_at=now + timedelta(hours=1)
+    )
+    past = Credentials(
+        access_key_id="b", secret_access_key="s", expires_at=now - timedelta(hours=1)
+    )
     (port,) = free_ports(1)
     store = StoreSpec(url="s3://bucket", endpoint=f"http://127.0.0.1:{port}")
-    found = run({"dataset": AuditedRole(store=store, read=near, write=past)})
+    found = run(
+        {"dataset": AuditedRole(store=store, read_credentials=near, write_credentials=past)}
+    )
     assert "to read end at" in found.notes[0]
     assert "to write ended at" in found.notes[1]
 
@@ -204,7 +224,7 @@ def test_credentials_that_have_ended_or_are_about_to_are_said():
 def test_an_audit_of_nothing_is_no_proof(place):
     with pytest.raises(ValidationError, match="no role has credentials"):
         run({"gradients": AuditedRole(store=place)})
-    assert not AuditReport(findings=(), notes=()).proven
+    assert not AuditReport(findings=(), notes=()).is_proven
 
 
 def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, place, rgw):
@@ -216,7 +236,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, place, rgw):
                 "roles": {
                     "gradients": {
                         "store": {"url": below, "endpoint": place.endpoint},
-                        "read": {
+                        "read_credentials": {
                             "access_key_id": key.access_key_id,
                             "secret_access_key": key.secret_access_key,
                         },
@@ -233,8 +253,8 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, place, rgw):
     assert ["list", "allowed"] in lines
     assert ["put", "denied"] in lines
     assert ["get", "UNPROVEN"] in lines
-    assert "There is no object to try it on: none could be written." in done.output
-    assert done.output.count("There is no object to try it on") == 1
+    assert "There is no object to try the operation on: none could be written." in done.output
+    assert done.output.count("There is no object to try the operation on") == 1
     assert done.output.splitlines()[-1].endswith(
         "of 9 operations are as they should be, 4 unproven."
     )
@@ -249,8 +269,8 @@ def test_a_dead_endpoint_is_one_sentence_within_seconds(tmp_path: Path):
     roles = {
         name: {
             "store": {"url": f"s3://{name}", "endpoint": f"http://127.0.0.1:{port}"},
-            "read": pair,
-            "write": pair,
+            "read_credentials": pair,
+            "write_credentials": pair,
         }
         for name in ("gradients", "dataset", "aggregator")
     }
@@ -267,7 +287,7 @@ def test_one_endpoint_is_asked_once_whether_it_answers(monkeypatch: pytest.Monke
     real = list_objects
 
     def counted(store: Store, prefix: str) -> object:
-        asked.append(store.spec.patience.total_seconds())
+        asked.append(store.spec.retry_timeout.total_seconds())
         return real(store, prefix)
 
     monkeypatch.setattr("millrace.audit.access.list_objects", counted)
@@ -276,12 +296,12 @@ def test_one_endpoint_is_asked_once_whether_it_answers(monkeypatch: pytest.Monke
         {
             name: AuditedRole(
                 store=StoreSpec(url=f"s3://{name}", endpoint=f"http://127.0.0.1:{port}"),
-                read=pair,
-                write=pair,
+                read_credentials=pair,
+                write_credentials=pair,
             )
             for name in ("one", "two")
         }
     )
     assert asked == [QUICK.total_seconds()]
     assert verdicts(found) == {AccessVerdict.UNPROVEN}
-    assert len({one.sentence for one in found.findings}) == 1
+    assert len({one.message for one in found.findings}) == 1

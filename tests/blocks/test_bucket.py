@@ -77,7 +77,7 @@ def test_without_credentials_for_a_right_it_does_not_take_the_others() -> None:
 
 def test_with_no_credentials_at_all_the_environment_is_asked() -> None:
     block = Bucket(role=BucketRole.DATASET, url="s3://x")
-    assert block.spec("read").credentials is None
+    assert block.make_spec("read").credentials is None
 
 
 def test_an_r2_bucket_may_name_its_account_apart() -> None:
@@ -117,7 +117,7 @@ def test_a_certificate_authority_is_handed_on(tmp_path: Path) -> None:
     credentials = pair(Key("a", "b"))
     credentials.aws_client_parameters = AwsClientParameters(verify_cert_path=tmp_path / "ca.pem")
     block = Bucket(role=BucketRole.DATASET, url="s3://x", read_credentials=credentials)
-    assert block.spec("read").ca_file == tmp_path / "ca.pem"
+    assert block.make_spec("read").ca_file == tmp_path / "ca.pem"
 
 
 def test_a_place_that_is_no_url_is_refused() -> None:

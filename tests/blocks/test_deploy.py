@@ -31,7 +31,7 @@ def deploy(server: PrefectServer, folder: Path = REPOSITORY) -> "subprocess.Comp
 def test_deploy_needs_no_setup_before_it(fresh_server: PrefectServer) -> None:
     done = deploy(fresh_server)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "work pool millrace: made" in done.stdout
+    assert "work pool millrace: created" in done.stdout
     missing = "millrace-bucket/gradients, millrace-bucket/dataset, millrace-bucket/aggregator"
     assert f"Missing blocks: {missing}." in done.stdout
     assert "`millrace setup` makes them" in done.stdout

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from blocks import BucketRole
-from blocks.environment import LIST, BucketSettings, buckets_of
+from blocks.environment import BUCKET_LIST_VARIABLE, BucketSettings, read_buckets
 from millrace.errors import ConfigurationError
 from millrace.storage import Right
 
@@ -32,7 +32,7 @@ def variables(*roles: BucketRole) -> dict[str, str]:
 
 def test_every_missing_variable_is_named_at_once_with_its_purpose() -> None:
     with pytest.raises(ConfigurationError) as refusal:
-        buckets_of(
+        read_buckets(
             {"R2_DATASET_BUCKET_NAME": "x", "R2_DATASET_ACCOUNT_ID": ""}, list(BucketRole), RIGHTS
         )
     lines = str(refusal.value).splitlines()[1:-1]
@@ -42,9 +42,9 @@ def test_every_missing_variable_is_named_at_once_with_its_purpose() -> None:
 
 
 def test_each_role_becomes_a_bucket_with_two_key_pairs() -> None:
-    found = buckets_of(variables(*BucketRole), list(BucketRole), RIGHTS)
+    found = read_buckets(variables(*BucketRole), list(BucketRole), RIGHTS)
     assert [bucket.name for bucket in found] == [role.value for role in BucketRole]
-    block = found[1].block(found[1].pairs)
+    block = found[1].make_block(found[1].key_pairs)
     assert block.url == f"r2://{ACCOUNT}/dataset"
     reading, writing = block.spec("read").credentials, block.spec("write").credentials
     assert reading is not None
@@ -55,19 +55,19 @@ def test_each_role_becomes_a_bucket_with_two_key_pairs() -> None:
 
 def test_one_right_asks_only_for_its_keys() -> None:
     given = {n: v for n, v in variables(BucketRole.DATASET).items() if "WRITE" not in n}
-    (found,) = buckets_of(given, [BucketRole.DATASET], [Right.READ])
-    assert list(found.pairs) == [Right.READ]
+    (found,) = read_buckets(given, [BucketRole.DATASET], [Right.READ])
+    assert list(found.key_pairs) == [Right.READ]
 
 
 def test_another_endpoint_is_used_for_all() -> None:
     given = {**variables(BucketRole.DATASET), "R2_ENDPOINT": "http://127.0.0.1:9"}
-    (found,) = buckets_of(given, [BucketRole.DATASET], RIGHTS)
-    assert found.block(found.pairs).spec("read").endpoint == "http://127.0.0.1:9"
+    (found,) = read_buckets(given, [BucketRole.DATASET], RIGHTS)
+    assert found.make_block(found.key_pairs).spec("read").endpoint == "http://127.0.0.1:9"
 
 
 def dataset(value: str, *, own: bool = True) -> list[BucketSettings]:
-    given = {**(variables(BucketRole.DATASET) if own else {}), LIST: value}
-    return buckets_of(given, [BucketRole.DATASET], RIGHTS)
+    given = {**(variables(BucketRole.DATASET) if own else {}), BUCKET_LIST_VARIABLE: value}
+    return read_buckets(given, [BucketRole.DATASET], RIGHTS)
 
 
 def test_the_bucket_list_may_be_urls() -> None:
@@ -87,8 +87,12 @@ def test_the_bucket_list_may_be_buckets_with_keys_of_their_own(tmp_path: Path) -
     for value in (json.dumps(entries), str(file)):
         one, two, bucket = dataset(value)
         assert bucket.mirrors == ("dataset-mirror-1", "dataset-mirror-2")
-        assert (one.name, one.bucket, list(one.pairs)) == ("dataset-mirror-1", "one", RIGHTS)
-        assert (two.name, two.bucket, list(two.pairs)) == ("dataset-mirror-2", "two", [Right.READ])
+        assert (one.name, one.bucket, list(one.key_pairs)) == ("dataset-mirror-1", "one", RIGHTS)
+        assert (two.name, two.bucket, list(two.key_pairs)) == (
+            "dataset-mirror-2",
+            "two",
+            [Right.READ],
+        )
 
 
 def test_alone_the_bucket_list_begins_with_the_bucket_itself() -> None:
@@ -122,4 +126,4 @@ def test_a_bucket_list_of_another_form_is_refused_without_its_secrets(
 def test_an_account_is_32_hexadecimal_digits() -> None:
     given = {**variables(BucketRole.DATASET), "R2_DATASET_ACCOUNT_ID": "my-account"}
     with pytest.raises(ConfigurationError, match="R2_DATASET_ACCOUNT_ID is no R2 account"):
-        buckets_of(given, [BucketRole.DATASET], RIGHTS)
+        read_buckets(given, [BucketRole.DATASET], RIGHTS)

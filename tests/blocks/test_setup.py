@@ -24,11 +24,11 @@ def test_setup_twice_changes_nothing(prefect_api: PrefectServer) -> None:
     }
     shown = prefect_api.run("millrace", "setup", "--dry-run", environment=environment)
     assert shown.returncode == 0, shown.stderr
-    assert outcomes(shown.stdout)["block millrace-bucket/dataset"] == "would be made"
+    assert outcomes(shown.stdout)["block millrace-bucket/dataset"] == "would be created"
 
     first = prefect_api.run("millrace", "setup", environment=environment)
     assert first.returncode == 0, first.stderr
-    made = {what for what, outcome in outcomes(first.stdout).items() if outcome == "made"}
+    made = {what for what, outcome in outcomes(first.stdout).items() if outcome == "created"}
     assert made >= {
         "block aws-credentials/gradients-read", "block aws-credentials/aggregator-write",
         "block aws-credentials/dataset-mirror-2-read", "block millrace-bucket/dataset-mirror-2",
@@ -39,7 +39,7 @@ def test_setup_twice_changes_nothing(prefect_api: PrefectServer) -> None:
     assert set(outcomes(first.stdout)) == set(outcomes(shown.stdout))
 
     second = prefect_api.run("millrace", "setup", environment=environment)
-    assert set(outcomes(second.stdout).values()) == {"as it was"}, second.stdout
+    assert set(outcomes(second.stdout).values()) == {"unchanged"}, second.stdout
     with prefect_api.client() as client:
         assert len(client.read_automations_by_name("millrace-zombies")) == 1
         assert client.read_work_pool("millrace").type == "process"
@@ -47,9 +47,9 @@ def test_setup_twice_changes_nothing(prefect_api: PrefectServer) -> None:
     changed = prefect_api.run(
         "millrace", "setup", environment=environment | {"HF_TOKEN": "another token"}
     )
-    different = {w for w, outcome in outcomes(changed.stdout).items() if outcome != "as it was"}
+    different = {w for w, outcome in outcomes(changed.stdout).items() if outcome != "unchanged"}
     assert different == {"block hugging-face-credentials/hugging-face"}
-    specs = Bucket.load("dataset").mirror_specs()
+    specs = Bucket.load("dataset").make_mirror_specs()
     assert [spec.url for spec in specs] == ["s3://plain", f"r2://{ACCOUNT}/mirror"]
 
 

@@ -40,8 +40,8 @@ def make(place: StoreSpec, tmp_path: Path) -> Make:
     def made(**more: Any) -> WorkerSettings:
         settings = {
             "campaign": "small", "uid": "worker-0", "run": RunSettings(run="small/run", windows=4),
-            "reads": place, "writes": place, "command": ("true",), "epoch": 2,
-            "dataset": "text", "root": tmp_path / "data", "pause": "PT0S",
+            "read_store": place, "write_store": place, "command": ("true",), "windows_per_epoch": 2,
+            "dataset": "text", "data_folder": tmp_path / "data", "restart_delay": "PT0S",
         } | more  # fmt: skip
         return WorkerSettings.model_validate(settings)
 
@@ -64,25 +64,23 @@ def owned(store: Store, epochs: int = 1) -> Generator[None]:
         owning.result()
 
 
-def seal(store: Store, shards: int) -> None:
-    """Put a dataset there: shards of a sample each, and one that is held out."""
+def finalize_dataset(store: Store, shards: int) -> None:
+    """Write a complete dataset: shards of a sample each, and one that is held out."""
     made: list[ManifestShard] = []
     for number in range(shards + 1):
-        partition = "val" if number == shards else "train"
+        split = "val" if number == shards else "train"
         with io.BytesIO() as body:
             with tarfile.open(fileobj=body, mode="w") as tar:
                 member = tarfile.TarInfo(f"{number}.txt")
                 member.size = 100
                 tar.addfile(member, io.BytesIO(str(number).encode() * 100))
             data = body.getvalue()
-        key = f"text/shards/{partition}-00000-{number:06d}.tar"
+        key = f"text/shards/{split}-00000-{number:06d}.tar"
         put(store, key, data)
         digest = hashlib.sha256(data).hexdigest()
-        made.append(
-            ManifestShard(key=key, partition=partition, samples=1, size=len(data), sha256=digest)
-        )
+        made.append(ManifestShard(key=key, split=split, samples=1, size=len(data), sha256=digest))
     manifest = Manifest(
-        dataset="text", plan="", format="webdataset", shards=tuple(made),
+        dataset="text", plan_digest="", format="webdataset", shards=tuple(made),
         samples={"train": shards, "val": 1}, size=sum(one.size for one in made), quarantined=0,
     )  # fmt: skip
     commit_once(store, DatasetKeys("text").manifest, manifest)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.campaigns.worker import check_here, check_repository
+from millrace.campaigns.worker import check_local_command, check_repository_command
 from millrace.errors import ConfigurationError
 from millrace.remote import CodeRepository
 
@@ -49,7 +49,7 @@ WRONG = [
 
 @pytest.mark.parametrize("command", [*RIGHT, f"{sys.executable} -m json.tool", "true"])
 def test_a_command_that_this_machine_can_run_passes(command: str, folder: Path) -> None:
-    check_here(command.split(), folder)
+    check_local_command(command.split(), folder)
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ def test_a_command_that_this_machine_cannot_run_is_refused(
     command: str, said: str, folder: Path
 ) -> None:
     with pytest.raises(ConfigurationError, match=r"training\.command.*" + said):
-        check_here(command.split(), folder)
+        check_local_command(command.split(), folder)
 
 
 def test_a_folder_that_does_not_exist_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match="no folder"):
-        check_here(["true"], folder / "none")
+        check_local_command(["true"], folder / "none")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_folder_that_does_not_exist_is_refused(folder: Path) -> None:
 def test_a_command_that_a_machine_may_be_able_to_run_passes(
     command: str, repository: CodeRepository
 ) -> None:
-    check_repository(command.split(), repository)
+    check_repository_command(command.split(), repository)
 
 
 @pytest.mark.parametrize(("command", "said"), [*WRONG, ("python -m deep.rnu", "deep.rnu")])
@@ -86,14 +86,14 @@ def test_a_command_whose_file_is_not_in_the_repository_is_refused(
     command: str, said: str, repository: CodeRepository
 ) -> None:
     with pytest.raises(ConfigurationError, match=r"training\.command.*" + said):
-        check_repository(command.split(), repository)
+        check_repository_command(command.split(), repository)
 
 
 def test_a_branch_that_does_not_exist_is_refused(repository: CodeRepository) -> None:
     with pytest.raises(ConfigurationError, match="has no mian: name a branch"):
-        check_repository(["true"], repository.model_copy(update={"repo_ref": "mian"}))
+        check_repository_command(["true"], repository.model_copy(update={"repo_ref": "mian"}))
 
 
 def test_of_a_repository_that_cannot_be_read_from_here_nothing_is_known(tmp_path: Path) -> None:
     elsewhere = CodeRepository(repo_url=(tmp_path / "none").as_uri())
-    check_repository(["python", "train.py"], elsewhere)
+    check_repository_command(["python", "train.py"], elsewhere)

@@ -71,7 +71,8 @@ def test_a_machine_is_warmed_before_its_script_runs(
     put(store, CampaignKeys("small").warming, b"{}")
     brought = tmp_path / "data/weights.bin"
     settings = make(
-        warm="PT5M", command=script(tmp_path / "ran", f'assert pathlib.Path("{brought}").exists()')
+        prewarm_timeout="PT5M",
+        command=script(tmp_path / "ran", f'assert pathlib.Path("{brought}").exists()'),
     )
     key, (port,) = "k" * 32, free_ports(1)
     environment = {**os.environ, "MILLRACE_NODE_KEY": key, "VAST_TCP_PORT_70000": str(port)}

@@ -10,36 +10,42 @@ import pytest
 from botocore.exceptions import ClientError
 from pydantic import SecretStr
 
-from millrace.campaigns.worker import TrainingPlan, WorkerSettings, training_program, worker_file
+from millrace.campaigns.worker import (
+    TrainingPlan,
+    WorkerSettings,
+    make_training_program,
+    render_worker_settings,
+)
 from millrace.gradients import RunSettings
 from millrace.keys import CampaignKeys, CheckpointKeys, CooldownKeys
 from millrace.remote import CodeRepository
-from millrace.rentals import Account, Instance, OfferRequest, RentSettings, node_key
-from millrace.rentals.startup import environment
-from millrace.settings import load
+from millrace.rentals import Instance, OfferRequest, RentalSettings, VastAccount, derive_node_key
+from millrace.rentals.startup import make_environment
+from millrace.settings import load_settings
 from millrace.storage import StoreSpec, open_store
 from millrace.testing.rgw import RGW, Key
 from tests.stores import credentials
 
 PLAN = TrainingPlan(
     campaign="c", workers=3, run=RunSettings(run="c/run"), command=("true",), dataset="text",
-    warm=timedelta(minutes=5),
+    prewarm_timeout=timedelta(minutes=5),
 )  # fmt: skip
 REPOSITORY = CodeRepository(repo_url="https://example.org/x")
 
 
-def rent(store: StoreSpec, key: str = "account", **more: str) -> RentSettings:
-    program, reach = training_program(PLAN, store, REPOSITORY)
-    return RentSettings(
-        name="c", store=store, account=Account(api_key=SecretStr(key)), program=program,
-        reach=reach, request=OfferRequest(max_hourly=1.0, max_total=1.0), count=3, **more,
+def rent(store: StoreSpec, key: str = "account", **more: str) -> RentalSettings:
+    program, storage_grants = make_training_program(PLAN, store, REPOSITORY)
+    return RentalSettings(
+        name="c", store=store, account=VastAccount(api_key=SecretStr(key)), program=program,
+        storage_grants=storage_grants, request=OfferRequest(max_hourly=1.0, max_total=1.0),
+        machines=3, **more,
     )  # fmt: skip
 
 
 def test_the_file_of_a_worker_has_no_secret(rgw: RGW) -> None:
     pair = credentials(rgw.full)
     store = StoreSpec(url="s3://bucket", endpoint=rgw.endpoint, credentials=pair)
-    text = worker_file(PLAN, store, 2)
+    text = render_worker_settings(PLAN, store, 2)
     assert rgw.full.secret_access_key not in text
     assert rgw.full.access_key_id not in text
 
@@ -48,11 +54,11 @@ def test_a_machine_writes_its_own_gradients_and_never_the_chain(rgw: RGW, bucket
     role = rgw.create_role(f"worker-{secrets.token_hex(4)}")
     full = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=credentials(rgw.full))
     settings = rent(full, role_arn=role)
-    found = environment(
-        open_store(full), settings, 0, 1, 0.0, lifetime=timedelta(hours=1), url="https://x"
+    found = make_environment(
+        open_store(full), settings, 0, 1, 0.0, lifetime=timedelta(hours=1), vast_url="https://x"
     )
-    order = json.loads(base64.b64decode(found["MILLRACE_ORDER"]))
-    given = order["write"]["credentials"]
+    config = json.loads(base64.b64decode(found["MILLRACE_ORDER"]))
+    given = config["write_store"]["credentials"]
     pair = Key(given["access_key_id"], given["secret_access_key"], given["session_token"])
     client = rgw.client(pair)
     own = CooldownKeys("c/model", 3)
@@ -75,20 +81,20 @@ def test_a_machine_writes_its_own_gradients_and_never_the_chain(rgw: RGW, bucket
     ):  # fmt: skip
         with pytest.raises(ClientError, match=r"AccessDenied|403"):
             client.put_object(Bucket=bucket, Key=key, Body=b"x")
-    assert order["node_key"] == node_key(settings.account, "c", 0).get_secret_value()
+    assert config["node_key"] == derive_node_key(settings.account, "c", 0).get_secret_value()
     assert "account" not in json.dumps(found)
 
 
 def test_machines_that_listen_have_a_port_that_is_open() -> None:
-    assert rent(StoreSpec(url="file:///x")).wanted.ports == 1
+    assert rent(StoreSpec(url="file:///x")).effective_request.ports == 1
 
 
 def test_the_key_of_an_agent_is_found_again_and_is_its_own() -> None:
-    one = node_key(Account(api_key=SecretStr("a")), "c", 0)
-    assert one == node_key(Account(api_key=SecretStr("a")), "c", 0)
-    assert one != node_key(Account(api_key=SecretStr("a")), "c", 1)
-    assert one != node_key(Account(api_key=SecretStr("a")), "d", 0)
-    assert one != node_key(Account(api_key=SecretStr("b")), "c", 0)
+    one = derive_node_key(VastAccount(api_key=SecretStr("a")), "c", 0)
+    assert one == derive_node_key(VastAccount(api_key=SecretStr("a")), "c", 0)
+    assert one != derive_node_key(VastAccount(api_key=SecretStr("a")), "c", 1)
+    assert one != derive_node_key(VastAccount(api_key=SecretStr("a")), "d", 0)
+    assert one != derive_node_key(VastAccount(api_key=SecretStr("b")), "c", 0)
 
 
 def test_what_a_person_writes_is_filled_in_with_the_workers_number_and_nothing_else(
@@ -97,8 +103,8 @@ def test_what_a_person_writes_is_filled_in_with_the_workers_number_and_nothing_e
     command = ("bash", "-c", "echo ${HOME} $${X} {slot}")
     plan = PLAN.model_copy(update={"command": command})
     path = tmp_path / "worker.yaml"
-    path.write_text(worker_file(plan, StoreSpec(url="file:///x"), 2))
-    settings = load(path, WorkerSettings, {"MILLRACE_STORE": "file:///x"})
+    path.write_text(render_worker_settings(plan, StoreSpec(url="file:///x"), 2))
+    settings = load_settings(path, WorkerSettings, {"MILLRACE_STORE": "file:///x"})
     assert settings.command == ("bash", "-c", "echo ${HOME} $${X} 2")
     assert (settings.uid, settings.number, settings.workers) == ("worker-2", 2, 3)
 
@@ -124,5 +130,5 @@ def test_where_a_machine_is_reached(ports: dict[str, int], asked: int, found: st
         "id": 1, "public_ipaddr": "1.2.3.4",
         "ports": {name: [{"HostPort": str(port)}] for name, port in ports.items()},
     }  # fmt: skip
-    assert Instance.of(row).reached_at(asked) == found
-    assert Instance.of({**row, "public_ipaddr": None}).reached_at(asked) == ""
+    assert Instance.from_row(row).find_address(asked) == found
+    assert Instance.from_row({**row, "public_ipaddr": None}).find_address(asked) == ""

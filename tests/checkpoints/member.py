@@ -10,7 +10,7 @@ from pathlib import Path
 
 from millrace.checkpoints import MemberSettings, end_epoch
 from millrace.progress import Event
-from millrace.settings import load
+from millrace.settings import load_settings
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
         if event.name == "cooldown.racing":
             sys.stdin.read()
 
-    cooled = end_epoch(load(Path(settings), MemberSettings), name, progress=progress)
+    cooled = end_epoch(load_settings(Path(settings), MemberSettings), name, progress=progress)
     print(cooled.outcome, cooled.reason)
 
 

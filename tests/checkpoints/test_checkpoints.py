@@ -25,7 +25,7 @@ from millrace.checkpoints import (
 )
 from millrace.checkpoints.find import quarantine
 from millrace.checkpoints.tree import SKELETON
-from millrace.digest import sha256
+from millrace.digest import compute_sha256
 from millrace.keys import CheckpointKeys
 from millrace.progress import Event
 from millrace.records import fetch
@@ -343,10 +343,10 @@ def test_damaged_metadata_is_passed_over_until_its_step_is_saved_anew(store, kin
     again = save(store, 2, state_of(2), position={"row": 7})
     assert again.root == saved.root
     assert load(store, KEYS.job).checkpoint == again
-    record = fetch(store, KEYS.quarantine(2, sha256(body)), Quarantine)
+    record = fetch(store, KEYS.quarantine(2, compute_sha256(body)), Quarantine)
     assert record.checkpoint is None
     assert record.damage
-    assert read(store, KEYS.damaged(2, sha256(body))) == body
+    assert read(store, KEYS.damaged(2, compute_sha256(body))) == body
 
 
 def test_a_reader_moves_nothing_of_a_step_that_was_saved_anew_meanwhile(store):
@@ -408,7 +408,7 @@ def test_a_damaged_file_of_an_earlier_step_is_not_referred_to(store, kind):
 
 def test_a_save_that_fails_is_heard_of(tmp_path):
     patience = timedelta(seconds=0.1)
-    folder = open_store(StoreSpec(url=tmp_path.as_uri(), patience=patience))
+    folder = open_store(StoreSpec(url=tmp_path.as_uri(), retry_timeout=patience))
     (tmp_path / "runs").write_text("a file where the folder should be")
     saver = Saver(folder, KEYS.job, SMALL)
     saver.save(state_of(1), step=1)

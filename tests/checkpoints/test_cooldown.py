@@ -28,7 +28,7 @@ from millrace.checkpoints import (
 from millrace.checkpoints.cooldown.checkpointers import SelectionRule, order_checkpointers
 from millrace.checkpoints.cooldown.membership import commit_roster, obtain_roster
 from millrace.checkpoints.snapshot import SnapshotBuffers
-from millrace.digest import dump_canonical_json, sha256
+from millrace.digest import compute_sha256, dump_canonical_json
 from millrace.keys import CheckpointKeys, CooldownKeys, member_lease
 from millrace.lease import Holder, StoreClock, acquire
 from millrace.records import commit_once, encode_record, fetch
@@ -41,7 +41,7 @@ from millrace.schemas.checkpoint import (
     Vote,
 )
 from millrace.storage import Store, delete, exists, list_objects, open_store, put, read
-from millrace.storage.clients import boto3_client, full_key
+from millrace.storage.clients import make_boto3_client, make_full_key
 from tests.stores import spec_of
 
 JOB = "runs/one"
@@ -553,15 +553,15 @@ def test_what_only_its_member_can_read_costs_only_that_member(request, confined,
     made = confined(store, {name: store for name in names if name != liar})
     commit_roster(store, JOB, 0, names, SEED)
     content = SnapshotBuffers().snapshot(state_of(0), SMALL.part_bytes).make_content(5)
-    rest = sha256(dump_canonical_json({"position": {"sample": 9}, "run": "r"}))
+    rest = compute_sha256(dump_canonical_json({"position": {"sample": 9}, "run": "r"}))
     claim = Vote(member=liar, step=5, root=content.root, rest=rest, size=content.size)
     commit_once(store, keys.vote(liar), claim)
     found = {"vote": [keys.vote(liar)], "draft": [keys.draft(liar)]}
     for key in found.get(what) or [keys.part(liar, part.sha256) for part in content.parts]:
         size = next((p.size for p in content.parts if p.sha256 in key), 1)
-        boto3_client(store).put_object(
+        make_boto3_client(store).put_object(
             Bucket=store.location.bucket,
-            Key=full_key(store, key),
+            Key=make_full_key(store, key),
             Body=b"x" * size,
             SSECustomerAlgorithm="AES256",
             SSECustomerKey="k" * 32,

@@ -10,7 +10,7 @@ from millrace.checkpoints import ProbeVerdict, probe
 from millrace.cli import main
 from millrace.errors import ConfigurationError
 from millrace.storage import Store, StoreSpec, list_objects, open_store
-from millrace.storage.permissions import granted
+from millrace.storage.permissions import query_permissions
 from millrace.testing.faults import Fault
 from millrace.testing.key import Key
 from millrace.testing.process import free_ports
@@ -80,7 +80,8 @@ def test_google_says_which_permission_is_missing(permission, verdict, denying, r
 
 def test_a_grant_on_a_prefix_is_proven_by_the_trial_alone(denying, request, monkeypatch) -> None:
     store = open_store(spec_of("gcs", request))
-    monkeypatch.setattr("millrace.storage.permissions.granted", lambda _: frozenset[str]())
+    name = "millrace.storage.permissions.query_permissions"
+    monkeypatch.setattr(name, lambda _: frozenset[str]())
     assert probe(store, "job", patience=SHORT).is_ready
 
 
@@ -88,7 +89,7 @@ def test_google_credentials_that_are_missing_are_no_yes(gcs, tmp_path, monkeypat
     store = open_store(StoreSpec(url="gs://bucket", endpoint=gcs.endpoint))
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
     with pytest.raises(ConfigurationError, match=r"Google's credentials: .*none\.json"):
-        granted(store)
+        query_permissions(store)
 
 
 def test_room_and_time_are_looked_at(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-WORKERS = {"shards", "commits", "splits", "quarantine", "lease", "checkpoints", "gathers", "epochs"}
-DATASET = {"shards", "commits", "splits", "quarantine", "lease"}
+DATASET = {"shards", "commits", "partitions", "quarantine", "lease"}
+WORKERS = DATASET | {"checkpoints", "gathers", "epochs"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def digits(text: str, least: int) -> int | None:
 
 def what_is(key: str) -> What | None:
     """By its name, taken apart at its slashes."""
-    finders = (_of_worker, _of_gathers, _of_checkpoints, _passing, _record, _of_dataset)
+    finders = (_of_worker, _of_gathers, _of_checkpoints, _temporary, _record, _of_dataset)
     return next((found for finder in finders if (found := finder(key))), None)
 
 
@@ -85,17 +85,17 @@ def _of_checkpoints(key: str) -> What | None:
     return What("checkpoints", match[1], "", int(match[2])) if match and good(match[1]) else None
 
 
-def _passing(key: str) -> What | None:
+def _temporary(key: str) -> What | None:
     folder, _, leaf = key.rpartition("/")
     nonce = "[0-9a-f]" * 16
     if re.fullmatch(rf"_probe-{nonce}(\.bin)?|_audit-{nonce}-[a-z]+", leaf):
-        return What("passing", folder)
+        return What("temporary", folder)
     if folder.endswith("/lease/clock") and re.fullmatch(nonce, leaf):
-        return What("passing", folder.removesuffix("/lease/clock"))
+        return What("temporary", folder.removesuffix("/lease/clock"))
     if machine := re.fullmatch(r"_machines/(.+)/\d{6,}/.+", key):
-        return What("passing", f"_rentals/{machine[1]}") if good(machine[1]) else None
+        return What("temporary", f"_rentals/{machine[1]}") if good(machine[1]) else None
     plan = r"_clean/\d+T\d+-\w{8}/(plan\.jsonl|outcome\.json)"
-    return What("passing", "") if re.fullmatch(plan, key) else None
+    return What("temporary", "") if re.fullmatch(plan, key) else None
 
 
 def _record(key: str) -> What | None:
@@ -176,7 +176,7 @@ class Judge:
             self.numbers[what.kind, what.scope, what.version].add(what.number)
         self.heads: dict[tuple[str, str], tuple[int, int] | None] = {}
         self.held = set(self._held())
-        if any("junk" in rule["what"] for rule in rules):
+        if any("junk" in rule["kinds"] for rule in rules):
             self._tell_junk()
 
     def _tell_junk(self) -> None:
@@ -254,7 +254,7 @@ class Judge:
     def _first(self, about: str, key: str, what: What) -> int | None:
         for place, rule in enumerate(self.rules):
             name = "" if about == "other" else what.scope
-            if about not in rule["what"] or not self._fits(rule, key, name):
+            if about not in rule["kinds"] or not self._fits(rule, key, name):
                 continue
             if rule.get("version") and not in_range(what.version, rule["version"]):
                 continue
@@ -356,7 +356,11 @@ class Judge:
                 beside = [other for other in self.things if other.startswith(f"{folder}/")]
                 for place, rule in enumerate(self.rules):
                     young = not all(self._old(rule, other) for other in beside)
-                    if "parts" in rule["what"] and self._fits(rule, key, job) and not young:
+                    if (
+                        "checkpoint orphans" in rule["kinds"]
+                        and self._fits(rule, key, job)
+                        and not young
+                    ):
                         taken[key] = place
                         break
         return taken
@@ -368,7 +372,7 @@ class Judge:
         for place, rule in enumerate(self.rules):
             every = rule.get("keep_every")
             if (
-                "checkpoints" in rule["what"]
+                "checkpoints" in rule["kinds"]
                 and self._fits(rule, f"{folder}metadata.json", job)
                 and rank >= rule.get("keep_last", 0)
                 and not (every and step % every == 0)
@@ -384,7 +388,7 @@ class Judge:
             return {}
         for place, rule in enumerate(self.rules):
             if (
-                "shards" in rule["what"]
+                "datasets" in rule["kinds"]
                 and rule.get("name", "") in {"", name}
                 and f"{name}/".startswith(rule.get("prefix", ""))
                 and all(self._old(rule, key) for key in own)
@@ -401,10 +405,10 @@ class Judge:
         }
         taken: dict[str, int] = {}
         for key in own:
-            if key.split("/")[-2] not in {"shards", "quarantine", "splits"} or key in named:
+            if key.split("/")[-2] not in {"shards", "quarantine", "partitions"} or key in named:
                 continue
             for place, rule in enumerate(self.rules):
-                if "orphans" in rule["what"] and self._fits(rule, key, name):
+                if "dataset orphans" in rule["kinds"] and self._fits(rule, key, name):
                     if not self._pins(key):
                         taken[key] = place
                     break

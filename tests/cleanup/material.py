@@ -142,14 +142,20 @@ class Place:
             self.checkpoint(keys.job, window, [body], window=window, hours=age)
 
     def dataset(
-        self, name: str, shards: int, *, sealed: bool = True, orphans: int = 0, hours: float = 0
+        self,
+        name: str,
+        shards: int,
+        *,
+        is_complete: bool = True,
+        orphans: int = 0,
+        hours: float = 0,
     ) -> None:
         keys = DatasetKeys(name)
         source = SourceRecord(kind="jsonl", url="x", settings={}, files=0, size=0, sha256="")
         layout = ShardLayout(format="webdataset", writer={}, shard_bytes=1, shard_samples=1)
         plan = DatasetPlan(
-            dataset=name, source=source, layout=layout, seed=None, holdout=0, split_bytes=1,
-            splits=(),
+            dataset=name, source=source, layout=layout, seed=None, holdout=0, partition_bytes=1,
+            partitions=(),
         )  # fmt: skip
         self.record(keys.plan, plan, hours=hours)
         for n in range(shards + orphans):
@@ -157,13 +163,13 @@ class Place:
             key = self.put(keys.shard(shard, "tar"), f"{name} {n}".encode(), hours=hours)
             if n < shards:
                 entry = ShardCommit(
-                    split="train-00000", n=n, key=key, size=1, sha256="", samples=1, start=n,
-                    next=n + 1,
+                    partition="train-00000", number=n, key=key, size=1, sha256="", samples=1,
+                    start_cursor=n, next_cursor=n + 1,
                 )  # fmt: skip
                 self.record(keys.commit(shard), entry, hours=hours)
-        if sealed:
+        if is_complete:
             manifest = Manifest(
-                dataset=name, plan=sha256(dump_canonical_json(plan.model_dump(mode="json"))),
+                dataset=name, plan_digest=sha256(dump_canonical_json(plan.model_dump(mode="json"))),
                 format="webdataset", shards=(), samples={}, size=0, quarantined=0,
             )  # fmt: skip
             self.record(keys.manifest, manifest, hours=hours)

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millrace.cleanup import CleanSettings, Rule, What, execute, make_plan
+from millrace.cleanup import CleanupKind, CleanupSettings, Rule, execute, make_plan
 from millrace.cleanup.plans import open_plan
 from millrace.keys import ChainKeys
 from millrace.storage import list_objects, open_store
@@ -102,7 +102,7 @@ class Filling:
 
     def dataset(self, name: str) -> None:
         self.place.dataset(
-            name, self.dice.randrange(3), sealed=self.dice.random() < 0.6,
+            name, self.dice.randrange(3), is_complete=self.dice.random() < 0.6,
             orphans=self.dice.randrange(3), hours=self.hours(),
         )  # fmt: skip
         self.rarely(name, "train-00000")
@@ -133,13 +133,18 @@ OTHERS = (
     "exp-1/w2/x",
     "run/a/w1/w2/x",
 )
-NUMBERED = [What.GRADIENTS, What.START_WINDOWS, What.GATHERS, What.CHECKPOINTS]
+NUMBERED = [
+    CleanupKind.GRADIENTS,
+    CleanupKind.START_WINDOWS,
+    CleanupKind.GATHERS,
+    CleanupKind.CHECKPOINTS,
+]
 VERSIONED = NUMBERED[:3]
 
 
 @st.composite
 def rules(draw: st.DrawFn) -> Rule:
-    what = draw(st.lists(st.sampled_from(list(What)), min_size=1, max_size=5, unique=True))
+    what = draw(st.lists(st.sampled_from(list(CleanupKind)), min_size=1, max_size=5, unique=True))
     have: dict[str, Any] = {}
     have["older_than"] = timedelta(hours=draw(st.sampled_from([0, 0, 1, 24, 48, 100])))
     if not set(what) - set(VERSIONED):
@@ -149,13 +154,13 @@ def rules(draw: st.DrawFn) -> Rule:
     if not set(what) - set(NUMBERED):
         have["keep_last"] = draw(st.integers(0, 3))
         have["keep_every"] = draw(st.sampled_from([None, 2, 3]))
-    if not {What.CHECKPOINTS, What.SHARDS} & set(what):
+    if not {CleanupKind.CHECKPOINTS, CleanupKind.DATASETS} & set(what):
         have["suffix"] = draw(st.sampled_from(["", "", ".safetensors", ".tar", "n"]))
     ours = ["", "", "", "run/", "run/w", "exp-1/", "job"]
-    prefixes = ["mine/", "w1"] if What.OTHER in what else ours
+    prefixes = ["mine/", "w1"] if CleanupKind.OTHER in what else ours
     have["prefix"] = draw(st.sampled_from(prefixes))
     have["name"] = draw(st.sampled_from([""] * 9 + ["run", "run/a", "job", "words"]))
-    return Rule(what=tuple(what), **have)
+    return Rule(kinds=tuple(what), **have)
 
 
 PINS = ["run/", "job/checkpoints/step_000000002/", "mine/notes.txt", "words/", "exp-1/job/"]
@@ -176,18 +181,18 @@ def test_a_plan_is_what_an_oracle_says_and_the_run_deletes_just_that(tmp_path, s
     Filling(place, seed)
     things = files(folder)
     expected = Judge(things, [as_json(rule) for rule in some], now(), pinned=pinned).taken()
-    config = CleanSettings(store=place.store.spec, rules=tuple(some), pinned=tuple(pinned))
+    config = CleanupSettings(store=place.store.spec, rules=tuple(some), pins=tuple(pinned))
     plan = make_plan(config)
     with open_plan(place.store, plan.name) as (_, entries):
-        found = {entry.stat.key: entry.rule for entry in entries}
+        found = {entry.stat.key: entry.rule_index for entry in entries}
     assert found == expected
     assert plan.objects == len(expected)
     assert plan.size == sum(thing.size for thing in things if thing.key in expected)
     done = execute(config, plan.name)
     assert not done.failures
     assert not done.skipped
-    assert done.deleted == len(expected)
-    assert done.freed == plan.size
+    assert done.deleted_objects == len(expected)
+    assert done.deleted_bytes == plan.size
     assert keys_of(place) == {thing.key for thing in things} - expected.keys()
 
 

@@ -16,18 +16,18 @@ from pydantic import ValidationError
 from millrace import errors
 from millrace.campaigns.worker import TrainingPlan
 from millrace.cleanup import (
-    CleanSettings,
-    CleanupBucket,
-    CleanVersions,
-    DeleteGather,
+    CleanupBucketPreset,
+    CleanupKind,
+    CleanupSettings,
+    CleanVersionsPreset,
+    DeleteGatherPreset,
     Rule,
-    S3Manager,
-    What,
+    S3ManagerPreset,
     WorkerJunk,
     execute,
     executor,
     make_plan,
-    plan_wiping,
+    plan_wipe,
     read_plan,
 )
 from millrace.cleanup.plans import open_plan
@@ -47,31 +47,33 @@ from millrace.storage import (
     StoreSpec,
     delete,
     list_objects,
+    open_scoped_store,
     open_store,
     put,
     read,
-    scoped,
 )
 from millrace.testing.process import free_ports
-from tasks.campaigning import led, pin_plan
+from tasks.campaigning import hold_campaign_lease, pin_plan
 from tasks.cleaning import describe_cleaning, describe_plan
 from tests.cleanup.judge import what_is
 from tests.cleanup.material import Place, sha256
 from tests.stores import credentials, spec_of
 
 NOW = timedelta(0)
-ALL = Rule(what=tuple(set(What) - {What.OTHER, What.PASSING}), older_than=NOW)
+ALL = Rule(
+    kinds=tuple(set(CleanupKind) - {CleanupKind.OTHER, CleanupKind.TEMPORARY}), older_than=NOW
+)
 PRESETS = [
-    CleanupBucket(older_than=NOW, checkpoints=1),
-    DeleteGather(version="0.2.1"),
-    DeleteGather(version=">=0"),
-    CleanVersions(current="0.2.11"),
-    S3Manager(delete_old=timedelta(0)),
-    S3Manager(delete_old=timedelta(0), suffix=".safetensors"),
-    S3Manager(delete_old=timedelta(0), prefix="run/"),
+    CleanupBucketPreset(older_than=NOW, keep_checkpoints=1),
+    DeleteGatherPreset(version="0.2.1"),
+    DeleteGatherPreset(version=">=0"),
+    CleanVersionsPreset(current_version="0.2.11"),
+    S3ManagerPreset(older_than=timedelta(0)),
+    S3ManagerPreset(older_than=timedelta(0), suffix=".safetensors"),
+    S3ManagerPreset(older_than=timedelta(0), prefix="run/"),
 ]
 CHANGED = "it was written since the plan was made"
-BEFORE = "what has to go before it is still there"
+BEFORE = "objects that have to be deleted before it are still there"
 
 
 @pytest.fixture(params=["local", "memory", "rgw", "r2", "gcs"])
@@ -84,15 +86,15 @@ def folder(tmp_path: Path) -> Place:
     return Place(open_store((tmp_path / "bucket").as_uri()))
 
 
-def config_of(place: Place, *some: Any, **more: Any) -> CleanSettings:
-    return CleanSettings(store=place.store.spec, rules=some or (ALL,), **more)
+def config_of(place: Place, *some: Any, **more: Any) -> CleanupSettings:
+    return CleanupSettings(store=place.store.spec, rules=some or (ALL,), **more)
 
 
 def keys_of(place: Place) -> set[str]:
     return {stat.key for stat in list_objects(place.store) if not stat.key.startswith("_clean/")}
 
 
-def planned(config: CleanSettings) -> set[str]:
+def planned(config: CleanupSettings) -> set[str]:
     with open_plan(open_store(config.store), make_plan(config).name) as (_, entries):
         return {entry.stat.key for entry in entries}
 
@@ -118,10 +120,14 @@ def test_what_was_written_since_the_plan_survives_on_every_store(place):
     assert not delete(place.store, [keys[3]])
     since = place.gradient("run", "w1", 7, "1")
     done = execute(config_of(place), plan.name)
-    assert (done.deleted, done.gone, done.skipped) == (2, 1, {CHANGED: 2})
+    assert (done.deleted_objects, done.missing, done.skipped) == (2, 1, {CHANGED: 2})
     assert keys_of(place) == {keys[1], keys[2], since}
     outcome = json.loads(read(place.store, cleaning_outcome_key(plan.name)))
-    assert (outcome["objects"], outcome["gone"], outcome["skipped"]) == ({"0": 2}, 1, {CHANGED: 2})
+    assert (outcome["objects"], outcome["missing"], outcome["skipped"]) == (
+        {"0": 2},
+        1,
+        {CHANGED: 2},
+    )
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda one: one.preset)
@@ -139,7 +145,7 @@ def test_a_live_run_survives_every_preset_and_so_does_what_only_looks_like_ours(
     for step in (1, 2, 3):
         folder.checkpoint("job", step, [b"%d" % step], hours=100)
     folder.put(f"job/checkpoints/step_000000001/parts/{'a' * 64}.safetensors", hours=100)
-    folder.dataset("words", 2, sealed=False, orphans=1, hours=100)
+    folder.dataset("words", 2, is_complete=False, orphans=1, hours=100)
     for key in (
         "w1/gradient-000000001-w1-v0.2.1.safetensors",
         "gradient-000000001-w1-v0.2.1.safetensors",
@@ -165,7 +171,7 @@ def test_a_live_run_survives_every_preset_and_so_does_what_only_looks_like_ours(
     done = execute(config_of(folder, preset), plan.name)
     assert not done.failures
     assert keys_of(folder) - over == before
-    assert (keys_of(folder) == before) is not isinstance(preset, DeleteGather)
+    assert (keys_of(folder) == before) is not isinstance(preset, DeleteGatherPreset)
 
 
 def test_a_run_that_is_live_in_another_bucket_is_so_here(folder, tmp_path):
@@ -173,7 +179,7 @@ def test_a_run_that_is_live_in_another_bucket_is_so_here(folder, tmp_path):
     mine = folder.gradient("run", "w1", 0, "1")
     other = folder.gradient("run", "w1", 0, "2")
     beside.lease(ChainKeys("run", "1").job, "aggregator")
-    assert planned(config_of(folder, beside=(beside.store.spec,))) == {other}
+    assert planned(config_of(folder, related_stores=(beside.store.spec,))) == {other}
     assert planned(config_of(folder)) == {other, mine}
 
 
@@ -184,10 +190,10 @@ def test_a_lease_that_cannot_be_read_is_not_taken_for_none(folder):
         url="s3://none",
         endpoint=f"http://127.0.0.1:{port}",
         credentials=credentials(type("Key", (), {"access_key_id": "a", "secret_access_key": "b"})),
-        patience=timedelta(seconds=0.5),
+        retry_timeout=timedelta(seconds=0.5),
     )
     with pytest.raises(errors.UnavailableError):
-        make_plan(config_of(folder, beside=(dead,)))
+        make_plan(config_of(folder, related_stores=(dead,)))
     folder.put("run/lease/somebody/000000.json", b"not a record")
     with pytest.raises(errors.CorruptError):
         make_plan(config_of(folder))
@@ -199,7 +205,7 @@ def test_a_run_that_has_come_alive_since_the_plan_stays(place):
     assert plan.objects == 3
     place.lease(ChainKeys("run", "1").job, "aggregator")
     done = execute(config_of(place), plan.name)
-    assert done.deleted == 0
+    assert done.deleted_objects == 0
     assert keys < keys_of(place)
     assert list(done.skipped) == ["run/gathers/1 is worked on by elsewhere (process 1)"]
 
@@ -213,10 +219,10 @@ def test_a_checkpoint_that_is_needed_since_the_plan_stays_whole(place):
     assert plan.objects == 4  # the metadata and a file of each of two
     place.epoch("job", 0, 2)
     done = execute(config_of(place), plan.name)
-    assert done.skipped == {"somebody needs it by now": 1, BEFORE: 2}
+    assert done.skipped == {"a checkpoint or a run needs it by now": 1, BEFORE: 2}
     assert before - keys_of(place) == {"job/checkpoints/step_000000001/metadata.json"}
     done = execute(config_of(place), make_plan(config_of(place)).name)
-    assert done.deleted == 1  # the file that only the first had
+    assert done.deleted_objects == 1  # the file that only the first had
     kept = {key for key in before if "step_000000002" in key or "step_000000003" in key}
     same = next(key for key in before if sha256(b"same") in key)
     assert keys_of(place) == {*kept, same, "job/epochs/000000.json"}
@@ -226,20 +232,20 @@ def test_a_new_checkpoint_that_names_an_old_file_keeps_it(place):
     for step in (1, 2):
         place.checkpoint("job", step, [b"%d" % step])
     stray = place.put(f"job/checkpoints/step_000000001/parts/{sha256(b'new')}.safetensors", b"new")
-    rule = Rule(what=(What.PARTS,), older_than=NOW)
+    rule = Rule(kinds=(CleanupKind.CHECKPOINT_ORPHANS,), older_than=NOW)
     plan = make_plan(config_of(place, rule))
     assert plan.objects == 1
     whole = place.checkpoint("job", 3, [b"new"], homes={b"new": 1}, missing=0)
     assert whole is None
     done = execute(config_of(place, rule), plan.name)
-    assert (done.deleted, done.skipped) == (0, {"somebody needs it by now": 1})
+    assert (done.deleted_objects, done.skipped) == (0, {"a checkpoint or a run needs it by now": 1})
     assert stray in keys_of(place)
 
 
 def test_a_dataset_goes_whole_its_manifest_first_and_its_plan_last(place):
     place.dataset("old", 3)
     place.dataset("new", 2)
-    rule = Rule(what=(What.SHARDS,), name="old", older_than=NOW)
+    rule = Rule(kinds=(CleanupKind.DATASETS,), name="old", older_than=NOW)
     config = config_of(place, rule)
     with open_plan(place.store, make_plan(config).name) as (_, entries):
         order = [entry.stat.key.removeprefix("old/") for entry in entries]
@@ -247,7 +253,7 @@ def test_a_dataset_goes_whole_its_manifest_first_and_its_plan_last(place):
     assert order[-1] == "plan.json"
     assert [key.partition("/")[0] for key in order[1:-1]] == ["commits"] * 3 + ["shards"] * 3
     left = {key for key in keys_of(place) if key.startswith("new/")}
-    assert execute(config, make_plan(config).name).deleted == 8
+    assert execute(config, make_plan(config).name).deleted_objects == 8
     assert keys_of(place) == left
 
 
@@ -262,11 +268,11 @@ def test_a_key_that_cannot_be_deleted_is_said_and_the_others_go(rgw, bucket, req
     done = execute(config_of(place), plan.name)
     assert {failure.key for failure in done.failures} == {keys[2], metadata}
     assert all("refuses" in failure.reason for failure in done.failures)
-    assert done.deleted == 4
+    assert done.deleted_objects == 4
     assert done.skipped == {BEFORE: 1}  # the file of the checkpoint whose metadata is there
     rgw.client(rgw.full).delete_bucket_policy(Bucket=bucket)
     again = execute(config_of(place), plan.name)
-    assert (again.deleted, again.gone, again.failures) == (3, 4, ())
+    assert (again.deleted_objects, again.missing, again.failures) == (3, 4, ())
 
 
 def test_a_store_that_takes_no_deletes_of_many_is_cleaned_too(rgw, bucket):
@@ -274,12 +280,12 @@ def test_a_store_that_takes_no_deletes_of_many_is_cleaned_too(rgw, bucket):
     role = rgw.create_role(f"role-{secrets.token_hex(4)}")
     ttl = timedelta(minutes=15)
     # A session's policy makes RGW refuse DeleteObjects.
-    mine = scoped(open_store(key), "mine/", ttl, right=Right.WRITE, role_arn=role).spec
+    mine = open_scoped_store(open_store(key), "mine/", ttl, right=Right.WRITE, role_arn=role).spec
     place = Place(open_store(mine.model_copy(update={"url": f"s3://{bucket}/mine"})))
     for window in range(12):
         place.gradient("run", "w1", window, "1")
     done = execute(config_of(place), make_plan(config_of(place)).name)
-    assert (done.deleted, done.failures) == (12, ())
+    assert (done.deleted_objects, done.failures) == (12, ())
     assert not keys_of(place)
 
 
@@ -292,19 +298,19 @@ def test_what_cannot_be_deleted_at_all_is_not_tried_for_ever(rgw, bucket, reques
     denied(rgw, bucket, "run/*")
     plan = make_plan(config_of(place))
     done = execute(config_of(place), plan.name)
-    assert done.given_up
-    assert done.deleted == 0
+    assert done.has_given_up
+    assert done.deleted_objects == 0
     assert len(keys_of(place)) == 1500
 
 
 def test_gathers_since_the_newest_good_checkpoint_stay(folder):
     folder.chain("run", "1", 6, {2: 0, 4: 0})
-    gone = planned(config_of(folder, DeleteGather(version="1")))
+    gone = planned(config_of(folder, DeleteGatherPreset(version="1")))
     assert sorted(what_is(key).number for key in gone) == [1, 1, 2, 2, 3, 3, 4]
     job = ChainKeys("run", "1").job
     weights = next(key for key in keys_of(folder) if f"{job}/checkpoints/step_000000004/p" in key)
     folder.put(weights, b"damaged")
-    gone = planned(config_of(folder, DeleteGather(version="1")))
+    gone = planned(config_of(folder, DeleteGatherPreset(version="1")))
     assert sorted(what_is(key).number for key in gone) == [1, 1, 2]
 
 
@@ -323,7 +329,7 @@ def test_the_execution_of_what_is_no_plan_deletes_nothing(folder, tmp_path):
         put(folder.store, plan.key, body)
         with pytest.raises(errors.CorruptError, match="is no plan"):
             execute(config, plan.name)
-    wiping = plan_wiping(folder.store.spec)
+    wiping = plan_wipe(folder.store.spec)
     with pytest.raises(errors.ConfigurationError, match="asks for its name"):
         execute(config, wiping.name)
     assert keys == keys_of(folder)
@@ -353,7 +359,7 @@ def test_probes_and_old_plans_go_and_a_young_one_stays(folder):
         "a/shards/checkpoints/step_000001000/model.bin",
     ):
         folder.put(key, hours=60)
-    assert planned(config_of(folder, Rule(what=(What.PASSING,)))) == old
+    assert planned(config_of(folder, Rule(kinds=(CleanupKind.TEMPORARY,)))) == old
 
 
 def test_the_command_shows_the_very_plan_that_it_executes(folder, tmp_path):
@@ -362,8 +368,8 @@ def test_the_command_shows_the_very_plan_that_it_executes(folder, tmp_path):
     file = tmp_path / "clean.yaml"
     file.write_text(
         f"store: {{url: '{folder.store.url}'}}\n"
-        "rules:\n  - {what: [gradients], older_than: 2d, keep_last: 1}\n"
-        "  - {preset: clean_versions, current: 0.2.1}\n"
+        "rules:\n  - {kinds: [gradients], older_than: 2d, keep_last: 1}\n"
+        "  - {preset: clean_versions, current_version: 0.2.1}\n"
     )
     told = CliRunner().invoke(main, ["clean", "plan", str(file), "--keys"])
     assert told.exit_code == 0, told.output
@@ -390,7 +396,7 @@ def test_the_command_says_what_could_not_be_deleted(rgw, bucket, request, tmp_pa
         f"store:\n  url: '{place.store.url}'\n  endpoint: {rgw.endpoint}\n  credentials:\n"
         f"    access_key_id: {rgw.full.access_key_id}\n"
         f"    secret_access_key: {rgw.full.secret_access_key}\n"
-        "rules:\n  - {what: [gradients], older_than: 0h}\n"
+        "rules:\n  - {kinds: [gradients], older_than: 0h}\n"
     )
     done = CliRunner().invoke(main, ["clean", "run", str(file)])
     assert done.exit_code == 1
@@ -400,8 +406,8 @@ def test_the_command_says_what_could_not_be_deleted(rgw, bucket, request, tmp_pa
 
 
 def test_a_dataset_that_somebody_has_gone_on_with_since_the_plan_stays(folder):
-    folder.dataset("words", 2, sealed=False, hours=100)
-    rule = Rule(what=(What.SHARDS,))
+    folder.dataset("words", 2, is_complete=False, hours=100)
+    rule = Rule(kinds=(CleanupKind.DATASETS,))
     plan = make_plan(config_of(folder, rule))
     assert plan.objects == 5
     before = keys_of(folder)
@@ -410,30 +416,30 @@ def test_a_dataset_that_somebody_has_gone_on_with_since_the_plan_stays(folder):
     ahead = (datetime.now(UTC) + timedelta(minutes=1)).timestamp()
     os.utime(late, (ahead, ahead))
     done = execute(config_of(folder, rule), plan.name)
-    assert done.deleted == 0
+    assert done.deleted_objects == 0
     assert before < keys_of(folder)
 
 
 def test_an_orphan_that_its_dataset_names_by_now_stays(folder):
     folder.dataset("words", 2, orphans=1, hours=100)
-    rule = Rule(what=(What.ORPHANS,))
+    rule = Rule(kinds=(CleanupKind.DATASET_ORPHANS,))
     plan = make_plan(config_of(folder, rule))
     assert plan.objects == 1
     folder.dataset("words", 3)
     done = execute(config_of(folder, rule), plan.name)
-    assert done.deleted == 0
+    assert done.deleted_objects == 0
 
 
 def test_a_kill_between_the_phases_of_a_checkpoint_is_gone_on_from(place):
     for step in (1, 2, 3):
         place.checkpoint("job", step, [b"%d" % step])
-    rule = Rule(what=(What.CHECKPOINTS,), older_than=NOW)
+    rule = Rule(kinds=(CleanupKind.CHECKPOINTS,), older_than=NOW)
     plan = make_plan(config_of(place, rule))
     assert plan.objects == 4
     metadata = [f"job/checkpoints/step_00000000{step}/metadata.json" for step in (1, 2)]
     assert not delete(place.store, metadata)  # as the first phase had done
     done = execute(config_of(place, rule), plan.name)
-    assert (done.deleted, done.gone, done.skipped) == (2, 2, {})
+    assert (done.deleted_objects, done.missing, done.skipped) == (2, 2, {})
     assert {key.split("/")[2] for key in keys_of(place)} == {"step_000000003"}
 
 
@@ -441,7 +447,7 @@ def test_a_file_of_a_step_that_is_being_saved_again_is_not_old(folder):
     folder.checkpoint("job", 1, [b"1"], hours=100)
     adopted = f"job/checkpoints/step_000000002/parts/{sha256(b'a')}.safetensors"
     folder.put(adopted, hours=100)
-    rule = Rule(what=(What.PARTS,))
+    rule = Rule(kinds=(CleanupKind.CHECKPOINT_ORPHANS,))
     assert planned(config_of(folder, rule)) == {adopted}
     plan = make_plan(config_of(folder, rule))
     folder.put(f"job/checkpoints/step_000000002/parts/{sha256(b'b')}.safetensors")
@@ -449,42 +455,42 @@ def test_a_file_of_a_step_that_is_being_saved_again_is_not_old(folder):
     late = Path(folder.store.location.bucket) / adopted
     ahead = (datetime.now(UTC) + timedelta(minutes=1)).timestamp()
     os.utime(late.with_name(f"{sha256(b'b')}.safetensors"), (ahead, ahead))
-    assert execute(config_of(folder, rule), plan.name).deleted == 0
+    assert execute(config_of(folder, rule), plan.name).deleted_objects == 0
 
 
 def test_a_plan_that_was_made_with_another_place_beside_it_asks_for_that(folder, tmp_path):
     beside = Place(open_store((tmp_path / "aggregator").as_uri()))
     folder.gradient("run", "w1", 0, "1")
-    plan = make_plan(config_of(folder, beside=(beside.store.spec,)))
-    with pytest.raises(errors.ConfigurationError, match="aggregator beside"):
+    plan = make_plan(config_of(folder, related_stores=(beside.store.spec,)))
+    with pytest.raises(errors.ConfigurationError, match=r"related stores .*aggregator, whose"):
         execute(config_of(folder), plan.name)
 
 
 @pytest.mark.parametrize("wrong", [">=0.2.11", "<0.2", "0.2.11.", "0.2 .1", "", "!=0.2"])
 def test_a_current_version_that_is_a_range_is_refused(wrong):
     with pytest.raises(ValidationError):
-        CleanVersions(current=wrong)
+        CleanVersionsPreset(current_version=wrong)
 
 
 @pytest.mark.parametrize("wrong", ["!=0.2<0.3", ">=0.2,<0.3,foo,", ">=0.2,<0.3,!", ">=x", ">="])
 def test_a_wrong_range_of_versions_is_refused_at_once(wrong):
     with pytest.raises(ValidationError):
-        Rule(what=(What.GRADIENTS,), version=wrong)
+        Rule(kinds=(CleanupKind.GRADIENTS,), version=wrong)
 
 
 @pytest.mark.parametrize("age", ["99999999999w", "6000w", "-1h", "soon"])
 def test_a_wrong_age_is_refused(age):
     with pytest.raises(ValidationError):
-        Rule.model_validate({"what": ["gradients"], "older_than": age})
+        Rule.model_validate({"kinds": ["gradients"], "older_than": age})
 
 
 def test_a_pin_holds_what_is_below_it(folder):
     mine = folder.gradient("run", "w1", 0, "1")
     other = folder.gradient("run2", "w1", 0, "1")
     for pin in ("run", "run/", "run/w1", mine):
-        assert planned(config_of(folder, pinned=(pin,))) == {other}
+        assert planned(config_of(folder, pins=(pin,))) == {other}
     with pytest.raises(ValidationError):
-        config_of(folder, pinned=("/run",))
+        config_of(folder, pins=("/run",))
 
 
 def many(place: Place, kind: str) -> tuple[Rule, str, str]:  # noqa: PLR0911 - one for each kind
@@ -493,34 +499,46 @@ def many(place: Place, kind: str) -> tuple[Rule, str, str]:  # noqa: PLR0911 - o
         case "gradients":
             for window in range(30):
                 place.gradient("run", "w1", window, "1")
-            return Rule(what=(What.GRADIENTS,), older_than=NOW), ChainKeys("run", "1").job, "who"
+            return (
+                Rule(kinds=(CleanupKind.GRADIENTS,), older_than=NOW),
+                ChainKeys("run", "1").job,
+                "who",
+            )
         case "gathers":
             place.chain("run", "1", 30, {30: 0})
-            return Rule(what=(What.GATHERS,), older_than=NOW), ChainKeys("run", "1").job, "who"
+            return (
+                Rule(kinds=(CleanupKind.GATHERS,), older_than=NOW),
+                ChainKeys("run", "1").job,
+                "who",
+            )
         case "checkpoints":
             for step in range(30):
                 place.checkpoint("job", step, [b"%d" % step])
-            return Rule(what=(What.CHECKPOINTS,), older_than=NOW), "job", "members/m1"
+            return Rule(kinds=(CleanupKind.CHECKPOINTS,), older_than=NOW), "job", "members/m1"
         case "shards":
             place.dataset("words", 30)
-            return Rule(what=(What.SHARDS,), older_than=NOW), "words", "train-00000"
+            return Rule(kinds=(CleanupKind.DATASETS,), older_than=NOW), "words", "train-00000"
         case "trained on":
             place.dataset("words", 30)
             pin_plan.fn(place.store.spec, trained_on("words"))
-            return Rule(what=(What.SHARDS,), older_than=NOW), "small", "campaign"
+            return Rule(kinds=(CleanupKind.DATASETS,), older_than=NOW), "small", "campaign"
         case "orphans":
             place.dataset("words", 1, orphans=30)
-            return Rule(what=(What.ORPHANS,), older_than=NOW), "words", "train-00000"
+            return (
+                Rule(kinds=(CleanupKind.DATASET_ORPHANS,), older_than=NOW),
+                "words",
+                "train-00000",
+            )
         case "junk":
             place.chain("run", "1", 0, {})
             place.start_window("run", "w1", 0, "1")
             for number in range(30):
                 place.put(f"run/w1/{number}")
-            return Rule(what=(What.JUNK,), older_than=NOW), ChainKeys("run", "1").job, "who"
+            return Rule(kinds=(CleanupKind.JUNK,), older_than=NOW), ChainKeys("run", "1").job, "who"
         case _:
             for number in range(30):
                 place.put(f"mine/{number:02d}.txt")
-            return Rule(what=(What.OTHER,), older_than=NOW, prefix="mine/"), "mine", "who"
+            return Rule(kinds=(CleanupKind.OTHER,), older_than=NOW, prefix="mine/"), "mine", "who"
 
 
 @pytest.mark.parametrize("when", ["before the plan", "after the plan"])
@@ -528,7 +546,7 @@ def test_a_damaged_commit_keeps_its_datasets_orphans_and_costs_no_other(folder, 
     for name in ("others", "words"):
         folder.dataset(name, 2, orphans=1)
     key = DatasetKeys("words").commit(ShardName("train-00000", 1))
-    config = config_of(folder, Rule(what=(What.ORPHANS,), older_than=NOW))
+    config = config_of(folder, Rule(kinds=(CleanupKind.DATASET_ORPHANS,), older_than=NOW))
     before = keys_of(folder)
     if when == "before the plan":
         put(folder.store, key, b"nonsense")
@@ -552,7 +570,9 @@ def trained_on(dataset: str, campaign: str = "small") -> TrainingPlan:
 )
 def test_a_lease_that_appears_between_two_batches_ends_the_deleting(folder, monkeypatch, kind):
     monkeypatch.setattr(executor, "_BATCH", 10)
-    monkeypatch.setattr(executor, "_AT_ONCE", 1)  # each batch is settled before the next is chosen
+    monkeypatch.setattr(
+        executor, "_MAX_BATCHES", 1
+    )  # each batch is settled before the next is chosen
     rule, scope, name = many(folder, kind)
     plan = make_plan(config_of(folder, rule))
     there = keys_of(folder)
@@ -565,8 +585,8 @@ def test_a_lease_that_appears_between_two_batches_ends_the_deleting(folder, monk
 
     done = execute(config_of(folder, rule), plan.name, progress=take_lease)
     assert not done.failures
-    assert 0 < done.deleted == before[1] < plan.objects
-    assert len(there - keys_of(folder)) == done.deleted
+    assert 0 < done.deleted_objects == before[1] < plan.objects
+    assert len(there - keys_of(folder)) == done.deleted_objects
     assert any("is worked on by elsewhere (process 1)" in why for why in done.skipped)
 
 
@@ -574,12 +594,12 @@ def test_the_dataset_of_a_campaign_that_is_led_stays(folder, tmp_path):
     for name in ("words", "others"):
         folder.dataset(name, 2)
     beside = Place(open_store((tmp_path / "beside").as_uri()))
-    rule = Rule(what=(What.SHARDS,), older_than=NOW)
+    rule = Rule(kinds=(CleanupKind.DATASETS,), older_than=NOW)
     for place, campaign in ((folder, "exp/small"), (beside, "large")):
         pin_plan.fn(place.store.spec, trained_on("words", campaign))
-        config = config_of(folder, rule, beside=(beside.store.spec,))
+        config = config_of(folder, rule, related_stores=(beside.store.spec,))
         assert len(planned(config)) == 2 * 6  # the plan alone protects nothing
-        with led(place.store.spec, campaign):
+        with hold_campaign_lease(place.store.spec, campaign):
             assert {key.partition("/")[0] for key in planned(config)} == {"others"}
             plan = make_plan(config)
             (why,) = plan.totals.kept
@@ -590,7 +610,7 @@ def test_the_dataset_of_a_campaign_whose_workers_go_on_without_a_leader_stays(fo
     folder.dataset("words", 2)
     pin_plan.fn(folder.store.spec, trained_on("words"))
     folder.lease(CampaignKeys("small").job, "members/worker-3")
-    assert not planned(config_of(folder, Rule(what=(What.SHARDS,), older_than=NOW)))
+    assert not planned(config_of(folder, Rule(kinds=(CleanupKind.DATASETS,), older_than=NOW)))
 
 
 def test_orphans_whose_keys_end_in_a_slash_go_and_no_shard_goes_for_them(rgw, request):
@@ -603,13 +623,13 @@ def test_orphans_whose_keys_end_in_a_slash_go_and_no_shard_goes_for_them(rgw, re
         rgw.client(rgw.full).put_object(
             Bucket=place.store.location.bucket, Key=f"below/here/{key}", Body=b"junk"
         )
-    config = config_of(place, Rule(what=(What.ORPHANS,), older_than=NOW))
+    config = config_of(place, Rule(kinds=(CleanupKind.DATASET_ORPHANS,), older_than=NOW))
     assert planned(config) == orphans
-    assert execute(config, make_plan(config).name).deleted == 2
+    assert execute(config, make_plan(config).name).deleted_objects == 2
     assert keys_of(place) == there
 
 
-STEPS = Rule(what=(What.CHECKPOINTS,), keep_last=1, older_than=NOW)
+STEPS = Rule(kinds=(CleanupKind.CHECKPOINTS,), keep_last=1, older_than=NOW)
 
 
 def checkpoints_of(place: Place, *jobs: str) -> None:
@@ -672,7 +692,7 @@ def test_no_checkpoint_goes_while_the_start_of_a_campaigns_run_cannot_be_read(
     place = Place(open_store((tmp_path / "beside").as_uri())) if elsewhere else folder
     pin_plan.fn(place.store.spec, trained_on("words"))
     place.put(ChainKeys(CampaignKeys("small").run, "1").link(0), b"nonsense")
-    config = config_of(folder, STEPS, beside=(place.store.spec,) if elsewhere else ())
+    config = config_of(folder, STEPS, related_stores=(place.store.spec,) if elsewhere else ())
     assert not planned(config)
 
 
@@ -689,10 +709,10 @@ def test_a_damaged_plan_of_a_campaign_stops_no_cleaning(folder, body):
     folder.dataset("words", 2)
     folder.put("small/campaign/plan.json", body)
     folder.lease("small", "campaign")
-    assert len(planned(config_of(folder, Rule(what=(What.SHARDS,), older_than=NOW)))) == 6
+    assert len(planned(config_of(folder, Rule(kinds=(CleanupKind.DATASETS,), older_than=NOW)))) == 6
 
 
-JUNK = Rule(what=(What.JUNK,), older_than=NOW)
+JUNK = Rule(kinds=(CleanupKind.JUNK,), older_than=NOW)
 
 
 def test_a_workers_junk_goes_from_every_store_and_is_counted(place):
@@ -709,7 +729,7 @@ def test_a_workers_junk_goes_from_every_store_and_is_counted(place):
     assert plan.totals.junk == tally
     assert read_plan(place.store, plan.name).totals.junk == tally
     done = execute(config_of(place, JUNK), plan.name)
-    assert (done.deleted, done.skipped, done.failures, done.junk) == (3, {}, (), tally)
+    assert (done.deleted_objects, done.skipped, done.failures, done.junk) == (3, {}, (), tally)
     assert keys_of(place) == stays
     assert not execute(config_of(place, JUNK), plan.name).junk
     assert json.loads(read(place.store, cleaning_outcome_key(plan.name)))["junk"] == []
@@ -724,7 +744,7 @@ def test_junk_with_names_that_no_store_of_ours_writes_is_removed(rgw, bucket, re
         client.put_object(Bucket=bucket, Key=f"below/here/{key}", Body=b"x")
     plan = make_plan(config_of(place, JUNK))
     done = execute(config_of(place, JUNK), plan.name)
-    assert (done.deleted, done.failures) == (len(odd), ())
+    assert (done.deleted_objects, done.failures) == (len(odd), ())
     assert done.junk == (WorkerJunk("run", "w1", len(odd), len(odd)),)
 
 
@@ -734,7 +754,7 @@ def test_junk_of_a_campaigns_workers_goes_though_its_plan_is_in_another_bucket(f
     junk = {folder.put(f"{prefix}x") for prefix in CampaignKeys("small").list_write_prefixes(3)}
     folder.put("small/run/worker-x/x")
     assert not planned(config_of(folder, JUNK))
-    assert planned(config_of(folder, JUNK, beside=(beside.store.spec,))) == junk
+    assert planned(config_of(folder, JUNK, related_stores=(beside.store.spec,))) == junk
 
 
 @pytest.mark.parametrize("where", ["here", "beside"])
@@ -744,16 +764,16 @@ def test_junk_stays_while_its_run_is_worked_on_is_pinned_or_is_young(folder, tmp
     beside = Place(open_store((tmp_path / "beside").as_uri()))
     of_chain = folder if where == "here" else beside
     of_chain.chain("run", "2", 0, {})
-    old = Rule(what=(What.JUNK,), older_than=timedelta(hours=2))
-    config = config_of(folder, old, beside=(beside.store.spec,))
-    assert not planned(config_of(folder, old, pinned=("run/w1",)))
+    old = Rule(kinds=(CleanupKind.JUNK,), older_than=timedelta(hours=2))
+    config = config_of(folder, old, related_stores=(beside.store.spec,))
+    assert not planned(config_of(folder, old, pins=("run/w1",)))
     plan = make_plan(config)
     assert plan.objects == 1
     of_chain.lease(ChainKeys("run", "2").job, "aggregator")
     assert not planned(config)
-    assert not execute(config, plan.name).deleted
+    assert not execute(config, plan.name).deleted_objects
     put(of_chain.store, LeaseKeys(ChainKeys("run", "2").job, "aggregator").end(0), b"elsewhere")
-    assert execute(config, plan.name).deleted == 1
+    assert execute(config, plan.name).deleted_objects == 1
     assert key not in keys_of(folder)
     assert young in keys_of(folder)
 
@@ -763,7 +783,7 @@ def test_a_plan_of_junk_is_gone_on_from_when_what_proved_its_worker_is_gone(fold
     junk = folder.put("run/w1/x")
     plan = make_plan(config_of(folder, JUNK))
     delete(folder.store, [proof])
-    assert execute(config_of(folder, JUNK), plan.name).deleted == 1
+    assert execute(config_of(folder, JUNK), plan.name).deleted_objects == 1
     assert junk not in keys_of(folder)
 
 

@@ -8,7 +8,14 @@ import pytest
 from click.testing import CliRunner
 
 from millrace import errors
-from millrace.cleanup import abort_uploads, executor, name_to_type, plan_wiping, survey_wiping, wipe
+from millrace.cleanup import (
+    abort_uploads,
+    executor,
+    make_confirmation,
+    plan_wipe,
+    survey_wipe,
+    wipe,
+)
 from millrace.cli import main
 from millrace.keys import ChainKeys, RentalKeys
 from millrace.progress import Event
@@ -51,14 +58,19 @@ def fill(place: Place) -> set[str]:
 
 def test_all_goes_once_its_name_was_typed_and_nothing_before(place):
     there = fill(place)
-    plan = plan_wiping(place.store.spec)
+    plan = plan_wipe(place.store.spec)
     assert plan.objects == len(there)
-    for wrong in ("", "wrong", place.store.url, name_to_type(place.store.location).upper() + "x"):
+    for wrong in (
+        "",
+        "wrong",
+        place.store.url,
+        make_confirmation(place.store.location).upper() + "x",
+    ):
         with pytest.raises(errors.ConfigurationError, match="nothing was deleted"):
             wipe(place.store.spec, plan.name, confirm=wrong)
     assert there < keys_of(place)
-    done = wipe(place.store.spec, plan.name, confirm=name_to_type(place.store.location))
-    assert (done.deleted, done.failures) == (len(there), ())
+    done = wipe(place.store.spec, plan.name, confirm=make_confirmation(place.store.location))
+    assert (done.deleted_objects, done.failures) == (len(there), ())
     assert not keys_of(place)
 
 
@@ -66,21 +78,21 @@ def test_what_is_beside_the_prefix_stays(rgw, bucket, request):
     spec = spec_of("rgw", request)
     for key in ("below/here2/x", "below/her", "below/here/x"):
         rgw.client(rgw.full).put_object(Bucket=bucket, Key=key, Body=b"x")
-    assert name_to_type(open_store(spec).location) == f"{bucket}/below/here"
-    wipe(spec, plan_wiping(spec).name, confirm=f"{bucket}/below/here")
+    assert make_confirmation(open_store(spec).location) == f"{bucket}/below/here"
+    wipe(spec, plan_wipe(spec).name, confirm=f"{bucket}/below/here")
     left = rgw.client(rgw.full).list_objects_v2(Bucket=bucket)["Contents"]
     assert {stat["Key"] for stat in left} == {"below/here2/x", "below/her"}
 
 
 def test_a_store_where_somebody_works_is_not_wiped(place):
     fill(place)
-    plan = plan_wiping(place.store.spec)
+    plan = plan_wipe(place.store.spec)
     there = keys_of(place)
     place.lease(ChainKeys("run", "1").job, "aggregator")
     with pytest.raises(errors.HeldError, match="run/gathers/1 is worked on by elsewhere"):
-        wipe(place.store.spec, plan.name, confirm=name_to_type(place.store.location))
+        wipe(place.store.spec, plan.name, confirm=make_confirmation(place.store.location))
     with pytest.raises(errors.HeldError):
-        plan_wiping(place.store.spec)
+        plan_wipe(place.store.spec)
     assert there < keys_of(place)
 
 
@@ -89,38 +101,42 @@ def test_a_ledger_of_machines_that_are_not_given_back_is_not_wiped(place):
     keys = RentalKeys("fleet")
     for part in (keys.intent(0), keys.returned(0), keys.intent(1)):
         put(place.store, part, b"{}")  # of a machine that came back, and of one that did not
-    for look in (survey_wiping, plan_wiping):
-        with pytest.raises(errors.HeldError, match="the machines of fleet"):
+    for look in (survey_wipe, plan_wipe):
+        with pytest.raises(
+            errors.HeldError, match="holds the ledger of fleet, whose machines are not returned"
+        ):
             look(place.store.spec)
     put(place.store, keys.returned(1), b"{}")
     done = wipe(
-        place.store.spec, plan_wiping(place.store.spec).name,
-        confirm=name_to_type(place.store.location),
+        place.store.spec, plan_wipe(place.store.spec).name,
+        confirm=make_confirmation(place.store.location),
     )  # fmt: skip
-    assert done.deleted == len(there) + 4
+    assert done.deleted_objects == len(there) + 4
     assert not keys_of(place)
 
 
 def test_what_was_written_since_a_wiping_was_planned_stays(place):
     there = fill(place)
-    plan = plan_wiping(place.store.spec)
+    plan = plan_wipe(place.store.spec)
     put(place.store, "new", b"new")
     put(place.store, "mine/notes.txt", b"rewritten")
-    done = wipe(place.store.spec, plan.name, confirm=name_to_type(place.store.location))
-    assert done.deleted == len(there) - 1
+    done = wipe(place.store.spec, plan.name, confirm=make_confirmation(place.store.location))
+    assert done.deleted_objects == len(there) - 1
     assert keys_of(place) == {"new", "mine/notes.txt"}
 
 
 def test_a_lease_that_appears_between_two_batches_ends_the_wiping(tmp_path, monkeypatch):
     monkeypatch.setattr(executor, "_BATCH", 10)
-    monkeypatch.setattr(executor, "_AT_ONCE", 1)  # each batch is settled before the next is chosen
+    monkeypatch.setattr(
+        executor, "_MAX_BATCHES", 1
+    )  # each batch is settled before the next is chosen
     place = Place(open_store((tmp_path / "bucket").as_uri()))
     place.put("another.txt")
     for window in range(30):
         place.gradient("run", "w1", window, "1")
         place.put(f"run/notes/{window}.txt")
     there = keys_of(place)
-    plan = plan_wiping(place.store.spec)
+    plan = plan_wipe(place.store.spec)
     told: list[int] = []
 
     def take_lease(event: Event) -> None:
@@ -160,7 +176,7 @@ def test_a_dry_run_of_wiping_writes_nothing(rgw, bucket, request, tmp_path):
     spec = spec_of("rgw", request)
     fill(Place(open_store(spec)))
     before = len(rgw.requests())
-    found = survey_wiping(spec)
+    found = survey_wipe(spec)
     assert (found.objects, found.versions) == (
         len(keys_of(Place(open_store(spec)))),
         VersionCount(),
@@ -199,7 +215,7 @@ def versioned(rgw, bucket, request) -> StoreSpec:
 
 
 def test_a_versioned_bucket_is_not_called_emptied(rgw, bucket, versioned, tmp_path):
-    found = survey_wiping(versioned)
+    found = survey_wipe(versioned)
     assert (found.objects, found.versions) == (1, VersionCount(14, 1, sum(range(13)) + 9))
     settings = settings_file(tmp_path, versioned, rgw.full)
     wipe_here = ["clean", "wipe", str(settings), "--confirm", f"{bucket}/below/here"]
@@ -238,8 +254,8 @@ def test_no_object_comes_back_where_its_versions_are_on_the_next_page(rgw, bucke
         client.put_object(Bucket=bucket, Key="below/here/!", Body=b"x")
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(twice, range(520)))
-    plan = plan_wiping(spec)
-    name = name_to_type(open_store(spec).location)
+    plan = plan_wipe(spec)
+    name = make_confirmation(open_store(spec).location)
     done = wipe(spec, plan.name, confirm=name, versions=True)
     assert (done.failures, done.versions) == ((), VersionCount())
     assert list(list_objects(open_store(spec))) == []
@@ -259,8 +275,8 @@ def test_versions_of_keys_that_no_list_of_deletes_can_have_are_deleted(rgw, buck
     for key in ("below/here/a\x01b", "below/here/a\x1b[2J"):
         client.put_object(Bucket=bucket, Key=key, Body=b"x")
         client.delete_object(Bucket=bucket, Key=key)
-    plan = plan_wiping(versioned)
-    name = name_to_type(open_store(versioned).location)
+    plan = plan_wipe(versioned)
+    name = make_confirmation(open_store(versioned).location)
     done = wipe(versioned, plan.name, confirm=name, versions=True)
     assert (done.failures, done.versions) == ((), VersionCount())
     assert count_versions_by_boto3(rgw, bucket) == (0, 0)
@@ -281,9 +297,13 @@ def test_uploads_that_were_never_finished_are_found_and_aborted(rgw, bucket, req
     begin(rgw, bucket, "below/here/b/c", 0)
     begin(rgw, bucket, "below/elsewhere", 1)
     young = abort_uploads(spec, older_than=timedelta(hours=1), dry_run=False)
-    assert (young.uploads, young.young) == ((), 2)
+    assert (young.uploads, young.recent) == ((), 2)
     found = abort_uploads(spec, older_than=timedelta(seconds=-60))
-    assert (dict(found.uploads), found.size, found.aborted) == ({"a": 2000, "b/c": 0}, 2000, False)
+    assert (dict(found.uploads), found.size, found.is_aborted) == (
+        {"a": 2000, "b/c": 0},
+        2000,
+        False,
+    )
     assert len(list(list_uploads(open_store(spec)))) == 2
     file = settings_file(tmp_path, spec, rgw.full)
     told = CliRunner().invoke(main, ["clean", "uploads", str(file)])

@@ -14,7 +14,16 @@ from tests.soak.kills import Kills
 from tests.soak.material import Material, make_all
 from tests.soak.place import LocalPlace, Place
 from tests.soak.tally import Tally
-from tests.soak.targets import ANY, BETWEEN, SEALED, SPLITS, Target, Victim, combinations, target_at
+from tests.soak.targets import (
+    ANY,
+    BETWEEN,
+    COMPLETE,
+    PARTITIONS,
+    Target,
+    Victim,
+    combinations,
+    target_at,
+)
 from tests.soak.together import meet, share
 
 SEED = 20
@@ -93,13 +102,13 @@ def test_two_runs_at_once_share_the_work(
     assert tally.cases == 1
 
 
-def test_a_driver_gives_up_when_workers_keep_dying_over_a_split_and_another_goes_on(
+def test_a_driver_gives_up_when_workers_keep_dying_over_a_partition_and_another_goes_on(
     materials: list[Material], references: References, tmp_path: Path
 ) -> None:
     case = Case("deaths", materials[0], LocalPlace(tmp_path / "store"), tmp_path / "runs", 1)
     with case.start() as child:
         while isinstance(said := child.hear(), Said):
-            if said.name == "split.opened":
+            if said.name == "partition.opened":
                 child.kill(said.pid)
             child.go()
     assert isinstance(said, Ended)
@@ -112,4 +121,12 @@ def test_a_driver_gives_up_when_workers_keep_dying_over_a_split_and_another_goes
 
 def test_the_slice_has_every_boundary() -> None:
     at = {target.boundary for target in boundaries_of(Victim.DRIVER)}
-    assert at >= {"plan.committed", *SPLITS, "manifest.sealing", "index.put", SEALED, ANY, BETWEEN}
+    assert at >= {
+        "plan.committed",
+        *PARTITIONS,
+        "manifest.sealing",
+        "index.put",
+        COMPLETE,
+        ANY,
+        BETWEEN,
+    }

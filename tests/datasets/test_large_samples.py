@@ -8,7 +8,7 @@ import sys
 
 import webdataset
 
-from millrace.datasets import PipelineSettings, shard_dataset, verify
+from millrace.datasets import PipelineSettings, shard_dataset, verify_dataset
 from millrace.datasets.formats.webdataset import TarEncoder
 from millrace.schemas.sample import LargeFile, Sample
 from millrace.storage import list_objects, open_store, read
@@ -26,8 +26,8 @@ def peak():
 def run(name, source):
     shard_dataset(PipelineSettings.model_validate({
         "dataset": name, "source": {"kind": "files", "url": source},
-        "store": {"url": sys.argv[1]}, "cut": {"shard_bytes": "4MiB"},
-        "run": {"workers": 0, "uploads": 2},
+        "store": {"url": sys.argv[1]}, "sharding": {"shard_bytes": "4MiB"},
+        "execution": {"workers": 0, "uploads": 2},
     }))
     return peak()
 
@@ -55,7 +55,7 @@ def test_large_samples_are_in_memory_once_and_one_at_a_time(tmp_path):
     before, after = map(int, ran.stdout.split()[-2:])
     assert after - before <= 1.25 * 96 * MIB
     store = open_store((tmp_path / "store").as_uri())
-    assert verify(store, "large").shards == 3
+    assert verify_dataset(store, "large").shards == 3
 
 
 def test_the_shard_of_a_large_sample_is_what_webdatasets_own_writer_makes(tmp_path):
@@ -66,8 +66,8 @@ def test_the_shard_of_a_large_sample_is_what_webdatasets_own_writer_makes(tmp_pa
             "dataset": "d",
             "source": {"kind": "files", "url": source},
             "store": {"url": (tmp_path / "store").as_uri()},
-            "cut": {"shard_bytes": "4MiB"},
-            "run": {"workers": 0},
+            "sharding": {"shard_bytes": "4MiB"},
+            "execution": {"workers": 0},
         }
     )
     shard_dataset(settings)
@@ -123,4 +123,4 @@ def test_large_rows_of_json_lines_are_held_five_times_at_most(tmp_path):
     before, after = map(int, ran.stdout.split()[-2:])
     # Four times where the shard before is uploaded by then; what it takes is not ours to say.
     assert (after - before) / (64 * MIB) <= 5
-    assert verify(open_store((tmp_path / "store").as_uri()), "large").shards == 3
+    assert verify_dataset(open_store((tmp_path / "store").as_uri()), "large").shards == 3

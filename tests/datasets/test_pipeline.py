@@ -1,4 +1,4 @@
-"""The engine from a source to a sealed dataset, and what it refuses."""
+"""The engine from a source to a complete dataset, and the errors that it raises."""
 
 import io
 import json
@@ -19,16 +19,16 @@ from click.testing import CliRunner
 from millrace import errors, run_from_file, run_pipeline
 from millrace.cli import main
 from millrace.datasets import (
+    PartitionState,
     PipelineSettings,
-    SplitState,
     collect_garbage,
     find_datasets,
     garbage,
     plan_dataset,
+    read_status,
     repair_dataset,
     shard_dataset,
-    status,
-    verify,
+    verify_dataset,
 )
 from millrace.datasets.plan import pin_plan
 from millrace.datasets.quarantine import QuarantineLimit
@@ -53,7 +53,7 @@ def lines(count: int) -> str:
 
 @pytest.fixture
 def settings(tmp_path):
-    """A dataset of 2,000 rows in a folder, in about 5 splits of 5 shards."""
+    """A dataset of 2,000 rows in a folder, in about 5 partitions of 5 shards."""
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "a.jsonl").write_text(lines(2000))
     return PipelineSettings.model_validate(
@@ -64,14 +64,14 @@ def settings(tmp_path):
                 "url": (tmp_path / "source").as_uri(),
             },
             "store": {"url": (tmp_path / "store").as_uri()},
-            "cut": {"shard_bytes": 512 << 10, "split_bytes": 100_000},
-            "run": {"workers": 2},
+            "sharding": {"shard_bytes": 512 << 10, "partition_bytes": 100_000},
+            "execution": {"workers": 2},
         }
     )
 
 
 def changed(settings, **parts):
-    """The settings with other values in some of their parts: ``cut={"seed": 1}``."""
+    """The settings with other values in some of their parts: ``sharding={"seed": 1}``."""
     data = settings.model_dump()
     for name, part in parts.items():
         data[name] = {**data[name], **part} if isinstance(part, dict) else part
@@ -95,18 +95,18 @@ def objects(store, prefix: str) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_every_row_is_in_exactly_one_shard(settings, workers):
-    report = shard_dataset(changed(settings, run={"workers": workers}))
+    report = shard_dataset(changed(settings, execution={"workers": workers}))
     store = open_store(settings.store)
     assert report.samples == 2000
     assert ids_in(store, report.manifest.shards) == Counter(range(2000))
-    assert verify(store, "sets/one").good
+    assert verify_dataset(store, "sets/one").is_intact
 
 
 def test_the_bytes_do_not_depend_on_who_made_them(settings):
     store = open_store(settings.store)
     made = []
-    for name, run in (("a", {"workers": 0}), ("b", {"workers": 3, "uploads": 3})):
-        shard_dataset(changed(settings, dataset=name, run=run))
+    for name, execution in (("a", {"workers": 0}), ("b", {"workers": 3, "uploads": 3})):
+        shard_dataset(changed(settings, dataset=name, execution=execution))
         made.append({k.partition("/")[2]: v for k, v in objects(store, f"{name}/shards/").items()})
     assert made[0] == made[1]
     assert len(made[0]) == 8
@@ -115,15 +115,15 @@ def test_the_bytes_do_not_depend_on_who_made_them(settings):
 def test_a_second_run_finds_all_done(settings):
     first = shard_dataset(settings)
     second = shard_dataset(settings)
-    assert (second.made, second.manifest) == (0, first.manifest)
+    assert (second.new_shards, second.manifest) == (0, first.manifest)
 
 
 def test_two_runs_at_once_share_the_work_and_both_end_right(settings):
-    settings = changed(settings, cut={"split_bytes": 25_000}, run={"workers": 1})
+    settings = changed(settings, sharding={"partition_bytes": 25_000}, execution={"workers": 1})
     with ThreadPoolExecutor(2) as pool:
         reports = [f.result() for f in [pool.submit(shard_dataset, settings) for _ in range(2)]]
     assert reports[0].manifest == reports[1].manifest
-    assert sum(report.made for report in reports) == len(reports[0].manifest.shards)
+    assert sum(report.new_shards for report in reports) == len(reports[0].manifest.shards)
     assert ids_in(open_store(settings.store), reports[0].manifest.shards) == Counter(range(2000))
 
 
@@ -147,7 +147,7 @@ def test_bad_rows_are_kept_with_their_reasons(settings, tmp_path):
 
 
 def test_a_column_that_no_row_has_fails_the_run_with_the_first_reasons(settings, tmp_path):
-    settings = changed(settings, cut={"seed": None}, run={"max_quarantined": 0.9})
+    settings = changed(settings, sharding={"seed": None}, execution={"max_quarantined": 0.9})
     typo = changed(settings, source={"columns": {"txt": "texd"}})
     with pytest.raises(errors.QuarantineError) as caught:
         shard_dataset(typo)
@@ -161,11 +161,11 @@ def test_the_first_reasons_are_found_among_objects_of_any_size_and_content(setti
     shard_dataset(settings)
     row = b'{"where":"a, \\"b\\"","reason":"no \\"text\\"","data":"'
     put(store, f"{keys.quarantined}a.jsonl", b"[]\nnonsense\n" + row + b"x" * (64 << 20))
-    limit = changed(settings, run={"max_quarantined": 0}).run
+    limit = changed(settings, execution={"max_quarantined": 0}).execution
     found = QuarantineLimit(store, keys, fetch(store, keys.plan, DatasetPlan), limit)
     entry = ShardCommit(
-        split="train-00000", n=0, key=None, size=0, sha256="", samples=1, start=0, next=9,
-        quarantined=8,
+        partition="train-00000", number=0, key=None, size=0, sha256="", samples=1, start_cursor=0,
+        next_cursor=9, quarantined=8,
     )  # fmt: skip
     tracemalloc.start()
     with pytest.raises(errors.QuarantineError, match=r'reasons: a, "b": no "text" \(all'):
@@ -181,12 +181,12 @@ def test_a_run_over_its_limit_of_bad_rows_goes_on_once_the_limit_is_raised(
 ):
     bad = "".join(f'{{"id": {i}}}\n' for i in range(60))
     (tmp_path / "source" / "a.jsonl").write_text(bad + lines(2000))
-    settings = changed(settings, run={"workers": workers})
+    settings = changed(settings, execution={"workers": workers})
     with pytest.raises(errors.QuarantineError, match=r"limit of 1%.*max_quarantined"):
         shard_dataset(settings)
-    made = shard_dataset(changed(settings, run={"max_quarantined": 0.05}))
+    made = shard_dataset(changed(settings, execution={"max_quarantined": 0.05}))
     assert (made.samples, made.manifest.quarantined) == (2000, 60)
-    assert made.made < len(made.manifest.shards)  # the first run's shards were kept
+    assert made.new_shards < len(made.manifest.shards)  # the first run's shards were kept
 
 
 def test_a_run_that_can_no_longer_meet_its_limit_ends_early(settings, tmp_path):
@@ -197,7 +197,7 @@ def test_a_run_that_can_no_longer_meet_its_limit_ends_early(settings, tmp_path):
         if event.name == "shard.committed":
             committed.append(event.figures["quarantined"])
 
-    config = changed(settings, cut={"split_bytes": 10_000_000}, run={"workers": 0})
+    config = changed(settings, sharding={"partition_bytes": 10_000_000}, execution={"workers": 0})
     with pytest.raises(errors.QuarantineError, match="of about 300000 expected"):
         shard_dataset(config, progress=note)
     assert len(committed) == 1
@@ -209,27 +209,27 @@ def test_a_run_that_can_no_longer_meet_its_limit_ends_early(settings, tmp_path):
 def test_up_to_ten_bad_rows_are_allowed_in_a_small_dataset_unless_none_may_be(settings, tmp_path):
     (tmp_path / "source" / "a.jsonl").write_text(lines(20) + "bad\n" * 10)
     with pytest.raises(errors.QuarantineError, match="10 of 30 rows"):
-        shard_dataset(changed(settings, run={"max_quarantined": 0.0}))
+        shard_dataset(changed(settings, execution={"max_quarantined": 0.0}))
     assert shard_dataset(settings).manifest.quarantined == 10
 
 
 @pytest.mark.parametrize("content", ["", "\n", "bad\n" * 10])
-def test_a_dataset_of_no_samples_is_sealed_only_if_that_is_allowed(settings, tmp_path, content):
+def test_a_dataset_of_no_samples_is_finalized_only_if_that_is_allowed(settings, tmp_path, content):
     (tmp_path / "source" / "a.jsonl").write_text(content)
     (tmp_path / "source" / "b.jsonl").write_text("\n\n")
     with pytest.raises(errors.QuarantineError, match=r"no samples.*allow_empty"):
         shard_dataset(settings)
-    allowed = changed(settings, run={"allow_empty": True, "max_quarantined": 1.0})
+    allowed = changed(settings, execution={"allow_empty": True, "max_quarantined": 1.0})
     report = shard_dataset(allowed)
-    assert (report.samples, report.manifest.shards, report.made) == (0, (), 0)
+    assert (report.samples, report.manifest.shards, report.new_shards) == (0, (), 0)
 
 
 @pytest.mark.parametrize(
     ("parts", "named"),
     [
-        ({"cut": {"shard_bytes": 1 << 20}}, r"layout.shard_bytes \(524288, now 1048576\)"),
-        ({"cut": {"seed": 7}}, r"seed \(0, now 7\)"),
-        ({"cut": {"holdout": 0.5}}, r"holdout \(0.0, now 0.5\)"),
+        ({"sharding": {"shard_bytes": 1 << 20}}, r"layout.shard_bytes \(524288, now 1048576\)"),
+        ({"sharding": {"seed": 7}}, r"seed \(0, now 7\)"),
+        ({"sharding": {"holdout": 0.5}}, r"holdout \(0.0, now 0.5\)"),
         ({"source": {"columns": {"txt": "text"}}}, "source.settings"),
     ],
 )
@@ -253,7 +253,7 @@ def test_a_source_that_changes_meanwhile_stops_the_run_and_mixes_nothing(setting
         if event.name == "plan.committed":
             source.write_text(lines(2000).replace("x", "y"))
 
-    with pytest.raises(errors.ChangedError, match="rather than mix two versions"):
+    with pytest.raises(errors.ChangedError, match="so that two versions are not mixed"):
         shard_dataset(settings, progress=rewrite)
     assert not exists(open_store(settings.store), "sets/one/manifest.json")
 
@@ -272,12 +272,12 @@ def kill_at(name: str):
     return kill
 
 
-OTHER = {"cut": {"split_bytes": 40_000}}
+OTHER = {"sharding": {"partition_bytes": 40_000}}
 
 
 @pytest.mark.parametrize("killed_at", ["", "plan.replacing", "plan.removed"])
 def test_a_plan_by_which_nothing_was_committed_is_replaced(settings, killed_at):
-    alone = changed(settings, run={"workers": 0})
+    alone = changed(settings, execution={"workers": 0})
     with pytest.raises(KilledError):  # a shard is there, and no commit
         shard_dataset(alone, progress=kill_at("shard.put"))
     assert list(list_objects(open_store(settings.store), "sets/one/shards/"))
@@ -286,7 +286,7 @@ def test_a_plan_by_which_nothing_was_committed_is_replaced(settings, killed_at):
             shard_dataset(changed(alone, **OTHER), progress=kill_at(killed_at))
     store = open_store(settings.store)
     report = shard_dataset(changed(alone, **OTHER))
-    assert report.splits > 5
+    assert report.partitions > 5
     assert not exists(store, "sets/one/plan-removed.json")
     assert ids_in(store, report.manifest.shards) == Counter(range(2000))
     assert len(list(list_objects(store, "sets/one/shards/"))) == len(report.manifest.shards)
@@ -302,7 +302,7 @@ def test_no_plan_is_committed_while_another_run_removes_one(settings):
     )
     assert isinstance(lease, Lease)
     with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(shard_dataset, changed(settings, run={"workers": 0}))
+        run = pool.submit(shard_dataset, changed(settings, execution={"workers": 0}))
         done, _ = wait([run], 3)
         there = exists(store, "sets/one/plan.json")
         lease.release()
@@ -313,16 +313,16 @@ def test_no_plan_is_committed_while_another_run_removes_one(settings):
 
 def test_a_plan_that_a_run_works_by_is_not_replaced(settings):
     def meet(event: Event) -> None:
-        if (event.name, event.subject) == ("split.opened", "train-00000"):
+        if (event.name, event.subject) == ("partition.opened", "train-00000"):
             with pytest.raises(errors.ConflictError, match=r"A run of .* works on it"):
                 shard_dataset(changed(settings, **OTHER))
 
-    report = shard_dataset(changed(settings, run={"workers": 0}), progress=meet)
+    report = shard_dataset(changed(settings, execution={"workers": 0}), progress=meet)
     assert report.samples == 2000
 
 
 def test_a_commit_made_while_a_plan_is_replaced_keeps_the_plan(settings):
-    old = changed(settings, run={"workers": 0})
+    old = changed(settings, execution={"workers": 0})
     with pytest.raises(KilledError):
         shard_dataset(old, progress=kill_at("plan.committed"))
     store = open_store(settings.store)
@@ -335,14 +335,14 @@ def test_a_commit_made_while_a_plan_is_replaced_keeps_the_plan(settings):
                 shard_dataset(old, progress=kill_at("shard.committed"))
             assert delete(store, ["sets/one/plan.json"]) == []
 
-    with pytest.raises(errors.ConflictError, match="other settings: split_bytes"):
+    with pytest.raises(errors.ConflictError, match="other settings: partition_bytes"):
         shard_dataset(changed(old, **OTHER), progress=commit)
     assert shard_dataset(old).samples == 2000
 
 
 @pytest.mark.parametrize("other_dies", [False, True])
 def test_a_suspended_run_whose_plan_was_replaced_mixes_nothing(settings, other_dies):
-    store, alone = open_store(settings.store), changed(settings, run={"workers": 0})
+    store, alone = open_store(settings.store), changed(settings, execution={"workers": 0})
     other = changed(alone, **OTHER)
     met = []
 
@@ -353,7 +353,7 @@ def test_a_suspended_run_whose_plan_was_replaced_mixes_nothing(settings, other_d
             assert delete(store, leases) == []  # this run was not heard of for long
             if other_dies:
                 with pytest.raises(KilledError):
-                    shard_dataset(other, progress=kill_at("splits.left"))
+                    shard_dataset(other, progress=kill_at("partitions.left"))
             else:
                 shard_dataset(other)
 
@@ -364,12 +364,12 @@ def test_a_suspended_run_whose_plan_was_replaced_mixes_nothing(settings, other_d
             shard_dataset(other)
         assert not exists(store, "sets/one/manifest.json")
     else:
-        assert verify(store, "sets/one").good
+        assert verify_dataset(store, "sets/one").is_intact
         assert shard_dataset(other).samples == 2000
 
 
-def test_a_commit_of_a_split_that_the_new_plan_lacks_is_an_error_with_a_sentence(settings):
-    store, few = open_store(settings.store), changed(settings, run={"workers": 0})
+def test_a_commit_of_a_partition_that_the_new_plan_lacks_is_an_error_with_a_sentence(settings):
+    store, few = open_store(settings.store), changed(settings, execution={"workers": 0})
     many = changed(few, **OTHER)
     met = []
 
@@ -379,16 +379,16 @@ def test_a_commit_of_a_split_that_the_new_plan_lacks_is_an_error_with_a_sentence
             leases = [stat.key for stat in list_objects(store, "sets/one/lease/")]
             assert delete(store, leases) == []  # this run was not heard of for long
             with pytest.raises(KilledError):
-                shard_dataset(few, progress=kill_at("splits.left"))
+                shard_dataset(few, progress=kill_at("partitions.left"))
 
     with pytest.raises(errors.ConflictError):
         shard_dataset(many, progress=meet)
     left = json.loads(read(store, next(list_objects(store, "sets/one/commits/")).key))
-    left["record"] |= {"split": "train-00099", "n": 0, "key": None}
+    left["record"] |= {"partition": "train-00099", "number": 0, "key": None}
     put(store, "sets/one/commits/train-00099-000000.json", json.dumps(left).encode())
     with pytest.raises(errors.ConflictError, match="commit of another plan"):
         shard_dataset(few)
-    assert status(store, "sets/one").dataset == "sets/one"
+    assert read_status(store, "sets/one").dataset == "sets/one"
 
 
 @pytest.mark.parametrize(
@@ -426,11 +426,11 @@ def test_verify_finds_what_is_missing_and_what_differs(settings):
     put(store, flipped, data)
     put(store, shortened, read(store, shortened)[:-512])
     delete(store, [missing])
-    reasons = {fault.key: fault.reason for fault in verify(store, "sets/one").faults}
+    reasons = {fault.key: fault.reason for fault in verify_dataset(store, "sets/one").faults}
     assert reasons.keys() == {flipped, shortened, missing}
     assert "SHA-256 differs" in reasons[flipped]
     assert reasons[missing] == "missing"
-    quick = verify(store, "sets/one", digests=False)
+    quick = verify_dataset(store, "sets/one", digests=False)
     assert {fault.key for fault in quick.faults} == {shortened, missing}
 
 
@@ -451,13 +451,13 @@ def test_garbage_is_what_no_record_names(settings):
     left = {stat.key for stat in list_objects(store, "sets/one/")}
     assert kept <= left
     assert not left & set(orphans)
-    assert verify(store, "sets/one").good
+    assert verify_dataset(store, "sets/one").is_intact
 
 
 def test_garbage_is_not_collected_under_a_run(settings):
     def collect(event: Event) -> None:
         if event.name == "shard.put":
-            with pytest.raises(errors.ConflictError, match="is being worked on"):
+            with pytest.raises(errors.ConflictError, match="works on sets/one"):
                 collect_garbage(open_store(settings.store), "sets/one")
 
     shard_dataset(settings, progress=collect)
@@ -476,7 +476,7 @@ def test_a_lease_that_appears_between_two_batches_ends_the_collecting(settings, 
             keys, holder = LeaseKeys("sets/one", "train-00000"), Holder.this_process()
             assert isinstance(acquire(store, keys, holder, timedelta(hours=1), clock), Lease)
 
-    with pytest.raises(errors.ConflictError, match="is being worked on"):
+    with pytest.raises(errors.ConflictError, match="works on sets/one"):
         collect_garbage(
             store, "sets/one", dry_run=False, min_age=timedelta(seconds=-60), progress=take_lease
         )
@@ -505,7 +505,7 @@ def test_garbage_is_left_once_a_lease_of_the_collector_has_ended(settings, monke
 
 def test_a_worker_that_was_suspended_commits_nothing_that_is_gone(settings):
     path = Path(settings.source.store.url.removeprefix("file://")) / "a.jsonl"
-    path.write_text(path.read_text() + "{\n")  # a row that is put aside
+    path.write_text(path.read_text() + "{\n")  # a quarantined row
     store, gone = open_store(settings.store), list[str]()
 
     def collect(event: Event) -> None:
@@ -518,11 +518,11 @@ def test_a_worker_that_was_suspended_commits_nothing_that_is_gone(settings):
                 gone.extend(lost)
 
     plan = plan_dataset(settings)
-    report = shard_dataset(changed(settings, run={"workers": 0}), progress=collect)
+    report = shard_dataset(changed(settings, execution={"workers": 0}), progress=collect)
     assert any("/shards/" in key for key in gone)
     assert any("/quarantine/" in key for key in gone)
     assert ids_in(store, report.manifest.shards) == Counter(range(2000))
-    assert verify(store, "sets/one").good
+    assert verify_dataset(store, "sets/one").is_intact
     assert all(exists(store, key) for key in gone)
 
 
@@ -532,17 +532,17 @@ def test_status_tells_from_the_bucket_alone_how_far_it_is(settings):
 
     def look(event: Event) -> None:
         if event.name == "shard.committed" and not seen:
-            seen.append(status(store, "sets/one"))
+            seen.append(read_status(store, "sets/one"))
 
-    shard_dataset(changed(settings, run={"workers": 1}), progress=look)
-    running = [split for split in seen[0].splits if split.state is SplitState.RUNNING]
-    assert [split.shards for split in running] == [1]
+    shard_dataset(changed(settings, execution={"workers": 1}), progress=look)
+    running = [p for p in seen[0].partitions if p.state is PartitionState.RUNNING]
+    assert [partition.shards for partition in running] == [1]
     assert running[0].host
     assert running[0].until > datetime.now(UTC)
-    done = status(store, "sets/one")
-    assert done.sealed
-    assert done.ended == len(done.splits)
-    assert sum(split.samples for split in done.splits) == 2000
+    done = read_status(store, "sets/one")
+    assert done.is_complete
+    assert done.ended_partitions == len(done.partitions)
+    assert sum(partition.samples for partition in done.partitions) == 2000
     assert find_datasets(open_store(f"{settings.store.url}/sets")) == ["one"]
     assert find_datasets(store) == ["sets/one"]
 
@@ -554,10 +554,10 @@ def test_a_damaged_commit_costs_itself_and_is_named(settings):
     commits = sorted(s.key for s in list_objects(store, keys.commits) if keys.parse_commit(s.key))
     for key in commits[:2]:
         put(store, key, b"nonsense")
-    found = status(store, "sets/one")
-    assert sum(split.shards for split in found.splits) == len(commits) - 2
-    assert len(found.damaged) == 2
-    for key, said in zip(commits, sorted(found.damaged), strict=False):
+    found = read_status(store, "sets/one")
+    assert sum(partition.shards for partition in found.partitions) == len(commits) - 2
+    assert len(found.damaged_records) == 2
+    for key, said in zip(commits, sorted(found.damaged_records), strict=False):
         assert key in said
     said = rf"2 of {len(commits)} records below .* is not a record .* is not a record"
     there = objects(store, "")
@@ -570,9 +570,9 @@ def test_a_damaged_commit_costs_itself_and_is_named(settings):
 
 
 def test_a_plan_is_shown_without_writing(settings, tmp_path):
-    plan = plan_dataset(changed(settings, cut={"holdout": 0.2}))
-    assert {split.partition for split in plan.splits} == {"train", "val"}
-    assert sum(split.piece.size for split in plan.splits) == plan.source.size
+    plan = plan_dataset(changed(settings, sharding={"holdout": 0.2}))
+    assert {partition.split for partition in plan.partitions} == {"train", "val"}
+    assert sum(partition.source_range.size for partition in plan.partitions) == plan.source.size
     assert not (tmp_path / "store").exists()
 
 
@@ -592,7 +592,7 @@ def test_a_dataset_reads_back_through_its_index(settings, tmp_path):
 def test_a_run_in_memory_needs_no_processes(settings):
     memory = f"memory://{secrets.token_hex(8)}"
     report = run_pipeline(
-        changed(settings, store={"url": memory}, run={"workers": 0}), prefix="another"
+        changed(settings, store={"url": memory}, execution={"workers": 0}), prefix="another"
     )
     assert report.url == f"{memory}/another"
     assert report.samples == 2000
@@ -618,16 +618,16 @@ def test_a_run_from_a_file_is_the_same_run(settings, tmp_path, monkeypatch):
     path.write_text(
         f"dataset: sets/one\nstore: {{url: '${{WHERE}}'}}\n"
         f"source: {{columns: {{txt: text, id: id}}, url: {settings.source.url}}}\n"
-        "cut: {shard_bytes: 512KiB, split_bytes: 100000}\nrun: {workers: 2}\n"
+        "sharding: {shard_bytes: 512KiB, partition_bytes: 100000}\nexecution: {workers: 2}\n"
     )
     assert run_from_file(path).manifest == shard_dataset(settings).manifest
     assert run_from_file(path, prefix="two").manifest.dataset == "two"
 
 
-def test_an_upload_that_fails_is_never_sealed_over(settings, request, r2):
+def test_a_dataset_is_never_finalized_over_a_failed_upload(settings, request, r2):
 
-    place = spec_of("r2", request).model_copy(update={"patience": timedelta(milliseconds=200)})
-    config = changed(settings, store=place.reveal(), run={"workers": 0, "uploads": 1})
+    place = spec_of("r2", request).model_copy(update={"retry_timeout": timedelta(milliseconds=200)})
+    config = changed(settings, store=place.reveal_secrets(), execution={"workers": 0, "uploads": 1})
     r2.fail_next("error500", 10_000, method="PUT", key_contains="train-00001-000001.tar")
     with pytest.raises(errors.UnavailableError, match=r"train-00001-000001\.tar"):
         shard_dataset(config)
@@ -638,11 +638,11 @@ def test_an_upload_that_fails_is_never_sealed_over(settings, request, r2):
     assert ids_in(open_store(place), report.manifest.shards) == Counter(range(2000))
 
 
-def test_a_ledger_with_a_gap_is_never_sealed(settings):
+def test_a_ledger_with_a_gap_is_never_finalized(settings):
     store = open_store(settings.store)
 
     def delete_a_commit(event: Event) -> None:
-        if event.name == "split.ended" and event.subject == "train-00001":
+        if event.name == "partition.ended" and event.subject == "train-00001":
             assert delete(store, ["sets/one/commits/train-00001-000000.json"]) == []
 
     with pytest.raises(errors.ConflictError, match="train-00001 has no commit 0"):
@@ -658,7 +658,7 @@ def test_a_repair_makes_what_verify_misses_byte_identical(settings, tmp_path, ki
         settings = changed(
             settings,
             source={"kind": kind, "columns": None, "include": ["*.txt"]},
-            cut={"split_bytes": 500_000},
+            sharding={"partition_bytes": 500_000},
         )
     else:
         with (tmp_path / "source" / "a.jsonl").open("a") as file:
@@ -672,11 +672,11 @@ def test_a_repair_makes_what_verify_misses_byte_identical(settings, tmp_path, ki
     put(store, flipped, before[flipped][:-1] + b"x")
     times = {stat.key: stat.last_modified for stat in list_objects(store, "sets/one/shards/")}
     report = repair_dataset(settings)
-    assert set(report.made) == {missing, shortened, flipped}
+    assert set(report.remade_keys) == {missing, shortened, flipped}
     assert objects(store, "sets/one/shards/") == before
     after = {stat.key: stat.last_modified for stat in list_objects(store, "sets/one/shards/")}
     assert [after[key] for key in good] == [times[key] for key in good]
-    assert repair_dataset(settings).made == ()
+    assert repair_dataset(settings).remade_keys == ()
 
 
 def test_a_repair_from_a_source_that_gives_other_bytes_replaces_nothing(settings, tmp_path):
@@ -687,22 +687,22 @@ def test_a_repair_from_a_source_that_gives_other_bytes_replaces_nothing(settings
     stat = source.stat()
     source.write_text(lines(2000).replace("x", "y"))
     os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # only the bytes tell
-    with pytest.raises(errors.ChangedError, match="the source gives other bytes now"):
+    with pytest.raises(errors.ChangedError, match="the source has other bytes now"):
         repair_dataset(settings)
     assert read(store, damaged) == b"damaged"
 
 
 @pytest.mark.parametrize("found", ["missing", "other size"])
 def test_a_shard_lost_before_the_dataset_is_complete_is_made_again(settings, found):
-    settings = changed(settings, run={"workers": 0})
+    settings = changed(settings, execution={"workers": 0})
     store, lost = open_store(settings.store), ""
-    splits = len(plan_dataset(settings).splits)
+    open_partitions = len(plan_dataset(settings).partitions)
     expected: dict[str, bytes] = {}
 
     def lose_a_shard(event: Event) -> None:
-        nonlocal splits, lost
-        splits -= event.name == "split.ended"
-        if splits == 0 and not lost:
+        nonlocal open_partitions, lost
+        open_partitions -= event.name == "partition.ended"
+        if open_partitions == 0 and not lost:
             expected.update(objects(store, "sets/one/shards/"))
             lost = next(iter(expected))
             if found == "missing":
@@ -713,12 +713,12 @@ def test_a_shard_lost_before_the_dataset_is_complete_is_made_again(settings, fou
     shard_dataset(settings, progress=lose_a_shard)
     assert lost
     assert objects(store, "sets/one/shards/") == expected
-    assert verify(store, "sets/one").good
+    assert verify_dataset(store, "sets/one").is_intact
 
 
 def test_a_removal_that_another_runs_commits_overtook_names_the_repair(settings):
     """A removal deletes what had no commit when it looked, and may have been suspended since."""
-    alone = changed(settings, run={"workers": 0})
+    alone = changed(settings, execution={"workers": 0})
     with pytest.raises(KilledError):
         shard_dataset(alone, progress=kill_at("shard.put"))
     store = open_store(settings.store)
@@ -733,7 +733,7 @@ def test_a_removal_that_another_runs_commits_overtook_names_the_repair(settings)
     with pytest.raises(errors.ConflictError, match="--repair"):
         shard_dataset(changed(alone, **OTHER), progress=commit)
     shard_dataset(alone)
-    assert verify(store, "sets/one").good
+    assert verify_dataset(store, "sets/one").is_intact
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "files", "large files"])
@@ -754,6 +754,6 @@ def test_a_repair_takes_a_source_that_was_uploaded_again_with_the_same_bytes(
     os.utime(tmp_path / "source" / name, ns=(1, 1))
     with pytest.raises(errors.ChangedError, match="was written again"):
         shard_dataset(settings)
-    assert shard_dataset(settings, repair=True).made == 0
-    assert repair_dataset(settings).made == (report.manifest.shards[0].key,)
+    assert shard_dataset(settings, repair=True).new_shards == 0
+    assert repair_dataset(settings).remade_keys == (report.manifest.shards[0].key,)
     assert objects(store, "sets/one/shards/") == before

@@ -16,8 +16,8 @@ from prefect.events import AutomationCore
 from prefect.settings.models.worker import WorkerWebserverSettings
 
 from blocks.bucket import BucketRole
-from blocks.environment import LIST, buckets_of
-from blocks.limits import POOL, TAG
+from blocks.environment import BUCKET_LIST_VARIABLE, read_buckets
+from blocks.server_names import TAG, WORK_POOL
 from millrace.errors import ConfigurationError
 from millrace.storage import Right
 from millrace.testing.process import REPOSITORY
@@ -72,14 +72,14 @@ def set_in_example() -> set[str]:
 def read_for_buckets() -> set[str]:
     """What `millrace setup` says is missing, where all is."""
     with pytest.raises(ConfigurationError) as refused:
-        buckets_of({}, BucketRole, Right)
+        read_buckets({}, BucketRole, Right)
     return set(found(r"^  (\w+):", str(refused.value)))
 
 
 def read_by_setup() -> set[str]:
     code = read("blocks/setup.py") + read("blocks/environment.py")
-    named = found(r'environ\.get\("(\w+)"', code) + found(r'^_NOTIFY = "(\w+)"', code)
-    return {*read_for_buckets(), LIST, *named}
+    named = found(r'environ\.get\("(\w+)"', code) + found(r'^_NOTIFY_VARIABLE = "(\w+)"', code)
+    return {*read_for_buckets(), BUCKET_LIST_VARIABLE, *named}
 
 
 def extras_of(text: str) -> list[str]:
@@ -197,7 +197,7 @@ def test_the_image_is_made_of_what_there_is() -> None:
 
 def test_the_worker_takes_from_our_pool_and_is_asked_where_it_answers() -> None:
     (command,) = found(r"^CMD (.+)$", DOCKERFILE)
-    assert json.loads(command)[:5] == ["prefect", "worker", "start", "--pool", POOL]
+    assert json.loads(command)[:5] == ["prefect", "worker", "start", "--pool", WORK_POOL]
     assert "--with-healthcheck" in command
     assert f"http://127.0.0.1:{WorkerWebserverSettings().port}/health" in DOCKERFILE
     assert found(r"^USER (\d+)$", DOCKERFILE) == ["10001"]
@@ -250,7 +250,7 @@ def test_terraform_knows_the_roles_rights_and_jurisdictions() -> None:
         account = "0" * 32 + ("" if jurisdiction == "default" else f".{jurisdiction}")
         given = dict.fromkeys(read_for_buckets(), "x")
         given |= {name: account for name in given if name.endswith("_ACCOUNT_ID")}
-        assert {bucket.account_id for bucket in buckets_of(given, BucketRole, Right)} == {account}
+        assert {bucket.account_id for bucket in read_buckets(given, BucketRole, Right)} == {account}
 
 
 def test_terraform_shows_no_secret_and_pins_its_provider() -> None:

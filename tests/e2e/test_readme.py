@@ -147,7 +147,7 @@ def test_the_terminal_path(clone: Clone, source: Path, tmp_path: Path) -> None:
     shown = clone.run(script, **where)
 
     assert texts_in(Folder(store / "my-dataset")) == Counter(texts())
-    assert "my-dataset: sealed" in shown
+    assert "my-dataset: complete" in shown
     assert "1 shard of 1 as the manifest says" in shown
     (clone.folder / "read.py").write_text(block("Use it", "python"))
     assert clone.run("python read.py", **where).splitlines()[-1] == "{'train': 4000}"

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from flows import campaign as stages
-from flows.campaign_plan import Campaign
+from flows.campaign_plan import CampaignPlan
 from millrace.progress import Event
 from tasks.progress import LiveProgress
 
 STAGES = (
-    "shard_dataset", "provision", "prewarm", "aggregate_gradients", "cool_down", "release",
-    "save_checkpoint", "clean_bucket",
+    "shard_dataset", "rent_machines", "prewarm", "aggregate_gradients", "run_cooldown",
+    "release_machines", "save_checkpoint", "clean_bucket",
 )  # fmt: skip
 EVENTS = {"shard.committed", "rental.rented", "rental.ready", "window.merged"}
 _one = threading.Lock()
@@ -71,8 +71,8 @@ def main() -> None:
     for name in STAGES:
         setattr(stages, name, announced(name, getattr(stages, name)))
     LiveProgress.__call__ = heard(LiveProgress.__call__)
-    plan = Campaign.model_validate_json(Path(sys.argv[1]).read_text())
-    found = stages.campaign(plan)
+    plan = CampaignPlan.model_validate_json(Path(sys.argv[1]).read_text())
+    found = stages.run_campaign(plan)
     say({"done": found.windows})
 
 

@@ -56,8 +56,8 @@ class Site:
             "request": {"max_hourly": 2.0, "max_total": 5.0, "disk": 10},
             "vast": name,
             "repo_url": repository.as_uri(),
-            "poll": "PT1S",
-            "silence": "PT2M",
+            "poll_interval": "PT1S",
+            "heartbeat_timeout": "PT2M",
         }
         self.log = folder / "leader.log"
         self.plan = folder / "plan.json"
@@ -145,7 +145,7 @@ def kill_and_go_on(site: Site, at: list[str]) -> Killed:
     while True:
         leader = site.lead()
         for where in leader.boundaries():
-            if not shards and where == "before provision":
+            if not shards and where == "before rent_machines":
                 shards = shards_of(site.store, f"{site.name}-text")
             if where == "done":
                 return site.judged(killed, shards)

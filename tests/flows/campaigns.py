@@ -34,26 +34,26 @@ def plan_of(name: str, bucket: Any, text: Path, machines: dict[str, Any]) -> dic
         "data": {
             "dataset": f"{name}-text",
             "source": {"url": text.as_uri(), "kind": "files"},
-            "cut": {"shard_bytes": 32768, "split_bytes": 65536, "holdout": 0.2},
-            "run": {"workers": 0, "lease": "PT5S"},
+            "sharding": {"shard_bytes": 32768, "partition_bytes": 65536, "holdout": 0.2},
+            "execution": {"workers": 0, "lease_timeout": "PT5S"},
         },
         "training": {
             "command": ["python", "-m", "examples.tiny_lm.train"],
-            "first": {"job": f"{name}/first", "tensors": "model."},
+            "initial_weights": {"job": f"{name}/first", "tensors": "model."},
             "workers": WORKERS,
             "machines": machines,
             "epochs": EPOCHS,
-            "windows": WINDOWS,
-            "rules": {
+            "windows_per_epoch": WINDOWS,
+            "run": {
                 "codec": {"k": 112},
                 "steps": 3,
                 "window": "PT10M",
                 "gather": {"look": "PT0.1S", "quorum": WORKERS},
             },
             "cooldown": {"time": "PT1M"},
-            "follow": {"lease": "PT5S"},
+            "aggregation": {"lease": "PT5S"},
         },
-        "hand_over": {"job": f"{name}/final", "bucket": bucket},
+        "publish": {"job": f"{name}/final", "bucket": bucket},
     }
 
 
@@ -100,7 +100,7 @@ def wrong_with(store: Path, name: str, text: Counter[str]) -> list[str]:
         if len(taken) != WORKERS:
             wrong.append(f"in {path.stem} only {sorted(taken)} were taken")
     if digests_of(store, f"{name}/final") != digests_of(store, f"{name}/run/gathers/1"):
-        wrong.append("other weights were handed over than the chain has come to")
+        wrong.append("other weights were published than the chain has come to")
     epochs = sorted(path.name for path in (store / name / "model/epochs").glob("*.json"))
     if epochs != [f"{number:06d}.json" for number in range(EPOCHS)]:
         wrong.append(f"the epochs are {epochs}")

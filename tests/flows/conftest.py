@@ -25,9 +25,9 @@ from tests.oracle import Bucket as Place
 from tests.prefect_server import PrefectServer
 
 SHARD = "shard-dataset/shard-dataset"
-# Small enough for many shards, and for several splits, of a few thousand rows.
-CUT = {"shard_bytes": 65536, "split_bytes": 200_000}
-RUN = {"workers": 2, "uploads": 2, "lease": "PT5S"}
+# Small enough for many shards, and for several partitions, of a few thousand rows.
+SHARDING = {"shard_bytes": 65536, "partition_bytes": 200_000}
+RUN = {"workers": 2, "uploads": 2, "lease_timeout": "PT5S"}
 
 MakeBlock = Callable[..., dict[str, Any]]
 
@@ -112,11 +112,11 @@ def texts_in(place: Place) -> Counter[str]:
     return found
 
 
-def hold_split(store_url: str, dataset: str, split: str) -> Lease:
-    """Claim a split as a machine elsewhere would: no run can end before it is given back."""
+def hold_partition(store_url: str, dataset: str, partition: str) -> Lease:
+    """Claim a partition as a machine elsewhere would: no run can end before it is given back."""
     store = open_store(store_url)
     elsewhere = Holder(id="elsewhere", host="elsewhere", machine="elsewhere", pid=1, started="1")
     clock = StoreClock.read(store, dataset, elsewhere)
-    lease = acquire(store, LeaseKeys(dataset, split), elsewhere, timedelta(hours=1), clock)
+    lease = acquire(store, LeaseKeys(dataset, partition), elsewhere, timedelta(hours=1), clock)
     assert isinstance(lease, Lease)
     return lease

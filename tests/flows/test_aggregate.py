@@ -24,7 +24,16 @@ from millrace.gradients import (
 )
 from millrace.gradients.sync.chain import find_newest_window
 from millrace.keys import LeaseKeys
-from millrace.storage import Right, Store, StoreSpec, exists, list_objects, open_store, put, scoped
+from millrace.storage import (
+    Right,
+    Store,
+    StoreSpec,
+    exists,
+    list_objects,
+    open_scoped_store,
+    open_store,
+    put,
+)
 from millrace.testing.rgw import RGW
 from tests.flows.conftest import MakeBlock
 from tests.prefect_server import PrefectServer, Worker, until
@@ -80,7 +89,7 @@ def test_a_run_is_aggregated_by_credentials_that_reach_no_more_than_they_must(
 
     whole = at(shared, rgw.full)
     stores = {
-        uid: scoped(
+        uid: open_scoped_store(
             whole, RUN.gradients.worker(uid), timedelta(minutes=15), right=Right.WRITE,
             role_arn=role,
         )
@@ -95,12 +104,16 @@ def test_a_run_is_aggregated_by_credentials_that_reach_no_more_than_they_must(
         AGGREGATE,
         watch=False,
         bucket=block(bucket, write=rgw.full),
-        gradients=block(shared, read=rgw.read_only),
+        gradients_bucket=block(shared, read=rgw.read_only),
         run=RUN.model_dump(mode="json"),
         workers=[*UIDS, "gone"],
-        own=[{"uid": "gone", "bucket": block(f"{bucket}-nowhere", read=rgw.read_only)}],
-        first={"bucket": block(bucket, read=rgw.read_only), "job": "trained", "tensors": "model."},
-        care={"windows": WINDOWS, "every": 2},
+        worker_buckets=[{"uid": "gone", "bucket": block(f"{bucket}-nowhere", read=rgw.read_only)}],
+        initial_weights={
+            "bucket": block(bucket, read=rgw.read_only),
+            "job": "trained",
+            "tensors": "model.",
+        },
+        aggregation={"windows": WINDOWS, "every": 2},
     )
     chain = at(bucket, rgw.read_only)
     with ThreadPoolExecutor(len(UIDS)) as pool:
@@ -139,10 +152,10 @@ def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_can
     begin_run(store, RUN.chain, start, step=40)
     parameters: dict[str, Any] = {
         "bucket": store.url,
-        "gradients": store.url,
+        "gradients_bucket": store.url,
         "run": RUN.model_dump(mode="json"),
         "workers": UIDS,
-        "care": {"until": 3, "lease": "PT6S"},
+        "aggregation": {"until": 3, "lease": "PT6S"},
     }
     first = deployed.start(AGGREGATE, watch=False, **parameters)
     lease = LeaseKeys(RUN.chain.job, "aggregator")

@@ -28,6 +28,6 @@ def test_what_credentials_can_do_is_proven_or_fails_the_flow(
     assert state is not None
     assert "are not as they should be" in (state.message or "")
     report = deployed.artifacts(done.run)["audited-access"]
-    assert escape(f"It reaches s3://{other}.") in report
-    assert "| dataset 2, to write | put | lacking |" in report
+    assert escape(f"The credentials reach s3://{other}.") in report
+    assert "| dataset 2, to write | put | insufficient |" in report
     assert rgw.full.secret_access_key not in report

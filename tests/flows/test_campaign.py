@@ -13,8 +13,8 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlo
 from pydantic import ValidationError
 
 from examples.tiny_lm.begin import begin
-from flows.campaign import campaign
-from flows.campaign_plan import Campaign
+from flows.campaign import run_campaign
+from flows.campaign_plan import CampaignPlan
 from millrace.campaigns.worker import TrainingPlan
 from millrace.errors import MillraceError, WorkerError
 from millrace.gradients import RunSettings
@@ -57,8 +57,8 @@ def test_a_campaign_is_run_by_a_deployment(
     assert {state for _, state in made} == {"Completed"}
     assert [name for name, _ in made][:-1] == [
         "shard-small-text",
-        "aggregate-small/run", "cool-down-small/model-0",
-        "aggregate-small/run", "cool-down-small/model-1",
+        "aggregate-small/run", "cooldown-small/model-0",
+        "aggregate-small/run", "cooldown-small/model-1",
         "save-small/final",
     ]  # fmt: skip
     report = deployed.artifacts(done.run)["campaign-small"]
@@ -90,12 +90,12 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_done(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"first": {"job": "small/none"}}, "has no checkpoint"),
-        ({"first": {"job": "small/first", "tensors": "modle."}}, "begin with 'modle.'"),
+        ({"initial_weights": {"job": "small/none"}}, "has no checkpoint"),
+        ({"initial_weights": {"job": "small/first", "tensors": "modle."}}, "begin with 'modle.'"),
         ({"command": ["python", "-m", "examples.tiny_lm.trian"]}, "no module"),
         ({"workers": 3}, r"training\.workers was 2, and is 3 now"),
         ({"workers": 1}, "more gradients than there are workers"),
-        ({"follow": {"ray": "127.0.0.1:1"}}, r"no Ray cluster at 127\.0\.0\.1:1"),
+        ({"aggregation": {"ray": "127.0.0.1:1"}}, r"no Ray cluster at 127\.0\.0\.1:1"),
     ],
 )
 def test_what_can_be_known_is_checked_before_anything_is_made(
@@ -104,14 +104,19 @@ def test_what_can_be_known_is_checked_before_anything_is_made(
     store = tmp_path / "store"
     begin(open_store(store.as_uri()), "small/first")
     plan = plan_of("small", store.as_uri(), tmp_path / "text", here())
-    run = RunSettings(run="small/run", windows=4, **plan["training"]["rules"])
+    run = RunSettings(run="small/run", windows=4, **plan["training"]["run"])
     pinned = TrainingPlan(
-        campaign="small", workers=2, run=run, command=("x",), epoch=2, dataset="small-text"
+        campaign="small",
+        workers=2,
+        run=run,
+        command=("x",),
+        windows_per_epoch=2,
+        dataset="small-text",
     )
     pin_plan.fn(StoreSpec(url=store.as_uri()), pinned)
     make_text(tmp_path / "text")
     with pytest.raises((MillraceError, ValidationError), match=said):
-        campaign(Campaign.model_validate(plan | {"training": plan["training"] | change}))
+        run_campaign(CampaignPlan.model_validate(plan | {"training": plan["training"] | change}))
     assert not (store / "small-text").exists()
 
 
@@ -124,9 +129,9 @@ def test_a_script_that_fails_at_once_costs_no_window(
     plan = plan_of("small", store.as_uri(), tmp_path / "text", here())
     fails = "import sys; print('the last line'); sys.exit(3)"
     plan["training"] |= {"command": ["python", "-c", fails], "restarts": 0}
-    plan["training"]["rules"]["window"] = "PT1S"
+    plan["training"]["run"]["window"] = "PT1S"
     with pytest.raises(WorkerError, match=r"(?s)All workers have failed: .*3.*\nthe last line"):
-        campaign(Campaign.model_validate(plan))
+        run_campaign(CampaignPlan.model_validate(plan))
     chain = [path.name for path in (store / "small/run/gathers/1").rglob("0*.json")]
     assert chain == ["000000000.json"]  # no window was opened
 
@@ -168,7 +173,7 @@ def test_a_campaign_is_started_from_the_form_and_its_summary_is_seen(
     open_run_form(deployed, page, "campaign")
     name = field(page, "Name")
     expect(name).to_contain_text("a prefix below the bucket's URL")
-    expect(field(page, "Epochs")).to_contain_text("each ends with a checkpoint")
+    expect(field(page, "Epochs")).to_contain_text("Each epoch ends with a checkpoint")
     name.get_by_role("textbox").fill("typed")
 
     press(page, "Submit", lambda: runs, refused)

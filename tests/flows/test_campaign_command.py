@@ -17,9 +17,9 @@ from click.testing import CliRunner
 from prefect import flow, task
 
 from examples.tiny_lm.begin import begin
-from flows.campaign import campaign as run_campaign
+from flows.campaign import run_campaign
+from flows.campaign_command import campaign, read_campaign_plan, should_print
 from flows.campaign_plan import LocalWorkers
-from flows.command import campaign, is_news, read
 from millrace.errors import UnavailableError
 from millrace.storage import open_store
 from millrace.testing.process import REPOSITORY
@@ -54,11 +54,15 @@ def test_init_writes_a_campaign_that_is_valid(
     path = tmp_path / "campaign.yaml"
     done = CliRunner().invoke(campaign, ["init", str(path)])
     assert (done.exit_code, f"millrace campaign {path}" in done.output) == (0, True)
-    plan = read(path)
+    plan = read_campaign_plan(path)
     assert isinstance(plan.training.machines, LocalWorkers)
-    assert plan.bucket == plan.hand_over.bucket == "/tmp/millrace-campaign"
+    assert plan.bucket == plan.publish.bucket == "/tmp/millrace-campaign"
     monkeypatch.setenv("LOCAL_STORAGE_PATH", "/srv/millrace")
-    assert read(path).bucket == read(path).hand_over.bucket == "/srv/millrace"
+    assert (
+        read_campaign_plan(path).bucket
+        == read_campaign_plan(path).publish.bucket
+        == "/srv/millrace"
+    )
     named = set(re.findall(r"\$\{([A-Z0-9_]+)", path.read_text())) - {"NAME"}
     example = (REPOSITORY / ".env.example").read_text()
     assert named <= set(re.findall(r"^#? ?([A-Z0-9_]+)=", example, re.MULTILINE))
@@ -71,7 +75,7 @@ def test_init_writes_a_campaign_that_is_valid(
     end = next(n for n, line in enumerate(lines) if line.startswith("  epochs:"))
     rented = [line.replace("  # ", "  ", 1) for line in lines[start + 3 : end]]
     path.write_text("\n".join([*lines[:start], *rented, *lines[end:]]))
-    assert read(path).training.machines.kind == "rented"
+    assert read_campaign_plan(path).training.machines.kind == "rented"
 
 
 def test_without_a_file_it_says_which_command_writes_one(tmp_path: Path) -> None:
@@ -94,7 +98,7 @@ def test_an_error_is_a_sentence_and_success_is_a_report(
     assert last.startswith("millrace: ")
     assert last.endswith("has no checkpoint that is undamaged.")
 
-    del plan["training"], plan["hand_over"]
+    del plan["training"], plan["publish"]
     process = started(written(tmp_path, plan), prefect_server.environment)
     printed, said = process.communicate()
     assert process.returncode == 0, said
@@ -121,7 +125,7 @@ def test_a_failure_of_a_stage_that_is_tolerated_is_printed(
         fails("There is no dataset.")
 
     printed = logging.StreamHandler(StringIO())
-    printed.addFilter(is_news)
+    printed.addFilter(should_print)
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         monkeypatch.setattr(logging.getLogger(name), "handlers", [printed])
     with pytest.raises(UnavailableError):

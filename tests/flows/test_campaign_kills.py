@@ -12,8 +12,8 @@ AT = [
     "rental.rented 1",
     "before prewarm",
     "window.merged 1",
-    "before cool_down",
-    "before release",
+    "before run_cooldown",
+    "before release_machines",
     "before save_checkpoint",
     "before clean_bucket",
 ]
@@ -35,7 +35,7 @@ def test_a_campaign_that_is_killed_or_cancelled_gives_its_machines_back(
 ) -> None:  # fmt: skip
     site = Site(prefect_api, vast, repository, tmp_path, "stopped")
     plan = json.loads(site.plan.read_text())
-    plan["training"]["windows"] = 1000  # it has not ended before it is stopped
+    plan["training"]["windows_per_epoch"] = 1000  # it has not ended before it is stopped
     chain = site.store / "stopped/run/gathers/1/chain"
 
     def merged() -> int:

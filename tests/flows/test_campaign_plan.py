@@ -9,8 +9,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from flows.campaign_plan import Campaign, RentedWorkers
-from flows.command import read
+from flows.campaign_command import read_campaign_plan
+from flows.campaign_plan import CampaignPlan, RentedWorkers
 from millrace.campaigns.worker import TrainingPlan
 from millrace.errors import ConfigurationError, ConflictError
 from millrace.gradients import OuterOptimizer, RunSettings
@@ -25,10 +25,10 @@ def test_the_campaign_of_the_readme_is_one() -> None:
     found = re.search(r"```yaml\n(# campaign.yaml.*?)```", text, re.DOTALL)
     assert found
     data = yaml.safe_load(found[1])
-    hub = data["hand_over"].pop("hub")
+    hub = data["publish"].pop("hub")
     assert hub["credentials"]["$ref"]["block_document_slug"].startswith("hugging-face-")
-    data["hand_over"]["bucket"] = "file:///x"
-    plan = Campaign.model_validate(data)
+    data["publish"]["bucket"] = "file:///x"
+    plan = CampaignPlan.model_validate(data)
     assert plan.training is not None
     assert isinstance(plan.training.machines, RentedWorkers)
 
@@ -37,8 +37,8 @@ def test_the_campaign_of_the_readme_is_one() -> None:
     ("change", "said"),
     [
         ({"data": None}, "name the dataset"),
-        ({"training": None}, "weights to hand over"),
-        ({"hand_over": {"job": "x"}}, "to a bucket or to a hub"),
+        ({"training": None}, "`publish` requires `training`"),
+        ({"publish": {"job": "x"}}, "takes either `bucket` or `hub`"),
         ({"name": "_rentals"}, "rental's name"),
         ({"nmae": "x"}, "Extra inputs"),
     ],
@@ -46,16 +46,16 @@ def test_the_campaign_of_the_readme_is_one() -> None:
 def test_what_does_not_fit_is_refused(change: dict[str, object], said: str) -> None:
     plan = plan_of("small", "file:///x", Path("/"), here()) | change
     with pytest.raises((ValidationError, ConfigurationError), match=said):
-        Campaign.model_validate(plan)
+        CampaignPlan.model_validate(plan)
 
 
 def test_a_file_is_a_plan_and_a_wrong_one_says_where(tmp_path: Path) -> None:
     path = tmp_path / "campaign.yaml"
     path.write_text(yaml.safe_dump(plan_of("small", "file:///x", Path("/"), here())))
-    assert read(path).name == "small"
+    assert read_campaign_plan(path).name == "small"
     path.write_text("name: small\nbucket: 3\n")
     with pytest.raises(ConfigurationError, match=r"campaign\.yaml: bucket"):
-        read(path)
+        read_campaign_plan(path)
 
 
 def pin(store: Path, **change: Any) -> None:
@@ -75,17 +75,15 @@ RUN = RunSettings(run="small/run", windows=4, steps=30)
 def test_a_plan_that_has_changed_is_refused_with_its_fields_and_values(tmp_path: Path) -> None:
     pin(tmp_path)
     with pytest.raises(ConflictError) as refused:
-        pin(tmp_path, workers=3, epoch=2, run=RUN.model_copy(update={"steps": 20}))
+        pin(tmp_path, workers=3, windows_per_epoch=2, run=RUN.model_copy(update={"steps": 20}))
     said = str(refused.value)
     assert "training.workers was 2, and is 3 now" in said
-    assert "training.windows (of each epoch) was 10, and is 2 now" in said
-    assert "training.rules.steps was 30, and is 20 now" in said
+    assert "training.windows_per_epoch was 10, and is 2 now" in said
+    assert "training.run.steps was 30, and is 20 now" in said
     with pytest.raises(ConflictError, match=r"data\.dataset was text, and is nothing now"):
         pin(tmp_path, dataset=None)
     outer = RUN.model_copy(update={"outer": OuterOptimizer(lr=0.5)})
-    with pytest.raises(
-        ConflictError, match=r"training\.rules\.outer\.lr was 1\.0, and is 0\.5 now"
-    ):
+    with pytest.raises(ConflictError, match=r"training\.run\.outer\.lr was 1\.0, and is 0\.5 now"):
         pin(tmp_path, run=outer)
 
 

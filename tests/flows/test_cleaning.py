@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from blocks import Bucket, CleaningRules
-from millrace.cleanup import Rule, What
+from millrace.cleanup import CleanupKind, Rule
 from millrace.keys import ChainKeys
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 from millrace.testing.rgw import RGW
@@ -18,7 +18,7 @@ from tests.prefect_server import PrefectServer, Worker, until
 from tests.stores import credentials
 
 CLEAN = "clean-bucket/clean-bucket"
-RULES = [{"what": ["gradients"], "older_than": "0h", "keep_last": 1}]
+RULES = [{"kinds": ["gradients"], "older_than": "0h", "keep_last": 1}]
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_a_dry_run_shows_the_plan_and_that_very_plan_is_executed(
     deployed: PrefectServer, worker: Worker, rgw: RGW, bucket: str, block: MakeBlock, store: Store
 ) -> None:
     keys = fill(store)
-    given: dict[str, Any] = {"bucket": block(bucket, write=rgw.full), "beside": []}
+    given: dict[str, Any] = {"bucket": block(bucket, write=rgw.full), "related_buckets": []}
     CleaningRules(rules=[Rule.model_validate(rule) for rule in RULES]).save("mine", overwrite=True)
     rules = {"$ref": {"block_document_slug": "millrace-cleaning-rules/mine"}}
     dry = deployed.start(CLEAN, **given, rules=rules)
@@ -76,7 +76,7 @@ def test_what_could_not_be_deleted_fails_the_run_and_is_named(
     policy = json.dumps({"Version": "2012-10-17", "Statement": [deny]})
     rgw.client(rgw.full).put_bucket_policy(Bucket=bucket, Policy=policy)
     done = deployed.start(
-        CLEAN, bucket=block(bucket, write=rgw.full), beside=[], rules=RULES, dry_run=False
+        CLEAN, bucket=block(bucket, write=rgw.full), related_buckets=[], rules=RULES, dry_run=False
     )
     assert done.code == 1
     state = deployed.flow_run(done.run).state
@@ -143,7 +143,9 @@ def test_versions_gathers_and_uploads_are_cleaned_by_flows_of_their_own(
     assert done.code == 0, done.output
     assert "3 objects deleted" in deployed.artifacts(done.run)["cleaning"]
 
-    done = deployed.start("clean-versions/clean-versions", current="0.2.11", beside=[], **given)
+    done = deployed.start(
+        "clean-versions/clean-versions", current_version="0.2.11", related_buckets=[], **given
+    )
     assert done.code == 0, done.output
     report = deployed.artifacts(done.run)["cleaning"]
     assert "4 objects deleted" in report
@@ -172,7 +174,7 @@ def test_a_wiping_that_nobody_confirms_deletes_nothing(
     run = deployed.start("wipe-bucket/wipe-bucket", watch=False, bucket=given, dry_run=False).run
     deployed.wait(run, "Paused")
     with deployed.client() as client:
-        client.resume_flow_run(run, run_input={"name": f"{bucket}x"})
+        client.resume_flow_run(run, run_input={"bucket_name": f"{bucket}x"})
     state = deployed.wait(run, "Failed", "Completed").state
     assert state is not None
     assert state.name == "Failed"
@@ -182,7 +184,10 @@ def test_a_wiping_that_nobody_confirms_deletes_nothing(
 
 def test_an_age_is_what_a_person_writes() -> None:
     ages = ["90m", "48h", "2d", "3w", "P2D", "1.5h"]
-    found = [Rule.model_validate({"what": [What.PARTS], "older_than": age}) for age in ages]
+    found = [
+        Rule.model_validate({"kinds": [CleanupKind.CHECKPOINT_ORPHANS], "older_than": age})
+        for age in ages
+    ]
     assert [rule.older_than for rule in found] == [
         timedelta(minutes=90), timedelta(hours=48), timedelta(days=2), timedelta(weeks=3),
         timedelta(days=2), timedelta(hours=1.5),

@@ -126,7 +126,7 @@ def test_a_bucket_is_wiped_once_its_name_was_typed(
         page.get_by_text(f"All 1 object of s3://{bucket}, 8 bytes, will be deleted")
     ).to_be_visible()
     assert keys_of(store)
-    field(page, "Name").get_by_role("textbox").fill(bucket)
+    field(page, "Bucket name").get_by_role("textbox").fill(bucket)
     press(page, "Submit", lambda: started.resumed, started.refused)
 
     state = deployed.wait(run, "Completed", "Failed").state

@@ -1,4 +1,4 @@
-"""The deployments cool-down and save-checkpoint, on a bucket with credentials from a block."""
+"""The deployments cooldown and save-checkpoint, on a bucket with credentials from a block."""
 
 import json
 import signal
@@ -31,12 +31,12 @@ from millrace.storage import Credentials, Store, StoreSpec, open_store
 from millrace.testing.hub import READER, WRITER, HubServer
 from millrace.testing.process import REPOSITORY
 from millrace.testing.rgw import RGW
-from tasks.words import size
+from tasks.formatting import format_size
 from tests.flows.conftest import MakeBlock
 from tests.prefect_server import PrefectServer, Worker
 from tests.ray_cluster import DISK, RayCluster
 
-COOL_DOWN, SAVE = "cool-down/cool-down", "save-checkpoint/save-checkpoint"
+COOLDOWN, SAVE = "cooldown/cooldown", "save-checkpoint/save-checkpoint"
 NAMES = [f"m{number}" for number in range(6)]
 SEED = 11
 Start = Callable[..., list[subprocess.Popen[str]]]
@@ -73,7 +73,7 @@ def start(spec: StoreSpec, tmp_path: Path) -> Iterator[Start]:
     """Start members as processes, which die at an event if one is given for them."""
     saved((tmp_path / "disk").as_uri())
     settings = {
-        "store": spec.reveal(),
+        "store": spec.reveal_secrets(),
         "job": "job",
         "epoch": 0,
         "source": {"url": (tmp_path / "disk").as_uri(), "job": "trained"},
@@ -127,12 +127,12 @@ def test_two_of_six_members_are_killed_in_the_race_and_the_epoch_has_a_checkpoin
     members = start(dict.fromkeys((first, second), "checkpoint.part"))
 
     running = deployed.start(
-        COOL_DOWN,
+        COOLDOWN,
         watch=False,
         bucket=block(bucket, write=rgw.full),
         job="job",
         epoch=0,
-        patience="PT3M",
+        timeout="PT3M",
     )
     by_name = dict(zip(NAMES, members, strict=True))
     for name in (first, second):  # nobody else uploads before both are dead
@@ -148,9 +148,9 @@ def test_two_of_six_members_are_killed_in_the_race_and_the_epoch_has_a_checkpoin
     assert not verify(store, found)
     assert found.position == {"sample": 123}
     artifacts = deployed.artifacts(running.run)
-    assert artifacts["progress-cool-down"] == 100.0
-    report = artifacts["cool-down"]
-    whole = f"{size(found.size)} in 17 files, committed by `{epoch.member}`"
+    assert artifacts["progress-cooldown"] == 100.0
+    report = artifacts["cooldown"]
+    whole = f"{format_size(found.size)} in 17 files, committed by `{epoch.member}`"
     assert f"ended with **step 40**: {whole}" in report
     assert f"| `{epoch.member}` | **committed** |" in report
     assert f"| `{first}` | dead |" in report
@@ -168,12 +168,12 @@ def test_all_checkpointers_die_once(
     start: Start,
 ) -> None:
     running = deployed.start(
-        COOL_DOWN,
+        COOLDOWN,
         watch=False,
         bucket=block(bucket, write=rgw.full),
         job="job",
         epoch=0,
-        patience="PT5M",
+        timeout="PT5M",
     )
     for process in start(dict.fromkeys(NAMES, "cooldown.racing")):
         assert process.wait(120) == -signal.SIGKILL  # one after the other stands in, and dies
@@ -183,7 +183,7 @@ def test_all_checkpointers_die_once(
     assert run.state_name == "Completed"
     epoch = fetch(store, CheckpointKeys("job").epoch(0), EpochRecord)
     assert not verify(store, read_checkpoint(store, "job", epoch.step))
-    assert f"| `{epoch.member}` | **committed** |" in deployed.artifacts(running.run)["cool-down"]
+    assert f"| `{epoch.member}` | **committed** |" in deployed.artifacts(running.run)["cooldown"]
 
 
 def test_nodes_of_a_ray_cluster_end_an_epoch_with_what_is_on_their_disks(
@@ -201,7 +201,7 @@ def test_nodes_of_a_ray_cluster_end_an_epoch_with_what_is_on_their_disks(
     worker = Worker(deployed, tmp_path, environment=inside)
     try:
         done = deployed.start(
-            COOL_DOWN,
+            COOLDOWN,
             bucket=block(bucket, write=rgw.full),
             job="job",
             epoch=0,
@@ -212,7 +212,7 @@ def test_nodes_of_a_ray_cluster_end_an_epoch_with_what_is_on_their_disks(
     assert done.code == 0, done.output
     found = read_checkpoint(store, "job", 40)
     assert not verify(store, found)
-    report = deployed.artifacts(done.run)["cool-down"]
+    report = deployed.artifacts(done.run)["cooldown"]
     assert report.count("| **committed** |") == 1
     assert report.count("took no part: There is no folder") == 1  # the head has none
 
@@ -242,7 +242,7 @@ def test_a_checkpoint_on_a_disk_is_brought_into_a_bucket(
     assert torch.equal(load(store, "job").state["w3"], before["w3"])
     report = deployed.artifacts(done.run)["saved-checkpoint"]
     assert "**Step 40** of `job`" in report
-    assert f"This run sent {size(found.size)} of them" in report
+    assert f"This run sent {format_size(found.size)} of them" in report
 
     again = deployed.start(SAVE, **asked)
     assert again.code == 0, again.output

@@ -11,7 +11,7 @@ import pytest
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
 
 from millrace.testing.rgw import RGW
-from tests.flows.conftest import CUT, RUN, SHARD, MakeBlock, jsonl, texts, texts_in
+from tests.flows.conftest import RUN, SHARD, SHARDING, MakeBlock, jsonl, texts, texts_in
 from tests.oracle import Folder, S3Bucket
 from tests.prefect_server import PrefectServer, Worker, until
 
@@ -32,8 +32,8 @@ def test_a_dataset_is_sharded_with_credentials_from_blocks(
             "columns": {"txt": "text"},
         },
         destination=block(bucket, write=rgw.full),
-        cut=CUT | {"holdout": 0.25},
-        run=RUN,
+        sharding=SHARDING | {"holdout": 0.25},
+        execution=RUN,
     )
 
     assert done.code == 0, done.output
@@ -99,7 +99,7 @@ def test_a_block_without_write_credentials_is_refused(
 def test_wrong_values_are_refused_before_there_is_a_run(deployed: PrefectServer) -> None:
     said = deployed.prefect(
         "deployment", "run", SHARD, "-p", "dataset=words", "-p", 'source={"url": "file:///x"}',
-        "-p", "destination=file:///y", "-p", 'cut={"holdout": 3}',
+        "-p", "destination=file:///y", "-p", 'sharding={"holdout": 3}',
     )  # fmt: skip
     assert said.returncode == 1
     assert "holdout" in said.stdout + said.stderr or "0.9" in said.stdout + said.stderr
@@ -128,13 +128,18 @@ def test_verification_finds_a_shard_that_is_gone(
 ) -> None:
     out = tmp_path / "out"
     made = deployed.start(
-        SHARD, dataset="words", source=folder_source, destination=out.as_uri(), cut=CUT, run=RUN
+        SHARD,
+        dataset="words",
+        source=folder_source,
+        destination=out.as_uri(),
+        sharding=SHARDING,
+        execution=RUN,
     )
     assert made.code == 0, made.output
-    good = deployed.start("verify-datasets/verify-datasets", bucket=out.as_uri(), depth="bytes")
+    good = deployed.start("verify-datasets/verify-datasets", bucket=out.as_uri(), depth="digests")
     assert good.code == 0, good.output
     assert (
-        "1 sealed dataset, every shard is there"
+        "1 complete dataset, every shard is there"
         in deployed.artifacts(good.run)["verified-datasets"]
     )
 

@@ -21,7 +21,7 @@ from blocks import Bucket, BucketRole
 from flows.abort_uploads import abort_uploads
 from flows.clean_bucket import clean_bucket
 from flows.prewarm import prewarm
-from flows.release import release
+from flows.release_machines import release_machines
 from flows.save_checkpoint import save_checkpoint
 from flows.shard_dataset import shard_dataset
 from flows.verify_datasets import verify_datasets
@@ -29,8 +29,8 @@ from millrace.checkpoints import Saver, find_newest
 from millrace.errors import ConfigurationError
 from millrace.storage import Right, open_store
 from millrace.testing.process import REPOSITORY
-from tasks.places import BucketLocation, refuse_temporary, spec_of
-from tests.flows.conftest import CUT, texts, texts_in
+from tasks.locations import BucketLocation, make_store_spec, refuse_temporary
+from tests.flows.conftest import SHARDING, texts, texts_in
 from tests.oracle import Folder
 from tests.prefect_server import PrefectServer
 
@@ -60,7 +60,7 @@ def test_a_name_is_a_blocks_name_wherever_a_dataset_goes(
     named: tuple[str, Path], elsewhere: Path, folder_source: dict[str, Any]
 ) -> None:
     name, folder = named
-    shard_dataset("words", folder_source, name, CUT, HERE)  # pyright: ignore[reportArgumentType]
+    shard_dataset("words", folder_source, name, SHARDING, HERE)  # pyright: ignore[reportArgumentType]
     assert texts_in(Folder(folder)) == Counter(texts())
     assert list(elsewhere.iterdir()) == []
     assert list(verify_datasets(name) or ()) == ["words"]
@@ -87,12 +87,12 @@ def test_a_name_without_a_block_names_the_blocks_that_there_are(
 ) -> None:
     name, _ = named
     with pytest.raises(ConfigurationError) as refused:
-        shard_dataset("words", folder_source, f"{name}x", CUT, HERE)  # pyright: ignore[reportArgumentType]
+        shard_dataset("words", folder_source, f"{name}x", SHARDING, HERE)  # pyright: ignore[reportArgumentType]
     assert f"There is no Millrace Bucket block '{name}x'. There" in str(refused.value)
     assert repr(name) in str(refused.value)  # of many those that are most alike
     assert "file:///folder" in str(refused.value)
     with pytest.raises(ConfigurationError, match="no Millrace Bucket block 'datasett'"):
-        release("fleet", "datasett")
+        release_machines("fleet", "datasett")
     assert list(elsewhere.iterdir()) == []
 
 
@@ -121,12 +121,12 @@ def test_nothing_is_written_below_the_temporary_folder_of_a_flow_run(
     prefect_api: PrefectServer, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = elsewhere / "out"
-    assert spec_of(str(out), Right.WRITE).url == str(out)  # a person's own folder
+    assert make_store_spec(str(out), Right.WRITE).url == str(out)  # a person's own folder
     monkeypatch.setenv("PREFECT__FLOW_RUN_ID", str(uuid4()))
     monkeypatch.setattr("tempfile.tempdir", str(elsewhere.parent))
     for location in (str(out), out.as_uri(), f"{elsewhere.as_uri()}/../working/out"):
         with pytest.raises(ConfigurationError, match="is deleted when the run ends"):
-            spec_of(location, Right.WRITE)
+            make_store_spec(location, Right.WRITE)
     with pytest.raises(ConfigurationError, match="is deleted when the run ends"):
         refuse_temporary(Path())  # where a campaign's local workers run by default
 
@@ -193,6 +193,6 @@ def test_the_form_offers_a_picker_of_blocks_and_a_text(prefect_api: PrefectServe
 
 def test_an_error_of_a_flows_rule_names_the_field(prefect_api: PrefectServer) -> None:
     with pytest.raises(ParameterTypeError) as refused:
-        clean_bucket("dataset", [{"what": ["gradients"], "older_than": 48}])  # pyright: ignore[reportArgumentType]
+        clean_bucket("dataset", [{"kinds": ["gradients"], "older_than": 48}])  # pyright: ignore[reportArgumentType]
     assert "rule 1: older_than: '48' has no unit" in str(refused.value)
     assert "CleaningRules" not in str(refused.value)

@@ -57,8 +57,8 @@ def test_a_webhook_is_told_of_a_cleaning_that_failed(
     deployed: PrefectServer, worker: Worker, webhook: Told, tmp_path: Path
 ) -> None:
     environment = {"MILLRACE_NOTIFY_URL": webhook.url}
-    for outcome in ("would be made", "made", "as it was"):
-        dry = ["--dry-run"] if outcome == "would be made" else []
+    for outcome in ("would be created", "created", "unchanged"):
+        dry = ["--dry-run"] if outcome == "would be created" else []
         made = deployed.run("millrace", "setup", "--without-buckets", *dry, environment=environment)
         assert made.returncode == 0, made.stderr
         assert f"automation millrace-notices: {outcome}" in made.stdout
@@ -67,7 +67,7 @@ def test_a_webhook_is_told_of_a_cleaning_that_failed(
     fine = tmp_path / "fine"
     fine.mkdir()
     for place in (fine, tmp_path / 'a "place" that is not there'):
-        deployed.start("clean-bucket/clean-bucket", bucket=place.as_uri(), beside=[])
+        deployed.start("clean-bucket/clean-bucket", bucket=place.as_uri(), related_buckets=[])
     told = [webhook.said.get(timeout=PATIENCE)]
     while not webhook.said.empty():  # Prefect may tell of one event twice
         told.append(webhook.said.get())

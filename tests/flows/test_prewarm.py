@@ -84,7 +84,7 @@ def test_hosts_are_warmed_with_the_key_of_a_block(
             root="/as/the/agents/say",
             cluster={
                 "hosts": [{"url": agent.url, "name": agent.name} for agent in agents],
-                "key": {"$ref": {"block_document_slug": "secret/node-key"}},
+                "node_key": {"$ref": {"block_document_slug": "secret/node-key"}},
             },
         )
     assert done.code == 0, done.output

@@ -16,12 +16,12 @@ from pydantic import SecretStr
 
 from blocks import VastCredentials
 from examples.tiny_lm.begin import begin
-from flows.provision import provision
+from flows.rent_machines import rent_machines
 from millrace.errors import MachineError
-from millrace.rentals import Account, RentSettings
+from millrace.rentals import RentalSettings, VastAccount
 from millrace.storage import StoreSpec, open_store
 from millrace.testing.vast import VastServer
-from tasks.renting import Attended
+from tasks.renting import RentalSupervisor
 from tests.flows.campaigns import make_text, plan_of
 from tests.prefect_server import PATIENCE, PrefectServer, Worker, until
 
@@ -47,29 +47,29 @@ def test_machines_are_rented_listed_and_released(
     place = {"bucket": (tmp_path / "store").as_uri(), "vast": payer}
     (tmp_path / "store").mkdir()
     asked = {**place, **RENT, "name": "fleet", "machines": 2}
-    dry = deployed.start("provision/provision", **asked)
+    dry = deployed.start("rent-machines/rent-machines", **asked)
     assert dry.code == 0, dry.output
     report = deployed.artifacts(dry.run)["offers"]
     assert "**Nothing was rented.** 12 offers of Vast.ai fit `fleet`" in report
     assert vast.books() == []
 
-    done = deployed.start("provision/provision", **asked, dry_run=False)
+    done = deployed.start("rent-machines/rent-machines", **asked, dry_run=False)
     assert done.code == 0, done.output
     assert len(vast.alive()) == 2
-    report = deployed.artifacts(done.run)["provision"]
+    report = deployed.artifacts(done.run)["rent-machines"]
     assert "**fleet**: 2 machines run" in report
     assert report.count("| `fleet` |") == 2
 
-    (hook,) = provision.on_crashed_hooks
-    hook(provision, deployed.flow_run(done.run), Crashed())  # as a worker, had it been killed
+    (hook,) = rent_machines.on_crashed_hooks
+    hook(rent_machines, deployed.flow_run(done.run), Crashed())  # as a worker, had it been killed
     assert len(vast.alive()) == 2  # both were left to work
 
-    listed = deployed.start("list-rentals/list-rentals", **place)
+    listed = deployed.start("list-machines/list-machines", **place)
     assert "2 machines rented, $" in deployed.artifacts(listed.run)["rentals"]
-    kept = deployed.start("reap-instances/reap-instances", **place, dry_run=False)
+    kept = deployed.start("reap-machines/reap-machines", **place, dry_run=False)
     assert "0 machines given back, 2 stay." in deployed.artifacts(kept.run)["reaper"]
 
-    back = deployed.start("release/release", **place, name="fleet")
+    back = deployed.start("release-machines/release-machines", **place, name="fleet")
     assert back.code == 0, back.output
     assert "2 machines given back; a listing shows none." in deployed.artifacts(back.run)["rentals"]
     assert vast.alive() == []
@@ -82,7 +82,7 @@ def test_a_run_that_hangs_and_is_cancelled_leaves_no_machine(
     VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
     (tmp_path / "store").mkdir()
     asked = {"bucket": (tmp_path / "store").as_uri(), "vast": payer, "name": "hung", **RENT}
-    run = deployed.start("provision/provision", watch=False, **asked, dry_run=False).run
+    run = deployed.start("rent-machines/rent-machines", watch=False, **asked, dry_run=False).run
     until(lambda: len(vast.alive()) == 1, "a machine")
     for process in worker.descendants():
         if "prefect.engine" in process.cmdline():
@@ -100,7 +100,7 @@ def test_a_worker_that_is_terminated_leaves_no_machine(
     VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
     (tmp_path / "store").mkdir()
     asked = {"bucket": (tmp_path / "store").as_uri(), "vast": payer, "name": "ended", **RENT}
-    run = deployed.start("provision/provision", watch=False, **asked, dry_run=False).run
+    run = deployed.start("rent-machines/rent-machines", watch=False, **asked, dry_run=False).run
     until(lambda: len(vast.alive()) == 1, "a machine")
     worker.terminate()
     until(lambda: vast.alive() == [], "the machine given back")
@@ -116,8 +116,8 @@ def test_a_campaign_that_is_hung_up_gives_back_however_often_it_is_interrupted(
     make_text(tmp_path / "text")
     begin(open_store(store.as_uri()), "hung-up/first")
     machines = {
-        "kind": "rented", "request": RENT["request"], "vast": "payer", "warm": False,
-        "repo_url": "https://example.org/x", "poll": "PT1S",
+        "kind": "rented", "request": RENT["request"], "vast": "payer", "prewarm": False,
+        "repo_url": "https://example.org/x", "poll_interval": "PT1S",
     }  # fmt: skip
     plan = tmp_path / "campaign.yaml"
     plan.write_text(json.dumps(plan_of("hung-up", store.as_uri(), tmp_path / "text", machines)))
@@ -151,7 +151,7 @@ def _hear_signals() -> None:
 def test_a_reaper_without_blocks_looks_at_nothing_and_one_that_cannot_read_fails(
     deployed: PrefectServer, worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
 ) -> None:
-    nothing = deployed.start("reap-instances/reap-instances", bucket="not-there", vast="not-there")
+    nothing = deployed.start("reap-machines/reap-machines", bucket="not-there", vast="not-there")
     assert nothing.code == 0, nothing.output
     assert vast.requests() == []
 
@@ -160,7 +160,7 @@ def test_a_reaper_without_blocks_looks_at_nothing_and_one_that_cannot_read_fails
     folder = tmp_path / "store"
     folder.mkdir()
     failed = deployed.start(
-        "reap-instances/reap-instances", bucket=folder.as_uri(), vast=payer, dry_run=False
+        "reap-machines/reap-machines", bucket=folder.as_uri(), vast=payer, dry_run=False
     )
     assert failed.code == 1
     state = deployed.flow_run(failed.run).state
@@ -173,21 +173,21 @@ def test_a_program_that_has_never_worked_is_tried_twice(
     prefect_api: PrefectServer, vast: VastServer, tmp_path: Path, proven: bool, rented: int
 ) -> None:
     key = vast.reset(rate=100.0, strict=False, program=100.0, fates={"failing": 1.0})
-    settings = RentSettings(
+    settings = RentalSettings(
         name="fleet",
         store=StoreSpec(url=tmp_path.as_uri()),
-        account=Account(api_key=SecretStr(key), server_url=vast.url),
+        account=VastAccount(api_key=SecretStr(key), server_url=vast.url),
         retry_failed=True,
-        poll=timedelta(milliseconds=100),
+        poll_interval=timedelta(milliseconds=100),
         **RENT,
     )
 
     @flow
     def attend() -> None:
-        with Attended(settings, lambda: proven) as crew:
-            crew.until_ready()
-            crew.finish(timedelta(minutes=1))
-            crew.refuse()
+        with RentalSupervisor(settings, lambda: proven) as supervisor:
+            supervisor.wait_until_ready()
+            supervisor.wait_until_done(timedelta(minutes=1))
+            supervisor.raise_failure()
 
     with pytest.raises(MachineError, match="the last words" if not proven else "did not come up"):
         attend()

@@ -12,8 +12,8 @@ import yaml
 from prefect import Flow, State
 
 from blocks import Bucket, BucketRole
-from flows.list_rentals import list_rentals
-from flows.reap_instances import reap_instances
+from flows.list_machines import list_machines
+from flows.reap_machines import reap_machines
 from millrace.errors import ConfigurationError
 from millrace.testing.process import REPOSITORY
 from tests.prefect_server import PrefectServer
@@ -75,12 +75,12 @@ def test_the_reaper_is_quiet_where_there_is_no_account(
     name = f"dataset-{uuid4().hex[:8]}"
     Bucket(role=BucketRole.DATASET, url=(tmp_path / "store").as_uri()).save(name)
     nobody = f"vast-{uuid4().hex[:8]}"
-    state: State[Any] = reap_instances(name, nobody, dry_run=False, return_state=True)
+    state: State[Any] = reap_machines(name, nobody, dry_run=False, return_state=True)
     assert state.is_completed()
     assert f"no Vast.ai Credentials block {nobody}: nothing was looked at" in (state.message or "")
     assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
     with pytest.raises(ConfigurationError, match=r"no Vast\.ai Credentials block"):
-        list_rentals(name, nobody)
+        list_machines(name, nobody)
     Bucket.delete(name)
 
 

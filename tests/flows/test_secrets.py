@@ -20,7 +20,7 @@ from blocks import Bucket, BucketRole, HuggingFaceCredentials, VastCredentials
 from millrace.errors import ConfigurationError, DeniedError
 from millrace.testing.key import Key
 from millrace.testing.rgw import RGW
-from tests.flows.conftest import CUT, RUN, SHARD, MakeBlock, aws_credentials, jsonl, texts
+from tests.flows.conftest import RUN, SHARD, SHARDING, MakeBlock, aws_credentials, jsonl, texts
 from tests.oracle import S3Bucket
 from tests.prefect_server import PrefectServer, Worker, until
 
@@ -116,16 +116,16 @@ def test_a_run_leaves_no_secret_anywhere(
     before = len(rgw.requests())
 
     good = deployed.command(
-        SHARD, dataset="words", source=source_block, cut=CUT, run=RUN,
+        SHARD, dataset="words", source=source_block, sharding=SHARDING, execution=RUN,
         destination=block(bucket, write=planted.destination),
     )  # fmt: skip
     refused = deployed.command(
         SHARD, dataset="others", source=source_block,
         destination=block(bucket, write=planted.wrong),
     )  # fmt: skip
-    # A fault while it runs, with credentials in hand: the same name, cut in another way.
+    # A fault while it runs, with credentials in hand: the same name with other sharding settings.
     failed = deployed.command(
-        SHARD, dataset="words", source=source_block, cut=CUT | {"seed": 7},
+        SHARD, dataset="words", source=source_block, sharding=SHARDING | {"seed": 7},
         destination=block(bucket, write=planted.destination),
     )  # fmt: skip
     # Parameters that the server takes and the flow does not, with blocks among them.
@@ -174,12 +174,14 @@ def test_blocks_and_what_they_raise_show_no_secret(
         one.check("write")
     one.save("planted", overwrite=True)
     loaded = Bucket.load("planted")
-    assert loaded.spec("read") == one.spec("read"), "hidden, not lost"
+    assert loaded.make_spec("read") == one.make_spec("read"), "hidden, not lost"
     tokens = [
         VastCredentials(api_key=SecretStr("va/st+key")),
         HuggingFaceCredentials(token=SecretStr("hf/tok+en")),
     ]
-    places = shown(one, loaded, one.spec("read"), one.spec("write"), one.open("read"), *tokens)
+    places = shown(
+        one, loaded, one.make_spec("read"), one.make_spec("write"), one.open("read"), *tokens
+    )
     places["the exception"] = "".join(traceback.format_exception(refusal.value))
     places["logs"] = caplog.text
     planted_too = {"Vast's key": "va/st+key", "the Hub's token": "hf/tok+en"}

@@ -6,13 +6,13 @@ from typing import Any
 
 import psutil
 
-from tests.flows.conftest import CUT, RUN, SHARD, hold_split, texts, texts_in
+from tests.flows.conftest import RUN, SHARD, SHARDING, hold_partition, texts, texts_in
 from tests.oracle import Folder
 from tests.prefect_server import PrefectServer, Worker, until
 
 
-def _all_but_one_split_ended(folder: Path) -> bool:
-    """Whether a run has done all that the split which is held elsewhere lets it do."""
+def _all_but_one_partition_ended(folder: Path) -> bool:
+    """Whether a run has done all that the partition which is held elsewhere lets it do."""
     plan, ends = folder / "words/plan.json", list(folder.glob("words/commits/*-end.json"))
     return plan.exists() and len(ends) == 3
 
@@ -30,13 +30,13 @@ def test_a_cancelled_run_stops_and_the_next_one_finishes_it(
     deployed: PrefectServer, worker: Worker, tmp_path: Path, folder_source: dict[str, Any]
 ) -> None:
     out = tmp_path / "out"
-    held = hold_split(out.as_uri(), "words", "train-00001")
+    held = hold_partition(out.as_uri(), "words", "train-00001")
     parameters = {
         "dataset": "words", "source": folder_source, "destination": out.as_uri(),
-        "cut": CUT, "run": RUN,
+        "sharding": SHARDING, "execution": RUN,
     }  # fmt: skip
     first = deployed.start(SHARD, watch=False, **parameters)
-    until(lambda: _all_but_one_split_ended(out), "all splits but the one that is held")
+    until(lambda: _all_but_one_partition_ended(out), "all partitions but the one that is held")
     processes = worker.descendants()
     assert processes
 
@@ -65,17 +65,17 @@ def test_a_run_left_running_by_a_dead_worker_does_not_block_the_next(
     deployed: PrefectServer, tmp_path: Path, folder_source: dict[str, Any]
 ) -> None:
     out = tmp_path / "out"
-    held = hold_split(out.as_uri(), "words", "train-00001")
+    held = hold_partition(out.as_uri(), "words", "train-00001")
     parameters = {
         "dataset": "words", "source": folder_source, "destination": out.as_uri(),
         # Longer than the test may take: only a holder that is seen dead can be followed.
-        "cut": CUT, "run": RUN | {"lease": "PT1H"},
+        "sharding": SHARDING, "execution": RUN | {"lease_timeout": "PT1H"},
     }  # fmt: skip
     (tmp_path / "first").mkdir()
     first = Worker(deployed, tmp_path / "first")
     try:
         zombie = deployed.start(SHARD, watch=False, **parameters)
-        until(lambda: _all_but_one_split_ended(out), "all splits but the one that is held")
+        until(lambda: _all_but_one_partition_ended(out), "all partitions but the one that is held")
     finally:
         first.kill()
     held.release()

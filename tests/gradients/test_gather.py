@@ -207,7 +207,7 @@ def test_a_bucket_that_refuses_costs_its_own_workers_only(store, request):
 
 @pytest.mark.parametrize("what", ["", "gradient-"])  # its listing, its object
 def test_a_bucket_that_hangs_costs_its_own_workers_only(what, store, request):
-    spec = spec_of("r2", request).model_copy(update={"patience": timedelta(seconds=1)})
+    spec = spec_of("r2", request).model_copy(update={"retry_timeout": timedelta(seconds=1)})
     hanging = open_store(spec)
     send(hanging, "1")
     for uid in (0, 2):

@@ -183,7 +183,7 @@ def test_a_pickle_is_refused_and_not_run(tmp_path):
 
 @pytest.fixture
 def store(tmp_path) -> Store:
-    spec = StoreSpec(url=tmp_path.as_uri(), patience=timedelta(seconds=0.1))
+    spec = StoreSpec(url=tmp_path.as_uri(), retry_timeout=timedelta(seconds=0.1))
     return open_store(spec)
 
 

@@ -9,7 +9,14 @@ import pytest
 from pydantic import SecretStr
 
 from millrace.progress import Event
-from millrace.rentals import Account, OfferRequest, Program, RentSettings, StandSettings, Vast
+from millrace.rentals import (
+    LedgerSettings,
+    OfferRequest,
+    Program,
+    RentalSettings,
+    VastAccount,
+    VastClient,
+)
 from millrace.storage import StoreSpec
 from millrace.testing.vast import StandInClock, VastServer
 
@@ -31,8 +38,8 @@ class Account_:  # noqa: N801 - `Account` is the engine's
         self.told: list[Event] = []
 
     @property
-    def vast(self) -> Vast:
-        return Vast(SecretStr(self.key), self.server.url, clock=StandInClock(self.server))
+    def vast(self) -> VastClient:
+        return VastClient(SecretStr(self.key), self.server.url, clock=StandInClock(self.server))
 
     def progress(self, event: Event) -> None:
         self.told.append(event)
@@ -40,26 +47,26 @@ class Account_:  # noqa: N801 - `Account` is the engine's
     def count(self, name: str) -> int:
         return sum(event.name == name for event in self.told)
 
-    def stand(self) -> StandSettings:
-        return StandSettings(store=self.store, account=self.account)
+    def stand(self) -> LedgerSettings:
+        return LedgerSettings(store=self.store, account=self.account)
 
     @property
     def store(self) -> StoreSpec:
         return StoreSpec(url=self.folder.as_uri())
 
     @property
-    def account(self) -> Account:
-        return Account(api_key=SecretStr(self.key), server_url=self.server.url)
+    def account(self) -> VastAccount:
+        return VastAccount(api_key=SecretStr(self.key), server_url=self.server.url)
 
-    def settings(self, name: str = "fleet", **more: Any) -> RentSettings:
+    def settings(self, name: str = "fleet", **more: Any) -> RentalSettings:
         request = {"max_hourly": 2.0, "max_total": 50.0} | more.pop("request", {})
-        return RentSettings(
+        return RentalSettings(
             name=name,
             store=self.store,
             account=self.account,
             request=OfferRequest(**request),
             program=Program(repo_url=REPO, command=("true",)),
-            **({"poll": timedelta(seconds=10)} | more),
+            **({"poll_interval": timedelta(seconds=10)} | more),
         )
 
 

@@ -8,8 +8,8 @@ import pytest
 from pydantic import SecretStr
 
 from millrace import errors
-from millrace.rentals import Instance, Rental, Vast, find_offers
-from millrace.rentals.destroy import give_back
+from millrace.rentals import Instance, Rental, VastClient, find_offers
+from millrace.rentals.destroy import destroy_machines
 from millrace.testing.vast import LISTS, StandInClock
 from tests.rentals.conftest import Reset
 
@@ -18,7 +18,7 @@ def test_the_requests_are_the_sdks_and_as_the_api_documents_them(world: Reset) -
     account = world(program=100.0)
     request = {"gpu": "RTX_4090", "gpu_memory": 20, "regions": ("US", "DE", "CA", "JP")}
     with Rental(account.settings(request=request), vast=account.vast) as rental:
-        rental.until_done()
+        rental.wait_until_done()
     sent = account.server.requests()
     search = next(one for one in sent if one["call"] == "search")
     assert (search["method"], search["path"]) == ("POST", "/api/v0/bundles/")
@@ -64,7 +64,7 @@ def test_the_requests_are_the_sdks_and_as_the_api_documents_them(world: Reset) -
 def test_a_listing_goes_over_its_pages(world: Reset) -> None:
     account = world()
     planted = [account.server.plant(f"{number}") for number in range(60)]
-    assert [one.id for one in account.vast.instances()] == planted
+    assert [one.id for one in account.vast.list_instances()] == planted
     assert sum(one["call"] == "list" for one in account.server.requests()) == 3
 
 
@@ -77,13 +77,15 @@ def test_what_may_be_asked_again_is_asked_again(world: Reset, fault: str) -> Non
     for call in ("list", "search", "user"):
         account.server.fail_next(2, fault, call)
     vast = account.vast
-    assert [one.id for one in vast.instances()] == [number]
-    assert vast.search({}, kind="on-demand", disk=40, limit=3)
-    assert vast.credit() == pytest.approx(100, abs=1)
-    assert vast.identity() == "user-1"
+    assert [one.id for one in vast.list_instances()] == [number]
+    assert vast.search_offers({}, offer_type="on-demand", disk=40, limit=3)
+    assert vast.read_credit() == pytest.approx(100, abs=1)
+    assert vast.identify_account() == "user-1"
     account.server.fail_next(2, fault, "delete")
-    give_back(vast, {"x": number}, lambda _: None)  # in rounds: one ask of each machine in each
-    vast.destroy(number)  # gone already: a success
+    destroy_machines(
+        vast, {"x": number}, lambda _: None
+    )  # in rounds: one ask of each machine in each
+    vast.destroy_instance(number)  # gone already: a success
     assert account.server.alive() == []
     assert account.server.fired()[fault] == (7 if fault == "slow" else 8)  # it fails nothing
 
@@ -97,10 +99,10 @@ def test_a_create_is_never_sent_again_when_it_may_have_been_done(world: Reset) -
         account.server.fail_next(2 if fault == "text429" else 1, fault, "create")
         if fault == "text429":  # refused before anything was done
             with pytest.raises(errors.NotFoundError):  # what was lost has taken it
-                vast.create(offer.id, image="x", disk=10, label="l")
+                vast.create_instance(offer.id, image="x", disk=10, label="l")
         else:
             with pytest.raises(errors.UnavailableError, match="does not answer to create"):
-                vast.create(offer.id, image="x", disk=10, label="l")
+                vast.create_instance(offer.id, image="x", disk=10, label="l")
         assert len(account.server.requests()) - before == sent
     assert len(account.server.alive()) == 1
 
@@ -108,9 +110,9 @@ def test_a_create_is_never_sent_again_when_it_may_have_been_done(world: Reset) -
 def test_a_wrong_key_is_said_once_and_not_shown(world: Reset) -> None:
     account = world()
     clock = StandInClock(account.server)
-    vast = Vast(SecretStr("not-a-key-of-yours"), account.server.url, clock=clock)
+    vast = VastClient(SecretStr("not-a-key-of-yours"), account.server.url, clock=clock)
     with pytest.raises(errors.DeniedError, match="does not know the API key") as caught:
-        vast.instances()
+        vast.list_instances()
     assert "not-a-key" not in str(caught.value)
     assert len(account.server.requests()) == 1
 
@@ -125,13 +127,13 @@ def test_nobody_waits_for_a_day_for_searches(world: Reset) -> None:
 
 def test_a_server_that_is_not_there_is_said_after_a_while(world: Reset) -> None:
     account = world()
-    vast = Vast(
+    vast = VastClient(
         SecretStr("x"), "http://127.0.0.1:9", clock=StandInClock(account.server),
-        patience=timedelta(seconds=30),
+        retry_timeout=timedelta(seconds=30),
     )  # fmt: skip
     before = account.server.now()
     with pytest.raises(errors.UnavailableError, match="does not answer to list: ConnectionError"):
-        vast.instances()
+        vast.list_instances()
     assert 30 <= account.server.now() - before < 40
 
 
@@ -142,15 +144,15 @@ def test_a_list_that_is_none_is_asked_for_again_and_never_read_as_empty(
     account = world()
     number = account.server.plant("x")
     account.server.fail_next(2, fault, "list")
-    assert [one.id for one in account.vast.instances()] == [number]
+    assert [one.id for one in account.vast.list_instances()] == [number]
     account.server.fail_next(1000, fault, "list")
     with pytest.raises(errors.UnavailableError, match="does not answer to list"):
-        account.vast.instances()
+        account.vast.list_instances()
     assert account.server.fired()[fault] > 2
 
 
 @pytest.mark.parametrize(
-    ("row", "dead"),
+    ("row", "failure"),
     [
         ({"actual_status": "exited"}, "the machine is exited"),
         ({"actual_status": "unknown", "status_msg": " lost "}, "the machine is unknown: lost"),
@@ -163,8 +165,8 @@ def test_a_list_that_is_none_is_asked_for_again_and_never_read_as_empty(
         ({}, ""),
     ],
 )
-def test_what_will_never_come_up_is_known(row: dict[str, Any], dead: str) -> None:
+def test_what_will_never_come_up_is_known(row: dict[str, Any], failure: str) -> None:
     nulls = dict.fromkeys(("label", "machine_id", "status_msg", "dph_total", "ports", "is_bid"))
-    instance = Instance.of({"id": 7, "start_date": None, "extra_env": None, **nulls, **row})
-    assert dead in instance.dead
-    assert bool(dead) is bool(instance.dead)
+    instance = Instance.from_row({"id": 7, "start_date": None, "extra_env": None, **nulls, **row})
+    assert failure in instance.failure
+    assert bool(failure) is bool(instance.failure)

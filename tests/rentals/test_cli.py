@@ -26,7 +26,7 @@ store: {{url: {(tmp_path / "store").as_uri()}}}
 account: {{api_key: "${{VAST_KEY}}", server_url: {vast.url}}}
 request: {{gpu: RTX_4090, max_hourly: 1.0, max_total: 5.0, max_lifetime: PT2H}}
 program: {{repo_url: "https://example.org/x", command: [millrace, run]}}
-poll: PT0.5S
+poll_interval: PT0.5S
 """
     )
 

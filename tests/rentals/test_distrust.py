@@ -17,10 +17,10 @@ from pydantic import SecretStr
 from millrace import errors
 from millrace.keys import MachineKeys, RentalKeys
 from millrace.lease import Holder
-from millrace.rentals import Rental, Vast, reap, release, reports
+from millrace.rentals import Rental, VastClient, reap, release, reports
 from millrace.rentals import rental as renting
-from millrace.rentals.ledger import attempts_of
-from millrace.rentals.startup import environment
+from millrace.rentals.ledger import list_attempts
+from millrace.rentals.startup import make_environment
 from millrace.schemas.rental import ReturnReason
 from millrace.storage import Credentials, StoreSpec, create, open_store, put
 from millrace.testing.process import REPOSITORY
@@ -31,7 +31,7 @@ from tests.rentals.conftest import Account_, Reset
 
 def leave(account: Account_, **more: Any) -> None:
     with Rental(account.settings(**more), vast=account.vast, detached=True) as rental:
-        rental.until_ready()
+        rental.wait_until_ready()
 
 
 def says(account: Account_, name: str, text: str | bytes) -> None:
@@ -43,12 +43,12 @@ def says(account: Account_, name: str, text: str | bytes) -> None:
 
 def test_what_was_left_ends_before_its_money_is_spent(world: Reset) -> None:
     account = world()
-    leave(account, count=2, request={"max_total": 1.0})
+    leave(account, machines=2, request={"max_total": 1.0})
     account.server.advance(20 * 3600)
     for _ in range(2):
         reap(account.stand(), vast=account.vast)
     assert account.server.alive() == []
-    for attempt in attempts_of(open_store(account.store), "fleet"):
+    for attempt in list_attempts(open_store(account.store), "fleet"):
         hours = (attempt.intent.until - attempt.intent.begun) / timedelta(hours=1)
         assert hours * attempt.intent.dph == pytest.approx(0.5, abs=0.01)
 
@@ -59,7 +59,7 @@ def test_what_was_left_goes_when_its_program_has_ended(world: Reset) -> None:
     assert len(reap(account.stand(), vast=account.vast).kept) == 1
     account.server.advance(900)
     (gone,) = reap(account.stand(), vast=account.vast).returned
-    assert gone.why == "its program has ended"
+    assert gone.return_reason == "its program has ended"
     assert account.server.alive() == []
 
 
@@ -69,7 +69,7 @@ def test_machines_that_are_left_are_told_so_and_others_that_they_have_an_owner(
     account = world()
     said = account.folder / "_rentals/fleet/owner.txt"
     with Rental(account.settings(), vast=account.vast) as rental:
-        rental.until_ready()
+        rental.wait_until_ready()
         assert said.read_bytes() != b"left"
     leave(account)
     assert said.read_bytes() == b"left"
@@ -77,9 +77,9 @@ def test_machines_that_are_left_are_told_so_and_others_that_they_have_an_owner(
 
 def test_an_owner_that_was_followed_ends_and_touches_nothing(world: Reset) -> None:
     account = world()
-    rental = Rental(account.settings(count=2), vast=account.vast)
+    rental = Rental(account.settings(machines=2), vast=account.vast)
     rental.__enter__()
-    rental.until_ready()
+    rental.wait_until_ready()
     keys = RentalKeys("fleet")
     body = {"kind": "lease", "version": 1, "nonce": "x"}
     holder = Holder(id="other", host="elsewhere", machine="", pid=1, started="1")
@@ -87,7 +87,7 @@ def test_an_owner_that_was_followed_ends_and_touches_nothing(world: Reset) -> No
     there = json.dumps({**body, "record": record}).encode()
     create(open_store(account.store), keys.lease.epoch(1), there)
     with pytest.raises(errors.HeldError, match="Another process has gone on with fleet") as caught:
-        rental.until_done()
+        rental.wait_until_done()
     rental.__exit__(type(caught.value), caught.value, None)
     assert len(account.server.alive()) == 2
     assert all(one["call"] != "delete" for one in account.server.requests())
@@ -105,7 +105,7 @@ def test_two_that_rent_at_once_do_not_both(world: Reset, monkeypatch: pytest.Mon
     monkeypatch.setattr(renting, "commit_once", second)
     rental = Rental(account.settings(), vast=account.vast)
     with pytest.raises(errors.HeldError, match="Another process"), rental:
-        rental.until_ready()
+        rental.wait_until_ready()
     assert account.server.books() == []
 
 
@@ -115,13 +115,13 @@ def test_two_that_rent_at_once_do_not_both(world: Reset, monkeypatch: pytest.Mon
 def test_a_machine_may_say_that_it_has_moved_anything(world: Reset, number: str) -> None:
     account = world(program=3000.0)
     with Rental(account.settings(), vast=account.vast) as rental:
-        rental.until_ready()
+        rental.wait_until_ready()
         says(account, "beat.json", f'{{"number": 99, "received": {number}, "sent": {number}}}')
-        rental.until_ready()
+        rental.wait_until_ready()
         assert rental.cost < 50.0
-    (attempt,) = attempts_of(open_store(account.store), "fleet")
-    assert attempt.returned
-    assert attempt.returned.cost < 50.0
+    (attempt,) = list_attempts(open_store(account.store), "fleet")
+    assert attempt.return_record
+    assert attempt.return_record.cost < 50.0
     assert reap(account.stand(), vast=account.vast).returned == ()
 
 
@@ -129,9 +129,9 @@ def test_a_damaged_record_keeps_no_other_from_being_given_back(world: Reset) -> 
     account = world()
     leave(account)
     with Rental(account.settings("other"), vast=account.vast) as rental:
-        rental.until_ready()
+        rental.wait_until_ready()
         rental._stack.close()
-        rental._followed = True  # it goes without a word
+        rental._is_superseded = True  # it goes without a word
     put(open_store(account.store), RentalKeys("fleet").returned(0), b"{}")
     found = reap(account.stand(), vast=account.vast)
     assert [one.rental for one in found.returned] == ["other"]
@@ -140,10 +140,10 @@ def test_a_damaged_record_keeps_no_other_from_being_given_back(world: Reset) -> 
 def test_what_it_prints_is_bounded_and_printable(world: Reset) -> None:
     account = world(program=3000.0)
     with Rental(account.settings(), vast=account.vast, progress=account.progress) as rental:
-        rental.until_ready()
+        rental.wait_until_ready()
         says(account, "log/000000.txt", b"\x1b[2Jgone\x07\n" + b"x" * 5000 + b"\n" * 100_000)
         says(account, "log/000001.txt", b"y" * (10 << 20))
-        rental.until_ready()
+        rental.wait_until_ready()
     printed = [event.figures["text"] for event in account.told if event.name == "machine.printed"]
     assert printed[0] == "[2Jgone"
     assert len(printed) < 3000
@@ -155,7 +155,7 @@ def test_creates_that_nobody_answers_are_not_tried_without_end(world: Reset) -> 
     account.server.fail_next(1000, "error502", "create")
     rental = Rental(account.settings(), vast=account.vast)
     with pytest.raises(errors.UnavailableError, match="whether a machine was rented"), rental:
-        rental.until_ready()
+        rental.wait_until_ready()
     assert sum(one["call"] == "create" for one in account.server.requests()) == 3
 
 
@@ -163,11 +163,11 @@ def test_a_refusal_that_names_a_contract_has_left_a_machine(world: Reset) -> Non
     account = world()
     account.server.fail_next(1, "low bid, 400", "create")
     with Rental(account.settings(request={"interruptible": True}), vast=account.vast) as rental:
-        rental.until_ready()
+        rental.wait_until_ready()
         assert len(account.server.alive()) == 1
-    first, _ = attempts_of(open_store(account.store), "fleet")
-    assert first.returned
-    assert first.returned.why is ReturnReason.OUTBID
+    first, _ = list_attempts(open_store(account.store), "fleet")
+    assert first.return_record
+    assert first.return_record.why is ReturnReason.OUTBID
     assert account.server.alive() == []
 
 
@@ -177,16 +177,16 @@ def test_what_is_left_while_the_reaper_looks_stays(
     account = world()
     rental = Rental(account.settings(), vast=account.vast, detached=True)
     rental.__enter__()
-    rental.until_ready()
-    instances = Vast.instances
+    rental.wait_until_ready()
+    instances = VastClient.list_instances
 
-    def leaving(vast: Vast) -> Any:
+    def leaving(vast: VastClient) -> Any:
         found = instances(vast)
-        monkeypatch.setattr(Vast, "instances", instances)
+        monkeypatch.setattr(VastClient, "list_instances", instances)
         rental.__exit__(None, None, None)
         return found
 
-    monkeypatch.setattr(Vast, "instances", leaving)
+    monkeypatch.setattr(VastClient, "list_instances", leaving)
     assert len(reap(account.stand(), vast=account.vast).kept) == 1
     assert len(account.server.alive()) == 1
 
@@ -212,7 +212,7 @@ def test_a_machine_whose_label_was_changed_is_known_by_its_number(world: Reset) 
     assert account.server.alive() == []
     abandoned = Rental(account.settings("other"), vast=account.vast)
     abandoned.__enter__()
-    abandoned.until_ready()
+    abandoned.wait_until_ready()
     abandoned._stack.close()
     (one,) = account.server.alive()
     account.server.ask("label", {"instance": one["id"], "label": ""})
@@ -223,16 +223,16 @@ def test_a_machine_whose_label_was_changed_is_known_by_its_number(world: Reset) 
 def test_a_machine_that_makes_its_reports_unreadable_is_given_back(world: Reset) -> None:
     account = world()
     with Rental(account.settings(), vast=account.vast) as rental:
-        rental.until_ready()
+        rental.wait_until_ready()
         says(account, "log/\x1b000000.txt", "a name that no folder of ours lists")
         account.server.advance(1000)
-        rental.until_ready()
+        rental.wait_until_ready()
         first, second = account.server.books()
         assert first["destroyed"]
         assert not second["destroyed"]
-    attempts = attempts_of(open_store(account.store), "fleet")
-    assert attempts[0].returned
-    assert attempts[0].returned.said == "nothing is heard of it any more"
+    attempts = list_attempts(open_store(account.store), "fleet")
+    assert attempts[0].return_record
+    assert attempts[0].return_record.said == "nothing is heard of it any more"
 
 
 def test_a_store_that_cannot_be_read_is_no_silent_machine(
@@ -240,13 +240,13 @@ def test_a_store_that_cannot_be_read_is_no_silent_machine(
 ) -> None:
     account = world()
     with Rental(account.settings(), vast=account.vast) as rental:
-        rental.until_ready()
+        rental.wait_until_ready()
         monkeypatch.setattr(
             "millrace.rentals.reports.list_objects",
             lambda *_: (_ for _ in ()).throw(errors.UnavailableError("down")),
         )
         account.server.advance(1000)
-        rental.until_ready()
+        rental.wait_until_ready()
         monkeypatch.undo()
         assert len(account.server.books()) == 1
 
@@ -259,9 +259,9 @@ def test_a_machine_is_given_no_secret_of_the_stores_options(world: Reset) -> Non
         options={"proxy_url": SecretStr("http://user:secret@proxy")},
     )  # fmt: skip
     with pytest.raises(errors.ConfigurationError, match="options or a ca_file"):
-        environment(
+        make_environment(
             open_store(spec), account.settings(role_arn="x"), 0, 0, 1e9,
-            lifetime=timedelta(hours=1), url=account.server.url,
+            lifetime=timedelta(hours=1), vast_url=account.server.url,
         )  # fmt: skip
 
 
@@ -330,15 +330,15 @@ def watch(
 def test_a_machine_that_prints_without_end_fills_no_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reports, "_LINES_IN_ALL", 25)
+    monkeypatch.setattr(reports, "_MAX_LINES", 25)
     store = open_store(StoreSpec(url=tmp_path.as_uri()))
     keys = MachineKeys(RentalKeys("fleet").machine(0))
-    heard = reports.Report(store, keys)
+    heard = reports.MachineReports(store, keys)
     told: list[str] = []
     for piece in range(6):
         create(store, keys.log(piece), b"".join(b"%d.%d\n" % (piece, n) for n in range(10)))
-        heard.look()
-        told += heard.news
+        heard.refresh()
+        told += heard.new_lines
     assert told[:25] == [f"{piece}.{n}" for piece in range(3) for n in range(10)][:25]
-    assert told[25:] == [f"(25 lines are told; the others are in {store.url_of(keys.logs)})"]
+    assert told[25:] == [f"(25 lines are told; the others are in {store.make_url(keys.logs)})"]
     assert heard.tail[-1] == "5.9"

@@ -18,7 +18,15 @@ import pytest
 from botocore.exceptions import ClientError
 from pydantic import SecretStr
 
-from millrace.rentals import Account, OfferRequest, Program, Reach, Rental, RentSettings, Vast
+from millrace.rentals import (
+    OfferRequest,
+    Program,
+    Rental,
+    RentalSettings,
+    StorageGrant,
+    VastAccount,
+    VastClient,
+)
 from millrace.rentals.guest.traffic import count_traffic
 from millrace.storage import Right, StoreSpec
 from millrace.testing.process import REPOSITORY
@@ -41,7 +49,7 @@ store:
     access_key_id: ${MILLRACE_WRITE_ACCESS_KEY_ID}
     secret_access_key: ${MILLRACE_WRITE_SECRET_ACCESS_KEY}
     session_token: ${MILLRACE_WRITE_SESSION_TOKEN}
-run: {workers: 0}
+execution: {workers: 0}
 """
 UNTIL_SEEN = "while [ ! -e ~/seen ]; do sleep 0.1; done"
 
@@ -53,13 +61,13 @@ def real(vast: VastServer) -> Iterator[str]:
     vast.reset()
 
 
-def settings_of(vast: VastServer, key: str, store: StoreSpec, **more: Any) -> RentSettings:
-    return RentSettings(
+def settings_of(vast: VastServer, key: str, store: StoreSpec, **more: Any) -> RentalSettings:
+    return RentalSettings(
         name="fleet",
         store=store,
-        account=Account(api_key=SecretStr(key), server_url=vast.url),
+        account=VastAccount(api_key=SecretStr(key), server_url=vast.url),
         request=OfferRequest(max_hourly=2.0, max_total=5.0, max_lifetime=timedelta(hours=1)),
-        poll=timedelta(seconds=1),
+        poll_interval=timedelta(seconds=1),
         **more,
     )
 
@@ -147,7 +155,7 @@ def test_a_machine_installs_a_program_and_runs_it_with_what_it_may_reach(
     words = "\n".join(json.dumps({"text": f"word {number}"}) for number in range(1000))
     settings = settings_of(
         vast, real, full, role_arn=role,
-        reach=(Reach(prefix="data/", right=Right.WRITE),),
+        storage_grants=(StorageGrant(prefix="data/", access=Right.WRITE),),
         program=Program(
             repo_url=repository.as_uri(),
             command=("bash", "-c", f"millrace run settings.yaml && {UNTIL_SEEN}"),
@@ -156,15 +164,15 @@ def test_a_machine_installs_a_program_and_runs_it_with_what_it_may_reach(
     )  # fmt: skip
     told: list[str] = []
     before = moved()
-    account = Vast(SecretStr(real), vast.url)
+    account = VastClient(SecretStr(real), vast.url)
     with Rental(
         settings, vast=account, progress=lambda event: told.append(str(event.figures.get("text")))
     ) as rental:
-        rental.until_ready()
+        rental.wait_until_ready()
         (entry,) = vast.alive()
         held = b"\n".join(everything_of(entry))
         (Path(entry["home"]) / "seen").touch()
-        rental.until_done()
+        rental.wait_until_done()
     assert vast.alive() == []
     client = rgw.client(rgw.full)
     keys = {one["Key"] for one in client.list_objects_v2(Bucket=bucket)["Contents"]}
@@ -180,13 +188,13 @@ def test_a_machine_installs_a_program_and_runs_it_with_what_it_may_reach(
         assert secret.encode() not in held
     assert b"CONTAINER_ID=" in held
     assert b"PYTEST_CURRENT_TEST" not in held
-    order = json.loads(base64.b64decode(entry["body"]["env"]["MILLRACE_ORDER"]))
+    config = json.loads(base64.b64decode(entry["body"]["env"]["MILLRACE_ORDER"]))
     for name, own, others in (
         ("store", "_machines/fleet/000000/x", ["_machines/fleet/000001/x", "_rentals/x", "data/x"]),
-        ("write", "data/x", ["data2/x", "x", "_machines/fleet/000000/x", "_rentals/x"]),
+        ("write_store", "data/x", ["data2/x", "x", "_machines/fleet/000000/x", "_rentals/x"]),
     ):
-        given = order[name]["credentials"]
-        assert given["expires"]
+        given = config[name]["credentials"]
+        assert given["expires_at"]
         pair = Key(given["access_key_id"], given["secret_access_key"], given["session_token"])
         its = rgw.client(pair)
         its.put_object(Bucket=bucket, Key=own, Body=b"x")
@@ -195,7 +203,7 @@ def test_a_machine_installs_a_program_and_runs_it_with_what_it_may_reach(
                 its.put_object(Bucket=bucket, Key=other, Body=b"x")
         with pytest.raises(ClientError, match=r"AccessDenied|403"):
             its.list_objects_v2(Bucket=bucket)
-    assert order["read"] is None
+    assert config["read_store"] is None
 
 
 def test_a_machine_whose_image_has_everything_fetches_nothing(
@@ -211,7 +219,7 @@ def test_a_machine_whose_image_has_everything_fetches_nothing(
         settings_of(vast, key, StoreSpec(url=(tmp_path / "store").as_uri()), program=program),
         progress=lambda event: told.append(str(event.figures.get("text"))),
     ) as rental:
-        rental.until_done()
+        rental.wait_until_done()
     vast.reset()
     assert any(line.startswith("Usage: ") for line in told)
 
@@ -221,13 +229,13 @@ def test_what_cannot_be_installed_is_said(
 ) -> None:
     store = StoreSpec(url=(tmp_path / "store").as_uri())
     program = Program(repo_url=repository.as_uri(), repo_ref="gone", command=("true",))
-    rental = Rental(settings_of(vast, real, store, program=program, tries=1))
+    rental = Rental(settings_of(vast, real, store, program=program, max_attempts=1))
     with pytest.raises(Exception, match="did not come up"), rental:
-        rental.until_ready()
+        rental.wait_until_ready()
     (entry,) = vast.books()
     setup = json.loads((tmp_path / "store/_machines/fleet/000000/setup.json").read_text())
     assert setup["state"] == "failed"
-    assert re.search("has no gone: name a branch, a tag or a commit", setup["said"])
+    assert re.search("has no gone: name a branch, a tag or a commit", setup["detail"])
     assert entry["destroyed"]
 
 

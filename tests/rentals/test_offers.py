@@ -20,13 +20,13 @@ def request(**more: Any) -> OfferRequest:
 def test_what_costs_least_in_all_comes_first(world: Reset) -> None:
     account = world(machines=40)
     short = find_offers(account.vast, request(hours=1.0))
-    assert [one.total for one in short] == sorted(one.dph for one in short)
+    assert [one.expected_cost for one in short] == sorted(one.hourly_price for one in short)
     heavy = request(hours=1.0, download=500.0, upload=100.0)
     offers = find_offers(account.vast, heavy)
-    assert [one.total for one in offers] == sorted(
-        one.dph + 500 * one.down_cost + 100 * one.up_cost for one in offers
+    assert [one.expected_cost for one in offers] == sorted(
+        one.hourly_price + 500 * one.download_price + 100 * one.upload_price for one in offers
     )
-    assert [one.machine for one in offers] != [one.machine for one in short]
+    assert [one.machine_id for one in offers] != [one.machine_id for one in short]
 
 
 def test_only_what_was_asked_for_is_found(world: Reset) -> None:
@@ -35,24 +35,24 @@ def test_only_what_was_asked_for_is_found(world: Reset) -> None:
     offers = find_offers(account.vast, wanted)
     assert offers
     assert {one.gpu for one in offers} == {"H100 SXM"}
-    assert {one.place for one in offers} <= {"Bavaria, DE", "Tokyo, JP"}
-    without = {offers[0].machine}
-    assert without.isdisjoint(
-        one.machine for one in find_offers(account.vast, wanted, without=without)
+    assert {one.location for one in offers} <= {"Bavaria, DE", "Tokyo, JP"}
+    excluded = {offers[0].machine_id}
+    assert excluded.isdisjoint(
+        one.machine_id for one in find_offers(account.vast, wanted, exclude=excluded)
     )
     assert find_offers(account.vast, request(gpu_memory=80.0)) == []
     cheap = OfferRequest(max_hourly=0.3, max_total=1.0)
-    assert all(one.dph <= 0.3 for one in find_offers(account.vast, cheap))
+    assert all(one.hourly_price <= 0.3 for one in find_offers(account.vast, cheap))
 
 
 def test_an_interruptible_one_costs_its_bid_and_its_disk() -> None:
     wanted = request(interruptible=True, disk=73.0)
-    offer = Offer.of(row(storage_cost=0.1), wanted)
+    offer = Offer.from_row(row(storage_cost=0.1), wanted)
     assert offer.bid == pytest.approx(0.22)
-    assert offer.dph == pytest.approx(0.22 + 0.01)
-    assert Offer.of(row(), request(interruptible=True, bid=0.3)).bid == 0.3
-    with pytest.raises(ValueError, match="more is asked than is bid"):
-        Offer.of(row(), request(interruptible=True, bid=0.1))
+    assert offer.hourly_price == pytest.approx(0.22 + 0.01)
+    assert Offer.from_row(row(), request(interruptible=True, bid=0.3)).bid == 0.3
+    with pytest.raises(ValueError, match="lowest bid that is accepted"):
+        Offer.from_row(row(), request(interruptible=True, bid=0.1))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_an_interruptible_one_costs_its_bid_and_its_disk() -> None:
 )  # fmt: skip
 def test_an_offer_that_cannot_be_read_is_none(wrong: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError)):
-        Offer.of(row(**wrong), request())
+        Offer.from_row(row(**wrong), request())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from millrace import errors
 from millrace.rentals import Rental, list_rentals, reap, release
 from millrace.rentals.labels import Label
-from millrace.rentals.ledger import attempts_of, installation_of
+from millrace.rentals.ledger import ensure_installation, list_attempts
 from millrace.schemas.rental import ReturnReason
 from millrace.storage import open_store, put
 from tests.rentals.conftest import Account_, Reset
@@ -15,9 +15,9 @@ from tests.rentals.conftest import Account_, Reset
 
 def abandon(account: Account_, name: str = "fleet", count: int = 1) -> None:
     """Rent machines, and have their owner disappear."""
-    rental = Rental(account.settings(name, count=count), vast=account.vast)
+    rental = Rental(account.settings(name, machines=count), vast=account.vast)
     rental.__enter__()
-    rental.until_ready()
+    rental.wait_until_ready()
     rental._stack.close()  # its lease is given back, its machines are not
 
 
@@ -25,27 +25,29 @@ def test_what_has_no_owner_is_given_back(world: Reset) -> None:
     account = world()
     abandon(account, count=2)
     seen = reap(account.stand(), dry_run=True, vast=account.vast)
-    assert [one.why for one in seen.returned] == ["nobody has it any more"] * 2
+    assert [one.return_reason for one in seen.returned] == ["nobody has it any more"] * 2
     assert len(account.server.alive()) == 2
     done = reap(account.stand(), vast=account.vast, progress=account.progress)
     assert len(done.returned) == account.count("rental.returned") == 2
     assert account.server.alive() == []
-    attempts = attempts_of(open_store(account.store), "fleet")
-    assert [one.returned.why for one in attempts if one.returned] == [ReturnReason.REAPED] * 2
+    attempts = list_attempts(open_store(account.store), "fleet")
+    assert [one.return_record.why for one in attempts if one.return_record] == [
+        ReturnReason.REAPED
+    ] * 2
     again = reap(account.stand(), vast=account.vast)
-    assert (again.returned, again.kept, again.closed) == ((), (), 0)
+    assert (again.returned, again.kept, again.closed_attempts) == ((), (), 0)
 
 
 def test_what_has_an_owner_stays_until_its_time_is_over(world: Reset) -> None:
     account = world()
     request = {"max_lifetime": timedelta(hours=2)}
     with Rental(account.settings(request=request), vast=account.vast) as rental:
-        rental.until_ready()
+        rental.wait_until_ready()
         (kept,) = reap(account.stand(), vast=account.vast).kept
         assert "process" in kept.owner
         account.server.advance(2 * 3600)
         (gone,) = reap(account.stand(), vast=account.vast).returned
-        assert "its time was over" in gone.why
+        assert "its time was over" in gone.return_reason
         assert account.server.alive() == []
 
 
@@ -53,10 +55,10 @@ def test_what_was_left_on_purpose_stays_until_its_time_is_over(world: Reset) -> 
     account = world()
     request = {"max_lifetime": timedelta(hours=2)}
     with Rental(account.settings(request=request), vast=account.vast, detached=True) as rental:
-        rental.until_ready()
+        rental.wait_until_ready()
     assert len(reap(account.stand(), vast=account.vast).kept) == 1
     (listed,) = list_rentals(account.stand(), vast=account.vast)
-    assert (listed.rental, listed.owner, listed.why) == ("fleet", "", "")
+    assert (listed.rental, listed.owner, listed.return_reason) == ("fleet", "", "")
     assert listed.cost > 0
     account.server.advance(2 * 3600)
     assert len(reap(account.stand(), vast=account.vast).returned) == 1
@@ -66,7 +68,7 @@ def test_what_was_left_on_purpose_stays_until_its_time_is_over(world: Reset) -> 
 def test_nothing_that_is_not_ours_is_touched(world: Reset) -> None:
     account = world()
     store = open_store(account.store)
-    mine = installation_of(store)
+    mine = ensure_installation(store)
     others = [
         "", "somebody's", "millrace", f"millrace/{mine}", f"Millrace/{mine}/fleet/000000/1",
         "millrace/0123456789ab/fleet/000000/1", f"x/millrace/{mine}/fleet/000000/1",
@@ -91,7 +93,7 @@ def test_two_installations_with_one_account_leave_each_others_alone(
     assert len(account.server.alive()) == 2
     reap(other.stand(), vast=other.vast)
     (left,) = account.server.alive()
-    assert left["label"].startswith(f"millrace/{installation_of(open_store(account.store))}/")
+    assert left["label"].startswith(f"millrace/{ensure_installation(open_store(account.store))}/")
 
 
 @pytest.mark.parametrize("fault", ["part", "error500", "lost", "text429"])
@@ -104,20 +106,20 @@ def test_a_list_that_cannot_be_read_is_unknown_and_the_reaper_says_so(
     with pytest.raises(errors.UnavailableError, match=r"list|known"):
         reap(account.stand(), vast=account.vast)
     assert len(account.server.alive()) == 1
-    (attempt,) = attempts_of(open_store(account.store), "fleet")
-    assert attempt.returned is None
+    (attempt,) = list_attempts(open_store(account.store), "fleet")
+    assert attempt.return_record is None
 
 
 def test_what_came_though_nobody_thought_so_is_given_back(world: Reset) -> None:
     account = world(late=900.0)  # longer than its rental lasts
     account.server.fail_next(1, "lost, listed late", "create")
     with Rental(account.settings(), vast=account.vast) as rental:
-        rental.until_ready()
+        rental.wait_until_ready()
     account.server.advance(900)
     (ghost,) = account.server.alive()
     (gone,) = reap(account.stand(), vast=account.vast).returned
     assert gone.instance.id == ghost["id"]
-    assert "it was given back before (never came), and is there" in gone.why
+    assert "it was given back before (never came), and is there" in gone.return_reason
     assert account.server.alive() == []
 
 
@@ -127,20 +129,20 @@ def test_an_attempt_of_which_nothing_is_left_is_closed(world: Reset) -> None:
     account.server.befall(account.server.alive()[0]["id"], "vanished")
     account.server.advance(3600)
     assert account.server.alive() == []
-    assert reap(account.stand(), vast=account.vast).closed == 1
-    (attempt,) = attempts_of(open_store(account.store), "fleet")
-    assert attempt.returned
+    assert reap(account.stand(), vast=account.vast).closed_attempts == 1
+    (attempt,) = list_attempts(open_store(account.store), "fleet")
+    assert attempt.return_record
 
 
 def test_a_rental_is_released_by_name(world: Reset) -> None:
     account = world()
-    with Rental(account.settings(count=2), vast=account.vast, detached=True) as rental:
-        rental.until_ready()
+    with Rental(account.settings(machines=2), vast=account.vast, detached=True) as rental:
+        rental.wait_until_ready()
         with pytest.raises(errors.HeldError, match="is held by"):
             release(account.stand(), "fleet", vast=account.vast)
     with pytest.raises(errors.NotFoundError, match="knows no rental 'other'"):
         release(account.stand(), "other", vast=account.vast)
-    assert release(account.stand(), "fleet", vast=account.vast, left=False) == 0
+    assert release(account.stand(), "fleet", vast=account.vast, include_detached=False) == 0
     assert len(account.server.alive()) == 2  # its owner has left both to work
     assert release(account.stand(), "fleet", vast=account.vast) == 2
     assert account.server.alive() == []
@@ -154,22 +156,24 @@ def other_account(account: Account_) -> Account_:
 
 def test_machines_of_another_account_are_neither_closed_nor_called_gone(world: Reset) -> None:
     account = world()
-    with Rental(account.settings(count=2), vast=account.vast, detached=True) as rental:
-        rental.until_ready()
+    with Rental(account.settings(machines=2), vast=account.vast, detached=True) as rental:
+        rental.wait_until_ready()
     account.server.advance(3600)
     other = other_account(account)
 
     found = reap(other.stand(), vast=other.vast)
-    assert (found.returned, found.closed, found.elsewhere) == ((), 0, 2)
+    assert (found.returned, found.closed_attempts, found.foreign_attempts) == ((), 0, 2)
     with pytest.raises(errors.ConfigurationError, match=r"2 machines of fleet .* another account"):
         release(other.stand(), "fleet", vast=other.vast)
     with (
         pytest.raises(errors.ConfigurationError, match=r"2 machines of fleet .* another account"),
-        Rental(other.settings(count=2), vast=other.vast),
+        Rental(other.settings(machines=2), vast=other.vast),
     ):
         pass
     assert len(account.server.alive()) == 2
-    assert {one.returned for one in attempts_of(open_store(account.store), "fleet")} == {None}
+    assert {one.return_record for one in list_attempts(open_store(account.store), "fleet")} == {
+        None
+    }
 
     assert len(list_rentals(account.stand(), vast=account.vast)) == 2
     assert release(account.stand(), "fleet", vast=account.vast) == 2
@@ -179,16 +183,16 @@ def test_machines_of_another_account_are_neither_closed_nor_called_gone(world: R
 def test_a_machine_that_bears_the_label_of_another_costs_that_one_nothing(world: Reset) -> None:
     account = world()
     with Rental(account.settings(), vast=account.vast, progress=account.progress) as rental:
-        (machine,) = rental.until_ready()
+        (machine,) = rental.wait_until_ready()
         stray = account.server.plant(machine.attempt.intent.label)
-        rental.until_ready()
+        rental.wait_until_ready()
         done = reap(account.stand(), vast=account.vast)
         assert [one.instance.id for one in done.returned] == [stray]
-        assert "bears the label of" in done.returned[0].why
-        assert [one.instance.id for one in done.kept] == [machine.attempt.instance]
-        assert [one["id"] for one in account.server.alive()] == [machine.attempt.instance]
-        (attempt,) = attempts_of(open_store(account.store), "fleet")
-        assert attempt.returned is None
+        assert "bears the label of" in done.returned[0].return_reason
+        assert [one.instance.id for one in done.kept] == [machine.attempt.instance_id]
+        assert [one["id"] for one in account.server.alive()] == [machine.attempt.instance_id]
+        (attempt,) = list_attempts(open_store(account.store), "fleet")
+        assert attempt.return_record is None
         again = account.server.plant(machine.attempt.intent.label)
     assert [one["id"] for one in account.server.alive()] == [again]  # the rental's own is gone
     assert [one.instance.id for one in reap(account.stand(), vast=account.vast).returned] == [again]
@@ -199,13 +203,13 @@ def test_a_label_that_was_changed_gives_a_machine_no_more_time(world: Reset) -> 
     account = world()
     request = {"max_lifetime": timedelta(hours=2)}
     with Rental(account.settings(request=request), vast=account.vast, detached=True) as rental:
-        (machine,) = rental.until_ready()
-    assert machine.attempt.instance
+        (machine,) = rental.wait_until_ready()
+    assert machine.attempt.instance_id
     label = machine.attempt.intent.label.rpartition("/")[0] + "/9999999999"
-    account.server.ask("label", {"instance": machine.attempt.instance, "label": label})
+    account.server.ask("label", {"instance": machine.attempt.instance_id, "label": label})
     account.server.advance(2 * 3600)
     (gone,) = reap(account.stand(), vast=account.vast).returned
-    assert "its time was over" in gone.why
+    assert "its time was over" in gone.return_reason
     assert account.server.alive() == []
 
 

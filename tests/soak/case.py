@@ -56,11 +56,11 @@ class Case:
             "dataset": DATASET,
             "source": {**self.material.source, **source},
             "store": self.place.spec(self.name),
-            "cut": self.material.cut,
-            "run": {
+            "sharding": self.material.sharding,
+            "execution": {
                 "workers": self.workers,
                 "uploads": self.uploads,
-                "lease": "3s",
+                "lease_timeout": "3s",
                 "max_quarantined": 0.2,  # the material has bad rows on purpose
             },
         }

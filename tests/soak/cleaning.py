@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
-from millrace.cleanup import CleanSettings, Rule, What, execute, make_plan
+from millrace.cleanup import CleanupKind, CleanupSettings, Rule, execute, make_plan
 from millrace.cleanup.plans import open_plan
 from millrace.progress import Event
 from millrace.storage import StoreSpec, list_objects, open_store
@@ -23,13 +23,18 @@ from tests.cleanup.material import Place
 VERSIONS = ("0.2.1", "0.2.10", "0.2.11")
 NOW = timedelta(0)
 RULES = (
-    Rule(what=(What.GRADIENTS,), version="<0.2.11", keep_last=2, older_than=NOW),
-    Rule(what=(What.GRADIENTS,), version="0.2.11", keep_every=4, keep_last=1, older_than=NOW),
-    Rule(what=(What.START_WINDOWS,), version="!=0.2.11", older_than=NOW),
-    Rule(what=(What.GATHERS,), keep_last=3, older_than=NOW),
-    Rule(what=(What.CHECKPOINTS,), keep_last=2, older_than=NOW),
-    Rule(what=(What.PARTS, What.ORPHANS, What.PASSING), older_than=NOW),
-    Rule(what=(What.SHARDS,), name="old", older_than=NOW),
+    Rule(kinds=(CleanupKind.GRADIENTS,), version="<0.2.11", keep_last=2, older_than=NOW),
+    Rule(
+        kinds=(CleanupKind.GRADIENTS,), version="0.2.11", keep_every=4, keep_last=1, older_than=NOW
+    ),
+    Rule(kinds=(CleanupKind.START_WINDOWS,), version="!=0.2.11", older_than=NOW),
+    Rule(kinds=(CleanupKind.GATHERS,), keep_last=3, older_than=NOW),
+    Rule(kinds=(CleanupKind.CHECKPOINTS,), keep_last=2, older_than=NOW),
+    Rule(
+        kinds=(CleanupKind.CHECKPOINT_ORPHANS, CleanupKind.DATASET_ORPHANS, CleanupKind.TEMPORARY),
+        older_than=NOW,
+    ),
+    Rule(kinds=(CleanupKind.DATASETS,), name="old", older_than=NOW),
 )
 
 
@@ -125,13 +130,13 @@ def clean(spec: StoreSpec, list_all: Callable[[], list[Thing]], *, kills: int, s
         seed: Of when they are.
     """
     dice = random.Random(seed)
-    config = CleanSettings(store=spec, rules=RULES)
+    config = CleanupSettings(store=spec, rules=RULES)
     things = list_all()
     rules = [{**rule.model_dump(mode="json"), "older_than": 0} for rule in RULES]
     expected = Judge(things, rules, datetime.now(UTC) + timedelta(minutes=5)).taken()
     plan = make_plan(config)
     with open_plan(open_store(spec), plan.name) as (_, entries):
-        found = {entry.stat.key: entry.rule for entry in entries}
+        found = {entry.stat.key: entry.rule_index for entry in entries}
     every = found.keys() | expected.keys()
     differing = [key for key in every if found.get(key) != expected.get(key)]
     killed = 0
@@ -152,11 +157,11 @@ def _left(spec: StoreSpec, planned: dict[str, int]) -> int:
     return sum(stat.key in planned for stat in list_objects(open_store(spec)))
 
 
-def _killed(config: CleanSettings, plan: str, batches: int) -> bool:
+def _killed(config: CleanupSettings, plan: str, batches: int) -> bool:
     """Have a process execute a plan, and kill it after so many batches; whether it was killed."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    told = json.dumps({"spec": config.store.reveal(), "plan": plan})
+    told = json.dumps({"spec": config.store.reveal_secrets(), "plan": plan})
     process = spawn.Process(target=_execute, args=(theirs, told))
     process.start()
     theirs.close()
@@ -175,7 +180,7 @@ def _killed(config: CleanSettings, plan: str, batches: int) -> bool:
 
 def _execute(pipe: Any, told: str) -> None:
     data = json.loads(told)
-    config = CleanSettings(store=StoreSpec.model_validate(data["spec"]), rules=RULES)
+    config = CleanupSettings(store=StoreSpec.model_validate(data["spec"]), rules=RULES)
 
     def tell(event: Event) -> None:
         pipe.send(event.name)

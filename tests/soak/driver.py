@@ -55,7 +55,7 @@ def main() -> int:
         gate.say({"done": {"deleted": len(found.keys), "failures": len(found.failures)}})
         return 0
     report = shard_dataset(config, progress=gate)
-    gate.say({"done": {"made": report.made, "samples": report.samples}})
+    gate.say({"done": {"made": report.new_shards, "samples": report.samples}})
     return 0
 
 

@@ -9,7 +9,7 @@ from millrace.testing.r2 import R2Proxy
 from millrace.testing.rgw import RGW
 from tests.soak.kills import Kills
 from tests.soak.place import S3Place
-from tests.soak.targets import SEALED, Target, Victim, combinations, target_at
+from tests.soak.targets import COMPLETE, Target, Victim, combinations, target_at
 from tests.soak.together import meet, share
 
 EACH = 0.05
@@ -95,7 +95,7 @@ def _some(dice: Random, *, alone: bool) -> list[Target]:
     pairs = [
         (boundary, victim)
         for boundary, victim in combinations()
-        if boundary != SEALED and (victim is Victim.ALONE) == alone
+        if boundary != COMPLETE and (victim is Victim.ALONE) == alone
     ]
     return [target_at(dice, *pair) for pair in dice.sample(pairs, 4)]
 

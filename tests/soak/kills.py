@@ -17,17 +17,17 @@ from tests.soak.tally import Tally
 from tests.soak.targets import (
     ANY,
     BETWEEN,
+    COMPLETE,
     DRIVERS_LAST,
-    SEALED,
     Target,
     Victim,
     draw,
     in_order,
 )
 
-_SPLIT = re.compile(r"[a-z]+-\d{5}")
+_PARTITION = re.compile(r"[a-z]+-\d{5}")
 _A_CASE = 6
-_DEATHS = 2  # of workers over one split in a row; the third is the driver's end
+_DEATHS = 2  # of workers over one partition in a row; the third is the driver's end
 
 
 def run_case(case: Case, targets: deque[Target], tally: Tally) -> list[Target]:
@@ -54,7 +54,7 @@ class _Hunt:
         self._case, self._child, self._targets, self._tally = case, child, targets, tally
         self._missed = missed
         self._fitting = 0
-        self._sealed = False
+        self._complete = False
         self._dead: dict[int, Target] = {}
         self._deaths: Counter[str] = Counter()
         self._of: dict[int, str] = {}
@@ -85,14 +85,14 @@ class _Hunt:
                 return self._kill_driver(target)
 
     def _note(self, said: Said) -> None:
-        """Keep the driver's own count of deaths over a split: it gives up at the third."""
-        self._sealed |= said.name == SEALED
+        """Keep the driver's own count of deaths over a partition: it gives up at the third."""
+        self._complete |= said.name == COMPLETE
         if said.name == "worker.lost":
             self._deaths[self._of.pop(said.pid, "")] += 1
             if said.pid not in self._dead:
                 nobody_died(self._child, said)
             self._tally.kill(self._dead.pop(said.pid), self._case.place)
-        elif match := _SPLIT.search(said.subject.removeprefix(f"{DATASET}/")):
+        elif match := _PARTITION.search(said.subject.removeprefix(f"{DATASET}/")):
             self._of[said.pid] = match[0]
             if said.name == "shard.committed":
                 self._deaths.pop(match[0], None)
@@ -103,7 +103,7 @@ class _Hunt:
             return False
         target = self._targets[0]
         if target.boundary in {ANY, BETWEEN}:
-            fits = said.name != SEALED
+            fits = said.name != COMPLETE
         else:
             fits = target.boundary == said.name
         if target.victim is Victim.WORKER:
@@ -116,15 +116,15 @@ class _Hunt:
     def _may_die(self, said: Said) -> bool:
         if said.pid in {self._child.pid, *self._dead} or said.name == "worker.lost":
             return False
-        split = self._of.get(said.pid, "")
-        dying = sum(self._of.get(pid) == split for pid in self._dead)
-        return self._deaths[split] + dying < _DEATHS
+        partition = self._of.get(said.pid, "")
+        dying = sum(self._of.get(pid) == partition for pid in self._dead)
+        return self._deaths[partition] + dying < _DEATHS
 
     def _skip_those_too_late(self, said: Said) -> None:
-        """When the sealing begins, the splits have ended: their boundaries are behind us."""
-        if said.name not in {*DRIVERS_LAST, SEALED}:
+        """When the finalizing begins, the partitions have ended: their boundaries are behind us."""
+        if said.name not in {*DRIVERS_LAST, COMPLETE}:
             return
-        order = (*DRIVERS_LAST, SEALED)
+        order = (*DRIVERS_LAST, COMPLETE)
         ahead = {*order[order.index(said.name) :], ANY, BETWEEN}
         while self._targets and (
             self._targets[0].boundary not in ahead or self._targets[0].victim is Victim.WORKER
@@ -154,7 +154,7 @@ class _Hunt:
             if said is not None:
                 self._note(said)  # said before it died
         self._missed += self._dead.values()
-        after_completion = self._sealed and target.boundary != SEALED
+        after_completion = self._complete and target.boundary != COMPLETE
         if said.code == -signal.SIGKILL and said.report is None and not after_completion:
             self._tally.kill(target, self._case.place)
         else:

@@ -20,7 +20,7 @@ class Material:
         name: Of this material.
         folder: Where its files are.
         source: How it is read: settings of a source, less its store.
-        cut: How it is cut.
+        sharding: Settings of the sharding.
         rows: The tokens of its rows.
         bad_rows: How many of its rows make no sample.
     """
@@ -28,13 +28,13 @@ class Material:
     name: str
     folder: Path
     source: dict[str, Any]
-    cut: dict[str, Any]
+    sharding: dict[str, Any]
     rows: Counter[str] = field(repr=False)
     bad_rows: int = 0
 
 
 def make_all(folder: Path, seed: int) -> list[Material]:
-    """Every kind of source, about 1 MiB each: four or five splits, about twenty shards."""
+    """Every kind of source, about 1 MiB each: four or five partitions, about twenty shards."""
     return [
         make(folder / make.__name__, random.Random(f"{seed} {make.__name__}")) for make in KINDS
     ]
@@ -55,7 +55,7 @@ def lines(folder: Path, dice: random.Random) -> Material:
         "lines",
         folder,
         {"kind": "jsonl"},
-        {"shard_bytes": 64 << 10, "split_bytes": 192 << 10, "seed": 1},
+        {"shard_bytes": 64 << 10, "partition_bytes": 192 << 10, "seed": 1},
         rows,
     )
 
@@ -82,7 +82,12 @@ def columns(folder: Path, dice: random.Random) -> Material:
         "columns",
         folder,
         {"kind": "jsonl", "columns": {"txt": "text", "id": "id"}},
-        {"shard_bytes": 64 << 10, "shard_samples": 25, "split_bytes": 192 << 10, "holdout": 0.15},
+        {
+            "shard_bytes": 64 << 10,
+            "shard_samples": 25,
+            "partition_bytes": 192 << 10,
+            "holdout": 0.15,
+        },
         rows,
         bad,
     )
@@ -102,7 +107,7 @@ def files(folder: Path, dice: random.Random) -> Material:
         "files",
         folder,
         {"kind": "files"},
-        {"shard_bytes": 64 << 10, "split_bytes": 256 << 10, "seed": 3},
+        {"shard_bytes": 64 << 10, "partition_bytes": 256 << 10, "seed": 3},
         rows,
     )
 

@@ -73,7 +73,7 @@ class S3Place:
             "endpoint": self.endpoint,
             "region": self.region,
             "ca_file": str(self.ca_file) if self.ca_file else None,
-            "patience": f"{self.patience}s",
+            "retry_timeout": f"{self.patience}s",
             "credentials": {
                 "access_key_id": self.access_key_id,
                 "secret_access_key": self.secret_access_key,

@@ -230,7 +230,7 @@ class _Race:
         gate = self._context.Barrier(len(self._names))
         for name in self._names:
             arguments = (
-                self._place.reveal(), self.job, name, self._seed, self._sources, self._step,
+                self._place.reveal_secrets(), self.job, name, self._seed, self._sources, self._step,
                 blows.get(name), str(self._folder / name), gate, self.confined,
             )  # fmt: skip
             process = self._context.Process(target=_member, args=arguments)
@@ -356,7 +356,7 @@ def _save(context: Any, place: StoreSpec, number: int, dice: Random) -> tuple[in
     )
     killed = 0
     for one in (blow, None):
-        process = context.Process(target=_saver, args=(place.reveal(), job, number, one))
+        process = context.Process(target=_saver, args=(place.reveal_secrets(), job, number, one))
         process.start()
         process.join(_HANGS)
         killed += process.exitcode == -signal.SIGKILL

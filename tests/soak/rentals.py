@@ -23,18 +23,18 @@ from pydantic import SecretStr
 
 from millrace import errors
 from millrace.rentals import (
-    Account,
+    LedgerSettings,
     OfferRequest,
     Program,
     Rental,
-    RentSettings,
-    StandSettings,
-    Vast,
+    RentalSettings,
+    VastAccount,
+    VastClient,
     destroy,
     reap,
 )
 from millrace.rentals import rental as renting
-from millrace.rentals.destroy import SETTLING
+from millrace.rentals.destroy import LISTING_LAG
 from millrace.storage import StoreSpec
 from millrace.testing.vast import StandInClock, VastServer
 
@@ -56,6 +56,8 @@ BOUNDARIES = [
     for when in ("before", "after")
     for what in ("search", "create", "list", "destroy", "Intent", "Contract", "ReturnRecord")
 ]
+REQUESTS = {"search_offers": "search", "create_instance": "create", "_list_pages": "list",
+            "destroy_instance": "destroy"}  # fmt: skip
 OFTEN = {"list": 40}  # of the others about so many: 4
 FOREIGN = ("", "somebody's", "millrace/ffffffffffff/fleet/000000/9999999999", "millrace/fleet")
 
@@ -197,7 +199,7 @@ def _judge(
     came.alive += len(_ours(server))
     came.foreign += sum(one["destroyed"] is not None for one in books if one["id"] in planted)
     if died is None:  # what no listing shows, no owner can count
-        seen = [one["cost"] for one in ours if one["listed"] - one["created"] <= SETTLING]
+        seen = [one["cost"] for one in ours if one["listed"] - one["created"] <= LISTING_LAG]
         came.overspent += sum(seen) > told["max_total"]
     else:
         for one in ours:
@@ -222,34 +224,34 @@ def _forked(work: Callable[[], None], store: Path) -> int:
     os._exit(code)
 
 
-def _vast(server: VastServer, told: dict[str, Any]) -> Vast:
-    return Vast(SecretStr(told["key"]), told["url"], clock=StandInClock(server))
+def _vast(server: VastServer, told: dict[str, Any]) -> VastClient:
+    return VastClient(SecretStr(told["key"]), told["url"], clock=StandInClock(server))
 
 
 def _own(server: VastServer, text: str, boundary: str, at: int) -> None:
     """Rent until all programs have ended, or be killed at a boundary."""
     told = json.loads(text)
     _kill_at(boundary, at)
-    settings = RentSettings(
+    settings = RentalSettings(
         name="fleet",
         store=StoreSpec(url=told["store"]),
-        account=Account(api_key=SecretStr(told["key"]), server_url=told["url"]),
+        account=VastAccount(api_key=SecretStr(told["key"]), server_url=told["url"]),
         request=OfferRequest(
             max_hourly=2.0, max_total=told["max_total"], interruptible=told["interruptible"]
         ),
         program=Program(repo_url="https://example.org/x", command=("true",)),
-        count=told["count"],
-        loading=timedelta(minutes=5),
-        poll=timedelta(seconds=30),
+        machines=told["count"],
+        startup_timeout=timedelta(minutes=5),
+        poll_interval=timedelta(seconds=30),
     )
     with Rental(settings, vast=_vast(server, told)) as rental:
-        rental.until_done()
+        rental.wait_until_done()
 
 
 def _reap(server: VastServer, text: str) -> None:
     told = json.loads(text)
-    account = Account(api_key=SecretStr(told["key"]), server_url=told["url"])
-    settings = StandSettings(store=StoreSpec(url=told["store"]), account=account)
+    account = VastAccount(api_key=SecretStr(told["key"]), server_url=told["url"])
+    settings = LedgerSettings(store=StoreSpec(url=told["store"]), account=account)
     reap(settings, vast=_vast(server, told))
 
 
@@ -262,10 +264,11 @@ def _kill_at(which: str, at: int) -> None:
         if name == which and passed[name] == at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    asked, commit = Vast._asked, renting.commit_once
+    asked, commit = VastClient._send_once, renting.commit_once
 
-    def ask(vast: Vast, work: Any) -> Any:
-        what = work.__qualname__.split(".")[1].replace("_listed", "list")
+    def ask(vast: VastClient, work: Any) -> Any:
+        method = work.__qualname__.split(".")[1]
+        what = REQUESTS.get(method, method)
         boundary(f"before {what}")
         try:
             return asked(vast, work)
@@ -278,7 +281,7 @@ def _kill_at(which: str, at: int) -> None:
         boundary(f"after {type(record).__name__}")
         return done
 
-    Vast._asked = ask  # type: ignore[method-assign]
+    VastClient._send_once = ask  # type: ignore[method-assign]
     renting.commit_once = destroy.commit_once = committed  # type: ignore[assignment]
 
 

@@ -1,7 +1,7 @@
 """The tables of counts that a soak prints."""
 
 from tests.soak.tally import Tally
-from tests.soak.targets import BOUNDARIES, SEALED, Victim, combinations
+from tests.soak.targets import BOUNDARIES, COMPLETE, Victim, combinations
 
 
 def never_fired(tally: Tally) -> list[str]:
@@ -13,9 +13,9 @@ def kill_table(tally: Tally) -> str:
     """Kills by boundary and victim, and what came of them."""
     rows = [f"{'SIGKILL at':<18}" + "".join(f"{victim:>8}" for victim in Victim)]
     there = set(combinations())
-    for boundary in (*BOUNDARIES, SEALED):
+    for boundary in (*BOUNDARIES, COMPLETE):
         cells = [tally.kills[boundary, v] if (boundary, v) in there else "-" for v in Victim]
-        note = "   (complete: not counted)" if boundary == SEALED else ""
+        note = "   (complete: not counted)" if boundary == COMPLETE else ""
         rows.append(f"{boundary:<18}" + "".join(f"{cell:>8}" for cell in cells) + note)
     where = ", ".join(f"{n} on {place}" for place, n in sorted(tally.places.items()))
     rows.append(f"{tally.cases} datasets; {where}; {tally.halves} unfinished files collected")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from tests.oracle import Verdict
 from tests.soak.case import Case
 from tests.soak.place import Place
-from tests.soak.targets import SEALED, Target, Victim
+from tests.soak.targets import COMPLETE, Target, Victim
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Tally:
     def kill(self, target: Target, place: Place) -> None:
         """Count a kill."""
         self.kills[target.boundary, target.victim] += 1
-        if target.boundary != SEALED:
+        if target.boundary != COMPLETE:
             self.places[place.name] += 1
 
     def judge(self, case: Case, verdict: Verdict) -> None:

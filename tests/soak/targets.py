@@ -13,18 +13,18 @@ from random import Random
 
 ANY, BETWEEN = "any event", "between"
 DRIVERS_FIRST = ("plan.committed",)
-SPLITS = (
-    "split.opened",
+PARTITIONS = (
+    "partition.opened",
     "shard.half",
     "shard.encoded",
     "shard.put",
     "shard.committed",
-    "split.ending",
-    "split.ended",
+    "partition.ending",
+    "partition.ended",
 )
 DRIVERS_LAST = ("manifest.sealing", "index.put")
-SEALED = "manifest.sealed"  # from here on the dataset is complete: such a kill is not counted
-BOUNDARIES = (*DRIVERS_FIRST, *SPLITS, *DRIVERS_LAST, ANY, BETWEEN)
+COMPLETE = "manifest.sealed"  # from here on the dataset is complete: such a kill is not counted
+BOUNDARIES = (*DRIVERS_FIRST, *PARTITIONS, *DRIVERS_LAST, ANY, BETWEEN)
 
 
 class Victim(StrEnum):
@@ -58,16 +58,16 @@ def combinations() -> list[tuple[str, Victim]]:
     """Every boundary with everybody who can be killed there."""
     return [
         (boundary, victim)
-        for boundary in (*BOUNDARIES, SEALED)
+        for boundary in (*BOUNDARIES, COMPLETE)
         for victim in Victim
-        if victim is not Victim.WORKER or boundary in {*SPLITS, ANY, BETWEEN}
+        if victim is not Victim.WORKER or boundary in {*PARTITIONS, ANY, BETWEEN}
     ]
 
 
 def draw(dice: Random, kills: int) -> list[Target]:
     """Targets for at least so many counted kills, all combinations in turn."""
     pairs = combinations()
-    counted = [pair for pair in pairs if pair[0] != SEALED]
+    counted = [pair for pair in pairs if pair[0] != COMPLETE]
     chosen = list(pairs)
     while len(chosen) < kills + len(pairs) - len(counted):
         chosen += dice.sample(counted, len(counted))
@@ -79,7 +79,7 @@ def draw(dice: Random, kills: int) -> list[Target]:
 def target_at(dice: Random, boundary: str, victim: Victim) -> Target:
     """A kill at a boundary: which of the events, and how long after it, by chance."""
     match boundary:
-        case "split.opened":
+        case "partition.opened":
             return Target(boundary, victim, dice.randint(1, 2))
         case "shard.half" | "shard.encoded" | "shard.put" | "shard.committed":
             return Target(boundary, victim, dice.randint(1, 5))
@@ -94,7 +94,7 @@ def target_at(dice: Random, boundary: str, victim: Victim) -> Target:
 def in_order(dice: Random, targets: Iterable[Target]) -> deque[Target]:
     """Those of one case, in an order in which all can happen.
 
-    What seals comes last; where a driver begins, one must have been killed before, or none.
+    Kills at finalizing come last; where a driver begins, one must have been killed before, or none.
     """
     at: dict[int, list[Target]] = {0: [], 1: [], 2: [], 3: []}
     for target in targets:
@@ -103,7 +103,7 @@ def in_order(dice: Random, targets: Iterable[Target]) -> deque[Target]:
             stage = 0
         elif target.boundary in DRIVERS_LAST:
             stage = 2
-        elif target.boundary == SEALED:
+        elif target.boundary == COMPLETE:
             stage = 3
         at[stage].append(target)
     order = dice.sample(at[1], len(at[1]))

@@ -13,7 +13,7 @@ Hold = Callable[[Child, Said], bool]
 
 
 def share(case: Case) -> tuple[int, int]:
-    """Two drivers make a dataset; each holds a split before either goes on.
+    """Two drivers make a dataset; each holds a partition before either goes on.
 
     Returns:
         How many shards each of them made.
@@ -24,7 +24,7 @@ def share(case: Case) -> tuple[int, int]:
     opened: dict[Child, Said] = {}
 
     def hold(child: Child, said: Said) -> bool:
-        if said.name != "split.opened" or len(opened) == 2:
+        if said.name != "partition.opened" or len(opened) == 2:
             return False
         opened[child] = said
         if len(opened) == 1:
@@ -45,13 +45,13 @@ class Wakes(StrEnum):
     """When a driver that was stopped goes on."""
 
     MIDWAY = "midway"
-    """As soon as another works on a split that it holds."""
+    """As soon as another works on a partition that it holds."""
     AFTERWARDS = "afterwards"
-    """When the other has sealed the dataset."""
+    """When the other has finalized the dataset."""
 
 
 def take_over(case: Case, *, workers_too: bool, wakes: Wakes) -> None:
-    """A driver is stopped with SIGSTOP, another takes its splits over, and then the first wakes.
+    """A driver is stopped with SIGSTOP, another takes its partitions over, and the first wakes.
 
     Args:
         case: Of which dataset.
@@ -68,9 +68,9 @@ def take_over(case: Case, *, workers_too: bool, wakes: Wakes) -> None:
             said = first.hear()
             if not isinstance(said, Said):
                 raise CaseError("the first driver ended before it was stopped")
-            if said.name == "split.opened":
+            if said.name == "partition.opened":
                 opened.add(said.subject)
-            elif said.name == "split.ended":
+            elif said.name == "partition.ended":
                 opened.discard(said.subject)
             commits += said.name == "shard.committed"
             if commits < 2:
@@ -80,7 +80,7 @@ def take_over(case: Case, *, workers_too: bool, wakes: Wakes) -> None:
         taken: list[str] = []
 
         def wake(child: Child, said: Said) -> bool:
-            if child is second and said.name == "split.opened" and said.subject in opened:
+            if child is second and said.name == "partition.opened" and said.subject in opened:
                 taken.append(said.subject)
                 if wakes is Wakes.MIDWAY:
                     first.signal_group(signal.SIGCONT)

@@ -245,7 +245,12 @@ class _Run:
         said = str(self._folder / str(number))
         process = self._context.Process(
             target=_aggregate,
-            args=(self.settings.model_dump_json(), self.settings.store.reveal(), blow, said),
+            args=(
+                self.settings.model_dump_json(),
+                self.settings.store.reveal_secrets(),
+                blow,
+                said,
+            ),
             kwargs={"alone": not self.together},
         )
         process.start()

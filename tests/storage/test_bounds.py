@@ -92,13 +92,13 @@ def store_of(server: Endless) -> Store:
             url="s3://bucket",
             endpoint=server.url,
             credentials=Credentials(access_key_id="a", secret_access_key="b"),
-            patience=timedelta(seconds=5),
+            retry_timeout=timedelta(seconds=5),
         )
     )
 
 
 def test_a_range_is_no_longer_than_it_was_asked_for(endless: Endless) -> None:
-    with pytest.raises(errors.CorruptError, match="more than 37000 bytes come"):
+    with pytest.raises(errors.CorruptError, match="more than the 37000 bytes that are allowed"):
         read_range(store_of(endless), "worker/gradient", 0, 37_000)
     assert endless.sent < MODEST
 
@@ -114,14 +114,14 @@ def test_a_bucket_that_sends_more_of_a_gradient_than_was_asked_for_is_named(
 
 
 def test_a_record_is_no_larger_than_its_kind_may_be(endless: Endless) -> None:
-    with pytest.raises(errors.CorruptError, match="more than 1048576, which is the most"):
+    with pytest.raises(errors.CorruptError, match="more than the 1048576 that are allowed"):
         fetch(store_of(endless), CheckpointKeys("job").epoch(0), EpochRecord)
     assert endless.sent < MODEST
 
 
 def test_a_body_that_is_announced_to_be_too_large_is_not_read(endless: Endless) -> None:
     with pytest.raises(errors.CorruptError, match="It was not read"):
-        read(store_of(endless), "plan.json", largest=256 << 20)
+        read(store_of(endless), "plan.json", max_size=256 << 20)
     assert endless.sent < MODEST
 
 
@@ -134,7 +134,7 @@ def test_every_whole_object_that_is_read_has_a_bound() -> None:
         unbounded += [
             f"{path}:{call.lineno}"
             for call in calls
-            if "largest" not in {keyword.arg for keyword in call.keywords}
+            if "max_size" not in {keyword.arg for keyword in call.keywords}
         ]
     assert sum(found.values()) >= 10
     assert not unbounded
@@ -160,6 +160,6 @@ def test_a_record_in_the_way_that_is_too_large_is_named(tmp_path) -> None:
     ):
         with pytest.raises(errors.CorruptError, match=r"epochs/000000\.json has 1048577 bytes"):
             act()
-    assert read(store, key, largest=(1 << 20) + 1) == bytes((1 << 20) + 1)
+    assert read(store, key, max_size=(1 << 20) + 1) == bytes((1 << 20) + 1)
     assert read_range(store, key, 1 << 20, 1 << 21) == b"\0"
     assert read_range(store, key, 0, 9 << 20) == bytes((1 << 20) + 1)

@@ -11,18 +11,18 @@ from millrace import errors
 from millrace.storage import (
     Right,
     abort_stale_uploads,
-    boto3_client,
     delete,
     exists,
-    filesystem,
     list_objects,
+    make_boto3_client,
+    open_filesystem,
+    open_scoped_store,
     open_store,
     open_writer,
     put,
     read,
-    scoped,
 )
-from millrace.storage.opener import register
+from millrace.storage.opener import register_store
 from tests.stores import spec_of
 
 
@@ -41,16 +41,16 @@ def test_webdataset_reads_shards_straight_from_a_private_bucket(kind, request):
     store = open_store(spec_of(kind, request))
     texts = {f"k{i}": secrets.token_bytes(50_000) for i in range(60)}
     put(store, "a b/shard-000000.tar", tar_of(texts))
-    register(store)
+    register_store(store)
     samples = webdataset.WebDataset(
-        [store.url_of("a b/shard-000000.tar")], shardshuffle=False, empty_check=True
+        [store.make_url("a b/shard-000000.tar")], shardshuffle=False, empty_check=True
     )
     assert {s["__key__"]: s["txt"] for s in samples} == texts
 
 
 def test_webdataset_is_not_opened_a_store_that_nobody_registered(request):
     store = open_store(spec_of("rgw", request))
-    register(store)
+    register_store(store)
     with pytest.raises(errors.ConfigurationError, match="register"):
         list(webdataset.WebDataset(["s3://other/a.tar"], shardshuffle=False))
 
@@ -58,7 +58,7 @@ def test_webdataset_is_not_opened_a_store_that_nobody_registered(request):
 @pytest.mark.parametrize("kind", ["local", "rgw", "r2"])
 def test_pyarrow_reads_and_writes_through_the_same_credentials(kind, request):
     store = open_store(spec_of(kind, request))
-    files, folder = filesystem(store)
+    files, folder = open_filesystem(store)
     table = pyarrow.table({"a": list(range(1000))})
     pyarrow.parquet.write_table(table, f"{folder}/t.parquet", filesystem=files)
     assert pyarrow.parquet.read_table(f"{folder}/t.parquet", filesystem=files) == table
@@ -68,7 +68,7 @@ def test_pyarrow_reads_and_writes_through_the_same_credentials(kind, request):
 @pytest.mark.parametrize("kind", ["rgw", "r2"])
 def test_uploads_that_were_never_finished_are_aborted_by_age(kind, request):
     store = open_store(spec_of(kind, request))
-    client = boto3_client(store)
+    client = make_boto3_client(store)
     bucket = store.location.bucket
     begun = client.create_multipart_upload(Bucket=bucket, Key="below/here/a/half")
     assert begun["UploadId"]
@@ -96,7 +96,7 @@ class TestScopedR2:
     def test_a_reader_reaches_its_prefix_and_nothing_else(self, store):
         put(store, "mine/a", b"mine")
         put(store, "other/a", b"other")
-        reader = scoped(store, "mine/", timedelta(minutes=5))
+        reader = open_scoped_store(store, "mine/", timedelta(minutes=5))
         assert read(reader, "mine/a") == b"mine"
         assert [stat.key for stat in list_objects(reader, "mine/")] == ["mine/a"]
         for refused in (
@@ -108,7 +108,7 @@ class TestScopedR2:
                 refused()
 
     def test_a_writer_writes_below_its_prefix_only(self, store):
-        writer = scoped(store, "mine/", timedelta(minutes=5), right=Right.WRITE)
+        writer = open_scoped_store(store, "mine/", timedelta(minutes=5), right=Right.WRITE)
         put(writer, "mine/a", b"mine")
         assert read(store, "mine/a") == b"mine"
         with pytest.raises(errors.DeniedError):
@@ -116,7 +116,7 @@ class TestScopedR2:
         assert not exists(store, "other/a")
 
     def test_it_ends_when_it_says(self, store):
-        ends = scoped(store, "mine/", timedelta(seconds=30)).spec.credentials.expires
+        ends = open_scoped_store(store, "mine/", timedelta(seconds=30)).spec.credentials.expires_at
         assert timedelta(0) < ends - datetime.now(UTC) <= timedelta(seconds=30)
 
 
@@ -125,9 +125,11 @@ def test_an_s3_store_is_scoped_by_sts(request, rgw):
     put(store, "mine/a", b"mine")
     put(store, "other/a", b"other")
     role = rgw.create_role(f"role-{secrets.token_hex(4)}")
-    reader = scoped(store, "mine/", timedelta(minutes=15), role_arn=role)
+    reader = open_scoped_store(store, "mine/", timedelta(minutes=15), role_arn=role)
     assert read(reader, "mine/a") == b"mine"
-    writer = scoped(store, "mine/", timedelta(minutes=15), right=Right.WRITE, role_arn=role)
+    writer = open_scoped_store(
+        store, "mine/", timedelta(minutes=15), right=Right.WRITE, role_arn=role
+    )
     put(writer, "mine/c", b"")
     assert delete(writer, ["mine/c"]) == []
     assert not exists(store, "mine/c")
@@ -144,11 +146,11 @@ def test_an_s3_store_is_scoped_by_sts(request, rgw):
 def test_a_scope_without_bounds_is_refused(prefix, ttl, said, request):
     store = open_store(spec_of("memory", request))
     with pytest.raises(errors.ConfigurationError, match=said):
-        scoped(store, prefix, ttl)
+        open_scoped_store(store, prefix, ttl)
 
 
 def test_scoped_secrets_do_not_print(request):
-    store = scoped(open_store(spec_of("r2", request)), "a/", timedelta(hours=1))
+    store = open_scoped_store(open_store(spec_of("r2", request)), "a/", timedelta(hours=1))
     secret = store.spec.credentials.secret_access_key
     assert isinstance(secret, SecretStr)
     assert secret.get_secret_value() not in repr(store)
@@ -166,12 +168,12 @@ def test_credentials_that_are_given_are_not_mixed_with_the_environments(request,
 
 def test_a_writer_that_fails_leaves_anothers_upload_alone(request):
     store = open_store(spec_of("rgw", request))
-    client = boto3_client(store)
+    client = make_boto3_client(store)
     key = "below/here/x10"
     theirs = client.create_multipart_upload(Bucket=store.location.bucket, Key=key)
 
     def fail() -> None:
-        with open_writer(store, "x1", part=5 << 20) as writer:
+        with open_writer(store, "x1", part_size=5 << 20) as writer:
             writer.write(bytes(12 << 20))
             raise ValueError("enough")
 

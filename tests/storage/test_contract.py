@@ -19,7 +19,7 @@ from millrace.storage import (
     copy,
     create,
     delete,
-    difference,
+    describe_difference,
     exists,
     head,
     list_folders,
@@ -132,9 +132,9 @@ def test_a_create_that_is_called_off_leaves_nothing(store, creating):
         return asked > 3
 
     with pytest.raises(errors.StoppedError):
-        create(store, "off", data, sha256=digest, stopped=lambda: True)
+        create(store, "off", data, sha256=digest, is_stopped=lambda: True)
     with contextlib.suppress(errors.StoppedError):  # or it was sent in one go
-        create(store, "later", data, sha256=digest, stopped=later)
+        create(store, "later", data, sha256=digest, is_stopped=later)
     assert not exists(store, "off")
     assert exists(store, "later") == (asked <= 3)
     creating(store, "off", b"1")  # the connections are as good as before
@@ -144,12 +144,14 @@ def test_a_create_that_is_called_off_leaves_nothing(store, creating):
 def test_an_object_is_compared_with_what_was_written(store):
     put(store, "same", b"1234")
     digest = hashlib.sha256(b"1234").hexdigest()
-    assert difference(store, "same", 4) == difference(store, "same", 4, digest) == ""
-    assert difference(store, "same", 5, digest) == "4 bytes, not 5"
-    assert difference(store, "gone", 4, digest) == "missing"
+    assert (
+        describe_difference(store, "same", 4) == describe_difference(store, "same", 4, digest) == ""
+    )
+    assert describe_difference(store, "same", 5, digest) == "4 bytes, not 5"
+    assert describe_difference(store, "gone", 4, digest) == "missing"
     put(store, "same", b"1235")
-    assert difference(store, "same", 4) == ""
-    assert "SHA-256 differs" in difference(store, "same", 4, digest)
+    assert describe_difference(store, "same", 4) == ""
+    assert "SHA-256 differs" in describe_difference(store, "same", 4, digest)
 
 
 def test_a_large_object_is_created_whole(store, creating):
@@ -190,20 +192,22 @@ def test_another_content_than_the_one_meant_is_refused(store):
 def test_a_stream_is_the_object_in_order(store):
     data = secrets.token_bytes(3 * MIB + 17)
     put(store, "a", data)
-    assert b"".join(stream(store, "a", block=MIB, ahead=3)) == data
-    assert b"".join(stream(store, "a", start=100, end=2 * MIB, block=MIB)) == data[100 : 2 * MIB]
+    assert b"".join(stream(store, "a", block_size=MIB, prefetch=3)) == data
+    assert (
+        b"".join(stream(store, "a", start=100, end=2 * MIB, block_size=MIB)) == data[100 : 2 * MIB]
+    )
 
 
 def test_a_stream_that_is_left_early_ends(store):
     put(store, "a", bytes(4 * MIB))
-    blocks = stream(store, "a", block=MIB)
+    blocks = stream(store, "a", block_size=MIB)
     assert len(next(blocks)) == MIB
     blocks.close()
 
 
 def test_a_writer_publishes_when_it_ends_and_not_before(store):
     data = secrets.token_bytes(23 * MIB)
-    with open_writer(store, "big", part=5 * MIB) as writer:
+    with open_writer(store, "big", part_size=5 * MIB) as writer:
         for start in range(0, len(data), 3 * MIB):
             writer.write(data[start : start + 3 * MIB])
         assert not exists(store, "big")
@@ -212,7 +216,7 @@ def test_a_writer_publishes_when_it_ends_and_not_before(store):
 
 def test_a_writer_that_fails_publishes_nothing_and_leaves_nothing(store):
     def fail() -> None:
-        with open_writer(store, "half", part=5 * MIB) as writer:
+        with open_writer(store, "half", part_size=5 * MIB) as writer:
             writer.write(bytes(12 * MIB))
             raise ValueError("enough")
 

@@ -16,7 +16,7 @@ GOOD = ["m/ok.txt", "a b+c%20.txt", "caf\u00e9/\u202f.png", "\U0001f468\u200d\U0
 
 @pytest.fixture
 def store(request: pytest.FixtureRequest, rgw: RGW) -> Store:
-    opened = open_store(spec_of("rgw", request), patience=timedelta(seconds=20))
+    opened = open_store(spec_of("rgw", request), retry_timeout=timedelta(seconds=20))
     client = rgw.client(rgw.full)
     for key in [*REFUSED, *GOOD]:
         client.put_object(Bucket=opened.location.bucket, Key=f"below/here/{key}", Body=b"1")

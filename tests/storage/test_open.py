@@ -10,11 +10,11 @@ from millrace.storage import (
     Backend,
     Credentials,
     StoreSpec,
-    from_environment,
     list_objects,
     open_store,
     put,
     read,
+    read_spec_from_environment,
 )
 from millrace.storage.open import Location
 
@@ -70,7 +70,7 @@ def test_secrets_do_not_print_and_go_only_where_they_are_revealed():
     store = open_store(spec)
     shown = f"{spec!r} {spec} {store!r} {store.raw!r} {spec.model_dump_json()}"
     assert "hush" not in shown
-    assert StoreSpec.model_validate(spec.reveal()) == spec
+    assert StoreSpec.model_validate(spec.reveal_secrets()) == spec
 
 
 def test_a_store_can_be_sent_to_another_process_unless_it_is_in_the_memory_of_this(
@@ -88,12 +88,14 @@ def test_a_store_can_be_sent_to_another_process_unless_it_is_in_the_memory_of_th
 
 
 def test_the_environment_names_a_folder(tmp_path):
-    spec = from_environment({"STORAGE_BACKEND": "local", "LOCAL_STORAGE_PATH": str(tmp_path)})
+    spec = read_spec_from_environment(
+        {"STORAGE_BACKEND": "local", "LOCAL_STORAGE_PATH": str(tmp_path)}
+    )
     assert open_store(spec).url == tmp_path.as_uri()
 
 
 def test_the_environment_names_a_bucket_and_its_credentials():
-    spec = from_environment(
+    spec = read_spec_from_environment(
         {
             "STORAGE_BACKEND": "s3",
             "CHECKPOINT_BUCKET": "bucket",
@@ -119,7 +121,7 @@ def test_the_environment_names_a_bucket_and_its_credentials():
 )
 def test_what_the_environment_lacks_is_named_at_once(environ, named):
     with pytest.raises(errors.ConfigurationError, match=named):
-        from_environment(environ)
+        read_spec_from_environment(environ)
 
 
 @pytest.fixture
@@ -135,7 +137,7 @@ def test_an_empty_variable_is_no_endpoint_no_region_and_no_key(no_aws):
         no_aws.setenv(f"AWS_{name}", "")
     no_aws.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # nothing leaves this machine
     key = Credentials(access_key_id="id", secret_access_key=SecretStr("secret"))
-    store = open_store("s3://bucket", credentials=key, patience=timedelta(seconds=0.1))
+    store = open_store("s3://bucket", credentials=key, retry_timeout=timedelta(seconds=0.1))
     assert (store.endpoint, store.region) == (None, None)
     with pytest.raises(errors.UnavailableError, match=r"s3\.us-east-1\.amazonaws\.com"):
         read(store, "a")  # obstore panicked at an empty endpoint

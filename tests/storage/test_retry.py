@@ -16,7 +16,7 @@ from millrace.storage import (
     read,
     stream,
 )
-from millrace.storage.retry import seconds_of, translated
+from millrace.storage.retry import parse_retry_after, translate_error
 from millrace.testing.faults import Fault
 from millrace.testing.process import free_ports
 from tests.stores import spec_of
@@ -33,7 +33,7 @@ def test_a_fault_that_passes_is_not_seen(kind, store, r2):
     r2.fail_next(kind, 1, method="PUT")
     put(store, "a", data)
     r2.fail_next(kind, 2, method="GET")
-    assert b"".join(stream(store, "a", block=300_000)) == data
+    assert b"".join(stream(store, "a", block_size=300_000)) == data
     assert r2.counts()[kind] == 3
     assert r2.pending() == 0
 
@@ -55,7 +55,7 @@ def test_retry_after_is_honoured_by_every_later_request(store, r2):
 
 
 def test_a_store_that_keeps_failing_is_given_up_when_the_budget_is_spent(request, r2):
-    store = open_store(spec_of("r2", request), patience=timedelta(milliseconds=300))
+    store = open_store(spec_of("r2", request), retry_timeout=timedelta(milliseconds=300))
     r2.fail_next(Fault.ERROR500, 1000)
     with pytest.raises(errors.UnavailableError, match=r"given up after \d+ tries"):
         read(store, "a")
@@ -68,7 +68,7 @@ def test_a_dead_endpoint_is_named_at_once_and_tried_until_the_budget_is_spent(ca
         "s3://bucket",
         endpoint=f"http://127.0.0.1:{port}",
         credentials=Credentials(access_key_id="id", secret_access_key=SecretStr("secret")),
-        patience=timedelta(seconds=2),
+        retry_timeout=timedelta(seconds=2),
     )
     with pytest.raises(errors.UnavailableError, match=r"given up after \d+ tries"):
         list(list_objects(store))
@@ -108,7 +108,7 @@ def test_why_a_store_refuses_a_key_is_said_where_it_says_so(code, why):
         "Generic S3 error: Error performing GET http://127.0.0.1:9/b/a in 1ms - Server returned "
         f"non-2xx status code: 403 Forbidden: <Error><Code>{code}</Code></Error>"
     )
-    assert why in str(translated(answer, open_store("s3://b"), "a"))
+    assert why in str(translate_error(answer, open_store("s3://b"), "a"))
 
 
 def test_no_key_at_all_is_told_apart_from_a_wrong_one(rgw, bucket, monkeypatch):
@@ -146,7 +146,7 @@ def test_two_writes_a_second_to_one_key_are_waited_for(store, r2):
 
 
 def test_retry_after_is_a_number_or_a_date():
-    assert seconds_of("7") == 7
-    assert seconds_of("Wed, 21 Oct 2015 07:28:00 GMT") == 0
-    assert seconds_of("soon") == 0
-    assert seconds_of("") == 0
+    assert parse_retry_after("7") == 7
+    assert parse_retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+    assert parse_retry_after("soon") == 0
+    assert parse_retry_after("") == 0

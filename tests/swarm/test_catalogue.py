@@ -12,16 +12,16 @@ from millrace.records import fetch
 from millrace.schemas.dataset import Manifest
 from millrace.storage import Store, delete, open_store, put
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, preview
-from tests.campaigns.conftest import seal
+from tests.campaigns.conftest import finalize_dataset
 
 HOSTS = Hosts(hosts=(Host(url="http://127.0.0.1:1"),), key=SecretStr("k" * 32))
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """A sealed dataset, with what a sharding run leaves beside it."""
+    """A complete dataset, with the other objects of a sharding run."""
     store = open_store((tmp_path / "store").as_uri())
-    seal(store, 3)
+    finalize_dataset(store, 3)
     for key in ("plan.json", "commits/train-00000-000000.json", "lease/train-00000/000000.json",
                 "shards/train-00000-000009.tar"):  # fmt: skip
         put(store, f"text/{key}", b"{}")

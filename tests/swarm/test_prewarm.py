@@ -30,7 +30,7 @@ from pydantic import SecretStr, ValidationError
 
 from benchmarks.rig.store import Fault, FaultKind, Store
 from millrace import errors
-from millrace.storage import StoreSpec, create, kept_sha256, open_store
+from millrace.storage import StoreSpec, create, fetch_stored_sha256, open_store
 from millrace.swarm import (
     CacheCheck,
     Host,
@@ -435,7 +435,7 @@ def test_a_digest_that_the_store_keeps_is_what_an_object_must_be(store, nodes):
     origin = open_store(spec_of(store))
     create(origin, "kept", body, sha256=hashlib.sha256(body).hexdigest())
     store.put("not-kept", b"other")
-    assert kept_sha256(origin, "not-kept") == kept_sha256(origin, "not-there") == ""
+    assert fetch_stored_sha256(origin, "not-kept") == fetch_stored_sha256(origin, "not-there") == ""
     store.order(Fault(FaultKind.FLIP, key="kept", offset=MIB))
     heard = Heard()
     requests = [Request(key="kept"), Request(key="not-kept")]

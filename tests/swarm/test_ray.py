@@ -48,7 +48,7 @@ def warm(
         nodes=RayNodes(address=cluster.address, **more),
     )
     asked = settings.model_dump(mode="json")
-    asked["stores"] = {"s": spec_of(store).reveal()}
+    asked["stores"] = {"s": spec_of(store).reveal_secrets()}
     done = subprocess.run(
         [sys.executable, "-c", code + WARM],
         input=json.dumps(asked),

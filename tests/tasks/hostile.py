@@ -83,14 +83,16 @@ def publishing() -> Iterator[str]:
             if not isinstance(node, ast.FunctionDef):
                 continue
             calls = (one.func for one in ast.walk(node) if isinstance(one, ast.Call))
-            if any(isinstance(one, ast.Name) and one.id == "publish" for one in calls):
+            if any(isinstance(one, ast.Name) and one.id == "publish_report" for one in calls):
                 yield f"tasks.{path.stem}.{node.name}"
 
 
 def _windows(text: str, last: bool) -> None:
     """Publish as `tasks.merging.report_windows` does, but of windows that are in no chain."""
     windows = made(list[ChainLink], text, last)
-    reports.publish(merging.describe(text, windows, skipped=3), key="windows", description=text)
+    reports.publish_report(
+        merging.describe(text, windows, skipped_windows=3), key="windows", description=text
+    )
 
 
 SPECIAL: dict[str, Callable[[str, bool], None]] = {"tasks.merging.report_windows": _windows}

@@ -14,12 +14,12 @@ from markdown_it.token import Token
 from prefect.server.utilities.user_templates import render_user_template_sync
 
 import tasks
-from blocks.setup import _SAID
+from blocks.setup import _FAILURE_REASON
 from millrace.progress import Event
 from millrace.progress_bar import BytesBar
 from millrace.terminal import echo, echo_text, make_console, make_table
 from tasks import reports
-from tasks.plot import line_plot, pace_plot, windows_plot
+from tasks.plot import draw_line, draw_pace, draw_windows
 from tests.tasks import hostile
 
 REPORTS = [
@@ -31,7 +31,7 @@ REPORTS = [
     "tasks.cleaning.report_contents",
     "tasks.cleaning.report_plan",
     "tasks.cleaning.report_uploads",
-    "tasks.cooling.report_epoch",
+    "tasks.cooldown.report_epoch",
     "tasks.merging.report_windows",
     "tasks.renting.report_offers",
     "tasks.renting.report_rentals",
@@ -123,7 +123,7 @@ def cells(text: str) -> list[int]:
 
 def test_a_plain_string_that_is_published_is_escaped(published: list[dict[str, Any]]) -> None:
     for text in hostile.TEXTS:
-        reports.publish(text, key="x", description=text)
+        reports.publish_report(text, key="x", description=text)
         refuse_harm(published[-1]["markdown"])
 
 
@@ -137,14 +137,14 @@ def test_what_is_shown_is_the_text() -> None:
         (_, inline, _) = MarkdownIt("commonmark").parse(reports.escape(text))
         assert inline.children is not None
         assert "".join(child.content for child in inline.children) == text
-    assert reports.code("data/train-00000.tar") == "`data/train-00000.tar`"
+    assert reports.format_code("data/train-00000.tar") == "`data/train-00000.tar`"
     assert reports.escape("0.5 s, 1.2 GB: all as it was.") == "0.5 s, 1.2 GB: all as it was."
 
 
 @pytest.mark.parametrize("text", [*hostile.TEXTS, None])
 def test_a_notice_to_a_chat_links_calls_and_draws_nothing(text: str | None) -> None:
     run = SimpleNamespace(state=SimpleNamespace(message=text))
-    shown = render_user_template_sync(f"{{{{ {_SAID} }}}}", {"flow_run": run})
+    shown = render_user_template_sync(f"{{{{ {_FAILURE_REASON} }}}}", {"flow_run": run})
     assert len(shown) <= 5 * 500  # of 500 characters, each may be an entity
     assert not re.search(r"(?i)://|\bwww\.|@\w|\]\(|[<>\n\u202a-\u202e\u2066-\u2069]", shown)
 
@@ -152,7 +152,7 @@ def test_a_notice_to_a_chat_links_calls_and_draws_nothing(text: str | None) -> N
 def test_long_text_is_cut_and_a_key_keeps_both_ends() -> None:
     assert reports.escape("x" * 1000) == "x" * 299 + "…"
     assert reports.escape("x" * 10_000_000) == "x" * 299 + "…"
-    key = reports.code(f"begin/{'x' * 1000}/end.tar")
+    key = reports.format_code(f"begin/{'x' * 1000}/end.tar")
     assert key.startswith("`begin/")
     assert key.endswith("/end.tar`")
     assert len(key) <= 202
@@ -160,22 +160,24 @@ def test_long_text_is_cut_and_a_key_keeps_both_ends() -> None:
 
 def test_a_table_refuses_a_row_of_another_length_and_tells_what_it_hides() -> None:
     with pytest.raises(ValueError, match="3 cells in a table of 2 columns"):
-        reports.table(("a", "b"), [("1", "2", "3")])
-    assert reports.table(("a", ">b"), [("x", 1)] * 9, 2).splitlines()[-1] == "| and 7 more |  |"
+        reports.format_table(("a", "b"), [("1", "2", "3")])
+    assert (
+        reports.format_table(("a", ">b"), [("x", 1)] * 9, 2).splitlines()[-1] == "| and 7 more |  |"
+    )
 
 
 @pytest.mark.parametrize("uri", ["https://evil.example/x.png", "data:image/svg+xml;base64,x)[y]("])
 def test_a_picture_of_others_is_refused(uri: str) -> None:
     with pytest.raises(ValueError, match="SVG in a data URI only"):
-        reports.picture(uri, "x")
+        reports.format_image(uri, "x")
 
 
 @pytest.mark.parametrize("text", hostile.TEXTS)
 def test_a_plot_shows_hostile_text_as_text(text: str) -> None:
     for uri in (
-        pace_plot({0: 5}, 1.0, text),
-        line_plot({0: 1.0, 1: 2.0}, text, text),
-        windows_plot({1: 2}, {1: [1.0]}, text),
+        draw_pace({0: 5}, 1.0, text),
+        draw_line({0: 1.0, 1: 2.0}, text, text),
+        draw_windows({1: 2}, {1: [1.0]}, text),
     ):
         svg = ET.fromstring(base64.b64decode(uri.partition(",")[2]))
         names = {element.tag.rpartition("}")[2] for element in svg.iter()}
@@ -214,5 +216,5 @@ def test_a_table_at_a_terminal_takes_brackets_for_what_they_are(
 
 def test_commands_print_by_the_helpers_only() -> None:
     root = Path(str(tasks.__file__)).parents[1]
-    for name in ("millrace/cli.py", "millrace/cli_rentals.py", "flows/command.py"):
+    for name in ("millrace/cli.py", "millrace/cli_rentals.py", "flows/campaign_command.py"):
         assert "click.echo" not in (root / name).read_text()

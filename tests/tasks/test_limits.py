@@ -5,14 +5,14 @@ from datetime import timedelta
 import pytest
 from prefect import flow
 
-from blocks.limits import UPLOADS
+from blocks.server_names import UPLOAD_LIMIT
 from millrace.datasets import ExecutionSettings
-from tasks.limits import share_of_uploads, slots_of, within
+from tasks.limits import count_slots, fit_to_limit, reserve_upload_slots
 from tests.prefect_server import PrefectServer
 
 
 def settings(workers: int, uploads: int) -> ExecutionSettings:
-    return ExecutionSettings(workers=workers, uploads=uploads, lease=timedelta(seconds=30))
+    return ExecutionSettings(workers=workers, uploads=uploads, lease_timeout=timedelta(seconds=30))
 
 
 @pytest.mark.parametrize(
@@ -29,10 +29,10 @@ def settings(workers: int, uploads: int) -> ExecutionSettings:
 def test_a_run_asks_for_no_more_than_there_is(
     limit: int, asked: tuple[int, int], given: tuple[int, int]
 ) -> None:
-    lowered = within(limit, settings(*asked))
+    lowered = fit_to_limit(limit, settings(*asked))
     assert (lowered.workers, lowered.uploads) == given
-    assert slots_of(lowered) <= limit
-    assert lowered.lease == timedelta(seconds=30)
+    assert count_slots(lowered) <= limit
+    assert lowered.lease_timeout == timedelta(seconds=30)
 
 
 def test_the_share_is_held_once_while_the_work_goes_on(
@@ -40,12 +40,12 @@ def test_the_share_is_held_once_while_the_work_goes_on(
 ) -> None:
     def taken() -> int:
         with deployed.client() as client:
-            return client.read_global_concurrency_limit_by_name(UPLOADS).active_slots
+            return client.read_global_concurrency_limit_by_name(UPLOAD_LIMIT).active_slots
 
     @flow(name="takes-its-share")
     def takes_its_share() -> tuple[int, int, int]:
         before = taken()
-        with share_of_uploads(settings(2, 1)):
+        with reserve_upload_slots(settings(2, 1)):
             during = taken()
         return before, during, taken()
 

@@ -7,7 +7,7 @@ from xml.etree import ElementTree as ET
 from millrace.gradients import ChainLink, Codec, OuterOptimizer, Refusal
 from millrace.schemas.chain import ExcludedWorker, MergedWorker, Update
 from tasks.merging import describe
-from tasks.plot import windows_plot
+from tasks.plot import draw_windows
 
 
 def link(
@@ -36,7 +36,7 @@ def test_each_window_and_each_worker_has_a_row():
             link(8, {"a": 1.5}, {"b": late, "c": missing}),
             link(9, {}, dict.fromkeys("abc", missing)),
         ],
-        skipped=6,
+        skipped_windows=6,
     )
     assert "**3 windows** merged, up to window 9 at step 90. 4 gradients of 4.0 kB" in report
     assert "by the rule `centered clip`, applied by `sgd`" in report
@@ -63,7 +63,7 @@ def drawn(uri: str) -> ET.Element:
 
 
 def test_the_picture_has_a_bar_a_window_and_a_line_of_norms():
-    picture = drawn(windows_plot({3: 2, 4: 1, 5: 0}, {3: [1.0, 2.0], 4: [4.0], 5: []}, "a & b"))
+    picture = drawn(draw_windows({3: 2, 4: 1, 5: 0}, {3: [1.0, 2.0], 4: [4.0], 5: []}, "a & b"))
     texts = [element.text for element in picture.iter() if element.text]
     assert {"a & b", "window", "3", "4", "5"} <= set(texts)
     bars = [element for element in picture.iter() if element.get("fill-opacity")]
@@ -76,4 +76,4 @@ def test_the_picture_has_a_bar_a_window_and_a_line_of_norms():
 
 
 def test_a_window_without_anybody_can_be_drawn():
-    assert drawn(windows_plot({1: 0}, {1: []}, "nobody")) is not None
+    assert drawn(draw_windows({1: 0}, {1: []}, "nobody")) is not None

@@ -5,13 +5,13 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from tasks.plot import pace_plot
+from tasks.plot import draw_pace
 
 BAR = "#2563eb"
 
 
 def drawn(pace: dict[int, int], seconds: float) -> ET.Element:
-    return ET.fromstring(base64.b64decode(pace_plot(pace, seconds, "a & b").partition(",")[2]))
+    return ET.fromstring(base64.b64decode(draw_pace(pace, seconds, "a & b").partition(",")[2]))
 
 
 def bars(svg: ET.Element) -> list[float]:

@@ -13,7 +13,7 @@ from tasks import progress as module
 from tasks.progress import ShardProgress, SwarmProgress, WindowProgress
 from tests.prefect_server import PrefectServer
 
-PLAN = Event("plan.committed", "words/plan.json", {"splits": 4, "bytes": 4000, "files": 2})
+PLAN = Event("plan.committed", "words/plan.json", {"partitions": 4, "bytes": 4000, "files": 2})
 
 
 def commit(size: int, **figures: float | str) -> Event:
@@ -27,26 +27,28 @@ def counting() -> ShardProgress:
         return ShardProgress("progress-words")
 
 
-def test_it_counts_splits_and_parts_of_open_ones(counting: ShardProgress) -> None:
+def test_it_counts_partitions_and_parts_of_open_ones(counting: ShardProgress) -> None:
     assert counting.percent == 0
     assert counting.sentence == "Reading the source's listing."
     for event in (
         PLAN,
-        Event("split.opened", "train-00000", {"cursor": 0, "commits": 0, "through": 0.0}),
-        Event("split.opened", "train-00001", {"cursor": 9, "commits": 1, "through": 0.5}),
-        commit(1_000, split="train-00000", through=0.25),
+        Event("partition.opened", "train-00000", {"cursor": 0, "commits": 0, "through": 0.0}),
+        Event("partition.opened", "train-00001", {"cursor": 9, "commits": 1, "through": 0.5}),
+        commit(1_000, partition="train-00000", through=0.25),
     ):
         counting(event)
     assert counting.percent == pytest.approx(100 * 0.75 / 4)
-    counting(Event("split.ended", "train-00001", {"samples": 1, "bytes": 1, "quarantined": 0}))
+    counting(Event("partition.ended", "train-00001", {"samples": 1, "bytes": 1, "quarantined": 0}))
     assert counting.percent == pytest.approx(100 * 1.25 / 4)
-    assert counting.sentence.startswith("1 of 4 splits ended; this run has made 1 shard, 1.0 kB")
+    assert counting.sentence.startswith(
+        "1 of 4 partitions ended; this run has made 1 shard, 1.0 kB"
+    )
     assert sum(counting.pace.values()) == 1_000
 
 
 def test_a_resumed_run_begins_where_the_last_one_was(counting: ShardProgress) -> None:
     counting(PLAN)
-    counting(Event("splits.left", figures={"splits": 1}))
+    counting(Event("partitions.left", figures={"partitions": 1}))
     assert counting.percent == 75
 
 
@@ -55,7 +57,7 @@ def test_a_dataset_that_is_finished_is_shown_as_finished(prefect_api: PrefectSer
     def shows() -> str:
         with ShardProgress("progress-shows") as live:
             live(PLAN)
-            live(Event("split.ended", "train-00000", {}))
+            live(Event("partition.ended", "train-00000", {}))
         return str(flow_run.id)
 
     run = shows()

@@ -1,58 +1,60 @@
 """What a person reads when a run has ended."""
 
-from millrace.datasets import Fault, ShardReport, Verification
+from millrace.datasets import ShardFault, ShardReport, Verification
 from millrace.schemas.dataset import Manifest, ManifestShard
 from millrace.swarm import NodeReport, PrewarmReport
 from tasks import sharding, verifying, warming
-from tasks.sharding import Sharded
-from tasks.warming import Warmed
-from tasks.words import artifact_key, duration, size
+from tasks.formatting import format_duration, format_size, make_artifact_key
+from tasks.sharding import ShardingResult
+from tasks.warming import PrewarmResult
 
 
 def report(**changes: object) -> ShardReport:
     shards = tuple(
-        ManifestShard(key=f"words/shards/{n}.tar", partition="train", samples=5, size=9, sha256="")
+        ManifestShard(key=f"words/shards/{n}.tar", split="train", samples=5, size=9, sha256="")
         for n in range(3)
     )
     manifest = Manifest(
-        dataset="words", plan="", format="webdataset", shards=shards,
+        dataset="words", plan_digest="", format="webdataset", shards=shards,
         samples={"train": 15, "val": 0}, size=27_000_000, quarantined=2,
     )  # fmt: skip
     made = ShardReport(
-        url="s3://bucket/words", manifest_key="words/manifest.json", manifest=manifest, splits=2,
-        seconds=2.0, made=2, samples_made=10, bytes_made=20_000_000,
+        url="s3://bucket/words", manifest_key="words/manifest.json", manifest=manifest,
+        partitions=2, seconds=2.0, new_shards=2, new_samples=10, new_bytes=20_000_000,
     )  # fmt: skip
     return type(made)(**{name: changes.get(name, getattr(made, name)) for name in made.__slots__})
 
 
 def test_the_report_says_what_there_is_and_what_this_run_did() -> None:
-    text = sharding.describe(Sharded(report(), {0: 20_000_000}))
+    text = sharding.describe(ShardingResult(report(), {0: 20_000_000}))
     assert text.startswith("**words** is complete: 15 samples in 3 shards, 27.0 MB. This run made ")
     assert "2 shards of them in 2.0 s, 10.0 MB/s." in text
-    assert "| Rows put aside | 2 (below `s3://bucket/words/quarantine/`) |" in text
+    assert "| Rows in quarantine | 2 (below `s3://bucket/words/quarantine/`) |" in text
     assert "](data:image/svg+xml;base64," in text
 
 
 def test_a_run_that_found_all_done_says_so_without_a_picture() -> None:
-    text = sharding.describe(Sharded(report(made=0, bytes_made=0), {}))
-    assert "All of it was there before this run." in text
+    text = sharding.describe(ShardingResult(report(new_shards=0, new_bytes=0), {}))
+    assert "All shards were there before this run." in text
     assert "data:image" not in text
 
 
 def test_a_verification_names_each_shard_at_fault() -> None:
     found = {
-        "words": Verification(3, 27, (Fault("words/shards/1.tar", "missing"),), digests=True),
-        "others": Verification(1, 9, (), digests=True),
+        "words": Verification(
+            3, 27, (ShardFault("words/shards/1.tar", "missing"),), includes_digests=True
+        ),
+        "others": Verification(1, 9, (), includes_digests=True),
     }
     text = verifying.describe("s3://bucket", found)
-    assert text.startswith("`s3://bucket`: 2 sealed datasets, 1 shard at fault.")
+    assert text.startswith("`s3://bucket`: 2 complete datasets, 1 shard at fault.")
     assert "| `words/shards/1.tar` | missing |" in text
 
 
 def test_words() -> None:
-    assert [size(n) for n in (999, 1_500, 2e9)] == ["999 bytes", "1.5 kB", "2.0 GB"]
-    assert [duration(s) for s in (3.14, 252, 7300)] == ["3.1 s", "4 min 12 s", "2 h 1 min"]
-    assert artifact_key("shards", "Fine_Web/2024") == "shards-fine-web-2024"
+    assert [format_size(n) for n in (999, 1_500, 2e9)] == ["999 bytes", "1.5 kB", "2.0 GB"]
+    assert [format_duration(s) for s in (3.14, 252, 7300)] == ["3.1 s", "4 min 12 s", "2 h 1 min"]
+    assert make_artifact_key("shards", "Fine_Web/2024") == "shards-fine-web-2024"
 
 
 def node(name: str, **changes: object) -> NodeReport:
@@ -69,7 +71,7 @@ def test_the_report_of_a_swarm_names_every_node() -> None:
         files=2, size=10_000_000, unverified=1, unconfirmed=1, driver_bytes=0,
         seconds=4.0, startup=1.0, nodes=(node("n0"), lost), direct="it gave more", curve=(),
     )  # fmt: skip
-    text = warming.describe(Warmed(report, {0: 20_000_000}))
+    text = warming.describe(PrewarmResult(report, {0: 20_000_000}))
     assert text.startswith("**1 of 2 nodes** has all of 2 files, 10.0 MB, after 4.0 s. 6.0 MB left")
     assert "| `n0` | yes | 0 bytes | 3.0 MB | 7.0 MB | 1 | 2.5 |" in text
     assert "| `n1` | no: it no longer answers (gave wrong bytes) |" in text

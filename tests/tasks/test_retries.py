@@ -5,7 +5,7 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from millrace import errors
-from tasks.retries import passing
+from tasks.retries import should_retry
 from tests.prefect_server import PrefectServer
 
 FINAL = [
@@ -36,7 +36,7 @@ def test_only_what_may_pass_is_tried_again(
 ) -> None:
     seen: list[None] = []
 
-    @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=0, retry_condition_fn=passing)
+    @task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=0, retry_condition_fn=should_retry)
     def fails() -> None:
         seen.append(None)
         raise error("as it is")

@@ -1,17 +1,21 @@
-"""A worker of a campaign: what its training script is told, and how it is kept running."""
+"""Workers of a campaign: settings, launch, reports, and the API of training scripts."""
 
 from typing import TYPE_CHECKING, Any
 
-from millrace.campaigns.worker.command import check_here, check_repository, worker_path
-from millrace.campaigns.worker.launch import launch
-from millrace.campaigns.worker.plan import (
-    training_program,
-    worker_environment,
-    worker_file,
+from millrace.campaigns.worker.command import (
+    check_local_command,
+    check_repository_command,
+    make_worker_path,
 )
-from millrace.campaigns.worker.reports import joined, measured
+from millrace.campaigns.worker.launch import launch_worker
+from millrace.campaigns.worker.plan import (
+    make_training_program,
+    make_worker_environment,
+    render_worker_settings,
+)
+from millrace.campaigns.worker.reports import find_joined_workers, read_median_metric
 from millrace.campaigns.worker.settings import TrainingPlan, WorkerSettings
-from millrace.extras import import_module_of
+from millrace.extras import import_extra_module
 
 if TYPE_CHECKING:
     from millrace.campaigns.worker.worker import Worker
@@ -20,20 +24,20 @@ __all__ = [
     "TrainingPlan",
     "Worker",
     "WorkerSettings",
-    "check_here",
-    "check_repository",
-    "joined",
-    "launch",
-    "measured",
-    "training_program",
-    "worker_environment",
-    "worker_file",
-    "worker_path",
+    "check_local_command",
+    "check_repository_command",
+    "find_joined_workers",
+    "launch_worker",
+    "make_training_program",
+    "make_worker_environment",
+    "make_worker_path",
+    "read_median_metric",
+    "render_worker_settings",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: what plans a campaign does not need torch.
+    # Imported on first use: planning a campaign does not need torch.
     if name == "Worker":
-        return import_module_of("millrace.campaigns.worker.worker", "gradients").Worker
+        return import_extra_module("millrace.campaigns.worker.worker", "gradients").Worker
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
-"""Check a training command before anything is made or rented for it.
+"""Check a training command before a campaign uses it.
 
-Only what is certainly wrong is refused. What cannot be known from here, such as a module that a
-rented machine has yet to install, passes.
+Only certain errors are refused. A command that cannot be checked from here passes, such as a module
+that a rented machine installs later.
 """
 
 import os
@@ -17,11 +17,11 @@ from pathlib import Path, PurePosixPath
 from millrace import errors
 from millrace.remote import CodeRepository
 
-_PATIENCE = 60  # seconds for one look
-_PYTHON = re.compile(r"python(3(\.\d+)?)?")
-_WITH_VALUE = {"-W", "-X"}  # options of Python that take the next word
-_COMMIT = re.compile(r"[0-9a-f]{7,40}")
-_FIND = """\
+_TIMEOUT = 60  # seconds for one check
+_PYTHON_PATTERN = re.compile(r"python(3(\.\d+)?)?")
+_OPTIONS_WITH_VALUE = {"-W", "-X"}  # options of Python that take the next word
+_COMMIT_PATTERN = re.compile(r"[0-9a-f]{7,40}")
+_FIND_MODULE_SCRIPT = """\
 import importlib.util, sys
 found = importlib.util.find_spec(sys.argv[1])
 if found and found.submodule_search_locations is not None:
@@ -31,7 +31,7 @@ sys.exit(0 if found else 3)
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
+class _CommandTarget:
     """Target of a command: a program, and a Python module or file if the program is Python."""
 
     program: str
@@ -39,12 +39,12 @@ class _Target:
     file: str | None = None
 
 
-def worker_path() -> str:
+def make_worker_path() -> str:
     """Return the search path of local workers: programs beside this Python come first."""
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 
 
-def check_here(
+def check_local_command(
     command: Sequence[str], folder: Path, environ: Mapping[str, str] | None = None
 ) -> None:
     """Refuse a command that a process of this machine cannot run.
@@ -52,25 +52,26 @@ def check_here(
     Args:
         command: Program and arguments.
         folder: Folder that the process runs in.
-        environ: Environment of the process; by default that of this process with `worker_path`.
+        environ: Environment of the process; by default that of this process with
+            `make_worker_path`.
 
     Raises:
         ConfigurationError: The folder, the program, or the Python file or module does not exist.
     """
-    environ = {**os.environ, "PATH": worker_path()} if environ is None else environ
-    target = _target(command)
+    environ = {**os.environ, "PATH": make_worker_path()} if environ is None else environ
+    target = _parse_command(command)
     if not folder.is_dir():
         raise errors.ConfigurationError(
             f"training.machines.folder: there is no folder {folder.absolute()}. Name the folder "
             "that the training command runs in."
         )
-    at = folder / target.program if "/" in target.program else target.program
-    program = shutil.which(at, path=environ.get("PATH"))
+    program_path = folder / target.program if "/" in target.program else target.program
+    program = shutil.which(program_path, path=environ.get("PATH"))
     if program is None:
-        where = f"at {at}" if "/" in target.program else "on the PATH"
-        raise _refusal(command, f"there is no program {target.program} {where}")
+        searched = f"at {program_path}" if "/" in target.program else "on the PATH"
+        raise _make_error(command, f"there is no program {target.program} {searched}")
     if target.file is not None and not (folder / target.file).exists():
-        raise _refusal(command, f"there is no file {target.file} in {folder.absolute()}")
+        raise _make_error(command, f"there is no file {target.file} in {folder.absolute()}")
     if target.module is not None:
         _check_module(command, target.module, program, folder, environ)
 
@@ -78,48 +79,49 @@ def check_here(
 def _check_module(
     command: Sequence[str], module: str, program: str, folder: Path, environ: Mapping[str, str]
 ) -> None:
-    look = [str(Path(program).absolute()), "-c", _FIND, module]
+    find_command = [str(Path(program).absolute()), "-c", _FIND_MODULE_SCRIPT, module]
     try:
         done = subprocess.run(
-            look, cwd=folder, env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True,
-            timeout=_PATIENCE, check=False,
+            find_command, cwd=folder, env=dict(environ), stdin=subprocess.DEVNULL,
+            capture_output=True, timeout=_TIMEOUT, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
-        return  # not known
+        return  # the check is not possible
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        why = "" if done.returncode == 3 or not said else f" ({said[-1]})"
-        raise _refusal(command, f"{program} finds no module {module} from {folder.absolute()}{why}")
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        detail = "" if done.returncode == 3 or not lines else f" ({lines[-1]})"
+        raise _make_error(
+            command, f"{program} finds no module {module} from {folder.absolute()}{detail}"
+        )
 
 
-def check_repository(command: Sequence[str], repository: CodeRepository) -> None:
+def check_repository_command(command: Sequence[str], repository: CodeRepository) -> None:
     """Refuse a command whose file is not in the repository that rented machines clone.
 
-    Without git, or where the repository cannot be read from here, nothing is known and the command
-    passes.
+    Without git, or if the repository cannot be read from here, the command passes.
 
     Args:
         command: Program and arguments.
-        repository: What the machines clone.
+        repository: Repository that the machines clone.
 
     Raises:
         ConfigurationError: The repository has no such branch or tag, or no such file.
     """
-    target = _target(command)
-    files = _files(repository)
+    target = _parse_command(command)
+    files = _list_files(repository)
     if files is None:
         return
-    where = f"{repository.repo_url} at {repository.repo_ref}"
-    named = target.program if "/" in target.program else target.file
-    if named is not None and not named.startswith("/"):
-        path = os.path.normpath(named)
+    source = f"{repository.repo_url} at {repository.repo_ref}"
+    file = target.program if "/" in target.program else target.file
+    if file is not None and not file.startswith("/"):
+        path = os.path.normpath(file)
         if path not in files and not any(one.startswith(f"{path}/") for one in files):
-            raise _refusal(command, f"{where} has no file {named}")
-    if target.module is not None and not _may_have(files, target.module):
-        raise _refusal(command, f"{where} has no module {target.module}")
+            raise _make_error(command, f"{source} has no file {file}")
+    if target.module is not None and not _may_have_module(files, target.module):
+        raise _make_error(command, f"{source} has no module {target.module}")
 
 
-def _may_have(files: set[str], module: str) -> bool:
+def _may_have_module(files: set[str], module: str) -> bool:
     """Tell whether a module may exist: in the repository, or in a package outside of it."""
     parts = PurePosixPath(*module.split("."))
     for root in ("", "src/"):
@@ -131,7 +133,7 @@ def _may_have(files: set[str], module: str) -> bool:
     return True
 
 
-def _files(repository: CodeRepository) -> set[str] | None:
+def _list_files(repository: CodeRepository) -> set[str] | None:
     """Return the paths of a repository's files; None if they cannot be known from here."""
     if shutil.which("git") is None:
         return None
@@ -141,12 +143,12 @@ def _files(repository: CodeRepository) -> set[str] | None:
         fetch = [*git, "fetch", "-q", "--depth", "1", "--filter=blob:none", "--",
                  repository.repo_url, ref]  # fmt: skip
         try:
-            _run([*git, "init", "-q"])
-            _run(fetch)
-            listed = _run([*git, "ls-tree", "-r", "-z", "--name-only", "FETCH_HEAD"])
+            _run_git([*git, "init", "-q"])
+            _run_git(fetch)
+            output = _run_git([*git, "ls-tree", "-r", "-z", "--name-only", "FETCH_HEAD"])
         except subprocess.CalledProcessError as error:
-            said = error.stderr.decode(errors="replace")
-            if "couldn't find remote ref" in said and not _COMMIT.fullmatch(ref):
+            message = error.stderr.decode(errors="replace")
+            if "couldn't find remote ref" in message and not _COMMIT_PATTERN.fullmatch(ref):
                 raise errors.ConfigurationError(
                     f"{repository.repo_url} has no {ref}: name a branch, a tag or a commit of it "
                     "in training.machines.repo_ref."
@@ -154,35 +156,35 @@ def _files(repository: CodeRepository) -> set[str] | None:
             return None
         except (OSError, subprocess.TimeoutExpired):
             return None
-    return set(listed.decode(errors="replace").split("\0"))
+    return set(output.decode(errors="replace").split("\0"))
 
 
-def _run(command: Sequence[str]) -> bytes:
+def _run_git(command: Sequence[str]) -> bytes:
     done = subprocess.run(
         command, env={**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"},
-        stdin=subprocess.DEVNULL, capture_output=True, timeout=_PATIENCE, check=True,
+        stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT, check=True,
     )  # fmt: skip
     return done.stdout
 
 
-def _target(command: Sequence[str]) -> _Target:
+def _parse_command(command: Sequence[str]) -> _CommandTarget:
     program, *words = (word.replace("{slot}", "0") for word in command)
-    if not _PYTHON.fullmatch(PurePosixPath(program).name):
-        return _Target(program)
+    if not _PYTHON_PATTERN.fullmatch(PurePosixPath(program).name):
+        return _CommandTarget(program)
     while words:
         word = words.pop(0)
         if word == "-m":
-            return _Target(program, module=words[0] if words else None)
+            return _CommandTarget(program, module=words[0] if words else None)
         if word in {"-c", "-"} or word.startswith("--"):
-            return _Target(program)
+            return _CommandTarget(program)
         if not word.startswith("-"):
-            return _Target(program, file=word)
-        if word in _WITH_VALUE and words:
+            return _CommandTarget(program, file=word)
+        if word in _OPTIONS_WITH_VALUE and words:
             words.pop(0)
-    return _Target(program)
+    return _CommandTarget(program)
 
 
-def _refusal(command: Sequence[str], why: str) -> errors.ConfigurationError:
+def _make_error(command: Sequence[str], reason: str) -> errors.ConfigurationError:
     return errors.ConfigurationError(
-        f"training.command: `{' '.join(command)}` cannot be run: {why}. Correct the command."
+        f"training.command: `{' '.join(command)}` cannot be run: {reason}. Correct the command."
     )

@@ -4,59 +4,62 @@ from typing import Any
 
 import yaml
 
-from millrace.campaigns.worker.settings import PORT, TrainingPlan
+from millrace.campaigns.worker.settings import NODE_PORT, TrainingPlan
 from millrace.keys import CampaignKeys
-from millrace.remote import CodeRepository, place_of
-from millrace.rentals import Program, Reach
-from millrace.rentals.messages import named
+from millrace.remote import CodeRepository, make_store_settings
+from millrace.rentals import Program, StorageGrant
+from millrace.rentals.messages import make_credential_variables
 from millrace.storage import Right, StoreSpec
 
-_WORKER = "millrace-worker.yaml"
+_SETTINGS_FILE = "millrace-worker.yaml"
 
 
-def worker_file(plan: TrainingPlan, store: StoreSpec, number: int | str) -> str:
+def render_worker_settings(plan: TrainingPlan, store: StoreSpec, number: int | str) -> str:
     """Return the settings of a worker, as YAML; its credentials are in its environment.
 
     Args:
-        plan: What all do.
-        store: The campaign's.
-        number: The worker's; ``{slot}`` is filled in on a rented machine.
+        plan: Training plan of all workers.
+        store: Store of the campaign.
+        number: Number of the worker; ``{slot}`` is filled in on a rented machine.
     """
-    told = {**plan.model_dump(mode="json"), "uid": CampaignKeys(plan.campaign).uid(number)}
-    sent: dict[str, Any] = _literal(told, number)
-    sent |= {"number": number}
-    sent |= {"reads": place_of(store, Right.READ), "writes": place_of(store, Right.WRITE)}
-    return yaml.safe_dump(sent, sort_keys=False)
+    plan_fields = {**plan.model_dump(mode="json"), "uid": CampaignKeys(plan.campaign).uid(number)}
+    settings: dict[str, Any] = _escape_settings(plan_fields, number)
+    settings |= {"number": number}
+    settings |= {
+        "read_store": make_store_settings(store, Right.READ),
+        "write_store": make_store_settings(store, Right.WRITE),
+    }
+    return yaml.safe_dump(settings, sort_keys=False)
 
 
-def _literal(value: Any, number: int | str) -> Any:
-    """Return a person's settings, into which nothing but the worker's number is filled."""
+def _escape_settings(value: Any, number: int | str) -> Any:
+    """Escape variables in settings, and fill in the worker's number."""
     match value:
         case str():
             return value.replace("${", "$${").replace("{slot}", str(number))
         case dict():
-            return {name: _literal(each, number) for name, each in value.items()}  # pyright: ignore[reportUnknownVariableType]
+            return {name: _escape_settings(each, number) for name, each in value.items()}  # pyright: ignore[reportUnknownVariableType]
         case list():
-            return [_literal(each, number) for each in value]  # pyright: ignore[reportUnknownVariableType]
+            return [_escape_settings(each, number) for each in value]  # pyright: ignore[reportUnknownVariableType]
         case _:
             return value
 
 
-def worker_environment(reads: StoreSpec, writes: StoreSpec) -> dict[str, str]:
-    """Return the environment that `worker_file` refers to, for a worker that is a local process."""
-    found = {"MILLRACE_STORE": writes.url}
-    for right, spec in ((Right.READ, reads), (Right.WRITE, writes)):
+def make_worker_environment(read_spec: StoreSpec, write_spec: StoreSpec) -> dict[str, str]:
+    """Return the variables that `render_worker_settings` refers to, for a local worker."""
+    variables = {"MILLRACE_STORE": write_spec.url}
+    for right, spec in ((Right.READ, read_spec), (Right.WRITE, write_spec)):
         if spec.credentials is not None:
-            found |= named(f"MILLRACE_{right.upper()}", spec.credentials)
-    return found
+            variables |= make_credential_variables(f"MILLRACE_{right.upper()}", spec.credentials)
+    return variables
 
 
-def training_program(
+def make_training_program(
     plan: TrainingPlan, store: StoreSpec, repository: CodeRepository
-) -> tuple[Program, tuple[Reach, ...]]:
-    """Return the program of a campaign's machines, and the parts of the store it may use.
+) -> tuple[Program, tuple[StorageGrant, ...]]:
+    """Return the program of a campaign's machines, and its storage grants.
 
-    Each writes its own gradients, votes and files of checkpoints, below its own prefixes only.
+    Each machine writes its gradients, votes and checkpoint files below its own prefixes only.
     """
     keys = CampaignKeys(plan.campaign)
     program = Program(
@@ -64,15 +67,15 @@ def training_program(
         repo_ref=repository.repo_ref,
         extras=repository.extras,
         image=repository.image,
-        command=("millrace", "work", _WORKER),
-        files={_WORKER: worker_file(plan, store, "{slot}")},
-        ports=(PORT,) if plan.warm else (),
+        command=("millrace", "work", _SETTINGS_FILE),
+        files={_SETTINGS_FILE: render_worker_settings(plan, store, "{slot}")},
+        ports=(NODE_PORT,) if plan.prewarm_timeout else (),
     )
-    reads = keys.list_read_prefixes()
+    read_prefixes = keys.list_read_prefixes()
     if plan.dataset is not None:
-        reads.append(f"{plan.dataset}/")
-    writes = keys.list_write_prefixes("{slot}")
+        read_prefixes.append(f"{plan.dataset}/")
+    write_prefixes = keys.list_write_prefixes("{slot}")
     return program, (
-        *(Reach(prefix=prefix) for prefix in reads),
-        *(Reach(prefix=prefix, right=Right.WRITE) for prefix in writes),
+        *(StorageGrant(prefix=prefix) for prefix in read_prefixes),
+        *(StorageGrant(prefix=prefix, access=Right.WRITE) for prefix in write_prefixes),
     )

@@ -1,4 +1,4 @@
-"""Reports of workers: who has joined a run, and how good the weights are."""
+"""Reports of workers: joined workers, and metrics of the weights."""
 
 import statistics
 from collections import defaultdict
@@ -11,15 +11,15 @@ from millrace.records import decode_record
 from millrace.schemas.gradient import StartWindow
 from millrace.storage import Store, head, list_objects, read_range
 
-_LARGEST = 4096  # bytes of what one says
-_MOST = 1e12  # what is more is no measure of anything
+_MAX_REPORT_BYTES = 4096  # bytes of one report
+_MAX_METRIC = 1e12  # larger values are ignored
 
 
-def joined(store: Store, run: RunSettings, workers: Sequence[str]) -> set[str]:
-    """Return the workers that have written anything since a run began.
+def find_joined_workers(store: Store, run: RunSettings, workers: Sequence[str]) -> set[str]:
+    """Return the workers that have written an object since a run began.
 
     Args:
-        store: Where the gradients and the chain are.
+        store: Store of the gradients and the chain.
         run: Settings of the run.
         workers: Names of the workers that are looked for.
 
@@ -27,28 +27,31 @@ def joined(store: Store, run: RunSettings, workers: Sequence[str]) -> set[str]:
         NotFoundError: The run has not begun.
         UnavailableError: The store does not answer.
     """
-    began = head(store, run.chain.link(0)).last_modified
+    started_at = head(store, run.chain.link(0)).last_modified
     return {
         uid
         for uid in workers
-        if any(one.last_modified >= began for one in list_objects(store, run.gradients.worker(uid)))
+        if any(
+            one.last_modified >= started_at
+            for one in list_objects(store, run.gradients.worker(uid))
+        )
     }
 
 
-def measured(
-    store: Store, keys: GradientKeys, workers: Sequence[str], name: str, *, last: int
+def read_median_metric(
+    store: Store, keys: GradientKeys, workers: Sequence[str], metric: str, *, last_window: int
 ) -> dict[int, float]:
-    """Return a measure of the weights, by the window that began with them: the median worker's.
+    """Return the median over workers of a metric of the weights, by the window they began.
 
-    What a worker says is its word only. Of a window that fewer than half speak of nothing is known.
-    What cannot be read is passed over.
+    The reports are not verified. A window is left out if fewer than half of the workers report it.
+    Unreadable reports are ignored.
 
     Args:
-        store: Where the gradients are.
-        keys: Of the run.
-        workers: Who is heard.
-        name: Of the measure, such as ``loss``.
-        last: The last window that can have begun; of later ones nobody is heard.
+        store: Store of the gradients.
+        keys: Keys of the run.
+        workers: Names of the workers whose reports are read.
+        metric: Name of the metric, such as ``loss``.
+        last_window: Last window that can have begun. Reports of later windows are ignored.
 
     Raises:
         UnavailableError: The store does not answer.
@@ -57,15 +60,19 @@ def measured(
     for uid in workers:
         for stat in list_objects(store, f"{keys.worker(uid)}start_window-"):
             parsed = keys.parse_start_window(stat.key)
-            if parsed is None or not 1 <= parsed[1] <= last or stat.size > _LARGEST:
+            if parsed is None or not 1 <= parsed[1] <= last_window or stat.size > _MAX_REPORT_BYTES:
                 continue
             try:
-                body = read_range(store, stat.key, 0, _LARGEST)
-                said, _ = decode_record(store.url_of(stat.key), StartWindow, body)
+                body = read_range(store, stat.key, 0, _MAX_REPORT_BYTES)
+                report, _ = decode_record(store.make_url(stat.key), StartWindow, body)
             except (errors.CorruptError, errors.NotFoundError):
                 continue
-            value = said.measured.get(name)
-            if (said.uid, said.window) == parsed and value is not None and abs(value) <= _MOST:
+            value = report.measured.get(metric)
+            if (
+                (report.uid, report.window) == parsed
+                and value is not None
+                and abs(value) <= _MAX_METRIC
+            ):
                 found[parsed[1]].append(value)
     return {
         window: statistics.median(found[window])

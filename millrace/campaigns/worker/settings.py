@@ -1,4 +1,4 @@
-"""Settings of a worker that the leader of a campaign writes into a file on its machine."""
+"""Settings of a worker, which a campaign writes into a file on the worker's machine."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -7,14 +7,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from millrace.checkpoints.settings import CooldownSettings
 from millrace.gradients.settings import RunSettings
-from millrace.rentals.vast.instances import IDENTITY
+from millrace.rentals.vast.instances import IDENTITY_PORT
 from millrace.settings import Duration
 from millrace.storage import StoreSpec
 
-FILE = "MILLRACE_WORKER"
-"""The variable that names the settings file to a training script."""
-PORT = IDENTITY
-"""The port that a rented machine is asked for, for others to bring files."""
+SETTINGS_VARIABLE = "MILLRACE_WORKER"
+"""Variable that holds the path of the settings file, for training scripts."""
+NODE_PORT = IDENTITY_PORT
+"""Port that a rented machine opens for its swarm agent."""
 
 
 class TrainingPlan(BaseModel):
@@ -22,42 +22,43 @@ class TrainingPlan(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    campaign: str = Field(description="Its name: a prefix below the store's URL.")
+    campaign: str = Field(description="Name of the campaign: a prefix below the store's URL.")
     workers: int = Field(default=1, ge=1, description="Number of workers.")
-    run: RunSettings = Field(description="Settings that all workers have alike.")
+    run: RunSettings = Field(description="Settings of the run, equal for all workers.")
     command: tuple[str, ...] = Field(
         min_length=1,
-        description="The training script, such as `python -m examples.tiny_lm.train`: it finds "
-        "what it needs by `millrace.campaigns.worker.Worker.here()`. `{slot}`: its number.",
+        description="Training command, such as `python -m examples.tiny_lm.train`. The script "
+        "calls `millrace.campaigns.worker.Worker.from_environment()`. `{slot}` stands for the "
+        "worker's number.",
     )
     restarts: int = Field(
         default=3,
         ge=0,
         description="Number of times that the training script is started again on the same "
-        "machine, if it "
-        "fails before it has run for ten minutes.",
+        "machine, if it fails before it has run for ten minutes.",
     )
-    pause: Duration = Field(
-        default=timedelta(seconds=10), description="Before the first of them; twice, the next time."
+    restart_delay: Duration = Field(
+        default=timedelta(seconds=10),
+        description="Delay of the first restart. The delay doubles with each restart.",
     )
-    epoch: int = Field(default=10, ge=1, description="Windows of an epoch.")
+    windows_per_epoch: int = Field(default=10, ge=1, description="Number of windows in an epoch.")
     cooldown: CooldownSettings = Field(
         default=CooldownSettings(),
         description="Settings of the end of an epoch, with a checkpoint.",
     )
-    dataset: str | None = Field(default=None, description="Dataset to train on, below the store.")
-    root: Path = Field(default=Path("data"), description="The folder that files are put into.")
-    warm: Duration | None = Field(
-        default=None, description="Longest wait for files that other machines bring."
+    dataset: str | None = Field(default=None, description="Path of the dataset below the store.")
+    data_folder: Path = Field(default=Path("data"), description="Folder for the dataset's files.")
+    prewarm_timeout: Duration | None = Field(
+        default=None, description="Longest wait for the prewarm of the dataset's files."
     )
 
 
 class WorkerSettings(TrainingPlan):
-    """A worker of a campaign, and what it may reach."""
+    """Settings of one worker of a campaign, with its stores."""
 
-    uid: str = Field(description="Its name: no other has it.")
+    uid: str = Field(description="Unique name of the worker.")
     number: int = Field(default=0, ge=0, description="Number of this worker, from 0 on.")
-    reads: StoreSpec = Field(description="The campaign's store, with what may read it.")
-    writes: StoreSpec = Field(
-        description="The same, with what may write the worker's own prefixes."
+    read_store: StoreSpec = Field(description="Campaign's store, with credentials to read.")
+    write_store: StoreSpec = Field(
+        description="Campaign's store, with credentials to write the worker's own prefixes."
     )

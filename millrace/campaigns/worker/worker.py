@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from millrace import errors
-from millrace.campaigns.worker.settings import FILE, WorkerSettings
+from millrace.campaigns.worker.settings import SETTINGS_VARIABLE, WorkerSettings
 from millrace.checkpoints.cooldown.epochs import EpochSaver
 from millrace.checkpoints.cooldown.membership import Membership
-from millrace.digest import sha256_of
+from millrace.digest import compute_stream_sha256
 from millrace.gradients.sync.participant import Participant, TrainingWindow
 from millrace.keys import CampaignKeys, DatasetKeys
-from millrace.progress import Progress, silent
+from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once, fetch
 from millrace.schemas.dataset import Manifest, ManifestShard
 from millrace.schemas.gradient import StartWindow
-from millrace.settings import load
+from millrace.settings import load_settings
 from millrace.storage import exists, open_store, stream
 
-_LOOK = 1.0  # seconds between two looks for a run that has not begun
-_PATIENCE = timedelta(hours=2)  # that it is waited for
-_BLOCK = 1 << 20
+_POLL_INTERVAL = 1.0  # seconds between two checks whether the run has begun
+_JOIN_TIMEOUT = timedelta(hours=2)  # of a run that has not begun
+_BLOCK_BYTES = 1 << 20
 
 log = logging.getLogger(__name__)
 
@@ -35,48 +35,55 @@ log = logging.getLogger(__name__)
 class Worker:
     """A worker of a campaign, for its training script. A context manager.
 
-    ``with Worker.here() as worker: participant = worker.join(); for turn in
-    participant.windows(): participant.load(model); worker.begin(turn, model.state_dict()); ...``
+    ``with Worker.from_environment() as worker: participant = worker.join(); for window in
+    participant.iterate_windows(): participant.load(model); worker.begin_window(window,
+    model.state_dict()); ...``
 
     Args:
-        settings: As the campaign says.
-        progress: Told what `Participant` and `EpochSaver` tell.
+        settings: Settings of the worker.
+        progress: Receives the events of `Participant` and `EpochSaver`.
     """
 
-    def __init__(self, settings: WorkerSettings, *, progress: Progress = silent) -> None:
+    def __init__(self, settings: WorkerSettings, *, progress: Progress = ignore_event) -> None:
         self.settings, self._progress = settings, progress
         self._keys = CampaignKeys(settings.campaign)
-        self._reads, self._writes = open_store(settings.reads), open_store(settings.writes)
+        self._read_store, self._write_store = (
+            open_store(settings.read_store),
+            open_store(settings.write_store),
+        )
         self._stack = ExitStack()
         self._saver: EpochSaver | None = None
-        self._seen: set[str] = set()  # of shards: whose bytes were looked at
+        self._verified: set[str] = set()  # keys of shards whose digest was checked
 
     @classmethod
-    def here(
-        cls, environ: Mapping[str, str] | None = None, *, progress: Progress = silent
+    def from_environment(
+        cls, environ: Mapping[str, str] | None = None, *, progress: Progress = ignore_event
     ) -> "Worker":
-        """Return the worker that this process is, by the environment that `millrace work` gives it.
+        """Return the worker of this process, from the environment that `millrace work` sets.
 
         Raises:
-            ConfigurationError: It is none.
+            ConfigurationError: The variable of the settings file is not set.
         """
         environ = os.environ if environ is None else environ
-        if FILE not in environ:
+        if SETTINGS_VARIABLE not in environ:
             raise errors.ConfigurationError(
-                f"{FILE} is not set: a training script is started by `millrace work SETTINGS`, or "
-                "by a campaign."
+                f"{SETTINGS_VARIABLE} is not set: a training script is started by "
+                "`millrace work SETTINGS`, or by a campaign."
             )
-        return cls(load(Path(environ[FILE]), WorkerSettings, environ), progress=progress)
+        return cls(
+            load_settings(Path(environ[SETTINGS_VARIABLE]), WorkerSettings, environ),
+            progress=progress,
+        )
 
     def __enter__(self) -> Self:
-        """Become a member of the job whose checkpoints the epochs end with.
+        """Join the job of the epochs' checkpoints as a member.
 
         Raises:
-            ConflictError: A worker of this name lives.
+            ConflictError: Another process has this worker's name.
         """
         with ExitStack() as stack:
             job, uid = self._keys.job, self.settings.uid
-            membership = Membership(self._writes, job, uid, reads=self._reads)
+            membership = Membership(self._write_store, job, uid, reads=self._read_store)
             stack.enter_context(membership)
             saver = EpochSaver(membership, self.settings.cooldown, progress=self._progress)
             self._saver = stack.enter_context(saver)
@@ -86,131 +93,139 @@ class Worker:
     def __exit__(self, *raised: Any) -> None:
         self._stack.__exit__(*raised)
 
-    def shards(self, partition: str = "train", *, mine: bool = False) -> list[Path]:
-        """Return the dataset's shards on this machine's disk, in the order of their names.
+    def fetch_shards(self, split: str = "train", *, only_own: bool = False) -> list[Path]:
+        """Return the paths of the dataset's shards on this machine, in the order of their names.
 
-        What is not there yet comes out of the store, each byte verified.
+        Missing shards are downloaded, and their digests checked.
 
         Args:
-            partition: Of the dataset: ``train``, or ``val`` where some of it is held out.
-            mine: Only this worker's share; all, where there are fewer than workers.
+            split: Split of the dataset: ``train``, or ``val`` if the dataset has one.
+            only_own: Whether to return only this worker's share. If there are fewer shards than
+                workers, every worker gets all shards.
 
         Raises:
             ConfigurationError: The campaign has no dataset.
-            NotFoundError: It is not complete.
-            CorruptError: A shard is not what the manifest says.
+            NotFoundError: The dataset is not complete.
+            CorruptError: A shard differs from its manifest.
         """
         if self.settings.dataset is None:
             raise errors.ConfigurationError("The campaign names no dataset: give it one.")
         keys = DatasetKeys(self.settings.dataset)
-        manifest = fetch(self._reads, keys.manifest, Manifest)
+        manifest = fetch(self._read_store, keys.manifest, Manifest)
         if manifest.dataset != keys.dataset:
             raise errors.CorruptError(
-                f"{self._reads.url_of(keys.manifest)} is the manifest of {manifest.dataset}: a "
-                "dataset is read under the name that it was made under."
+                f"{self._read_store.make_url(keys.manifest)} is the manifest of "
+                f"{manifest.dataset}: a dataset is read under the name that it was made under."
             )
-        shards = [one for one in manifest.shards if one.partition == partition]
-        if mine and len(shards) >= self.settings.workers:
+        shards = [one for one in manifest.shards if one.split == split]
+        if only_own and len(shards) >= self.settings.workers:
             shards = shards[self.settings.number :: self.settings.workers]
-        return [self._brought(one) for one in shards]
+        return [self._fetch_shard(one) for one in shards]
 
-    def _brought(self, shard: ManifestShard) -> Path:
-        path = self.settings.root / shard.key
-        if shard.key in self._seen or _is(path, shard):
-            self._seen.add(shard.key)
+    def _fetch_shard(self, shard: ManifestShard) -> Path:
+        path = self.settings.data_folder / shard.key
+        if shard.key in self._verified or _matches_shard(path, shard):
+            self._verified.add(shard.key)
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            with part.open("wb") as file:
-                blocks = stream(self._reads, shard.key, end=shard.size)  # not what was put there
-                digest, _ = sha256_of(_written(file, blocks))
+            with temporary.open("wb") as file:
+                # The object may have grown, so that only the shard's size is read.
+                blocks = stream(self._read_store, shard.key, end=shard.size)
+                digest, _ = compute_stream_sha256(_write_blocks(file, blocks))
             if digest != shard.sha256:
                 raise errors.CorruptError(
-                    f"{self._reads.url_of(shard.key)} is not what its manifest says: run "
+                    f"{self._read_store.make_url(shard.key)} is not what its manifest says: run "
                     "`millrace verify`."
                 )
-            part.replace(path)
+            temporary.replace(path)
         finally:
-            part.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         return path
 
-    def join(self, *, threads: int | None = None, patience: timedelta = _PATIENCE) -> Participant:
-        """Take part in the campaign's run, from where it is; waited for until it has begun.
+    def join(
+        self, *, threads: int | None = None, timeout: timedelta = _JOIN_TIMEOUT
+    ) -> Participant:
+        """Join the campaign's run at its current window, after waiting for its begin.
 
-        A worker is one process. One of several ranks uses `Participant` and `Membership` itself.
+        A worker is one process. A worker of several ranks uses `Participant` and `Membership`.
 
         Args:
-            threads: As of `Participant`.
-            patience: How long the run is waited for.
+            threads: Number of threads, as in `Participant`.
+            timeout: Longest wait for the begin of the run.
 
         Raises:
-            UnavailableError: It has not begun by then.
+            UnavailableError: The run has not begun within the timeout.
         """
         run = self.settings.run
-        deadline = time.monotonic() + patience.total_seconds()
-        while not exists(self._reads, run.chain.link(0)):
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not exists(self._read_store, run.chain.link(0)):
             if time.monotonic() > deadline:
                 raise errors.UnavailableError(
-                    f"The run {run.run} has not begun in {patience}: is there an aggregator?"
+                    f"The run {run.run} has not begun in {timeout}: is there an aggregator?"
                 )
-            time.sleep(_LOOK)
+            time.sleep(_POLL_INTERVAL)
         return Participant.join(
             run,
             self.settings.uid,
-            self._writes,
-            self._reads,
+            self._write_store,
+            self._read_store,
             threads=threads,
             progress=self._progress,
         )
 
-    def begin(self, turn: TrainingWindow, state: Mapping[str, Any], **measured: float) -> None:
-        """Say with what weights a window begins; where it ends an epoch, save them with the others.
+    def begin_window(
+        self, window: TrainingWindow, state: Mapping[str, Any], **metrics: float
+    ) -> None:
+        """Report the begin of a window; after the last window of an epoch, end the epoch.
 
         Call it before each window, and once more when the run is over.
 
         Args:
-            turn: `Participant.turn`.
-            state: What an epoch ends with, as of `Saver.save`: the same on all workers, such as
-                the weights of all that `Participant.load` gives.
-            measured: What the weights are worth, such as ``loss``: for the campaign's report.
+            window: Window that begins.
+            state: State of the epoch's checkpoint, as in `Saver.save`. It has to be equal on all
+                workers, such as the common weights from `Participant.load`.
+            metrics: Metrics of the weights, such as ``loss``, for the campaign's report.
 
         Raises:
-            UnavailableError: The epoch has not ended: do not train on.
+            UnavailableError: The epoch has not ended. Do not continue the training.
         """
-        number = turn.number
-        said = StartWindow(
+        number = window.number
+        start = StartWindow(
             uid=self.settings.uid,
             window=number,
-            step=turn.step,
-            measured={name: value for name, value in measured.items() if math.isfinite(value)},
+            step=window.step,
+            measured={name: value for name, value in metrics.items() if math.isfinite(value)},
         )
-        key = self.settings.run.gradients.start_window(said.uid, number)
-        commit_once(self._writes, key, said)  # one that was started again has said it before
-        done, rest = divmod(number - 1, self.settings.epoch)
+        key = self.settings.run.gradients.start_window(start.uid, number)
+        commit_once(self._write_store, key, start)  # a restarted script has committed it before
+        done, rest = divmod(number - 1, self.settings.windows_per_epoch)
         if done and not rest:
-            self._end(done - 1, number - 1, turn.step, state)
+            self._end_epoch(done - 1, number - 1, window.step, state)
 
-    def _end(self, epoch: int, window: int, step: int, state: Mapping[str, Any]) -> None:
+    def _end_epoch(self, epoch: int, window: int, step: int, state: Mapping[str, Any]) -> None:
         if self._saver is None:
-            raise errors.ConfigurationError("Use the worker as a context: `with Worker.here() ...`")
-        cooled = self._saver.end(
+            raise errors.ConfigurationError(
+                "Use the worker as a context: `with Worker.from_environment() ...`"
+            )
+        result = self._saver.end(
             state, epoch=epoch, step=step, run=self.settings.run.run, position={"window": window}
         )
-        log.info("epoch %d: %s %s", epoch, cooled.outcome, cooled.reason)
-        if cooled.epoch is None:
-            raise errors.UnavailableError(f"Epoch {epoch} has not ended: {cooled.reason}")
+        log.info("epoch %d: %s %s", epoch, result.outcome, result.reason)
+        if result.epoch is None:
+            raise errors.UnavailableError(f"Epoch {epoch} has not ended: {result.reason}")
 
 
-def _is(path: Path, shard: ManifestShard) -> bool:
-    """Tell whether a file is a shard: the folder may hold anything."""
+def _matches_shard(path: Path, shard: ManifestShard) -> bool:
+    """Tell whether a file has the size and the digest of a shard."""
     if not path.exists() or path.stat().st_size != shard.size:
         return False
     with path.open("rb") as file:
-        return sha256_of(iter(partial(file.read, _BLOCK), b""))[0] == shard.sha256
+        return compute_stream_sha256(iter(partial(file.read, _BLOCK_BYTES), b""))[0] == shard.sha256
 
 
-def _written(file: IO[bytes], blocks: Iterable[bytes]) -> Iterator[bytes]:
+def _write_blocks(file: IO[bytes], blocks: Iterable[bytes]) -> Iterator[bytes]:
     for block in blocks:
         file.write(block)
         yield block

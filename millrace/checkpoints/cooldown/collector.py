@@ -27,7 +27,7 @@ from millrace.checkpoints.cooldown.membership import (
     read_roster,
 )
 from millrace.checkpoints.find import commit_checkpoint, root_of
-from millrace.digest import dump_canonical_json, sha256
+from millrace.digest import compute_sha256, dump_canonical_json
 from millrace.keys import CheckpointKeys, CooldownKeys
 from millrace.records import commit_once, decode_record, encode_record
 from millrace.schemas.checkpoint import Checkpoint, EpochRecord, Part, Roster, Vote
@@ -35,8 +35,8 @@ from millrace.storage import (
     Store,
     copy,
     delete,
-    difference,
-    kept_sha256,
+    describe_difference,
+    fetch_stored_sha256,
     list_objects,
     put,
     read,
@@ -151,7 +151,7 @@ class Collector:
             return False
         there = commit_checkpoint(self._store, self._draft[1]).record
         if there.root != said.root:
-            where = self._store.url_of(self._keys.metadata(said.step))
+            where = self._store.make_url(self._keys.metadata(said.step))
             raise errors.ConflictError(
                 f"{where} is a checkpoint of the same step with another content: it was saved "
                 "before this epoch ended. Give this job another name, or resume from that one."
@@ -171,14 +171,16 @@ class Collector:
                 continue
             key = self._cooldown.draft(member)
             try:
-                body = read(self._store, key, largest=_MAX_DRAFT_SIZE)
-                draft, _ = decode_record(self._store.url_of(key), Checkpoint, body)
+                body = read(self._store, key, max_size=_MAX_DRAFT_SIZE)
+                draft, _ = decode_record(self._store.make_url(key), Checkpoint, body)
             except errors.NotFoundError:
                 continue
             except errors.CorruptError:
                 self._refused.add(member)
                 continue
-            rest = sha256(dump_canonical_json({"position": draft.position, "run": draft.run}))
+            rest = compute_sha256(
+                dump_canonical_json({"position": draft.position, "run": draft.run})
+            )
             step, root = draft.step, root_of(draft.parts, draft.tensors)
             named = all(_DIGEST.fullmatch(part.sha256) for part in draft.parts)
             if (step, root, rest) != said.agreement_key or not named:
@@ -240,5 +242,5 @@ class Collector:
 
     def _is_intact(self, part: Part) -> bool:
         key = self._keys.part(part.step, part.sha256)
-        kept = kept_sha256(self._store, key) == part.sha256
-        return not difference(self._store, key, part.size, None if kept else part.sha256)
+        kept = fetch_stored_sha256(self._store, key) == part.sha256
+        return not describe_difference(self._store, key, part.size, None if kept else part.sha256)

@@ -40,9 +40,9 @@ from millrace.checkpoints.cooldown.membership import (
 from millrace.checkpoints.cooldown.shared_upload import SharedUpload
 from millrace.checkpoints.find import commit_checkpoint, read_checkpoint
 from millrace.checkpoints.settings import CooldownSettings, OnTimeout
-from millrace.digest import dump_canonical_json, sha256
+from millrace.digest import compute_sha256, dump_canonical_json
 from millrace.keys import CheckpointKeys, CooldownKeys
-from millrace.progress import Event, Figure, Progress, silent
+from millrace.progress import Event, Figure, Progress, ignore_event
 from millrace.records import commit_once
 from millrace.schemas.checkpoint import (
     Checkpoint,
@@ -104,7 +104,7 @@ def cool_down(
     seed: int | None = None,
     settings: CooldownSettings | None = None,
     cancel: threading.Event | None = None,
-    progress: Progress = silent,
+    progress: Progress = ignore_event,
 ) -> EpochResult:
     """End an epoch, together with the other members: returns when it has a checkpoint, or not.
 
@@ -193,7 +193,7 @@ class _MemberCooldown:
         progress: Progress,
     ) -> None:
         self._member, self._store = membership.member, membership.store
-        self._hurried = membership.reads.hurried(_REQUEST_TIMEOUT)
+        self._hurried = membership.reads.with_retry_timeout(_REQUEST_TIMEOUT)
         self._confined = membership.confined
         self._membership, self._draft, self._roster = membership, draft, roster
         self._settings, self._progress = settings, progress
@@ -205,7 +205,7 @@ class _MemberCooldown:
             member=self._member,
             step=draft.step,
             root=draft.root,
-            rest=sha256(dump_canonical_json(rest)),
+            rest=compute_sha256(dump_canonical_json(rest)),
             size=content.size,
         )
         self._order = order_checkpointers(roster.members, roster.seed, settings.choice)
@@ -242,7 +242,7 @@ class _MemberCooldown:
 
     def _run_until_over(self) -> EpochResult:
         """Look again and again, until it is over."""
-        patience = self._store.spec.patience.total_seconds()
+        patience = self._store.spec.retry_timeout.total_seconds()
         heard = time.monotonic()
         while True:
             self._news.clear()
@@ -416,8 +416,9 @@ class _MemberCooldown:
         there = commit.record
         if (there.root, there.position) != (self._draft.root, self._draft.position):
             raise errors.ConflictError(
-                f"{self._store.url_of(key)} is a checkpoint of the same step with another content "
-                "or position: it was saved before this epoch ended. Give this job another name, or "
+                f"{self._store.make_url(key)} is a checkpoint of the same step with another "
+                "content or position: it was saved before this epoch ended. "
+                "Give this job another name, or "
                 "resume from that one."
             )
         return commit.mine
@@ -549,7 +550,7 @@ class _MemberCooldown:
             seconds=cooled.seconds,
         )
         with suppress(errors.MillraceError):  # what it came to is known without it
-            store = self._store.hurried(_REQUEST_TIMEOUT)
+            store = self._store.with_retry_timeout(_REQUEST_TIMEOUT)
             commit_once(store, self._cooldown.result(self._member), record)
         return cooled
 

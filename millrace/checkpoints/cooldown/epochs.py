@@ -9,7 +9,7 @@ from millrace.checkpoints.cooldown.cooldown import EpochResult, cool_down
 from millrace.checkpoints.cooldown.membership import Membership
 from millrace.checkpoints.settings import CooldownSettings
 from millrace.checkpoints.snapshot import SnapshotBuffers
-from millrace.progress import Progress, silent
+from millrace.progress import Progress, ignore_event
 
 
 class EpochSaver:
@@ -28,7 +28,7 @@ class EpochSaver:
         membership: Membership | None,
         settings: CooldownSettings | None = None,
         *,
-        progress: Progress = silent,
+        progress: Progress = ignore_event,
     ) -> None:
         self._membership = membership
         self._settings = settings or CooldownSettings()

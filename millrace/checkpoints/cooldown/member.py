@@ -10,7 +10,7 @@ from millrace.checkpoints.cooldown.cooldown import EpochResult, cool_down
 from millrace.checkpoints.cooldown.membership import Membership
 from millrace.checkpoints.find import find_newest, read_checkpoint
 from millrace.checkpoints.settings import CooldownSettings
-from millrace.progress import Progress, silent
+from millrace.progress import Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.settings import Duration
 from millrace.storage import Store, StoreSettings, StoreSpec, open_store
@@ -36,7 +36,7 @@ class SavedSource(StoreSettings):
             return store, read_checkpoint(store, self.job, self.step)
         found = find_newest(store, self.job)
         if found is None:
-            raise errors.NotFoundError(f"{store.url_of(self.job)} has no checkpoint.")
+            raise errors.NotFoundError(f"{store.make_url(self.job)} has no checkpoint.")
         return store, found
 
 
@@ -68,7 +68,9 @@ class MemberSettings(BaseModel):
     )
 
 
-def end_epoch(settings: MemberSettings, member: str, *, progress: Progress = silent) -> EpochResult:
+def end_epoch(
+    settings: MemberSettings, member: str, *, progress: Progress = ignore_event
+) -> EpochResult:
     """End an epoch, as one of its members, with what this member has on its disk.
 
     Every file is verified when it is read.

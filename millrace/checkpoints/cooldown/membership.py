@@ -15,7 +15,7 @@ from typing import Self, TypeVar
 
 from millrace import errors
 from millrace.checkpoints.find import read_checkpoint
-from millrace.digest import sha256
+from millrace.digest import compute_sha256
 from millrace.keys import (
     CheckpointKeys,
     CooldownKeys,
@@ -180,7 +180,7 @@ def obtain_roster(
         if time.monotonic() > deadline:
             raise errors.UnavailableError(
                 f"The owner of {job} has not begun to end epoch {epoch} within {_OWNER_TIMEOUT}: "
-                "run `cool-down` for it, with the names of its members."
+                "run `cooldown` for it, with the names of its members."
             )
         time.sleep(_POLL_INTERVAL)
     members = {*membership.census.find_holders(), membership.member}
@@ -220,18 +220,18 @@ def read_roster(store: Store, job: str, epoch: int) -> Roster:
     names = found.members
     right = (found.job, found.epoch) == (job, epoch) and 0 <= found.seed < 1 << 64
     if not right or not 0 < len(names) <= _MAX_MEMBERS or tuple(sorted(set(names))) != names:
-        raise errors.CorruptError(f"{store.url_of(key)} is not the roster of epoch {epoch}.")
+        raise errors.CorruptError(f"{store.make_url(key)} is not the roster of epoch {epoch}.")
     try:
         for name in names:
             check_member_name(name)
     except errors.ConfigurationError as error:
-        raise errors.CorruptError(f"{store.url_of(key)}: {error}") from error
+        raise errors.CorruptError(f"{store.make_url(key)}: {error}") from error
     return found
 
 
 def _make_living_roster(membership: Membership, epoch: int) -> Roster:
     """Return the living members as a roster: the same on all members that see the same living."""
-    seed = int(sha256(f"{membership.job} {epoch}".encode())[:16], 16)
+    seed = int(compute_sha256(f"{membership.job} {epoch}".encode())[:16], 16)
     return make_roster(
         membership.job, epoch, {*membership.census.find_holders(), membership.member}, seed
     )
@@ -345,7 +345,9 @@ def read_epoch(store: Store, job: str, epoch: int) -> EpochRecord:
     key = CheckpointKeys(job).epoch(epoch)
     found = fetch(store, key, EpochRecord)
     if (found.job, found.epoch) != (job, epoch):
-        raise errors.CorruptError(f"{store.url_of(key)} is not the end of epoch {epoch} of {job}.")
+        raise errors.CorruptError(
+            f"{store.make_url(key)} is not the end of epoch {epoch} of {job}."
+        )
     return found
 
 

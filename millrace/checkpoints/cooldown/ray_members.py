@@ -46,7 +46,7 @@ def run_members_on_ray(
     """
     with cluster.connect(address) as ray:
         nodes = {
-            cluster.name_of(node): cluster.make_node_options(node)
+            cluster.make_node_name(node): cluster.make_node_options(node)
             for node in cluster.list_living_nodes(ray)
         }
         asked = {
@@ -80,7 +80,7 @@ def _await_result(ray: Any, asked: Any) -> str:
     try:
         return str(ray.get(asked))
     except Exception as error:  # noqa: BLE001 - a node that fails is a member less
-        return errors.one_line(error)
+        return errors.format_error(error)
 
 
 def _expand_variables(settings: MemberSettings) -> MemberSettings:

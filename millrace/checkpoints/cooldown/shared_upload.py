@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from millrace import errors
 from millrace.checkpoints.contents import Content
 from millrace.checkpoints.find import VerifyDepth
-from millrace.progress import Event, Progress, silent
-from millrace.storage import Store, create, difference, kept_sha256, put
+from millrace.progress import Event, Progress, ignore_event
+from millrace.storage import Store, create, describe_difference, fetch_stored_sha256, put
 
 _CHECK_THREADS = 2
 
@@ -44,7 +44,7 @@ class SharedUpload:
         uploads: int,
         check: VerifyDepth,
         news: Callable[[], None],
-        progress: Progress = silent,
+        progress: Progress = ignore_event,
     ) -> None:
         self._store, self._content, self._key_of = store, content, key_of
         self._reads = reads
@@ -120,7 +120,7 @@ class SharedUpload:
         except errors.MillraceError as error:
             self._fail(error)
         except BaseException as error:
-            self._fail(errors.MillraceError(f"The upload broke off: {errors.one_line(error)}"))
+            self._fail(errors.MillraceError(f"The upload broke off: {errors.format_error(error)}"))
             raise
 
     def _fail(self, error: errors.MillraceError) -> None:
@@ -146,7 +146,7 @@ class SharedUpload:
         key = self._key_of(self._content.parts[number].step, digest)
         body = self._content.body(number)
         try:
-            create(self._store, key, body, sha256=digest, stopped=self._is_stopped)
+            create(self._store, key, body, sha256=digest, is_stopped=self._is_stopped)
         except errors.ExistsError:
             with self._changed:
                 self._note_existing(digest, key)  # by another, or by a try whose answer was lost
@@ -195,9 +195,11 @@ class SharedUpload:
         part = self._content.parts[number]
         own, key = self._key_of(part.step, digest), self._there[digest]
         wanted = digest if self._check is VerifyDepth.DIGESTS else None
-        if wanted is not None and kept_sha256(self._reads, key) == digest:
+        if wanted is not None and fetch_stored_sha256(self._reads, key) == digest:
             wanted = None  # the store has verified it
-        damage = difference(self._reads, key, part.size, wanted, stopped=self._is_stopped)
+        damage = describe_difference(
+            self._reads, key, part.size, wanted, is_stopped=self._is_stopped
+        )
         if damage:
             put(self._store, own, self._content.body(number))
         with self._changed:

@@ -19,7 +19,7 @@ from millrace.checkpoints.cooldown.membership import (
 from millrace.checkpoints.find import read_checkpoint
 from millrace.keys import CheckpointKeys, CooldownKeys
 from millrace.lease import StoreClock
-from millrace.progress import Event, Progress, silent
+from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint, CooldownRecord, EpochRecord, Roster
 from millrace.storage import Store, list_objects
 
@@ -55,7 +55,7 @@ def watch_epoch_end(
     patience: timedelta,
     members: Collection[str] = (),
     clock: StoreClock | None = None,
-    progress: Progress = silent,
+    progress: Progress = ignore_event,
 ) -> EpochStatus:
     """Wait until an epoch has ended, and its members are through.
 

@@ -7,7 +7,7 @@ from typing import Protocol
 from millrace.checkpoints.contents import Content
 from millrace.checkpoints.find import VerifyDepth
 from millrace.checkpoints.probing import REQUEST_TIMEOUT, ProbeResult
-from millrace.progress import Progress, silent
+from millrace.progress import Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint
 
 
@@ -60,7 +60,7 @@ class Destination(Protocol):
         job: str,
         *,
         uploads: int = 4,
-        progress: Progress = silent,
+        progress: Progress = ignore_event,
     ) -> Checkpoint:
         """Bring a checkpoint here, and commit it once, under the same step.
 
@@ -89,7 +89,7 @@ def copy_checkpoint(
     job: str,
     *,
     uploads: int = 4,
-    progress: Progress = silent,
+    progress: Progress = ignore_event,
 ) -> Checkpoint:
     """Copy a checkpoint from one place to another, verified on both sides. See `publish`."""
     content = source.open_content(checkpoint)

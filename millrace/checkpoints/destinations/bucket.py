@@ -11,7 +11,7 @@ from millrace.checkpoints.cooldown.shared_upload import SharedUpload
 from millrace.checkpoints.find import VerifyDepth
 from millrace.checkpoints.probing import REQUEST_TIMEOUT, ProbeResult, probe
 from millrace.keys import CheckpointKeys
-from millrace.progress import Event, Progress, silent
+from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Store, list_objects
 
@@ -67,7 +67,7 @@ class StoreDestination:
         job: str,
         *,
         uploads: int = 4,
-        progress: Progress = silent,
+        progress: Progress = ignore_event,
     ) -> Checkpoint:
         """Copy the files that are missing, and commit the checkpoint."""
         store, keys = self.store, CheckpointKeys(job)
@@ -94,6 +94,6 @@ class StoreDestination:
             raise race.error
         key = keys.metadata(checkpoint.step)
         there = find.commit_checkpoint(store, content.make_metadata(checkpoint, job)).record
-        find.check_content(store.url_of(key), there, content.root)
+        find.check_content(store.make_url(key), there, content.root)
         progress(Event("checkpoint.saved", key, {"bytes": content.size}))
         return there

@@ -40,9 +40,9 @@ from millrace.checkpoints.probing import (
     run_probe,
     translate_errors,
 )
-from millrace.digest import sha256
+from millrace.digest import compute_sha256
 from millrace.keys import CheckpointKeys, write_probe_key
-from millrace.progress import Event, Progress, silent
+from millrace.progress import Event, Progress, ignore_event
 from millrace.records import decode_record, encode_record
 from millrace.schemas.checkpoint import Checkpoint, Part
 
@@ -100,7 +100,7 @@ class HubDestination:
                 found = self._download(key, head, part.size)
             except errors.NotFoundError:
                 raise errors.CorruptError(f"{self._url_of(key)} is missing.") from None
-            if sha256(found) != part.sha256:
+            if compute_sha256(found) != part.sha256:
                 raise errors.CorruptError(
                     f"{self._url_of(key)} is not the bytes that were saved: verify the checkpoint, "
                     "or take the one before it."
@@ -140,7 +140,7 @@ class HubDestination:
         job: str,
         *,
         uploads: int = 4,
-        progress: Progress = silent,
+        progress: Progress = ignore_event,
     ) -> Checkpoint:
         """Upload the files that are missing, and commit the checkpoint."""
         keys = CheckpointKeys(job)
@@ -190,7 +190,7 @@ class HubDestination:
     ) -> ProbeResult:
         """As of `millrace.checkpoints.probing`, on a branch of its own, which is deleted again."""
         key = write_probe_key(CheckpointKeys(job).job, secrets.token_hex(8)) + ".bin"
-        spec = self._spec.model_copy(update={"patience": patience})
+        spec = self._spec.model_copy(update={"retry_timeout": patience})
         hurried = HubDestination(spec)
         return run_probe(self.url, lambda: hurried.measure_rate(key), size=size, within=within)
 
@@ -318,7 +318,7 @@ class HubDestination:
             return Path(path).read_bytes()
 
     def _compute_deadline(self) -> float:
-        return time.monotonic() + self._spec.patience.total_seconds()
+        return time.monotonic() + self._spec.retry_timeout.total_seconds()
 
     def _call_with_retries(self, key: str, call: Callable[[], T]) -> T:
         """Ask the Hub, and again while it fails for reasons that pass, with full jitter."""
@@ -360,7 +360,7 @@ class HubDestination:
             case TransportError() | ConnectionError() | LocalEntryNotFoundError():
                 return self._make_unavailable_error(where, error)
             case _:
-                return errors.MillraceError(f"{where}: {errors.one_line(error)}")
+                return errors.MillraceError(f"{where}: {errors.format_error(error)}")
 
     def _translate_status(self, where: str, error: HfHubHTTPError) -> errors.MillraceError:
         match error.response.status_code:
@@ -376,11 +376,11 @@ class HubDestination:
             case status if status == 429 or status >= 500:
                 return self._make_unavailable_error(where, error)
             case _:
-                return errors.MillraceError(f"{where}: {errors.one_line(error)}")
+                return errors.MillraceError(f"{where}: {errors.format_error(error)}")
 
     def _make_unavailable_error(self, where: str, error: BaseException) -> errors.UnavailableError:
         spent = errors.UnavailableError(
-            f"{where}: the Hub does not do it ({errors.one_line(error)}). Run it again when it "
+            f"{where}: the Hub does not do it ({errors.format_error(error)}). Run it again when it "
             "answers; nothing that was committed is lost."
         )
         if isinstance(error, HfHubHTTPError):

@@ -21,7 +21,7 @@ class HubSpec(BaseModel):
     endpoint: str | None = Field(
         default=None, description="Another address of the Hub; left out, HF_ENDPOINT or its own."
     )
-    patience: Duration = Field(
+    retry_timeout: Duration = Field(
         default=timedelta(minutes=2),
         description="Longest time that a request is retried before its error is raised.",
     )

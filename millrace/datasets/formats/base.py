@@ -1,4 +1,4 @@
-"""A format: how samples become the bytes of a shard."""
+"""Interface of a format, which encodes samples as the bytes of a shard."""
 
 from typing import Protocol
 
@@ -13,8 +13,8 @@ class ShardEncoder(Protocol):
     """One shard being encoded into a buffer of its own.
 
     Attributes:
-        samples: How many it holds.
-        size: How many bytes the shard would have if it were closed now.
+        samples: Number of samples in the shard.
+        size: Bytes of the shard if it were closed now.
     """
 
     samples: int
@@ -30,10 +30,10 @@ class ShardEncoder(Protocol):
         An empty shard takes a sample of any size.
 
         Returns:
-            Whether it was taken.
+            Whether the sample was added.
 
         Raises:
-            BadSampleError: The format cannot hold it.
+            BadSampleError: The format cannot hold the sample.
         """
         ...
 
@@ -42,5 +42,5 @@ class ShardEncoder(Protocol):
         ...
 
     def reset(self) -> None:
-        """Begin the next shard in the same buffer; memory for a large sample is given back."""
+        """Begin the next shard in the same buffer; memory for a large sample is freed."""
         ...

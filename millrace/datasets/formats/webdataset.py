@@ -1,8 +1,8 @@
 """WebDataset: shards are tar files, a sample is the members that share a key.
 
 The bytes are those of webdataset's own ``TarWriter(mtime=0)``: the same on every run and
-machine. The members' headers (ustar, POSIX.1-1988) are put together from a template, straight
-into one buffer that is used again for the next shard.
+machine. Headers (ustar, POSIX.1-1988) are made from a template. The buffer is used again for the
+next shard.
 """
 
 import tarfile
@@ -13,7 +13,7 @@ from millrace.memory import map_anonymous
 from millrace.schemas.sample import LargeFile, Sample
 
 EXTENSION = "tar"
-WRITER = {"webdataset": "ustar-1"}  # a change of the bytes is a change of this
+WRITER = {"webdataset": "ustar-1"}  # changes whenever the bytes change
 
 _BLOCK = 512
 _RECORD = 10240  # tar's end is padded to a whole record, as tarfile does
@@ -31,7 +31,7 @@ class TarEncoder:
     """A tar file in a buffer.
 
     Args:
-        capacity: Bytes to begin with; a sample that is larger makes it grow until `reset`.
+        capacity: Initial bytes of the buffer. A larger sample makes it grow until `reset`.
     """
 
     def __init__(self, capacity: int = 1 << 20) -> None:
@@ -43,7 +43,7 @@ class TarEncoder:
     @property
     def size(self) -> int:
         """Bytes of the shard if it were closed now, its two empty blocks and padding included."""
-        return _padded(self._end + 2 * _BLOCK, _RECORD)
+        return _round_up(self._end + 2 * _BLOCK, _RECORD)
 
     def add(self, sample: Sample, limit: int) -> bool:
         """Append a sample's members, unless the shard would then be larger than the limit."""
@@ -52,20 +52,20 @@ class TarEncoder:
         end = self._end
         for extension in sorted(sample.fields):
             data = sample.fields[extension]
-            header = _header(f"{key}.{extension}", len(data))
+            header = _make_header(f"{key}.{extension}", len(data))
             members.append((header, data))
             end += len(header) + len(data) + -len(data) % _BLOCK
-        closed = _padded(end + 2 * _BLOCK, _RECORD)
+        closed = _round_up(end + 2 * _BLOCK, _RECORD)
         if self.samples and closed > limit:
             return False
-        self._reserve(closed)  # with its end: else `close` would copy a large sample
+        self._reserve(closed)  # the end included: else `close` would copy a large sample
         at, buffer = self._end, self._buffer
         for header, data in members:
             body = at + len(header)
             buffer[at:body] = header
             after = body + len(data)
             if isinstance(data, LargeFile):
-                _copy(data, memoryview(buffer)[body:after])
+                _copy_file(data, memoryview(buffer)[body:after])
             else:
                 buffer[body:after] = data
             at = after + -len(data) % _BLOCK
@@ -82,7 +82,7 @@ class TarEncoder:
         return memoryview(self._buffer)[:size]
 
     def reset(self) -> None:
-        """Begin the next tar file in the same buffer; one that has grown is given back."""
+        """Begin the next tar file in the same buffer; a buffer that has grown is freed."""
         if len(self._buffer) > self._capacity:
             self._buffer = map_anonymous(self._capacity)
         self._end = 0
@@ -90,13 +90,13 @@ class TarEncoder:
 
     def _reserve(self, size: int) -> None:
         if size > len(self._buffer):
-            # A new buffer, not a longer one: whoever uploaded from the old may still look at it.
+            # A new buffer, not a longer one: an upload may still read the old one.
             larger = map_anonymous(max(size, 2 * len(self._buffer)))
             larger[: self._end] = self._buffer[: self._end]
             self._buffer = larger
 
 
-def _copy(file: LargeFile, into: memoryview) -> None:
+def _copy_file(file: LargeFile, into: memoryview) -> None:
     at = 0
     for block in file.blocks():
         into[at : at + len(block)] = block
@@ -105,28 +105,28 @@ def _copy(file: LargeFile, into: memoryview) -> None:
         raise ValueError(f"A file of {len(into)} bytes gave {at}.")
 
 
-def _padded(size: int, unit: int) -> int:
+def _round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def _header(name: str, size: int) -> bytes:
+def _make_header(name: str, size: int) -> bytes:
     """Return a member's header: 512 bytes, more for a name that ustar cannot hold."""
     if len(name) > _NAME or not name.isascii() or size > _LARGEST:
-        return _pax_header(name, size)
+        return _make_pax_header(name, size)
     raw = name.encode()
-    middle, constant = _middle(size)
+    middle, constant = _make_header_middle(size)
     return b"%b%b%06o\x00 %b" % (raw.ljust(_NAME, b"\x00"), middle, constant + sum(raw), _TAIL)
 
 
 @lru_cache(1 << 12)
-def _middle(size: int) -> tuple[bytes, int]:
+def _make_header_middle(size: int) -> tuple[bytes, int]:
     """Return a header between its name and its checksum, and the checksum of all but the name."""
     middle = b"%b%011o\x00%b" % (_MODE_OWNER, size, _MTIME)
     return middle, _CONSTANT + sum(middle)
 
 
-def _pax_header(name: str, size: int) -> bytes:
-    """Tarfile's own header, with a record before it for what ustar cannot hold (POSIX.1-2001)."""
+def _make_pax_header(name: str, size: int) -> bytes:
+    """Return a header by `tarfile`, with a pax record for values beyond ustar (POSIX.1-2001)."""
     info = tarfile.TarInfo(name)
     info.size, info.mode, info.mtime, info.uname, info.gname = size, 0o444, 0, "bigdata", "bigdata"
     try:

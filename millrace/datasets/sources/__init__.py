@@ -1,4 +1,4 @@
-"""A sample on its way in: sources, and how each is cut into splits."""
+"""Sources of samples, and their division into partitions."""
 
 import random
 from array import array
@@ -12,28 +12,39 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from millrace import errors
 from millrace.datasets.sources.base import Source
 from millrace.datasets.sources.files import is_local, list_files
-from millrace.datasets.sources.folder import LISTING_BYTES, RESERVED, Folder, Groups, encode_listing
-from millrace.datasets.sources.jsonl import JsonLines, cut_file, divide
-from millrace.datasets.sources.table import FileTable, path_text, unpack, unreadable
-from millrace.digest import sha256
-from millrace.keys import DatasetKeys, make_split_name
-from millrace.schemas.dataset import ByteRange, FileGroup, SourceRange, SourceRecord, Split
+from millrace.datasets.sources.folder import (
+    MAX_LISTING_BYTES,
+    RESERVED,
+    FolderSource,
+    SampleTable,
+    encode_listing,
+)
+from millrace.datasets.sources.jsonl import JsonLinesSource, divide_file, divide_range
+from millrace.datasets.sources.table import (
+    FileTable,
+    decode_path,
+    find_unreadable_reason,
+    unpack_row,
+)
+from millrace.digest import compute_sha256
+from millrace.keys import DatasetKeys, make_partition_name
+from millrace.schemas.dataset import ByteRange, Partition, SampleListing, SourceRange, SourceRecord
 from millrace.schemas.sample import BadRow, Row, Sample
 from millrace.storage import Store
 
 __all__ = [
     "BadRow",
-    "Cut",
+    "PartitionedSource",
     "Row",
     "Sample",
     "Source",
     "SourceKind",
     "SourceSettings",
-    "cut",
     "open_source",
+    "partition_source",
 ]
 
-LARGEST_FILE = 1 << 30
+MAX_SAMPLE_BYTES = 1 << 30
 T = TypeVar("T")
 
 
@@ -57,7 +68,7 @@ class SourceSettings(BaseModel):
     include: list[str] = Field(
         default=["*"], description="Patterns of the files to take, such as `*.jsonl`."
     )
-    exclude: list[str] = Field(default=[], description="Patterns of the files to leave.")
+    exclude: list[str] = Field(default=[], description="Patterns of the files to leave out.")
     columns: dict[str, str] | None = Field(
         default=None,
         description="Column of each field, as `{txt: text}` (`jsonl` only). Left out, "
@@ -66,7 +77,7 @@ class SourceSettings(BaseModel):
 
     @field_validator("columns")
     @classmethod
-    def _readable(cls, columns: dict[str, str] | None) -> dict[str, str] | None:
+    def _check_columns(cls, columns: dict[str, str] | None) -> dict[str, str] | None:
         for name in columns or {}:
             if not name or "/" in name or RESERVED.search(name) or not name.isprintable():
                 raise ValueError(
@@ -79,31 +90,31 @@ class SourceSettings(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A source cut into splits.
+class PartitionedSource:
+    """A source divided into partitions.
 
     Attributes:
         record: The source at its revision.
-        splits: In the order of their names.
-        listings: Objects that must be in the store before the plan is: key → body. A body is made
-            when it is asked for.
-        largest: Bytes of the largest sample; None where only reading the files shows it.
+        partitions: Partitions in the order of their names.
+        listings: Objects that must be stored before the plan: key → body. A body is made on
+            access.
+        largest_sample: Bytes of the largest sample; None where only reading the files shows it.
     """
 
     record: SourceRecord
-    splits: tuple[Split, ...]
+    partitions: tuple[Partition, ...]
     listings: Mapping[str, bytes]
-    largest: int | None = None
+    largest_sample: int | None = None
 
 
-class _Listings(Mapping[str, bytes]):
-    """The listings of the splits of a source of many files."""
+class _LazyListings(Mapping[str, bytes]):
+    """Listings of the partitions of a source of many files, each made on access."""
 
-    def __init__(self, groups: Groups, batches: Mapping[str, Sequence[int]]) -> None:
-        self._groups, self._batches = groups, batches
+    def __init__(self, samples: SampleTable, batches: Mapping[str, Sequence[int]]) -> None:
+        self._samples, self._batches = samples, batches
 
     def __getitem__(self, key: str) -> bytes:
-        return encode_listing(self._groups[place] for place in self._batches[key])
+        return encode_listing(self._samples[index] for index in self._batches[key])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._batches)
@@ -112,31 +123,31 @@ class _Listings(Mapping[str, bytes]):
         return len(self._batches)
 
 
-def cut(
+def partition_source(
     settings: SourceSettings,
     store: Store,
     keys: DatasetKeys,
     *,
-    split_bytes: int,
-    split_files: int,
+    partition_bytes: int,
+    partition_files: int,
     seed: int | None,
     holdout: float,
-) -> Cut:
-    """Cut a source into splits: a pure function of its files and these arguments.
+) -> PartitionedSource:
+    """Divide a source into partitions: a pure function of its files and these arguments.
 
     Args:
-        settings: Which samples.
-        store: Where they are.
-        keys: The dataset's names.
-        split_bytes: About how many bytes of the source make a split.
-        split_files: At most about how many files make a split, of a source of many files.
-        seed: Of the shuffle: of the splits for JSON lines, of all samples for files. None keeps
-            the source's order.
-        holdout: The share of the bytes that becomes the partition ``val``.
+        settings: Settings that choose the samples.
+        store: Store of the source.
+        keys: Names of the dataset.
+        partition_bytes: Approximate bytes of the source in a partition.
+        partition_files: Approximate maximum of files in a partition, for a source of many files.
+        seed: Seed of the shuffle: of the ranges for JSON lines, of all samples for files. None
+            keeps the source's order.
+        holdout: Share of the bytes that becomes the split ``val``.
 
     Raises:
         NotFoundError: The source has no files.
-        ConfigurationError: A file cannot be cut.
+        ConfigurationError: A file cannot be divided.
     """
     files = list_files(store, include=settings.include, exclude=settings.exclude)
     record = SourceRecord(
@@ -145,113 +156,128 @@ def cut(
         settings={"columns": settings.columns} if settings.kind is SourceKind.JSONL else {},
         files=len(files),
         size=files.size,
-        sha256=files.sha256(),
+        sha256=files.compute_sha256(),
         markers=files.markers,
     )
     local = is_local(store)
-    splits: list[Split] = []
+    partitions: list[Partition] = []
     match settings.kind:
         case SourceKind.JSONL:
-            ranges = _ranges(files, split_bytes, local=local)
-            for partition, pieces in _cut_lines(ranges, seed, holdout).items():
-                splits += [_split(partition, i, piece) for i, piece in enumerate(pieces)]
-            return Cut(record, tuple(splits), {})
+            ranges = _make_ranges(files, partition_bytes, local=local)
+            for split, split_ranges in _assign_ranges(ranges, seed, holdout).items():
+                partitions += [
+                    _make_partition(split, i, source_range)
+                    for i, source_range in enumerate(split_ranges)
+                ]
+            return PartitionedSource(record, tuple(partitions), {})
         case SourceKind.FILES:
-            groups = Groups(files, local=local)
-            listed: dict[str, Sequence[int]] = {}
-            for partition, order in _cut_groups(groups, seed, holdout).items():
-                for i, batch in enumerate(_batches(groups, order, split_bytes, split_files)):
-                    listing = encode_listing(groups[place] for place in batch)
-                    if len(listing) > LISTING_BYTES:
+            samples = SampleTable(files, local=local)
+            batches: dict[str, Sequence[int]] = {}
+            for split, order in _assign_samples(samples, seed, holdout).items():
+                for i, batch in enumerate(
+                    _iterate_batches(samples, order, partition_bytes, partition_files)
+                ):
+                    listing = encode_listing(samples[index] for index in batch)
+                    if len(listing) > MAX_LISTING_BYTES:
                         raise errors.ConfigurationError(
-                            f"The names of {len(batch)} samples of {partition} take "
-                            f"{len(listing):,} bytes, and a split may have {LISTING_BYTES:,}: "
-                            "choose a smaller `split_files`."
+                            f"The names of {len(batch)} samples of {split} take "
+                            f"{len(listing):,} bytes; the limit is {MAX_LISTING_BYTES:,} for a "
+                            "partition. Choose a smaller `partition_files`."
                         )
-                    digest = sha256(listing)
-                    key = keys.listing(make_split_name(partition, i), digest)
-                    size = sum(groups.sizes[place] for place in batch)
-                    piece = FileGroup(listing=key, sha256=digest, samples=len(batch), size=size)
-                    listed[key] = batch
-                    splits.append(_split(partition, i, piece))
-            largest = max(groups.sizes, default=0)
-            return Cut(record, tuple(splits), _Listings(groups, listed), largest)
+                    digest = compute_sha256(listing)
+                    key = keys.listing(make_partition_name(split, i), digest)
+                    size = sum(samples.sizes[index] for index in batch)
+                    source_range = SampleListing(
+                        listing=key, sha256=digest, samples=len(batch), size=size
+                    )
+                    batches[key] = batch
+                    partitions.append(_make_partition(split, i, source_range))
+            largest = max(samples.sizes, default=0)
+            return PartitionedSource(
+                record, tuple(partitions), _LazyListings(samples, batches), largest
+            )
 
 
 def open_source(
-    record: SourceRecord, store: Store, dataset: Store, *, any_version: bool = False
+    record: SourceRecord, store: Store, dataset_store: Store, *, any_version: bool = False
 ) -> Source:
     """Return the source that a plan names.
 
     Args:
-        record: From the plan.
-        store: Where the source's files are.
-        dataset: Where the plan is.
-        any_version: Read the files as they are now, also if they were written again since the
-            plan was made. Only for bytes that are then compared with a digest.
+        record: Source of the plan.
+        store: Store of the source.
+        dataset_store: Store of the dataset.
+        any_version: Whether files are also read that were written again since the plan was made.
+            Only for bytes that are then compared with a digest.
     """
     match SourceKind(record.kind):
         case SourceKind.JSONL:
-            return JsonLines(store, record.settings.get("columns"), any_version=any_version)
+            return JsonLinesSource(store, record.settings.get("columns"), any_version=any_version)
         case SourceKind.FILES:
-            return Folder(store, dataset, any_version=any_version)
+            return FolderSource(store, dataset_store, any_version=any_version)
 
 
-def _split(partition: str, number: int, piece: SourceRange) -> Split:
-    return Split(name=make_split_name(partition, number), partition=partition, piece=piece)
+def _make_partition(split: str, number: int, source_range: SourceRange) -> Partition:
+    return Partition(
+        name=make_partition_name(split, number), split=split, source_range=source_range
+    )
 
 
-def _ranges(files: FileTable, split_bytes: int, *, local: bool) -> list[ByteRange]:
+def _make_ranges(files: FileTable, partition_bytes: int, *, local: bool) -> list[ByteRange]:
     ranges: list[ByteRange] = []
     for number, row in enumerate(files.rows):
-        reason = unreadable(path_text(row.partition(b"\0")[0]), local=local)
-        ranges += cut_file(unpack(row), number, split_bytes, reason=reason)
+        reason = find_unreadable_reason(decode_path(row.partition(b"\0")[0]), local=local)
+        ranges += divide_file(unpack_row(row), number, partition_bytes, reason=reason)
     return ranges
 
 
-def _cut_lines(
+def _assign_ranges(
     ranges: list[ByteRange], seed: int | None, holdout: float
 ) -> dict[str, list[ByteRange]]:
     _shuffle(ranges, seed)
-    wanted = round(sum(piece.size for piece in ranges) * holdout)
-    held: list[ByteRange] = []
+    wanted = round(sum(source_range.size for source_range in ranges) * holdout)
+    held_out: list[ByteRange] = []
     while wanted > 0:
-        piece = ranges.pop()
-        if piece.size > wanted and not piece.reason:
-            first, piece = divide(piece, piece.size - wanted)
+        last = ranges.pop()
+        if last.size > wanted and not last.reason:
+            first, last = divide_range(last, last.size - wanted)
             ranges.append(first)
-        held.append(piece)
-        wanted -= piece.size
-    return {"train": ranges, "val": held}
+        held_out.append(last)
+        wanted -= last.size
+    return {"train": ranges, "val": held_out}
 
 
-def _cut_groups(groups: Groups, seed: int | None, holdout: float) -> dict[str, "array[int]"]:
-    for place, size in enumerate(groups.sizes):
-        if size > LARGEST_FILE:
+def _assign_samples(
+    samples: SampleTable, seed: int | None, holdout: float
+) -> dict[str, "array[int]"]:
+    for index, size in enumerate(samples.sizes):
+        if size > MAX_SAMPLE_BYTES:
             raise errors.ConfigurationError(
-                f"{groups[place].files[0].path}: a sample of {size} bytes is larger than a shard "
-                f"can be ({LARGEST_FILE} bytes). Leave it out with exclude, or cut it up."
+                f"{samples[index].files[0].path}: a sample of {size} bytes is larger than a shard "
+                f"can be ({MAX_SAMPLE_BYTES} bytes). Leave it out with exclude, or divide it."
             )
-    order = array("I", range(len(groups)))
+    order = array("I", range(len(samples)))
     _shuffle(order, seed)
-    wanted = round(sum(groups.sizes) * holdout)
-    held = array("I")
+    wanted = round(sum(samples.sizes) * holdout)
+    held_out = array("I")
     while wanted > 0:
-        held.append(order.pop())
-        wanted -= groups.sizes[held[-1]]
-    return {"train": order, "val": held}
+        held_out.append(order.pop())
+        wanted -= samples.sizes[held_out[-1]]
+    return {"train": order, "val": held_out}
 
 
-def _batches(groups: Groups, order: "array[int]", size: int, files: int) -> Iterator["array[int]"]:
-    """Cut samples, in their order, into batches of about so many bytes, or so many files."""
-    begin = room = places = 0
-    for at, place in enumerate(order):
-        if room <= 0 or places <= 0:
-            if at:
-                yield order[begin:at]
-            begin, room, places = at, size, files
-        room -= groups.sizes[place]
-        places -= groups.files_of(place)
+def _iterate_batches(
+    samples: SampleTable, order: "array[int]", size: int, files: int
+) -> Iterator["array[int]"]:
+    """Divide samples, in their order, into batches of about `size` bytes or `files` files."""
+    begin = bytes_left = files_left = 0
+    for position, index in enumerate(order):
+        if bytes_left <= 0 or files_left <= 0:
+            if position:
+                yield order[begin:position]
+            begin, bytes_left, files_left = position, size, files
+        bytes_left -= samples.sizes[index]
+        files_left -= samples.count_files(index)
     if order:
         yield order[begin:]
 

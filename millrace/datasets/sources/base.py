@@ -1,4 +1,4 @@
-"""A source: where samples come from, cut into splits that one can seek in."""
+"""Interface of a source, whose ranges can be read from any cursor."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -10,12 +10,12 @@ from millrace.schemas.sample import Row
 class Source(Protocol):
     """Interface between the sharding engine and a source."""
 
-    def rows(self, piece: SourceRange, cursor: int) -> Iterator[Row]:
-        """Yield the rows of a piece from a cursor on; 0 is its beginning.
+    def iterate_rows(self, source_range: SourceRange, cursor: int) -> Iterator[Row]:
+        """Yield the rows of a source range from a cursor on; 0 is its beginning.
 
-        Seeking is O(1): nothing before the cursor is read.
+        Seeking takes constant time: no byte before the cursor is read.
 
         Raises:
-            ChangedError: A file is no longer as it was when the plan was made.
+            ChangedError: A file has changed since the plan was made.
         """
         ...

@@ -1,7 +1,7 @@
 """A folder or prefix of files as samples: files that share their name up to the first dot.
 
-That is webdataset's own rule (``a/cat.jpg`` and ``a/cat.json`` are the sample ``a/cat`` with the
-fields ``jpg`` and ``json``), so what is read back has the names that the files had.
+The rule is webdataset's own: ``a/cat.jpg`` and ``a/cat.json`` are the sample ``a/cat`` with the
+fields ``jpg`` and ``json``. So readers of the shards see the names that the files had.
 """
 
 import re
@@ -12,10 +12,16 @@ from typing import Any, NamedTuple
 import orjson
 
 from millrace import errors
-from millrace.datasets.sources.files import file_blocks, of_any_version, read_ahead
-from millrace.datasets.sources.table import FileTable, path_bytes, path_text, shown, unreadable
-from millrace.digest import sha256
-from millrace.schemas.dataset import FileGroup, FileRef, SourceRange
+from millrace.datasets.sources.files import drop_etag, iterate_file_blocks, read_ahead
+from millrace.datasets.sources.table import (
+    FileTable,
+    decode_path,
+    encode_path,
+    escape_path,
+    find_unreadable_reason,
+)
+from millrace.digest import compute_sha256
+from millrace.schemas.dataset import FileRef, SampleListing, SourceRange
 from millrace.schemas.sample import BadRow, LargeFile, Row, Sample
 from millrace.storage import Store, read
 
@@ -23,16 +29,16 @@ from millrace.storage import Store, read
 # ahead, whole and several at once.
 _LARGE = 32 * 1024 * 1024
 _NAME = re.compile(r"(?P<key>(?:.*/)?[^./][^./]*)\.(?P<extension>[^/]+)", re.DOTALL)
-LISTING_BYTES = 64 << 20
-"""Largest listing of a split, in bytes: 10,000 files (`split_files`) have 1 to 15 MiB."""
-RESERVED = re.compile(r"__[^/]*__")  # of extensions: readers keep such names for themselves
-_SKIPPED = re.compile(r"__[^/]*__($|/)")  # webdataset leaves such names out of what it reads
+MAX_LISTING_BYTES = 64 << 20
+"""Largest listing of a partition, in bytes: 10,000 files (`partition_files`) have 1 to 15 MiB."""
+RESERVED = re.compile(r"__[^/]*__")  # extensions that readers reserve
+_SKIPPED = re.compile(r"__[^/]*__($|/)")  # names that webdataset does not read
 
 
-class Group(NamedTuple):
+class SampleFiles(NamedTuple):
     """The files of one sample, in the order in which they are written.
 
-    ``reason`` says why they make none; it is empty for a good sample.
+    ``reason`` says why the files make no sample; it is empty for a good sample.
     """
 
     key: str
@@ -46,29 +52,29 @@ class Group(NamedTuple):
         return sum(file.size for file in self.files)
 
 
-class Groups(Sequence[Group]):
-    """The samples of a source in the order of their keys, each made when it is asked for.
+class SampleTable(Sequence[SampleFiles]):
+    """The samples of a source in the order of their keys, each made on access.
 
-    Memory: that of `FileTable`, and 12 bytes a sample. The rows of the files are taken over.
+    Memory: that of `FileTable`, and 12 bytes for each sample.
 
     Args:
-        files: The files; their rows are packed anew, in place.
-        local: Whether they are in a folder of this machine.
+        files: The files. Their rows are packed again, in place.
+        local: Whether the files are in a folder of this machine.
     """
 
     def __init__(self, files: FileTable, *, local: bool) -> None:
         self._local = local
         self._rows = rows = files.rows
-        for place, row in enumerate(rows):
-            rows[place] = _keyed(row)
+        for index, row in enumerate(rows):
+            rows[index] = _pack_by_key(row)
         rows.sort()
         self._starts, self.sizes = array("I"), array("Q")
         before: bytes | None = None
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             key, _, _, size, _ = row.split(_NUL)
             if key != before:
                 before = key
-                self._starts.append(place)
+                self._starts.append(index)
                 self.sizes.append(0)
             self.sizes[-1] += int(size)
         self._starts.append(len(rows))
@@ -76,31 +82,31 @@ class Groups(Sequence[Group]):
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def __getitem__(self, place: Any) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         key, members = b"", list[tuple[str, str, int, str]]()
-        for row in self._rows[self._starts[place] : self._starts[place + 1]]:
+        for row in self._rows[self._starts[index] : self._starts[index + 1]]:
             key, extension, path, size, etag = row.split(_NUL)
             name = path or b"%b.%b" % (key, extension)
-            members.append((path_text(extension), path_text(name), int(size), etag.decode()))
-        return _group(path_text(key), sorted(members), local=self._local)
+            members.append((decode_path(extension), decode_path(name), int(size), etag.decode()))
+        return _make_sample_files(decode_path(key), sorted(members), local=self._local)
 
-    def files_of(self, place: int) -> int:
-        """Return how many files a sample has."""
-        return self._starts[place + 1] - self._starts[place]
+    def count_files(self, index: int) -> int:
+        """Return the number of files of a sample."""
+        return self._starts[index + 1] - self._starts[index]
 
 
 _NUL = b"\0"
 
 
-def _keyed(row: bytes) -> bytes:
-    """Pack a file's row anew: key, extension, path where these two do not give it, size, ETag."""
+def _pack_by_key(row: bytes) -> bytes:
+    """Pack a file's row as key, extension, path (empty if ``key.extension``), size, ETag."""
     path, _, rest = row.partition(_NUL)
-    key, extension = (path_bytes(part) for part in _parsed(path_text(path)))
-    given = b"" if path == b"%b.%b" % (key, extension) else path
-    return b"%b\0%b\0%b\0%b" % (key, extension, given, rest)
+    key, extension = (encode_path(part) for part in _parse_path(decode_path(path)))
+    stored_path = b"" if path == b"%b.%b" % (key, extension) else path
+    return b"%b\0%b\0%b\0%b" % (key, extension, stored_path, rest)
 
 
-def _parsed(path: str) -> tuple[str, str]:
+def _parse_path(path: str) -> tuple[str, str]:
     match = _NAME.fullmatch(path)
     if match:
         key, extension = match["key"], match["extension"].lower()
@@ -111,103 +117,115 @@ def _parsed(path: str) -> tuple[str, str]:
     return (f"./{key}" if _SKIPPED.match(f"{key}.{extension}") else key), extension
 
 
-def _group(key: str, members: list[tuple[str, str, int, str]], *, local: bool) -> Group:
+def _make_sample_files(
+    key: str, members: list[tuple[str, str, int, str]], *, local: bool
+) -> SampleFiles:
     extensions = tuple(extension for extension, *_ in members)
-    reasons = [reason for _, path, *_ in members if (reason := unreadable(path, local=local))]
+    reasons = [
+        reason for _, path, *_ in members if (reason := find_unreadable_reason(path, local=local))
+    ]
     reason = ""
     if reasons:
         reason = reasons[0]
     elif "" in extensions:
         reason = "a name that begins with a dot has no key by WebDataset's rule"
     elif any(RESERVED.search(extension) for extension in extensions):
-        reason = "readers of WebDataset keep names like __this__ for themselves"
+        reason = "readers of WebDataset reserve names like __this__"
     elif len(set(extensions)) < len(extensions):
         reason = "two files of one sample have the same extension"
-    files = (FileRef(path=shown(p) if reason else p, size=s, etag=e) for _, p, s, e in members)
+    files = (
+        FileRef(path=escape_path(p) if reason else p, size=s, etag=e) for _, p, s, e in members
+    )
     if reason:
-        key, extensions = shown(key), tuple(shown(extension) for extension in extensions)
-    return Group(key, extensions, tuple(files), reason)
+        key, extensions = (
+            escape_path(key),
+            tuple(escape_path(extension) for extension in extensions),
+        )
+    return SampleFiles(key, extensions, tuple(files), reason)
 
 
-def encode_listing(groups: Iterable[Group]) -> bytes:
-    """Return a split's samples as JSON lines, for the store."""
+def encode_listing(samples: Iterable[SampleFiles]) -> bytes:
+    """Encode a partition's samples as JSON lines."""
     lines = [
         orjson.dumps(
             [
-                g.key,
-                g.reason,
-                [[e, f.path, f.size, f.etag] for e, f in zip(g.extensions, g.files, strict=True)],
+                s.key,
+                s.reason,
+                [[e, f.path, f.size, f.etag] for e, f in zip(s.extensions, s.files, strict=True)],
             ]
         )
-        for g in groups
+        for s in samples
     ]
     return b"\n".join(lines)
 
 
-def decode_listing(body: bytes) -> list[Group]:
-    """Return the samples of a split's listing."""
-    groups: list[Group] = []
+def decode_listing(body: bytes) -> list[SampleFiles]:
+    """Return the samples of a partition's listing."""
+    samples: list[SampleFiles] = []
     for line in body.split(b"\n"):
         key, reason, members = orjson.loads(line)
         files = tuple(FileRef(path=path, size=size, etag=etag) for _, path, size, etag in members)
-        groups.append(Group(key, tuple(member[0] for member in members), files, reason))
-    return groups
+        samples.append(SampleFiles(key, tuple(member[0] for member in members), files, reason))
+    return samples
 
 
-class Folder:
+class FolderSource:
     """The samples of a folder or prefix.
 
     Args:
-        store: Where the files are.
-        dataset: Where the splits' listings are.
+        store: Store of the files.
+        dataset_store: Store of the partitions' listings.
         any_version: Whether files are read that were written again since the plan was made.
     """
 
-    def __init__(self, store: Store, dataset: Store, *, any_version: bool = False) -> None:
+    def __init__(self, store: Store, dataset_store: Store, *, any_version: bool = False) -> None:
         self._any_version = any_version
         self._store = store
-        self._dataset = dataset
+        self._dataset_store = dataset_store
 
-    def rows(self, piece: SourceRange, cursor: int) -> Iterator[Row]:
-        """Yield the samples of a piece from the cursor-th on.
+    def iterate_rows(self, source_range: SourceRange, cursor: int) -> Iterator[Row]:
+        """Yield the samples of a source range from number `cursor` on.
 
-        The files of a sample of more than 32 MiB are `LargeFile`: they are read by whoever
-        encodes it.
+        The files of a sample of more than 32 MiB are `LargeFile`: the encoder reads them.
         """
-        if not isinstance(piece, FileGroup):
-            raise errors.ConfigurationError(f"A folder is cut by files, not {piece.kind}.")
-        body = read(self._dataset, piece.listing, largest=LISTING_BYTES)
-        if sha256(body) != piece.sha256:
-            raise errors.CorruptError(
-                f"{self._dataset.url_of(piece.listing)} is not the listing that the plan was "
-                "made with: something wrote under this dataset's name."
+        if not isinstance(source_range, SampleListing):
+            raise errors.ConfigurationError(
+                f"A folder is divided by files, not {source_range.kind}."
             )
-        groups = decode_listing(body)[cursor:]
+        body = read(self._dataset_store, source_range.listing, max_size=MAX_LISTING_BYTES)
+        if compute_sha256(body) != source_range.sha256:
+            raise errors.CorruptError(
+                f"{self._dataset_store.make_url(source_range.listing)} does not have the digest "
+                "of the plan: another program has written under this dataset's name. Shard the "
+                "source under another name."
+            )
+        samples = decode_listing(body)[cursor:]
         if self._any_version:
-            groups = [g._replace(files=tuple(map(of_any_version, g.files))) for g in groups]
-        wanted = (
+            samples = [s._replace(files=tuple(map(drop_etag, s.files))) for s in samples]
+        small_files = (
             file
-            for group in groups
-            if not group.reason
-            for file in group.files
-            if not _is_large(group, file)
+            for sample in samples
+            if not sample.reason
+            for file in sample.files
+            if not _is_large(sample, file)
         )
-        contents = read_ahead(self._store, wanted)
-        for place, group in enumerate(groups, start=cursor + 1):
-            if group.reason:
-                names = ", ".join(file.path for file in group.files)
-                yield BadRow(names, group.reason, b"", place)
+        contents = read_ahead(self._store, small_files)
+        for next_cursor, sample in enumerate(samples, start=cursor + 1):
+            if sample.reason:
+                names = ", ".join(file.path for file in sample.files)
+                yield BadRow(names, sample.reason, b"", next_cursor)
             else:
                 data = [
-                    self._later(file) if _is_large(group, file) else next(contents)
-                    for file in group.files
+                    self._make_large_file(file) if _is_large(sample, file) else next(contents)
+                    for file in sample.files
                 ]
-                yield Sample(group.key, dict(zip(group.extensions, data, strict=True)), place)
+                fields = dict(zip(sample.extensions, data, strict=True))
+                yield Sample(sample.key, fields, next_cursor)
 
-    def _later(self, file: FileRef) -> LargeFile:
-        return LargeFile(file.size, lambda: file_blocks(self._store, file, 0, file.size))
+    def _make_large_file(self, file: FileRef) -> LargeFile:
+        return LargeFile(file.size, lambda: iterate_file_blocks(self._store, file, 0, file.size))
 
 
-def _is_large(group: Group, file: FileRef) -> bool:
+def _is_large(sample: SampleFiles, file: FileRef) -> bool:
     """Return whether a file is read block by block: an empty one has no block to check."""
-    return file.size > 0 and group.size > _LARGE
+    return file.size > 0 and sample.size > _LARGE

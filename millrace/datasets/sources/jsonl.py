@@ -1,7 +1,7 @@
-"""JSON lines: one sample a line, cut into byte ranges.
+"""JSON lines: each line is a sample, and files are divided into byte ranges.
 
-A range owns the rows that begin in it, so that any cut gives every row to exactly one range.
-The cursor is a byte offset: going on is a seek.
+A range contains the rows that begin in it, so every row is in exactly one range.
+The cursor is a byte offset: a run that continues seeks to it.
 """
 
 import json
@@ -13,26 +13,26 @@ from typing import Any
 import orjson
 
 from millrace import errors
-from millrace.datasets.sources.files import file_blocks, of_any_version
+from millrace.datasets.sources.files import drop_etag, iterate_file_blocks
 from millrace.schemas.dataset import ByteRange, FileRef, SourceRange
 from millrace.schemas.sample import BadRow, Row, Sample
 from millrace.storage import Store
 
-LONGEST_ROW = 256 * 1024 * 1024
+MAX_ROW_BYTES = 256 * 1024 * 1024
 _SHOWN = 64 * 1024
 _TAIL = 256 * 1024
-_LARGE = 1024 * 1024  # bytes of a line that is let go as soon as its columns are read
+_LARGE = 1024 * 1024  # bytes of a line that is freed as soon as its columns are read
 _BOM = b"\xef\xbb\xbf"
 _LONG_NUMBER = re.compile(rb"\d{19}")
 
 
-class JsonLines:
+class JsonLinesSource:
     """The rows of JSON-lines files.
 
     Args:
-        store: Where the files are.
-        columns: Which column becomes which field: extension → column. Text is written as it
-            is, everything else as JSON. None writes each row whole, as ``json``.
+        store: Store of the files.
+        columns: Column of each field: extension → column. Text is written as it is, other values
+            as JSON. None writes each row whole, as ``json``.
         block: Bytes read at a time.
         any_version: Whether files are read that were written again since the plan was made.
     """
@@ -50,63 +50,75 @@ class JsonLines:
         self._columns = tuple((columns or {}).items())
         self._block = block
 
-    def rows(self, piece: SourceRange, cursor: int) -> Iterator[Row]:
+    def iterate_rows(self, source_range: SourceRange, cursor: int) -> Iterator[Row]:
         """Yield the rows that begin in a byte range, from a byte offset of the file on."""
-        if not isinstance(piece, ByteRange):
-            raise errors.ConfigurationError(f"JSON lines are cut by bytes, not {piece.kind}.")
-        if piece.reason:
-            if cursor < piece.end:
-                yield BadRow(piece.file.path, piece.reason, b"", piece.end)
+        if not isinstance(source_range, ByteRange):
+            raise errors.ConfigurationError(
+                f"JSON lines are divided by bytes, not {source_range.kind}."
+            )
+        if source_range.reason:
+            if cursor < source_range.end:
+                yield BadRow(source_range.file.path, source_range.reason, b"", source_range.end)
             return
         if self._any_version:
-            piece = piece.model_copy(update={"file": of_any_version(piece.file)})
-        for offset, after, line in self._lines(piece, cursor):
+            source_range = source_range.model_copy(update={"file": drop_etag(source_range.file)})
+        for offset, after, line in self._iterate_lines(source_range, cursor):
             if line[0] and not line[0].isspace():
-                yield self._row(piece, offset, after, line)
+                yield self._parse_row(source_range, offset, after, line)
 
-    def _row(self, piece: ByteRange, offset: int, after: int, held: list[bytes]) -> Row:
-        """Make a row of a line. The line is taken out of its list, so that it can be let go."""
+    def _parse_row(
+        self, source_range: ByteRange, offset: int, after: int, held: list[bytes]
+    ) -> Row:
+        """Parse a line. The line is removed from its list, so that it can be freed."""
         line = held.pop()
         begin = line[:_SHOWN]
         try:
             row: dict[str, Any] = orjson.loads(line)
             if type(row) is not dict:
-                return self._bad(piece.file, offset, after, begin, "not a JSON object")
+                return self._make_bad_row(
+                    source_range.file, offset, after, begin, "not a JSON object"
+                )
             fields = {"json": line}
             if self._columns:
                 if len(line) > _LARGE:
-                    row = _only(row, self._columns)
+                    row = _select_columns(row, self._columns)
                     if all(type(value) is str for value in row.values()):
                         line = fields["json"] = b""
-                fields = _fields(row, line, self._columns)
+                fields = _make_fields(row, line, self._columns)
         except orjson.JSONDecodeError:
-            return self._bad(piece.file, offset, after, begin, "not valid JSON")
+            return self._make_bad_row(source_range.file, offset, after, begin, "not valid JSON")
         except KeyError as error:
-            return self._bad(piece.file, offset, after, begin, f"no column {error}")
-        except (TypeError, ValueError, RecursionError):  # too deep, or text that is no Unicode
-            return self._bad(piece.file, offset, after, begin, "a column cannot be written")
-        return Sample(f"{piece.number:05d}-{offset:013d}", fields, after)
+            return self._make_bad_row(source_range.file, offset, after, begin, f"no column {error}")
+        except (TypeError, ValueError, RecursionError):  # nested too deeply, or not Unicode
+            return self._make_bad_row(
+                source_range.file, offset, after, begin, "a column cannot be written"
+            )
+        return Sample(f"{source_range.file_index:05d}-{offset:013d}", fields, after)
 
-    def _bad(self, file: FileRef, offset: int, after: int, line: bytes, reason: str) -> BadRow:
+    def _make_bad_row(
+        self, file: FileRef, offset: int, after: int, line: bytes, reason: str
+    ) -> BadRow:
         return BadRow(f"{file.path}, byte {offset}", reason, line, after)
 
-    def _lines(self, piece: ByteRange, cursor: int) -> Iterator[tuple[int, int, list[bytes]]]:
+    def _iterate_lines(
+        self, source_range: ByteRange, cursor: int
+    ) -> Iterator[tuple[int, int, list[bytes]]]:
         """Yield offset, offset after, and bytes (without the newline) of each line of the range.
 
-        The bytes come in a list of one, for the caller to take out: nothing here holds them then.
+        The bytes are in a list of one element. The caller removes them, so that they can be freed.
         """
-        position = max(cursor, piece.start)
-        # From a cursor we stand at a row's first byte. At the range's own start we may stand in
-        # the middle of a row of the range before: its end is looked for from one byte earlier.
-        seeking = cursor <= piece.start and piece.start > 0
+        position = max(cursor, source_range.start)
+        # A cursor is the first byte of a row. The start of the range may be inside a row of the
+        # previous range: the search for its end begins one byte earlier.
+        seeking = cursor <= source_range.start and source_range.start > 0
         if seeking:
             position -= 1
-        if position >= piece.end:
+        if position >= source_range.end:
             return
-        begun: list[bytes] = []  # of the row that goes on in the next block
-        for block in self._blocks(piece, position):
+        begun: list[bytes] = []  # parts of a row that continues in the next block
+        for block in self._iterate_blocks(source_range, position):
             at = 0
-            while (end := block.find(b"\n", at)) >= 0:  # by far quicker than split
+            while (end := block.find(b"\n", at)) >= 0:  # much faster than `split`
                 line = block[at:end]
                 if begun:
                     line = b"".join((*begun, line))
@@ -115,55 +127,59 @@ class JsonLines:
                 if seeking:
                     seeking = False
                 else:
-                    held = [self._clean(line, position)]
+                    held = [self._strip_line(line, position)]
                     line = b""
                     yield position, after, held
                 position = after
-                if position >= piece.end:
+                if position >= source_range.end:
                     return
                 at = end + 1
             if at < len(block):
                 begun.append(block[at:])
-                if sum(map(len, begun)) > LONGEST_ROW:
+                if sum(map(len, begun)) > MAX_ROW_BYTES:
                     raise errors.ConfigurationError(
-                        f"{piece.file.path}: the row at byte {position} is longer than "
-                        f"{LONGEST_ROW} bytes. Leave the file out with exclude, or cut it up."
+                        f"{source_range.file.path}: the row at byte {position} is longer than "
+                        f"{MAX_ROW_BYTES} bytes. Leave the file out with exclude, or divide it."
                     )
         rest = b"".join(begun)
         begun = []
         if rest and not seeking:
-            after, held = position + len(rest), [self._clean(rest, position)]
+            after, held = position + len(rest), [self._strip_line(rest, position)]
             rest = b""
             yield position, after, held
 
-    def _blocks(self, piece: ByteRange, position: int) -> Iterator[bytes]:
-        """Yield the blocks of a range, and then of what follows it: for its last row only."""
-        end, size = max(piece.end, position), piece.file.size
-        yield from file_blocks(self._store, piece.file, position, end, block=self._block)
-        yield from file_blocks(self._store, piece.file, end, size, block=_TAIL)
+    def _iterate_blocks(self, source_range: ByteRange, position: int) -> Iterator[bytes]:
+        """Yield the blocks of a range, and then the blocks after it, for its last row."""
+        end, size = max(source_range.end, position), source_range.file.size
+        yield from iterate_file_blocks(
+            self._store, source_range.file, position, end, block=self._block
+        )
+        yield from iterate_file_blocks(self._store, source_range.file, end, size, block=_TAIL)
 
     @staticmethod
-    def _clean(line: bytes, offset: int) -> bytes:
+    def _strip_line(line: bytes, offset: int) -> bytes:
         if offset == 0 and line.startswith(_BOM):
             line = line[len(_BOM) :]
         return line[:-1] if line.endswith(b"\r") else line
 
 
-def _only(row: dict[str, Any], columns: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+def _select_columns(row: dict[str, Any], columns: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     return {column: row[column] for _, column in columns}
 
 
-def _fields(
+def _make_fields(
     row: dict[str, Any], line: bytes, columns: tuple[tuple[str, str], ...]
 ) -> dict[str, bytes]:
     fields: dict[str, bytes] = {}
     for extension, column in columns:
         value = row[column]
-        fields[extension] = value.encode() if type(value) is str else _json(value, line, column)
+        fields[extension] = (
+            value.encode() if type(value) is str else _encode_column(value, line, column)
+        )
     return fields
 
 
-def _json(value: object, line: bytes, column: str) -> bytes:
+def _encode_column(value: object, line: bytes, column: str) -> bytes:
     """Return a column's value as JSON. orjson reads an integer of more than 64 bits as a float."""
     if type(value) in {float, list, dict} and _LONG_NUMBER.search(line):
         exact = json.loads(line)[column]
@@ -171,38 +187,41 @@ def _json(value: object, line: bytes, column: str) -> bytes:
     return orjson.dumps(value)
 
 
-def cut_file(file: FileRef, number: int, split_bytes: int, *, reason: str = "") -> list[ByteRange]:
-    """Cut one file into ranges of about equal size.
+def divide_file(
+    file: FileRef, file_index: int, partition_bytes: int, *, reason: str = ""
+) -> list[ByteRange]:
+    """Divide a file into ranges of about equal size.
 
     Args:
         file: The file.
-        number: Its place in the source's listing.
-        split_bytes: About how many bytes make a range.
-        reason: Why the file cannot be read by its name: it becomes one range, and one bad row.
+        file_index: Index of the file in the source's listing.
+        partition_bytes: Approximate bytes of a range.
+        reason: Why the file cannot be read by its name: the file becomes one range with one bad
+            row. Empty if it can be read.
 
     Raises:
-        ConfigurationError: It is compressed, so that nobody can seek in it.
+        ConfigurationError: The file is compressed, so it has no seekable rows.
     """
     if reason and file.size:
-        return [ByteRange(file=file, number=number, start=0, end=file.size, reason=reason)]
+        return [ByteRange(file=file, file_index=file_index, start=0, end=file.size, reason=reason)]
     if file.path.endswith((".gz", ".zst", ".bz2", ".xz")):
         raise errors.ConfigurationError(
-            f"{file.path} is compressed, and a run could not go on in the middle of it: "
+            f"{file.path} is compressed, and a run could not continue in the middle of it: "
             "decompress it first."
         )
-    parts = max(1, round(file.size / split_bytes))
+    parts = max(1, round(file.size / partition_bytes))
     edges = [file.size * i // parts for i in range(parts + 1)]
     return [
-        ByteRange(file=file, number=number, start=start, end=end)
+        ByteRange(file=file, file_index=file_index, start=start, end=end)
         for start, end in pairwise(edges)
         if end > start
     ]
 
 
-def divide(piece: ByteRange, size: int) -> tuple[ByteRange, ByteRange]:
-    """Cut a range in two, the first of so many bytes."""
-    middle = piece.start + size
+def divide_range(source_range: ByteRange, size: int) -> tuple[ByteRange, ByteRange]:
+    """Divide a range in two, the first of `size` bytes."""
+    middle = source_range.start + size
     return (
-        piece.model_copy(update={"end": middle}),
-        piece.model_copy(update={"start": middle}),
+        source_range.model_copy(update={"end": middle}),
+        source_range.model_copy(update={"start": middle}),
     )

@@ -1,4 +1,4 @@
-"""The files of a source in little memory: one packed ``bytes`` a file.
+"""The files of a source in little memory: one packed ``bytes`` for each file.
 
 A row is ``path NUL size NUL etag``. `bytes` sort as their UTF-8 text does, so a sorted list of rows
 is in the order of the paths. A name that is not UTF-8 keeps its bytes.
@@ -20,10 +20,10 @@ _NUL_IN_PATH = b"\xc0\x80"  # no UTF-8 text has it: bytes of an overlong NUL
 
 @dataclass(frozen=True, slots=True)
 class FileTable:
-    """The files of a source. Memory: about 60 bytes a file beside its path and ETag.
+    """The files of a source. Memory: its path, its ETag and about 60 bytes for each file.
 
     Attributes:
-        rows: A packed file each, in the order of the paths.
+        rows: Packed files, in the order of their paths.
         size: Bytes of all files.
         markers: Empty objects that only show a folder; they are not among the rows.
     """
@@ -42,13 +42,13 @@ class FileTable:
             if length == 0 and path.endswith("/"):
                 markers += 1
                 continue
-            row = pack(path, length, etag)
+            row = pack_row(path, length, etag)
             rows.append(row)
             size += length
             if length == 0:
                 empty.append(row)
         rows.sort()
-        # Some stores drop the slash that a marker's key ends in: it is named as a folder is.
+        # Some stores drop the final slash of a marker's key: then it has the name of a folder.
         for row in empty:
             folder = row.partition(_NUL)[0] + b"/"
             below = bisect_left(rows, folder)
@@ -60,48 +60,49 @@ class FileTable:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def sha256(self) -> str:
-        """Return the digest of the listing: another file, size or ETag gives another."""
+    def compute_sha256(self) -> str:
+        """Return the digest of the listing. It depends on every path, size and ETag."""
         digest = sha256()
         for row in self.rows:
             digest.update(row + b"\n")
         return digest.hexdigest()
 
 
-def pack(path: str, size: int, etag: str) -> bytes:
+def pack_row(path: str, size: int, etag: str) -> bytes:
     """Return the row of a file."""
-    return b"%b\0%d\0%b" % (path_bytes(path), size, etag.encode())
+    return b"%b\0%d\0%b" % (encode_path(path), size, etag.encode())
 
 
-def unpack(row: bytes) -> FileRef:
+def unpack_row(row: bytes) -> FileRef:
     """Return the file of a row. A name that is not UTF-8 is shown with escapes."""
     path, size, etag = row.split(_NUL)
-    return FileRef(path=shown(path_text(path)), size=int(size), etag=etag.decode())
+    return FileRef(path=escape_path(decode_path(path)), size=int(size), etag=etag.decode())
 
 
-def path_bytes(path: str) -> bytes:
+def encode_path(path: str) -> bytes:
     """Return a path without NUL bytes, in the order of its text."""
     return path.encode("utf-8", "surrogateescape").replace(_NUL, _NUL_IN_PATH)
 
 
-def path_text(path: bytes) -> str:
-    """Return the path of `path_bytes`. Bytes that are not UTF-8 become lone surrogates."""
+def decode_path(path: bytes) -> str:
+    """Reverse `encode_path`. Bytes that are not UTF-8 become lone surrogates."""
     return path.replace(_NUL_IN_PATH, _NUL).decode("utf-8", "surrogateescape")
 
 
-def shown(path: str) -> str:
-    """Return a path as text that any record can hold: control characters and odd bytes escaped."""
+def escape_path(path: str) -> str:
+    """Escape the control characters and non-UTF-8 bytes of a path, for records."""
     if path.isprintable():
         return path
     text = path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
-def unreadable(path: str, *, local: bool) -> str:
-    """Return why a file cannot be read, or cannot be read back by its name; empty if it can.
+def find_unreadable_reason(path: str, *, local: bool) -> str:
+    """Return why a file, or the file in a shard, cannot be read by its name; empty if it can.
 
-    Spaces of any kind, joiners and marks are text: webdataset reads such names. Control characters
-    and bytes that are not UTF-8 are not. A bucket's clients refuse keys with empty segments.
+    Webdataset reads names with spaces of any kind, joiners and marks. Names with control
+    characters and with bytes that are not UTF-8 cannot be read. A bucket's clients refuse keys
+    with empty segments.
     """
     if not path.isprintable():
         kinds = {unicodedata.category(character) for character in path}

@@ -135,7 +135,7 @@ def _to_bytes(tensor: torch.Tensor, size: int) -> bytes:
 def _describe_error(rank: int, error: BaseException) -> dict[str, str]:
     """Describe an error to the other ranks: its nearest class that all know, and the reason."""
     if not isinstance(error, errors.MillraceError):
-        sentence = f"Rank {rank} of this worker: {errors.one_line(error)}"
+        sentence = f"Rank {rank} of this worker: {errors.format_error(error)}"
         return {"error": errors.WorkerError.__name__, "sentence": sentence}
     kind = next(one for one in type(error).__mro__ if one.__module__ == errors.__name__)
     return {"error": kind.__name__, "sentence": str(error)}

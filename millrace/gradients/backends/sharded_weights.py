@@ -27,7 +27,7 @@ from millrace.gradients.sync.chain import check_state, check_tensors
 from millrace.gradients.sync.gather import Window
 from millrace.gradients.sync.merge import Gradients, MergeWeights, Vector, group_tensors
 from millrace.keys import ChainKeys
-from millrace.progress import Progress, silent
+from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink, ChainStart, OuterOptimizer, Update
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.schemas.gradient import Codec
@@ -212,7 +212,7 @@ Placing = Callable[[Shapes], ShardedWeights]
 """Makes room for weights, by their shapes."""
 
 
-def place_here(*, threads: int | None = None, progress: Progress = silent) -> Placing:
+def place_here(*, threads: int | None = None, progress: Progress = ignore_event) -> Placing:
     """Room on this machine.
 
     Args:
@@ -335,6 +335,6 @@ def _hold_in_actor(ray: Any, actor: Any) -> Ask:
 
 def _make_lost_error(error: BaseException) -> errors.WorkerError:
     return errors.WorkerError(
-        f"A node that has some weights is gone ({errors.one_line(error)}): start the aggregator "
-        "again, it goes on from the chain."
+        f"A node that has some weights is gone ({errors.format_error(error)}): start the "
+        "aggregator again, it goes on from the chain."
     )

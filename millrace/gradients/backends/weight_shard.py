@@ -32,7 +32,7 @@ from millrace.gradients.sync.merge import (
     merge_tensor,
 )
 from millrace.keys import ChainKeys
-from millrace.progress import Progress, silent
+from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink, OuterOptimizer, Update
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.schemas.gradient import Codec
@@ -65,7 +65,7 @@ class WeightShard:
         *,
         rank: tuple[int, int] = (0, 1),
         threads: int | None = None,
-        progress: Progress = silent,
+        progress: Progress = ignore_event,
     ) -> None:
         self._names, self._state = tuple(names), state or WeightState({})
         self._rank = rank

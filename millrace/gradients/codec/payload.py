@@ -17,7 +17,7 @@ import orjson
 from pydantic import ValidationError
 
 from millrace import errors
-from millrace.digest import dump_canonical_json, sha256
+from millrace.digest import compute_sha256, dump_canonical_json
 from millrace.gradients.codec import kernels
 from millrace.gradients.codec.shared_indices import Mask
 from millrace.gradients.codec.tensors import (
@@ -151,7 +151,9 @@ class Tensors:
 
 def compute_fingerprint(shapes: Shapes) -> str:
     """Return a fingerprint of a model: the digest of its tensors' names and shapes."""
-    return sha256(dump_canonical_json({name: list(shape) for name, shape in shapes.items()}))
+    return compute_sha256(
+        dump_canonical_json({name: list(shape) for name, shape in shapes.items()})
+    )
 
 
 def encode_payload(
@@ -190,7 +192,7 @@ def encode_payload(
         shapes=tuple(tuple(shapes[name]) for name in names),
         tokens=tokens,
         samples=samples,
-        body=_digest_tensors(sha256(bodies[name]) for name in names),
+        body=_digest_tensors(compute_sha256(bodies[name]) for name in names),
     )
     whole = header.model_copy(update={"digest": _digest_header(header)})
     return _encode_safetensors(dump_canonical_json(whole.model_dump()).decode(), bodies)
@@ -340,7 +342,7 @@ def open_payload(head: memoryview, size: int, expected: Expected) -> Opened:
     _compare(header, expected)
     if set(spans) != set(expected.shapes):
         raise PayloadError(Refusal.TENSORS, "It has other tensors than the model.")
-    return Opened(header, spans, sha256(head[:begins]), size)
+    return Opened(header, spans, compute_sha256(head[:begins]), size)
 
 
 def check_tensors(
@@ -363,7 +365,7 @@ def check_tensors(
     for name in names:
         begin, end = opened.spans[name]
         piece = body[begin - at : end - at]
-        digests[name] = sha256(piece)
+        digests[name] = compute_sha256(piece)
         try:
             runs = unpack_tensor(piece, expected.shapes[name], codec.for_tensor(name), mask=mask)
             if codec.is_buffer(name):
@@ -422,17 +424,17 @@ def assemble_payload(opened: Opened, parts: Sequence[Tensors], expected: Expecte
 def compute_identity(body: bytes) -> str:
     """Return the digest of a gradient: of its header, which has the digests of all else."""
     (length,) = _LENGTH.unpack_from(body)
-    return sha256(memoryview(body)[: _LENGTH.size + length])
+    return compute_sha256(memoryview(body)[: _LENGTH.size + length])
 
 
 def _digest_tensors(digests: Iterable[str]) -> str:
     """Return the digest of tensors' digests, in the order of their names."""
-    return sha256("".join(digests).encode())
+    return compute_sha256("".join(digests).encode())
 
 
 def _digest_header(header: GradientHeader) -> str:
     """Return the digest of all fields of a header but itself."""
-    return sha256(dump_canonical_json(header.model_dump(mode="json", exclude={"digest"})))
+    return compute_sha256(dump_canonical_json(header.model_dump(mode="json", exclude={"digest"})))
 
 
 def _compare(header: GradientHeader, expected: Expected) -> None:
@@ -459,7 +461,7 @@ def _make_header(
     try:
         said, spans, begins = _parse(head, size, most)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        sentence = f"It is no safetensors file of ours: {errors.one_line(error)}."
+        sentence = f"It is no safetensors file of ours: {errors.format_error(error)}."
         raise PayloadError(Refusal.FORMAT, sentence) from error
     try:
         return GradientHeader.model_validate_json(said, strict=True), spans, begins

@@ -22,13 +22,13 @@ from millrace.gradients.sync.gather import Sender
 from millrace.gradients.weights import begin_run, load_checkpoint_weights, load_newest_weights
 from millrace.keys import ChainKeys, LeaseKeys
 from millrace.lease import Heartbeat, HeldLease, Holder, Lease, StoreClock, await_lease
-from millrace.progress import Progress, silent
+from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink
 from millrace.storage import Store, open_store
 
 
 def aggregate_run(
-    settings: AggregatorSettings, *, progress: Progress = silent
+    settings: AggregatorSettings, *, progress: Progress = ignore_event
 ) -> Iterator[ChainLink]:
     """Merge window after window of a run, until it is over. Killed at any moment, call it again.
 
@@ -85,7 +85,7 @@ def aggregate_run(
                 return
 
 
-def begin_chain(settings: AggregatorSettings, *, progress: Progress = silent) -> int:
+def begin_chain(settings: AggregatorSettings, *, progress: Progress = ignore_event) -> int:
     """Commit the first link of a run if the run has not begun; no window is opened.
 
     Args:
@@ -134,7 +134,7 @@ def open_newest_weights(
     store: Store,
     place: Placing | None = None,
     *,
-    progress: Progress = silent,
+    progress: Progress = ignore_event,
 ) -> tuple[ShardedWeights, int]:
     """Return the newest weights of a run that a checkpoint has, and their window.
 
@@ -156,7 +156,7 @@ def open_newest_weights(
         return load_newest_weights(store, keys, place, progress=progress)
     if begin is None:
         raise errors.NotFoundError(
-            f"{store.url_of(keys.links)} has no link: the run has not begun. Say with which "
+            f"{store.make_url(keys.links)} has no link: the run has not begun. Say with which "
             "checkpoint it begins."
         )
     origin = open_store(begin.store, make_folder=False) if begin.url else store

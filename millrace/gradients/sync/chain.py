@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from millrace import errors
-from millrace.digest import dump_canonical_json, sha256
+from millrace.digest import compute_sha256, dump_canonical_json
 from millrace.gradients.codec.chunks import Chunks, make_chunks
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.merge import MergedRun
 from millrace.keys import ChainKeys, is_plain
-from millrace.progress import Event, Progress, silent
+from millrace.progress import Event, Progress, ignore_event
 from millrace.records import commit_once, fetch
 from millrace.schemas.chain import ChainLink, ChainStart, Update
 from millrace.schemas.gradient import Codec
@@ -57,7 +57,7 @@ def start_chain(store: Store, keys: ChainKeys, start: ChainStart) -> ChainStart:
     same = commit.record.model_copy(update={"root": start.root}) if start.state else commit.record
     if same != start:
         raise errors.ConflictError(
-            f"{store.url_of(keys.link(0))} begins with step {commit.record.step} of "
+            f"{store.make_url(keys.link(0))} begins with step {commit.record.step} of "
             f"{commit.record.job}: give this run another name, or begin with that."
         )
     return commit.record
@@ -90,7 +90,7 @@ def store_update(store: Store, keys: ChainKeys, step: int, body: bytes, tensors:
         body: Of `update_bytes`.
         tensors: How many are in it.
     """
-    digest = sha256(body)
+    digest = compute_sha256(body)
     key = keys.update(step, digest)
     with suppress(errors.ExistsError):
         create(store, key, body, sha256=digest)
@@ -99,7 +99,7 @@ def store_update(store: Store, keys: ChainKeys, step: int, body: bytes, tensors:
 
 def digest_update(link: ChainStart | ChainLink) -> str:
     """Return the digest by which the next link names this one."""
-    return sha256(dump_canonical_json(link.model_dump(mode="json")))
+    return compute_sha256(dump_canonical_json(link.model_dump(mode="json")))
 
 
 def find_newest_window(store: Store, keys: ChainKeys) -> int:
@@ -140,7 +140,7 @@ def read_link(store: Store, keys: ChainKeys, window: int) -> ChainStart | ChainL
     except errors.NotFoundError:
         if find_newest_window(store, keys) >= 0:
             raise _make_missing_error(store, keys, window) from None
-        where = store.url_of(keys.links)
+        where = store.make_url(keys.links)
         raise errors.NotFoundError(f"{where} has no link: the run has not begun.") from None
 
 
@@ -161,7 +161,7 @@ def read_link_after(
     if (link.run, link.window, link.previous) != (keys.run, window, digest_update(before)):
         raise ChainError(
             f"Window {window} of {keys.run} does not follow the one before: "
-            f"{store.url_of(keys.link(window))} was changed, or copied there."
+            f"{store.make_url(keys.link(window))} was changed, or copied there."
         )
     return link
 
@@ -254,17 +254,17 @@ def _read_update(
         raise ChainError(f"{where} names an update {update.key[:100]!r}, which cannot be a key.")
     if update.size > most:
         raise ChainError(
-            f"{where}: {store.url_of(update.key)} has {update.size:,} bytes by its link, and its "
+            f"{where}: {store.make_url(update.key)} has {update.size:,} bytes by its link, and its "
             f"tensors take at most {most:,}. It was not read."
         )
     try:
-        body = read(store, update.key, largest=update.size)
+        body = read(store, update.key, max_size=update.size)
     except errors.NotFoundError:
-        raise ChainError(f"{where}: {store.url_of(update.key)} is missing.") from None
+        raise ChainError(f"{where}: {store.make_url(update.key)} is missing.") from None
     except errors.CorruptError:  # more than was committed
         body = None
-    if body is None or sha256(body) != update.sha256:
-        raise ChainError(f"{where}: {store.url_of(update.key)} is not what was committed.")
+    if body is None or compute_sha256(body) != update.sha256:
+        raise ChainError(f"{where}: {store.make_url(update.key)} is not what was committed.")
     try:
         with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
             if any(one.compress_type != zipfile.ZIP_STORED for one in arrays.zip.infolist()):
@@ -274,11 +274,11 @@ def _read_update(
                 for name, (number, shape) in tensors.items()
             }
     except _UNREADABLE as error:
-        raise ChainError(f"{where}: {store.url_of(update.key)} is no update: {error}.") from error
+        raise ChainError(f"{where}: {store.make_url(update.key)} is no update: {error}.") from error
 
 
 def apply_link(
-    store: Store, link: ChainLink, state: WeightState, progress: Progress = silent
+    store: Store, link: ChainLink, state: WeightState, progress: Progress = ignore_event
 ) -> None:
     """Change the weights by one link, in place, and prove that they are what they should be.
 
@@ -306,7 +306,7 @@ def catch_up(
     state: WeightState,
     *,
     after: int = 0,
-    progress: Progress = silent,
+    progress: Progress = ignore_event,
 ) -> ChainLink | None:
     """Apply all links behind a window.
 
@@ -333,8 +333,8 @@ def catch_up(
 
 def _make_missing_error(store: Store, keys: ChainKeys, window: int) -> ChainError:
     return ChainError(
-        f"Window {window} of {keys.run} is missing ({store.url_of(keys.link(window))}), and later "
-        "ones are there: nothing can be applied until it is back."
+        f"Window {window} of {keys.run} is missing ({store.make_url(keys.link(window))}), and "
+        "later ones are there: nothing can be applied until it is back."
     )
 
 

@@ -15,7 +15,7 @@ from millrace.gradients.sync.chain import find_newest_window, read_link, read_li
 from millrace.gradients.sync.gather import QuorumError, Sender, Window, gather
 from millrace.gradients.sync.window import ChainStep, aggregate
 from millrace.lease import Holder, StoreClock
-from millrace.progress import Event, Progress, silent
+from millrace.progress import Event, Progress, ignore_event
 from millrace.records import commit_once
 from millrace.schemas.chain import ChainLink
 from millrace.storage import Store, head
@@ -31,7 +31,7 @@ def follow(
     after: int = 0,
     until: int | None = None,
     threads: int = 1,
-    progress: Progress = silent,
+    progress: Progress = ignore_event,
 ) -> Iterator[ChainLink]:
     """Aggregate window after window. Killed at any moment, it can be called again.
 

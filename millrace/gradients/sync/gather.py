@@ -31,10 +31,10 @@ from millrace.gradients.codec.payload import (
 from millrace.gradients.settings import GatherSettings
 from millrace.keys import GradientKeys
 from millrace.lease import StoreClock
-from millrace.progress import Event, Progress, silent
+from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.gradient import Codec, Refusal
 from millrace.storage import Stat, Store, list_objects
-from millrace.threads import DaemonPool
+from millrace.threads import DaemonThreadPool
 
 _MAY_PASS = {Refusal.CHANGED, Refusal.UNAVAILABLE}
 _NOT_READ = {Refusal.EARLY, Refusal.LATE, Refusal.TOO_LARGE, Refusal.UNAVAILABLE}
@@ -153,7 +153,7 @@ def gather(
     reserves: Sequence[Sender] = (),
     reading: Reading = _read_here,
     clock: StoreClock | None = None,
-    progress: Progress = silent,
+    progress: Progress = ignore_event,
 ) -> GatheredWindow:
     """Gather the gradients of a window: returns when it is whole, or its time is up.
 
@@ -244,9 +244,9 @@ class _Gathering:
         began = time.monotonic()
         window, settings = self._window, self._settings
         hedged_at = window.opens + settings.hedge * (window.closes - window.opens)
-        reading = DaemonPool(settings.at_once, "gradient")
+        reading = DaemonThreadPool(settings.at_once, "gradient")
         # A thread for each, as some buckets may hang.
-        listing = DaemonPool(max(1, len(self._group_by_bucket(self._order))), "listing")
+        listing = DaemonThreadPool(max(1, len(self._group_by_bucket(self._order))), "listing")
         try:
             while (now := clock.now()) <= window.closes:
                 hedged = now >= hedged_at or self._first <= self._read.keys()
@@ -270,7 +270,7 @@ class _Gathering:
             listing.shutdown()
         return self._make_result(time.monotonic() - began)
 
-    def _finish(self, listing: DaemonPool, reading: DaemonPool) -> None:
+    def _finish(self, listing: DaemonThreadPool, reading: DaemonThreadPool) -> None:
         """Wait for what is on its way, all of it together for the grace and no longer.
 
         When time is up each bucket is listed once more: an earlier listing may not have seen the
@@ -295,7 +295,7 @@ class _Gathering:
     # -- looking
 
     def _ask(
-        self, listing: DaemonPool, *, everybody: bool, besides: Container[int] = frozenset()
+        self, listing: DaemonThreadPool, *, everybody: bool, besides: Container[int] = frozenset()
     ) -> None:
         """Have the buckets listed of who has sent nothing right yet; not twice at once.
 
@@ -315,7 +315,7 @@ class _Gathering:
             if place not in self._listings and place not in besides:
                 self._listings[place] = listing.submit(self._list_bucket, uids)
 
-    def _read_listings(self, reading: DaemonPool) -> None:
+    def _read_listings(self, reading: DaemonThreadPool) -> None:
         """Have read what is new in the listings that are there."""
         right = set(self._select_valid())
         for place, listed in list(self._listings.items()):
@@ -362,7 +362,7 @@ class _Gathering:
         """Return a worker's store, whose requests are not tried again when the window is over."""
         left = max(1.0, self._until - time.monotonic())
         store = self._stores[uid]
-        return store.hurried(min(store.spec.patience, timedelta(seconds=left)))
+        return store.with_retry_timeout(min(store.spec.retry_timeout, timedelta(seconds=left)))
 
     def _group_by_bucket(self, asked: Sequence[str]) -> list[list[str]]:
         """Group the workers by bucket: a bucket that many share is listed once."""

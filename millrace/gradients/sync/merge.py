@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace import errors
-from millrace.digest import sha256_of
+from millrace.digest import compute_stream_sha256
 from millrace.gradients.codec import kernels
 from millrace.gradients.codec.chunks import Chunks
 from millrace.gradients.codec.payload import Payload, Shapes
@@ -246,7 +246,7 @@ def compute_products(
 
 def digest_indices(name: str, gradients: Gradients, worker: str) -> str:
     """Return the digest of the places that a worker has sent of a tensor."""
-    return sha256_of(run.places.tobytes() for run in gradients[worker][name])[0]
+    return compute_stream_sha256(run.places.tobytes() for run in gradients[worker][name])[0]
 
 
 def find_deviating_workers(places: Mapping[str, Sequence[str]]) -> list[str]:

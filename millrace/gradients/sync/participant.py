@@ -26,7 +26,7 @@ from millrace.gradients.settings import RunSettings, WindowOpening
 from millrace.gradients.state import WeightState, copy_state
 from millrace.gradients.sync.chain import find_newest_window, read_link, read_link_after
 from millrace.gradients.weights import load_newest_weights
-from millrace.progress import Event, Progress, silent
+from millrace.progress import Event, Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.chain import ChainLink, ChainStart
 from millrace.schemas.gradient import BUFFER_NAMES, Codec
@@ -125,7 +125,7 @@ class Participant:
         after: int = 0,
         group: distributed.ProcessGroup | None = None,
         threads: int | None = None,
-        progress: Progress = silent,
+        progress: Progress = ignore_event,
     ) -> None:
         self._settings, self._uid, self._store = settings, uid, store
         self._aggregator, self._progress, self._number = aggregator, progress, after
@@ -149,7 +149,7 @@ class Participant:
         *,
         group: distributed.ProcessGroup | None = None,
         threads: int | None = None,
-        progress: Progress = silent,
+        progress: Progress = ignore_event,
     ) -> "Participant":
         """Take part in a run from where it is: with the newest checkpoint that its chain names.
 

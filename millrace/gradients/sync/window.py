@@ -17,7 +17,7 @@ from millrace.gradients.sync.merge import (
     find_deviating_workers,
 )
 from millrace.keys import ChainKeys
-from millrace.progress import Event, Progress, silent
+from millrace.progress import Event, Progress, ignore_event
 from millrace.records import commit_once
 from millrace.schemas.chain import (
     ChainLink,
@@ -56,7 +56,7 @@ def aggregate(
     model: WeightState | ShardedWeights,
     *,
     threads: int = 1,
-    progress: Progress = silent,
+    progress: Progress = ignore_event,
 ) -> ChainLink:
     """Merge what was gathered, apply it to the weights, and commit the window's link.
 

@@ -1,7 +1,7 @@
-"""Runs in a rented machine: starts the program, and tells the bucket how it is.
+"""Run the program of a rented machine, and write its reports into the store.
 
-No account's key is here: what the machine holds are credentials for its own folder and for the
-parts of the store that the program was given, and they end with the rental.
+The machine has no account's key. Its credentials allow its own folder and the prefixes of the
+program's storage grants, and expire with the rental.
 """
 
 import contextlib
@@ -23,148 +23,156 @@ from pydantic import BaseModel
 from millrace import errors
 from millrace.keys import MachineKeys
 from millrace.processes import adopt_orphans, kill_descendants, list_descendants
-from millrace.rentals.guest.traffic import STATE, count_traffic
+from millrace.rentals.guest.traffic import STATE_FILE, count_traffic
 from millrace.rentals.messages import (
-    FILES_BYTES,
-    PIECE,
-    Beat,
+    LOG_CHUNK_BYTES,
+    MAX_FILES_BYTES,
+    GuestConfig,
     GuestFiles,
-    GuestOrder,
-    ProgramEnd,
-    environment_of,
+    MachineHeartbeat,
+    ProgramExit,
+    make_program_environment,
 )
 from millrace.storage import Store, StoreSpec, create, exists, list_objects, open_store, put, read
 
-_PATIENCE = timedelta(seconds=20)  # that one word to the bucket is tried for
-_WAIT = 30.0  # seconds that the program has to end, once it is asked to
+_RETRY_TIMEOUT = timedelta(seconds=20)  # of one report
+_STOP_TIMEOUT = 30.0  # seconds from SIGTERM to SIGKILL
 
 
 class GuestProgram:
-    """A program that runs, and what is said of it.
+    """Program of a machine, and its reports.
 
     Args:
-        order: What is to be run.
-        folder: Of the clone.
+        config: Configuration of the machine.
+        folder: Folder of the clone.
     """
 
-    def __init__(self, order: GuestOrder, folder: Path) -> None:
-        self._order, self._folder = order, folder
-        self._store: Store = open_store(order.store.model_copy(update={"patience": _PATIENCE}))
-        self._keys = MachineKeys(order.prefix)
-        self._beats = self._pieces = self._printed = 0  # what has been told so far
+    def __init__(self, config: GuestConfig, folder: Path) -> None:
+        self._config, self._folder = config, folder
+        self._store: Store = open_store(
+            config.store.model_copy(update={"retry_timeout": _RETRY_TIMEOUT})
+        )
+        self._keys = MachineKeys(config.prefix)
+        self._heartbeat_count = self._chunk_count = self._uploaded_bytes = 0
         self._log = logging.getLogger(__name__)
 
     def run(self) -> int:
-        """Run the program to its end, unless that was done before; its exit code.
+        """Run the program to its end, unless it has ended before; return its exit code.
 
         Raises:
-            MillraceError: What it came to could not be told.
+            MillraceError: The report of the exit could not be written.
         """
-        if exists(self._store, self._keys.ended):
+        if exists(self._store, self._keys.program_exit):
             return 0
         logs = list(list_objects(self._store, self._keys.logs))
-        self._pieces = len(logs)  # of the container before it was started again
-        for name, text in self._files().items():
+        self._chunk_count = len(logs)  # chunks from before a restart of the container
+        for name, text in self._read_files().items():
             path = self._folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         began = time.monotonic()
-        with tempfile.TemporaryFile() as printed:
-            code = self._attend(printed)
-            while self._tell_log(printed):
+        with tempfile.TemporaryFile() as output:
+            code = self._run_process(output)
+            while self._upload_log_chunk(output):
                 pass
         seconds = time.monotonic() - began
-        put(self._store, self._keys.ended, _encoded(ProgramEnd(code=code, seconds=seconds)))
+        put(
+            self._store,
+            self._keys.program_exit,
+            _encode_message(ProgramExit(code=code, seconds=seconds)),
+        )
         return code
 
-    def _files(self) -> dict[str, str]:
+    def _read_files(self) -> dict[str, str]:
         return GuestFiles.model_validate_json(
-            read(self._store, self._keys.files, largest=FILES_BYTES)
+            read(self._store, self._keys.files, max_size=MAX_FILES_BYTES)
         ).texts
 
-    def _attend(self, printed: IO[bytes]) -> int:
-        """Start the program, and tell how it is until it ends."""
-        before = list_descendants(os.getpid())
-        ours = {"PYTHONUNBUFFERED": "1", "PWD": str(self._folder)}
-        environment = {**environment_of(os.environ, self._order), **ours}
+    def _run_process(self, output: IO[bytes]) -> int:
+        """Run the program, and send heartbeats until it ends; return its exit code."""
+        spared = list_descendants(os.getpid())
+        overrides = {"PYTHONUNBUFFERED": "1", "PWD": str(self._folder)}
+        environment = {**make_program_environment(os.environ, self._config), **overrides}
         venv = self._folder / ".venv" / "bin"
         environment["PATH"] = f"{venv}:{environment.get('PATH', os.defpath)}"
         try:
             program = subprocess.Popen(
-                list(self._order.command),
+                list(self._config.command),
                 cwd=self._folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=printed,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         except OSError as error:
-            printed.write(f"{' '.join(self._order.command)}: {error}\n".encode())
+            output.write(f"{' '.join(self._config.command)}: {error}\n".encode())
             return 127
 
-        def stop(_: int, __: FrameType | None) -> None:
-            _stop(program)
+        def handle_sigterm(_: int, __: FrameType | None) -> None:
+            _stop_process(program)
 
-        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGTERM, handle_sigterm)
         while True:
-            self._tell(printed)
+            self._send_heartbeat(output)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = program.wait(self._order.beat)
-                kill_descendants(spare=before)  # what it has left in sessions of their own
+                code = program.wait(self._config.heartbeat_interval)
+                kill_descendants(excluded=spared)  # processes in sessions of their own
                 return code
 
-    def _tell(self, printed: IO[bytes]) -> None:
-        """Say that the machine lives, and what was printed meanwhile."""
+    def _send_heartbeat(self, output: IO[bytes]) -> None:
+        """Send a heartbeat and the new output."""
         received = sent = 0
         with contextlib.suppress(OSError, ValueError, IndexError, KeyError, TypeError):
-            received, sent = count_traffic(self._folder.parent / STATE)
-        self._beats += 1
-        beat = Beat(number=self._beats, received=received, sent=sent)
-        self._say(self._keys.beat, beat)
-        self._tell_log(printed)
+            received, sent = count_traffic(self._folder.parent / STATE_FILE)
+        self._heartbeat_count += 1
+        heartbeat = MachineHeartbeat(number=self._heartbeat_count, received=received, sent=sent)
+        self._send_message(self._keys.heartbeat, heartbeat)
+        self._upload_log_chunk(output)
 
-    def _tell_log(self, printed: IO[bytes]) -> bool:
-        """Send the next piece of what was printed; whether there may be more."""
-        piece = os.pread(printed.fileno(), PIECE, self._printed)
-        if not piece:
+    def _upload_log_chunk(self, output: IO[bytes]) -> bool:
+        """Upload the next chunk of the log; return whether there may be more."""
+        chunk = os.pread(output.fileno(), LOG_CHUNK_BYTES, self._uploaded_bytes)
+        if not chunk:
             return False
         try:
-            with contextlib.suppress(errors.ExistsError):  # its answer was lost
-                create(self._store, self._keys.log(self._pieces), piece)
+            with contextlib.suppress(
+                errors.ExistsError
+            ):  # an earlier upload, whose answer was lost
+                create(self._store, self._keys.log(self._chunk_count), chunk)
         except errors.MillraceError as error:
-            self._log.warning("what is printed could not be told: %s", errors.one_line(error))
-            return False  # with the next beat
-        self._printed += len(piece)
-        self._pieces += 1
-        return len(piece) == PIECE
+            self._log.warning("the log could not be uploaded: %s", errors.format_error(error))
+            return False  # the next heartbeat tries again
+        self._uploaded_bytes += len(chunk)
+        self._chunk_count += 1
+        return len(chunk) == LOG_CHUNK_BYTES
 
-    def _say(self, key: str, said: BaseModel) -> None:
+    def _send_message(self, key: str, message: BaseModel) -> None:
         try:
-            put(self._store, key, _encoded(said))
+            put(self._store, key, _encode_message(message))
         except errors.MillraceError as error:
-            self._log.warning("the owner could not be told: %s", errors.one_line(error))
+            self._log.warning("the report could not be written: %s", errors.format_error(error))
 
 
-def _encoded(said: BaseModel) -> bytes:
-    return said.model_dump_json().encode()
+def _encode_message(message: BaseModel) -> bytes:
+    return message.model_dump_json().encode()
 
 
-def _stop(program: "subprocess.Popen[Any]") -> None:
-    """End the program, with all that it has started."""
+def _stop_process(program: "subprocess.Popen[Any]") -> None:
+    """Stop the program and its process group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(program.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            program.wait(_WAIT)
+            program.wait(_STOP_TIMEOUT)
             return
 
 
 def main(environ: Mapping[str, str], folder: Path) -> None:
-    """Run what the environment says, and tell what it came to."""
+    """Run the program that the environment configures, and report its exit."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     adopt_orphans()
-    GuestProgram(GuestOrder.from_environment(environ), folder).run()
+    GuestProgram(GuestConfig.from_environment(environ), folder).run()
 
 
 __all__ = ["GuestProgram", "StoreSpec", "main"]

@@ -1,10 +1,10 @@
-"""Count the bytes that a rented machine has moved, over restarts of its container.
+"""Count the bytes that a rented machine has transferred, over restarts of its container.
 
-The kernel's counters are those of a network namespace: they begin high where the machine shares the
-namespace of a host, and at zero again when its container is restarted. So the sum of what was added
-is kept in a file. The first call, when the machine starts, sets the zero.
+The kernel's counters belong to a network namespace. They start high where the machine shares the
+host's namespace, and at zero when the container restarts. So a file keeps the sum of the increases.
+The first call, when the machine starts, sets the sum to zero.
 
-It is sent as text and needs Python's standard library only.
+This file is sent as text, and needs Python's standard library only.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-STATE = "traffic.json"
-"""Name of the file, beside the folder of the clone."""
+STATE_FILE = "traffic.json"
+"""Name of the state file, in the parent of the clone's folder."""
 
 
 def count_traffic(state: Path, proc: Path = Path("/proc")) -> tuple[int, int]:
@@ -26,42 +26,44 @@ def count_traffic(state: Path, proc: Path = Path("/proc")) -> tuple[int, int]:
 
     Args:
         state: File that keeps the sums and the counters of the last call.
-        proc: Where the kernel's files are.
+        proc: Folder of the kernel's files.
     """
-    last = _read(state)
-    namespace, now = _namespace(proc), _counters(proc)
+    previous = _read_state(state)
+    namespace, now = _identify_namespace(proc), _read_counters(proc)
     sums = [0, 0]
-    if last is not None:
-        sums = [int(number) for number in last["sums"]]
-        before: dict[str, list[int]] = last["counters"] if last["namespace"] == namespace else {}
+    if previous is not None:
+        sums = [int(number) for number in previous["sums"]]
+        before: dict[str, list[int]] = (
+            previous["counters"] if previous["namespace"] == namespace else {}
+        )
         for name, counters in now.items():
-            for way, counter in enumerate(counters):
-                earlier = before.get(name, [0, 0])[way]
-                # A counter that is lower belongs to an interface that was made anew.
-                sums[way] += counter - earlier if counter >= earlier else counter
-    part = state.with_suffix(".part")
-    part.write_text(json.dumps({"namespace": namespace, "counters": now, "sums": sums}))
-    part.replace(state)
+            for direction, counter in enumerate(counters):
+                earlier = before.get(name, [0, 0])[direction]
+                # A lower counter belongs to a new interface of the same name.
+                sums[direction] += counter - earlier if counter >= earlier else counter
+    temporary = state.with_suffix(".part")
+    temporary.write_text(json.dumps({"namespace": namespace, "counters": now, "sums": sums}))
+    temporary.replace(state)
     return sums[0], sums[1]
 
 
-def _read(state: Path) -> dict[str, Any] | None:
+def _read_state(state: Path) -> dict[str, Any] | None:
     """Return the state of the last call; None if there is none, or it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         return json.loads(state.read_text())
     return None
 
 
-def _namespace(proc: Path) -> str:
-    """Name the network namespace of this process: another one has other counters."""
+def _identify_namespace(proc: Path) -> str:
+    """Return the identity of this process's network namespace, which owns the counters."""
     names = [(proc / "sys/kernel/random/boot_id").read_text().strip()]
     with contextlib.suppress(OSError):
         names.append(str((proc / "self/ns/net").readlink()))
     return " ".join(names)
 
 
-def _counters(proc: Path) -> dict[str, list[int]]:
-    """Bytes received and sent by each interface but the loopback."""
+def _read_counters(proc: Path) -> dict[str, list[int]]:
+    """Return the bytes received and sent by each interface except the loopback."""
     counters: dict[str, list[int]] = {}
     for line in (proc / "net/dev").read_text().splitlines()[2:]:
         name, _, numbers = line.partition(":")
@@ -72,4 +74,4 @@ def _counters(proc: Path) -> dict[str, list[int]]:
 
 
 if __name__ == "__main__":
-    count_traffic(Path(os.environ["HOME"]) / ".millrace" / STATE)
+    count_traffic(Path(os.environ["HOME"]) / ".millrace" / STATE_FILE)

@@ -1,14 +1,14 @@
-"""Runs in a rented machine, beside everything else, and destroys it when its time is over.
+"""Destroy a rented machine from inside when its time is over or its owner is lost.
 
-It is sent as text and needs Python's standard library only, so that it also stands guard over a
-machine on which nothing else could be installed. From the environment:
+This file is sent as text, and needs Python's standard library only. So it also works on a machine
+where the program cannot be installed. It reads these variables:
 
-- ``MILLRACE_UNTIL``: when the machine has to be gone, in seconds since 1970;
-- ``MILLRACE_LIFETIME``: the same in seconds from now, should the machine's clock be wrong;
-- ``MILLRACE_OWNER_URL``: an object that the owner overwrites while it lives; it says ``left`` when
-  the machine is to stay without one;
-- ``MILLRACE_SILENCE``: seconds without a change of it after which the owner is gone;
-- ``MILLRACE_VAST_URL``, ``CONTAINER_ID``: how the machine destroys itself.
+- ``MILLRACE_UNTIL``: deadline of the machine, in seconds since 1970;
+- ``MILLRACE_LIFETIME``: lifetime in seconds, in case the machine's clock is wrong;
+- ``MILLRACE_OWNER_URL``: object that the owner overwrites while it lives. Its content is ``left``
+  if the machine is detached;
+- ``MILLRACE_SILENCE``: seconds without a change of that object after which the owner is lost;
+- ``MILLRACE_VAST_URL``, ``CONTAINER_ID``: address of the API, and number of the machine.
 
 The machine's API key comes over standard input. It is in no environment, and the kernel shows the
 memory of this process to root with ``CAP_SYS_PTRACE`` only.
@@ -24,30 +24,30 @@ import time
 import urllib.request
 from collections.abc import Mapping
 
-LEFT = b"left"
-_LOOK = 15.0  # seconds between two looks
-_PAUSE = 5.0  # seconds between two tries to destroy
-_AGAIN = 10.0  # seconds until a watch that has failed begins again
-_DUMPABLE = 4  # PR_SET_DUMPABLE, prctl(2)
+DETACHED = b"left"
+_POLL_INTERVAL = 15.0  # seconds between two reads of the owner's object
+_DESTROY_INTERVAL = 5.0  # seconds between two tries to destroy
+_RESTART_DELAY = 10.0  # seconds until a failed watch starts again
+_PR_SET_DUMPABLE = 4  # PR_SET_DUMPABLE, prctl(2)
 
 
-def owner(url: str) -> bytes | None:
-    """Return what the owner has last written; None if it cannot be read now."""
+def read_owner(url: str) -> bytes | None:
+    """Return the content that the owner wrote last; None if it cannot be read now."""
     try:
         with urllib.request.urlopen(url, timeout=30) as answer:
             return answer.read(1000)
-    except Exception:  # noqa: BLE001 - whatever it is, the machine has to be watched on
+    except Exception:  # noqa: BLE001 - the watch continues after any error
         return None
 
 
-def hide() -> None:
-    """Keep other processes of this user from this one's memory, and from what it has open."""
-    with contextlib.suppress(Exception):  # without, the machine is still watched
-        ctypes.CDLL(None).prctl(_DUMPABLE, 0, 0, 0, 0)
+def protect_memory() -> None:
+    """Hide the memory and the open files of this process from other processes of its user."""
+    with contextlib.suppress(Exception):  # the watch also works without this protection
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def destroy(env: Mapping[str, str], key: str) -> None:
-    """Ask until it is done: then this process is gone too."""
+    """Ask the API to destroy this machine until this process ends with it."""
     url = f"{env['MILLRACE_VAST_URL']}/api/v0/instances/{env['CONTAINER_ID']}/"
     headers = {
         "Authorization": f"Bearer {key}",
@@ -55,40 +55,40 @@ def destroy(env: Mapping[str, str], key: str) -> None:
     }
     while True:
         try:
-            ask = urllib.request.Request(url, data=b"{}", headers=headers, method="DELETE")
-            urllib.request.urlopen(ask, timeout=60).close()
-        except Exception as error:  # noqa: BLE001 - it is asked until it is done
+            request = urllib.request.Request(url, data=b"{}", headers=headers, method="DELETE")
+            urllib.request.urlopen(request, timeout=60).close()
+        except Exception as error:  # noqa: BLE001 - the next try follows
             print("could not destroy this machine:", error, flush=True)
-        time.sleep(_PAUSE)
+        time.sleep(_DESTROY_INTERVAL)
 
 
 def watch(env: Mapping[str, str], began: float) -> str:
-    """Wait until the machine has to go; return why.
+    """Wait until the machine has to be destroyed; return the reason.
 
     Args:
-        env: The environment.
-        began: When the machine was first watched, by the monotonic clock.
+        env: Environment of this process.
+        began: Start of the first watch, by the monotonic clock.
     """
-    lifetime, silence = float(env["MILLRACE_LIFETIME"]), float(env["MILLRACE_SILENCE"])
-    until, url = float(env["MILLRACE_UNTIL"]), env["MILLRACE_OWNER_URL"]
-    heard = time.monotonic()
-    last: bytes | None = None
+    lifetime, owner_timeout = float(env["MILLRACE_LIFETIME"]), float(env["MILLRACE_SILENCE"])
+    deadline, url = float(env["MILLRACE_UNTIL"]), env["MILLRACE_OWNER_URL"]
+    last_change = time.monotonic()
+    last_content: bytes | None = None
     while True:
         now = time.monotonic()
-        if now - began >= lifetime or time.time() >= until:
+        if now - began >= lifetime or time.time() >= deadline:
             return "its time is over"
-        said = owner(url)
-        if said is not None and (said != last or said == LEFT):
-            last, heard = said, now
-        if now - heard >= silence:
+        content = read_owner(url)
+        if content is not None and (content != last_content or content == DETACHED):
+            last_content, last_change = content, now
+        if now - last_change >= owner_timeout:
             return "its owner was not heard of"
-        left = min(lifetime - (now - began), until - time.time())
-        time.sleep(max(0.1, min(_LOOK, silence / 4, left)))
+        remaining = min(lifetime - (now - began), deadline - time.time())
+        time.sleep(max(0.1, min(_POLL_INTERVAL, owner_timeout / 4, remaining)))
 
 
 def main() -> None:
-    """Watch in a child process, and again in another one should that fail."""
-    hide()
+    """Watch in a child process; start another child if one fails."""
+    protect_memory()
     key, began = sys.stdin.read().strip(), time.monotonic()
     while True:
         child = os.fork()
@@ -96,12 +96,12 @@ def main() -> None:
             try:
                 print("this machine is destroyed:", watch(os.environ, began), flush=True)
                 destroy(os.environ, key)
-            except Exception as error:  # noqa: BLE001 - whatever it is, another child goes on
+            except Exception as error:  # noqa: BLE001 - another child continues after any error
                 print("the watch has failed:", repr(error), flush=True)
             finally:
                 os._exit(1)
         os.waitpid(child, 0)
-        time.sleep(_AGAIN)
+        time.sleep(_RESTART_DELAY)
 
 
 if __name__ == "__main__":

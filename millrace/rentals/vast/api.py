@@ -1,9 +1,9 @@
-"""Vast.ai's API through its own SDK, at a pace that it allows, and with errors that say what to do.
+"""Client of Vast.ai's API: its SDK with rate limits, safe retries and clear errors.
 
-The SDK sends each request once: it would also send again what may have rented a machine, and waits
-less between tries than the API asks for. What may be sent again is sent again here.
+The SDK's own retries are off: they would repeat create requests, which may have rented a machine,
+and wait less than the API requires. This client repeats the requests that are safe to repeat.
 
-Sources: https://docs.vast.ai/api-reference, and what the API was seen to answer.
+Sources: https://docs.vast.ai/api-reference, and observed answers of the API.
 """
 
 import random
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from pydantic import SecretStr
 
 from millrace import errors
-from millrace.digest import sha256
+from millrace.digest import compute_sha256
 from millrace.rentals.clock import Clock, SystemClock
 from millrace.rentals.vast.instances import Instance
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_PATIENCE = timedelta(minutes=2)
-_TIMEOUT = 60.0  # seconds without an answer
-_DESTROY_TIMEOUT = 20.0  # the same of a destroy: whoever gives many back goes on with the next
-_PARTLY = 5.0  # seconds until a list that came in part is asked for again
-_CREDIT = re.compile(r"credit|billing|balance", re.IGNORECASE)
+_RETRY_TIMEOUT = timedelta(minutes=2)
+_REQUEST_TIMEOUT = 60.0  # seconds until a request without an answer fails
+_DESTROY_TIMEOUT = 20.0  # shorter for destroy requests, so that one does not delay the others
+_PARTIAL_LIST_DELAY = 5.0  # seconds until an incomplete list is requested again
+_CREDIT_PATTERN = re.compile(r"credit|billing|balance", re.IGNORECASE)
 
 
-class Call(StrEnum):
+class RequestKind(StrEnum):
     """Kind of a request to the API, for its pace."""
 
     SEARCH = "search"
@@ -44,73 +44,75 @@ class Call(StrEnum):
     USER = "user"
 
 
-_INTERVALS = {  # seconds between two requests, by the API's thresholds
-    Call.SEARCH: 6.0,
-    Call.CREATE: 4.5,
-    Call.LIST: 1.0,
-    Call.DESTROY: 3.0,
-    Call.USER: 1.0,
+_INTERVALS = {  # seconds between two requests, by the thresholds of the API
+    RequestKind.SEARCH: 6.0,
+    RequestKind.CREATE: 4.5,
+    RequestKind.LIST: 1.0,
+    RequestKind.DESTROY: 3.0,
+    RequestKind.USER: 1.0,
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Created:
+class CreatedInstance:
     """Result of a create.
 
     Attributes:
-        instance: The number of the machine that there is now, and that is billed.
-        refused: Why it will never run, though there is one: a bid that is too low.
+        instance_id: Number of the machine, which is billed.
+        refusal: Reason why the machine will never run, such as a bid that is too low.
     """
 
-    instance: int
-    refused: str = ""
+    instance_id: int
+    refusal: str = ""
 
 
 @dataclass(slots=True)
-class _Pace:
+class _RequestPacer:
     """Times at which each kind of request may be sent next."""
 
     clock: Clock
-    free: dict[Call, float] = field(default_factory=dict[Call, float])
+    next_times: dict[RequestKind, float] = field(default_factory=dict[RequestKind, float])
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def wait(self, call: Call) -> None:
+    def wait(self, kind: RequestKind) -> None:
         with self.lock:
-            now = self.clock.elapsed()
-            at = max(now, self.free.get(call, now))
-            self.free[call] = at + _INTERVALS[call]
-        if at > now:
-            self.clock.sleep(at - now)
+            now = self.clock.monotonic()
+            send_at = max(now, self.next_times.get(kind, now))
+            self.next_times[kind] = send_at + _INTERVALS[kind]
+        if send_at > now:
+            self.clock.sleep(send_at - now)
 
-    def push(self, call: Call, seconds: float) -> None:
-        """Nobody asks this for a while: we were told that it is too often."""
+    def delay(self, kind: RequestKind, seconds: float) -> None:
+        """Delay requests of a kind after the API has refused one as too frequent."""
         with self.lock:
-            self.free[call] = max(self.free.get(call, 0.0), self.clock.elapsed() + seconds)
+            self.next_times[kind] = max(
+                self.next_times.get(kind, 0.0), self.clock.monotonic() + seconds
+            )
 
 
-class _Again(Exception):  # noqa: N818 - no fault: it is tried again
-    """A request that failed for now.
+class _RetryableError(Exception):
+    """Request that failed temporarily.
 
     Args:
-        said: How.
-        done: Whether it may have been done.
+        message: Description of the failure.
+        may_have_succeeded: Whether the API may have executed the request.
     """
 
-    def __init__(self, said: str, *, done: bool) -> None:
-        super().__init__(said)
-        self.done = done
+    def __init__(self, message: str, *, may_have_succeeded: bool) -> None:
+        super().__init__(message)
+        self.may_have_succeeded = may_have_succeeded
 
 
-def sdk_of(key: SecretStr, url: str | None, **options: Any) -> "VastAI":
-    """Vast's own SDK, signed in.
+def make_sdk_client(key: SecretStr, url: str | None, **options: Any) -> "VastAI":
+    """Return a client of Vast's own SDK.
 
     Args:
-        key: The account's API key.
-        url: Another address of the API.
-        **options: As `vastai.VastAI` takes them.
+        key: API key of the account.
+        url: URL of the API; by default Vast's.
+        **options: Options of `vastai.VastAI`.
 
     Raises:
-        ConfigurationError: It is not installed.
+        ConfigurationError: The SDK is not installed.
     """
     try:
         from vastai import VastAI  # pyright: ignore[reportMissingTypeStubs]  # noqa: PLC0415
@@ -121,14 +123,14 @@ def sdk_of(key: SecretStr, url: str | None, **options: Any) -> "VastAI":
     return VastAI(api_key=key.get_secret_value(), server_url=url, **options)
 
 
-class Vast:
-    """The account that pays.
+class VastClient:
+    """Client of an account at Vast.ai.
 
     Args:
-        key: Its API key.
-        url: Another address of the API.
-        clock: By which requests are paced.
-        patience: How long a request is tried again before its error is raised.
+        key: API key of the account.
+        url: URL of the API; by default Vast's.
+        clock: Clock that paces the requests.
+        retry_timeout: Time in which a request is repeated before its error is raised.
 
     Raises:
         ConfigurationError: The SDK is not installed.
@@ -140,125 +142,129 @@ class Vast:
         url: str | None = None,
         *,
         clock: Clock | None = None,
-        patience: timedelta = _PATIENCE,
+        retry_timeout: timedelta = _RETRY_TIMEOUT,
     ) -> None:
         self._key = key
-        self._sdk: Any = sdk_of(key, url, retry=1, quiet=True)
-        self._sdk.client.timeout = _TIMEOUT
-        self._destroying: Any = sdk_of(key, url, retry=1, quiet=True)
-        self._destroying.client.timeout = _DESTROY_TIMEOUT
+        self._sdk: Any = make_sdk_client(key, url, retry=1, quiet=True)
+        self._sdk.client.timeout = _REQUEST_TIMEOUT
+        self._destroy_sdk: Any = make_sdk_client(key, url, retry=1, quiet=True)
+        self._destroy_sdk.client.timeout = _DESTROY_TIMEOUT
         self._identity = ""
         self.url: str = self._sdk.client.server_url
-        """The API's address, which machines ask too."""
+        """URL of the API, which machines also use."""
         self.clock = clock or SystemClock()
-        self._pace = _Pace(self.clock)
-        self._patience = patience.total_seconds()
+        self._pacer = _RequestPacer(self.clock)
+        self._retry_timeout = retry_timeout.total_seconds()
 
-    def identity(self) -> str:
-        """Return what tells this account from others, whichever of its keys is used.
+    def identify_account(self) -> str:
+        """Return an identity of this account, equal for all of its keys.
 
-        A key that may not read its account's number is told by its digest.
+        For a key that may not read the account's number, the identity is the key's digest.
 
         Raises:
             UnavailableError: The API does not answer.
         """
         if not self._identity:
             try:
-                user = self._patiently(Call.USER, self._sdk.show_user)
+                user = self._send_with_retries(RequestKind.USER, self._sdk.show_user)
                 self._identity = f"user-{int(user['id'])}"
             except (errors.ConfigurationError, errors.DeniedError, KeyError, TypeError, ValueError):
-                self._identity = f"key-{sha256(self._key.get_secret_value().encode())[:16]}"
+                self._identity = f"key-{compute_sha256(self._key.get_secret_value().encode())[:16]}"
         return self._identity
 
-    def search(
-        self, filters: Mapping[str, Any], *, kind: str, disk: float, limit: int
+    def search_offers(
+        self, filters: Mapping[str, Any], *, offer_type: str, disk: float, limit: int
     ) -> list[dict[str, Any]]:
-        """Offers, cheapest first.
+        """Return offers, the cheapest first.
 
         Args:
-            filters: By field, each an operator and a value: ``{"num_gpus": {"eq": 1}}``. No
-                other is added.
-            kind: ``on-demand`` or ``bid``.
-            disk: GB that prices are to hold.
-            limit: The most offers.
+            filters: Operators and values by field, such as ``{"num_gpus": {"eq": 1}}``. The SDK's
+                default filters are off.
+            offer_type: ``on-demand`` or ``bid``.
+            disk: Size of the disk that the prices include, in GB.
+            limit: Largest number of offers.
 
         Raises:
-            UnavailableError: The API does not answer, or the day's searches are used up.
-            DeniedError: It does not know the key.
+            UnavailableError: The API does not answer, or the day's quota of searches is used up.
+            DeniedError: The API does not know the key.
         """
 
-        def ask() -> list[dict[str, Any]]:
+        def send() -> list[dict[str, Any]]:
             found: Any = self._sdk.search_offers(
-                query={**filters}, type=kind, order="dph_total", limit=limit, storage=disk,
+                query={**filters}, type=offer_type, order="dph_total", limit=limit, storage=disk,
                 no_default=True,
             )  # fmt: skip
             return [{**row} for row in found]
 
-        return self._patiently(Call.SEARCH, ask)
+        return self._send_with_retries(RequestKind.SEARCH, send)
 
-    def create(self, offer: int, **body: Any) -> Created:
-        """Take an offer. Sent once: whoever gets no answer looks for the label.
+    def create_instance(self, offer: int, **body: Any) -> CreatedInstance:
+        """Take an offer. The request is sent once: without an answer, search for the label.
 
         Args:
-            offer: The ask's number.
-            **body: As `vastai.VastAI.create_instance` takes it.
+            offer: Number of the offer.
+            **body: Arguments of `vastai.VastAI.create_instance`.
 
         Raises:
-            NotFoundError: The offer is gone: take another.
-            UnavailableError: It is not known whether there is a machine now.
+            NotFoundError: The offer is gone.
+            UnavailableError: There is no answer, and the machine may exist.
             BudgetError: The account has no credit.
-            ConfigurationError, DeniedError: It is refused, and always will be.
+            ConfigurationError, DeniedError: The request is refused permanently.
         """
 
-        def ask() -> Created:
+        def send() -> CreatedInstance:
             import requests  # noqa: PLC0415
 
             try:
                 answer: Any = self._sdk.create_instance(offer, cancel_unavail=True, **body)
                 status = 200
             except requests.HTTPError as error:
-                answer, status = _body(error), getattr(error.response, "status_code", 0)
-            told: dict[str, Any] = {**answer} if isinstance(answer, dict) else {}
-            number, said = told.get("new_contract"), _said(answer)
-            if number is None:
-                return self._refused(status, answer, said)
-            fine = status == 200 and told.get("success") is True
-            return Created(int(number), "" if fine else said or "it was refused")
+                answer, status = _read_body(error), getattr(error.response, "status_code", 0)
+            fields: dict[str, Any] = {**answer} if isinstance(answer, dict) else {}
+            instance_id, message = fields.get("new_contract"), _extract_message(answer)
+            if instance_id is None:
+                return self._raise_for_answer(status, answer, message)
+            is_success = status == 200 and fields.get("success") is True
+            return CreatedInstance(
+                int(instance_id), "" if is_success else message or "it was refused"
+            )
 
-        return self._patiently(Call.CREATE, ask, again=False)
+        return self._send_with_retries(RequestKind.CREATE, send, is_idempotent=False)
 
-    def instances(self) -> list[Instance]:
-        """All machines of the account.
+    def list_instances(self) -> list[Instance]:
+        """Return all machines of the account.
 
         Raises:
-            UnavailableError: The list cannot be read whole: then nobody knows what is rented.
+            UnavailableError: The list cannot be read completely.
             DeniedError: The API does not know the key.
         """
-        end = self.clock.elapsed() + self._patience
-        while (found := self._listed()) is None:
-            if self.clock.elapsed() >= end:
+        end = self.clock.monotonic() + self._retry_timeout
+        while (found := self._list_pages()) is None:
+            if self.clock.monotonic() >= end:
                 raise errors.UnavailableError(
                     "Vast.ai's list of instances came in part: what is rented is not known. Ask "
                     "again."
                 )
-            self._pace.push(Call.LIST, _PARTLY)
+            self._pacer.delay(RequestKind.LIST, _PARTIAL_LIST_DELAY)
         return found
 
-    def _listed(self) -> list[Instance] | None:
-        """All machines, over all pages; None if some are missing."""
+    def _list_pages(self) -> list[Instance] | None:
+        """Return the machines of all pages; None if some are missing."""
         found: dict[int, Instance] = {}
         token, seen = "", set[str]()
         while token not in seen:
             seen.add(token)
-            page = self._patiently(Call.LIST, lambda token=token: self._page(token))
+            page = self._send_with_retries(
+                RequestKind.LIST, lambda token=token: self._fetch_page(token)
+            )
             found |= {one.id: one for one in page["instances"]}
             token = str(page.get("next_token") or "")
             if not token:
-                whole = len(found) >= page["total"]
-                return list(found.values()) if whole else None
-        return None  # its pages go round
+                is_complete = len(found) >= page["total"]
+                return list(found.values()) if is_complete else None
+        return None  # the pages form a cycle
 
-    def _page(self, token: str) -> dict[str, Any]:
+    def _fetch_page(self, token: str) -> dict[str, Any]:
         query: dict[str, Any] = {
             "select_filters": {},
             "order_by": [{"col": "id", "dir": "asc"}],
@@ -268,121 +274,130 @@ class Vast:
             query["after_token"] = token
         page: Any = self._sdk.show_instances_v1(query)
         if page.get("success", True) is not True:
-            said = _said(page) or "it does not say why"
-            raise _Again(f"the list is refused ({self._safe(said)})", done=True)
+            message = _extract_message(page) or "it does not say why"
+            raise _RetryableError(
+                f"the list is refused ({self._redact(message)})", may_have_succeeded=True
+            )
         rows, total = page["instances"], int(page["total_instances"])
         if not isinstance(rows, list) or total < 0:  # an empty object would be no rows
             raise TypeError("instances")
-        instances = [Instance.of(row) for row in rows]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        instances = [Instance.from_row(row) for row in rows]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
         return {**page, "instances": instances, "total": total}
 
-    def destroy(self, instance: int) -> None:
-        """Ask once to destroy a machine. One that is gone is a success; the listing tells.
+    def destroy_instance(self, instance_id: int) -> None:
+        """Send one request to destroy a machine. A machine that is gone is a success.
 
         Raises:
             UnavailableError: The API does not answer.
-            DeniedError: It is not this account's.
+            DeniedError: The machine belongs to another account.
         """
 
-        def ask() -> None:
-            answer: Any = self._destroying.destroy_instance(instance)
+        def send() -> None:
+            answer: Any = self._destroy_sdk.destroy_instance(instance_id)
             if answer.get("success") is not True:
-                self._refused(200, answer, _said(answer))
+                self._raise_for_answer(200, answer, _extract_message(answer))
 
         try:
-            self._patiently(Call.DESTROY, ask, again=False)
+            self._send_with_retries(RequestKind.DESTROY, send, is_idempotent=False)
         except errors.NotFoundError:
             return
 
-    def credit(self) -> float:
-        """Dollars that the account has.
+    def read_credit(self) -> float:
+        """Return the credit of the account, in dollars.
 
         Raises:
-            UnavailableError, DeniedError: It cannot be asked.
+            UnavailableError: The API does not answer.
+            DeniedError: The API does not know the key.
         """
 
-        def ask() -> float:
+        def send() -> float:
             user: Any = self._sdk.show_user()
             return float(user["credit"])
 
-        return self._patiently(Call.USER, ask)
+        return self._send_with_retries(RequestKind.USER, send)
 
-    def _patiently(self, call: Call, ask: Callable[[], T], *, again: bool = True) -> T:
-        """Ask until there is an answer, or patience ends."""
-        end = self.clock.elapsed() + self._patience
-        pause = _INTERVALS[call]
+    def _send_with_retries(
+        self, kind: RequestKind, send: Callable[[], T], *, is_idempotent: bool = True
+    ) -> T:
+        """Send a request until an answer arrives, or the retry timeout has passed."""
+        end = self.clock.monotonic() + self._retry_timeout
+        pause = _INTERVALS[kind]
         while True:
-            self._pace.wait(call)
+            self._pacer.wait(kind)
             try:
-                return self._asked(ask)
-            except _Again as error:
-                left = end - self.clock.elapsed()
-                if left <= 0 or (error.done and not again):
+                return self._send_once(send)
+            except _RetryableError as error:
+                remaining = end - self.clock.monotonic()
+                if remaining <= 0 or (error.may_have_succeeded and not is_idempotent):
                     raise errors.UnavailableError(
-                        f"Vast.ai does not answer to {call}: {error}."
+                        f"Vast.ai does not answer to {kind}: {error}."
                     ) from error.__cause__
-                self._pace.push(call, min(left, pause * random.uniform(0.5, 1.0)))
+                self._pacer.delay(kind, min(remaining, pause * random.uniform(0.5, 1.0)))
                 pause *= 2
 
-    def _asked(self, ask: Callable[[], T]) -> T:
-        """Ask once."""
+    def _send_once(self, send: Callable[[], T]) -> T:
+        """Send a request once."""
         import requests  # noqa: PLC0415
 
         try:
-            return ask()
+            return send()
         except requests.HTTPError as error:
-            body = _body(error)
-            self._refused(getattr(error.response, "status_code", 0), body, _said(body))
+            body = _read_body(error)
+            self._raise_for_answer(
+                getattr(error.response, "status_code", 0), body, _extract_message(body)
+            )
         except requests.RequestException as error:
-            # Whether it is done is not known: also an answer may have been lost.
-            raise _Again(self._safe(type(error).__name__), done=True) from error
+            # The API may have executed the request, since its answer may be lost.
+            raise _RetryableError(
+                self._redact(type(error).__name__), may_have_succeeded=True
+            ) from error
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise _Again(
-                f"its answer cannot be read ({type(error).__name__})", done=True
+            raise _RetryableError(
+                f"its answer cannot be read ({type(error).__name__})", may_have_succeeded=True
             ) from error
 
-    def _refused(self, status: int, body: Any, said: str) -> NoReturn:
-        """Raise what an answer means that is none.
+    def _raise_for_answer(self, status: int, body: Any, message: str) -> NoReturn:
+        """Raise the error that an unsuccessful answer means.
 
         Raises:
-            _Again: It may pass.
+            _RetryableError: The request can be repeated.
         """
         code = str(body.get("error") or "") if isinstance(body, Mapping) else ""  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
-        said = self._safe(said or code or f"status {status}")
+        message = self._redact(message or code or f"status {status}")
         if status == 429:
             if code == "search_quota_exceeded":
                 raise errors.UnavailableError(
                     "Vast.ai allows no more searches today: they begin anew at midnight UTC."
                 )
-            raise _Again(said, done=False)
+            raise _RetryableError(message, may_have_succeeded=False)
         if status >= 500 or status == 408:
-            raise _Again(f"{said} (status {status})", done=True)
+            raise _RetryableError(f"{message} (status {status})", may_have_succeeded=True)
         if code == "auth_error" or status == 401:
             raise errors.DeniedError(
-                f"Vast.ai does not know the API key ({said}): take one of the account's page of "
+                f"Vast.ai does not know the API key ({message}): take one of the account's page of "
                 "keys."
             )
-        if "no_such" in f"{code} {said}" or code == "not_found":
-            raise errors.NotFoundError(f"Vast.ai has none of it any more: {said}.")
-        if status == 411 or _CREDIT.search(f"{code} {said}"):
-            raise errors.BudgetError(f"The Vast.ai account cannot pay ({said}): add credit.")
-        if status in {0, 200} or not code:  # done or not: it does not say, or a proxy does
-            raise _Again(f"{said} (status {status})", done=True)
+        if "no_such" in f"{code} {message}" or code == "not_found":
+            raise errors.NotFoundError(f"Vast.ai has none of it any more: {message}.")
+        if status == 411 or _CREDIT_PATTERN.search(f"{code} {message}"):
+            raise errors.BudgetError(f"The Vast.ai account cannot pay ({message}): add credit.")
+        if status in {0, 200} or not code:  # the answer is ambiguous, or comes from a proxy
+            raise _RetryableError(f"{message} (status {status})", may_have_succeeded=True)
         if status == 403:
-            raise errors.DeniedError(f"Vast.ai does not allow it: {said}.")
+            raise errors.DeniedError(f"Vast.ai does not allow it: {message}.")
         if status == 410:
             raise errors.ConfigurationError(
-                f"Vast.ai has given this request up ({said}): install a newer vastai."
+                f"Vast.ai has given this request up ({message}): install a newer vastai."
             )
-        raise errors.ConfigurationError(f"Vast.ai refuses it: {said}.")
+        raise errors.ConfigurationError(f"Vast.ai refuses it: {message}.")
 
-    def _safe(self, text: str) -> str:
-        """Return a text in one line, without the key."""
+    def _redact(self, text: str) -> str:
+        """Return a text in one line, without the API key."""
         return " ".join(text.replace(self._key.get_secret_value(), "[key]").split())[:500]
 
 
-def _body(error: Any) -> Any:
-    """Return the body of an answer that the SDK has refused."""
+def _read_body(error: Any) -> Any:
+    """Return the body of an answer for which the SDK raised an error."""
     if error.response is None:
         return ""
     try:
@@ -391,11 +406,11 @@ def _body(error: Any) -> Any:
         return error.response.text
 
 
-def _said(body: Any) -> str:
-    """Return the text of an answer."""
+def _extract_message(body: Any) -> str:
+    """Return the message in the body of an answer; empty if there is none."""
     if isinstance(body, str):
         return body
     if not isinstance(body, Mapping):
         return ""
-    words = [str(body[name]) for name in ("msg", "detail", "message", "error") if body.get(name)]  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
-    return words[0] if words else ""
+    messages = [str(body[name]) for name in ("msg", "detail", "message", "error") if body.get(name)]  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+    return messages[0] if messages else ""

@@ -1,4 +1,4 @@
-"""A rented machine, as Vast.ai describes it.
+"""Rented machine, as Vast.ai describes it.
 
 Source: https://docs.vast.ai/api-reference/instances (fields may be null at any time).
 """
@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-IDENTITY = 70_000
-"""From this on, a port that is asked for is drawn, and the same inside and outside."""
-_SSH = 22
-_DEAD = {"exited", "unknown", "offline"}  # while it comes up: from none of them it ever does
-_FATAL = re.compile(
+IDENTITY_PORT = 70_000
+"""Lowest number that requests an identity port: a random port, equal inside and outside."""
+_SSH_PORT = 22
+_FAILED_STATUSES = {"exited", "unknown", "offline"}  # a machine with these never starts
+_FATAL_MESSAGE = re.compile(
     r"OCI runtime create failed|Error response from daemon|failed to (?:pull|register) "
     r"|manifest (?:unknown|for .* not found)|no space left on device",
     re.IGNORECASE,
@@ -23,43 +23,43 @@ _FATAL = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A machine of the account's.
+    """Machine of the account.
 
     Attributes:
-        id: Its number: that of the contract.
-        label: As it was rented under.
-        machine: The host behind it.
+        id: Number of the contract.
+        label: Label of the machine.
+        machine_id: Number of the host.
         status: ``created``, ``loading``, ``running``, ``exited``, ...; ``created`` while null.
-        states: What it is, is meant to be, and will be.
-        message: What the host says.
-        dph: Dollars an hour.
-        is_bid: Whether it goes to whoever pays more.
-        address: Its public IP address, if it has one by now.
-        ports: By what the container listens on (``8080/tcp``): the port that others reach.
+        states: Current, intended and next state.
+        message: Message of the host.
+        hourly_price: Dollars an hour.
+        is_interruptible: Whether a higher bid can take the machine.
+        address: Public IP address; empty while there is none.
+        ports: Public ports by the container's ports, such as ``8080/tcp``.
     """
 
     id: int
     label: str
-    machine: int
+    machine_id: int
     status: str
     states: tuple[str, str, str]
     message: str
-    dph: float
-    is_bid: bool
+    hourly_price: float
+    is_interruptible: bool
     address: str
     ports: Mapping[str, int]
 
     @classmethod
-    def of(cls, row: Mapping[str, Any]) -> "Instance":
-        """Read a row of the listing: strictly its number, the rest as far as it can be read.
+    def from_row(cls, row: Mapping[str, Any]) -> "Instance":
+        """Read a row of the listing. Its number is required; other invalid fields get defaults.
 
         Raises:
-            TypeError, ValueError, KeyError, AttributeError: It is none.
+            TypeError, ValueError, KeyError, AttributeError: The row has no valid number.
         """
         return cls(
             id=int(row["id"]),
             label=str(row.get("label") or ""),
-            machine=int(_number(row.get("machine_id"))),
+            machine_id=int(_parse_number(row.get("machine_id"))),
             status=str(row.get("actual_status") or "created"),
             states=(
                 str(row.get("cur_state") or ""),
@@ -67,58 +67,58 @@ class Instance:
                 str(row.get("next_state") or ""),
             ),
             message=str(row.get("status_msg") or "").strip(),
-            dph=_number(row.get("dph_total")),
-            is_bid=bool(row.get("is_bid")),
+            hourly_price=_parse_number(row.get("dph_total")),
+            is_interruptible=bool(row.get("is_bid")),
             address=str(row.get("public_ipaddr") or "").strip(),
-            ports=_ports(row["ports"] if isinstance(row.get("ports"), Mapping) else {}),
+            ports=_parse_ports(row["ports"] if isinstance(row.get("ports"), Mapping) else {}),
         )
 
     @property
-    def running(self) -> bool:
-        """True if its container runs."""
+    def is_running(self) -> bool:
+        """True if the container runs."""
         return self.status == "running"
 
     @property
-    def stopped(self) -> bool:
-        """True if it was stopped by another: outbid, or the account has no credit left."""
+    def is_stopped(self) -> bool:
+        """True if the provider stopped the machine, for a higher bid or for missing credit."""
         return set(self.states) == {"stopped"}
 
     @property
-    def outbid(self) -> bool:
+    def is_outbid(self) -> bool:
         """True if another client pays more."""
-        return self.is_bid and self.stopped
+        return self.is_interruptible and self.is_stopped
 
-    def reached_at(self, port: int) -> str:
-        """Return ``host:port`` at which others reach what the container listens on.
-
-        Empty if there is none.
+    def find_address(self, port: int) -> str:
+        """Return the ``host:port`` at which a port of the container is reached; empty if none.
 
         Args:
-            port: That it was rented with; from 70000 on it stands for one that is the same inside
-                and outside, which the container finds in ``VAST_TCP_PORT_…``.
+            port: Port that the machine was rented with. From 70000 on, it stands for an identity
+                port, whose number the container finds in ``VAST_TCP_PORT_…``.
         """
-        if port < IDENTITY:
-            outside = self.ports.get(f"{port}/tcp")
+        if port < IDENTITY_PORT:
+            public_port = self.ports.get(f"{port}/tcp")
         else:
-            same = [out for name, out in self.ports.items() if name == f"{out}/tcp" and out != _SSH]
-            outside = same[0] if len(same) == 1 else None
-        return f"{self.address}:{outside}" if self.address and outside else ""
+            identity_ports = [
+                out for name, out in self.ports.items() if name == f"{out}/tcp" and out != _SSH_PORT
+            ]
+            public_port = identity_ports[0] if len(identity_ports) == 1 else None
+        return f"{self.address}:{public_port}" if self.address and public_port else ""
 
     @property
-    def dead(self) -> str:
-        """Reason why it will never come up; empty while it may."""
-        said = f": {self.message}" if self.message else ""
-        if self.status in _DEAD:
-            return f"the machine is {self.status}{said}"
-        if self.stopped:
-            return f"the machine was stopped{said}"
-        if not self.running and _FATAL.search(self.message):
-            return f"the machine could not start the image{said}"
+    def failure(self) -> str:
+        """Reason why the machine will never start; empty while it may start."""
+        suffix = f": {self.message}" if self.message else ""
+        if self.status in _FAILED_STATUSES:
+            return f"the machine is {self.status}{suffix}"
+        if self.is_stopped:
+            return f"the machine was stopped{suffix}"
+        if not self.is_running and _FATAL_MESSAGE.search(self.message):
+            return f"the machine could not start the image{suffix}"
         return ""
 
 
-def _ports(ports: Mapping[str, Any]) -> dict[str, int]:
-    """``{"8080/tcp": [{"HostIp": …, "HostPort": "40001"}]}``, each by its first."""
+def _parse_ports(ports: Mapping[str, Any]) -> dict[str, int]:
+    """Parse ports such as ``{"8080/tcp": [{"HostIp": …, "HostPort": "40001"}]}``."""
     found: dict[str, int] = {}
     for name, hosts in ports.items():
         with contextlib.suppress(AttributeError, IndexError, KeyError, TypeError, ValueError):
@@ -126,8 +126,8 @@ def _ports(ports: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
-def _number(value: Any) -> float:
-    """Return a number; 0 for what is none: one field must not make all the list unreadable."""
+def _parse_number(value: Any) -> float:
+    """Return a number; 0 if it is invalid, so that one field does not make the list unreadable."""
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -151,5 +151,5 @@ def _translate_errors() -> Generator[None]:
         OverflowError,
     ) as error:
         raise errors.ArchiveError(
-            f"The archive is damaged, or no zip: {errors.one_line(error).rstrip('.')}."
+            f"The archive is damaged, or no zip: {errors.format_error(error).rstrip('.')}."
         ) from error

@@ -1,4 +1,4 @@
-"""Sources give every row once, however they are cut, from any cursor, or stop."""
+"""Sources give every row once, however they are divided, from any cursor, or stop."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace import PipelineSettings, errors, run_pipeline
-from millrace.datasets.sources import SourceKind, SourceSettings, cut, open_source
+from millrace.datasets.sources import SourceKind, SourceSettings, open_source, partition_source
 from millrace.keys import DatasetKeys
 from millrace.schemas.sample import BadRow, Sample
 from millrace.storage import create, delete, open_store, put
@@ -21,21 +21,22 @@ KEYS = DatasetKeys("d")
 
 
 def rows_of(
-    source_settings, store, *, split_bytes=1 << 20, split_files=10_000, seed=0, holdout=0.0
+    source_settings, store, *, partition_bytes=1 << 20, partition_files=10_000, seed=0, holdout=0.0
 ):
-    """Cut a source, and read every split of it: partition → rows."""
+    """Divide a source, and read all its partitions: split → rows."""
     dataset = open_store(f"memory://{secrets.token_hex(8)}")
-    pieces = cut(
+    partitioned = partition_source(
         source_settings, store, KEYS,
-        split_bytes=split_bytes, split_files=split_files, seed=seed, holdout=holdout,
+        partition_bytes=partition_bytes, partition_files=partition_files, seed=seed,
+        holdout=holdout,
     )  # fmt: skip
-    for key, body in pieces.listings.items():
+    for key, body in partitioned.listings.items():
         create(dataset, key, body)
-    source = open_source(pieces.record, store, dataset)
+    source = open_source(partitioned.record, store, dataset)
     rows = {}
-    for split in pieces.splits:
-        rows.setdefault(split.partition, []).extend(source.rows(split.piece, 0))
-    return pieces, source, rows
+    for partition in partitioned.partitions:
+        rows.setdefault(partition.split, []).extend(source.iterate_rows(partition.source_range, 0))
+    return partitioned, source, rows
 
 
 LINES = st.lists(
@@ -50,19 +51,19 @@ LINES = st.lists(
 @settings(deadline=None, max_examples=150)
 @given(
     files=st.lists(LINES, min_size=1, max_size=3),
-    split_bytes=st.integers(5, 400),
+    partition_bytes=st.integers(5, 400),
     ending=st.sampled_from(["\n", "\r\n"]),
     last=st.booleans(),
     holdout=st.sampled_from([0.0, 0.2, 0.5]),
 )
-def test_any_cut_gives_every_line_once(files, split_bytes, ending, last, holdout):
+def test_any_cut_gives_every_line_once(files, partition_bytes, ending, last, holdout):
     store = open_store(f"memory://{secrets.token_hex(8)}")
     wanted = []
     for i, lines in enumerate(files):
         body = ending.join(lines) + (ending if last else "")
         put(store, f"{i}.jsonl", body.encode())
         wanted += [line for line in lines if line.strip()]
-    _, _, rows = rows_of(SourceSettings(), store, split_bytes=split_bytes, holdout=holdout)
+    _, _, rows = rows_of(SourceSettings(), store, partition_bytes=partition_bytes, holdout=holdout)
     found = [row for part in rows.values() for row in part]
     samples = [row for row in found if isinstance(row, Sample)]
     bad = [row.data.decode() for row in found if isinstance(row, BadRow)]
@@ -74,26 +75,27 @@ def test_any_cut_gives_every_line_once(files, split_bytes, ending, last, holdout
 
 @settings(deadline=None, max_examples=60)
 @given(LINES, st.integers(5, 200))
-def test_every_cursor_goes_on_exactly_after_its_row(lines, split_bytes):
+def test_every_cursor_goes_on_exactly_after_its_row(lines, partition_bytes):
     store = open_store(f"memory://{secrets.token_hex(8)}")
     put(store, "a.jsonl", "\n".join(lines).encode())
-    pieces, source, _ = rows_of(SourceSettings(), store, split_bytes=split_bytes)
-    for split in pieces.splits:
-        whole = list(source.rows(split.piece, 0))
+    partitioned, source, _ = rows_of(SourceSettings(), store, partition_bytes=partition_bytes)
+    for partition in partitioned.partitions:
+        whole = list(source.iterate_rows(partition.source_range, 0))
         for i, row in enumerate(whole):
-            assert list(source.rows(split.piece, row.next)) == whole[i + 1 :]
+            after = source.iterate_rows(partition.source_range, row.next_cursor)
+            assert list(after) == whole[i + 1 :]
 
 
 def test_a_holdout_is_its_share_of_the_bytes():
     store = open_store(f"memory://{secrets.token_hex(8)}")
     lines = [json.dumps({"i": i, "text": "x" * 90}) for i in range(2000)]
     put(store, "a.jsonl", "\n".join(lines).encode())
-    _, _, rows = rows_of(SourceSettings(), store, split_bytes=50_000, holdout=0.1)
+    _, _, rows = rows_of(SourceSettings(), store, partition_bytes=50_000, holdout=0.1)
     assert len(rows["val"]) == pytest.approx(200, abs=2)
     assert len(rows["val"]) + len(rows["train"]) == 2000
 
 
-def test_columns_become_fields_and_a_row_without_one_is_put_aside():
+def test_columns_become_fields_and_a_row_without_one_is_quarantined():
     store = open_store(f"memory://{secrets.token_hex(8)}")
     rows = [{"t": "é", "n": 1, "x": None}, {"t": "b"}, {"t": [1], "n": {"a": 1.5}}]
     put(store, "a.jsonl", "\n".join(map(json.dumps, rows)).encode())
@@ -128,7 +130,7 @@ def test_fields_that_readers_could_not_read_back_are_refused(columns):
         SourceSettings(columns=columns)
 
 
-def test_a_row_that_cannot_be_written_is_put_aside():
+def test_a_row_that_cannot_be_written_is_quarantined():
     store = open_store(f"memory://{secrets.token_hex(8)}")
     deep = '{"t": ' + "[" * 800 + "]" * 800 + "}"
     put(store, "a.jsonl", f'{deep}\n{{"t": 1}}\n'.encode())
@@ -142,18 +144,18 @@ def test_the_empty_objects_that_show_a_folder_are_no_samples(request):
     client = request.getfixturevalue("rgw").client(request.getfixturevalue("rgw").full)
     for marker in ("imgs/", "nothing/below/", "/"):
         client.put_object(Bucket=store.location.bucket, Key=f"below/here/{marker}", Body=b"")
-    pieces, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store)
+    partitioned, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store)
     assert [row.key for row in rows["train"]] == ["imgs/a"]
-    assert (pieces.record.files, pieces.record.markers) == (1, 3)
+    assert (partitioned.record.files, partitioned.record.markers) == (1, 3)
 
 
 def test_a_marker_whose_slash_the_store_drops_is_no_sample():
     store = open_store(f"memory://{secrets.token_hex(8)}")
     for key, data in {"imgs": b"", "imgs!": b"", "imgs/a.txt": b"1", "none": b""}.items():
         put(store, key, data)
-    pieces, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store)
+    partitioned, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store)
     assert sorted(row.key for row in rows["train"]) == ["imgs!", "imgs/a", "none"]
-    assert pieces.record.markers == 1
+    assert partitioned.record.markers == 1
 
 
 BAD_KEYS = ["a//b.txt", "/lead.txt", "c\x01d.txt", "x/../y.txt", "line\nbreak.txt"]
@@ -209,9 +211,9 @@ def test_names_that_people_have_come_back_from_webdataset(kind, request, tmp_pat
         PipelineSettings.model_validate(
             {
                 "dataset": "d",
-                "source": {"kind": "files", **store.spec.reveal()},
+                "source": {"kind": "files", **store.spec.reveal_secrets()},
                 "store": {"url": (tmp_path.parent / f"{tmp_path.name}-out").as_uri()},
-                "run": {"workers": 0},
+                "execution": {"workers": 0},
             }
         )
     )
@@ -231,13 +233,13 @@ def test_names_that_people_have_come_back_from_webdataset(kind, request, tmp_pat
     assert read_back == wanted
 
 
-def test_many_small_files_make_several_splits():
+def test_many_small_files_make_several_partitions():
     store = open_store(f"memory://{secrets.token_hex(8)}")
     for i in range(20):
         put(store, f"{i:02d}.txt", b"1")
         put(store, f"{i:02d}.json", b"{}")
-    pieces, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store, split_files=10)
-    assert [split.piece.samples for split in pieces.splits] == [5] * 4
+    partitioned, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store, partition_files=10)
+    assert [partition.source_range.samples for partition in partitioned.partitions] == [5] * 4
     assert len(rows["train"]) == 20
 
 
@@ -293,7 +295,7 @@ def test_files_that_share_their_name_are_one_sample(kind, request):
     put(store, "y.__url__", b"readers fail at it")
     put(store, "b/two.txt", b"1")
     put(store, "b/two.TXT", b"2")
-    _, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store, split_bytes=20)
+    _, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store, partition_bytes=20)
     samples = {row.key: row.fields for row in rows["train"] if isinstance(row, Sample)}
     assert samples == {
         "a/cat": {"jpg": b"jpg", "json": b"{}", "seg.png": b"png"},
@@ -313,7 +315,7 @@ def test_a_seed_shuffles_files_the_same_way_every_time(tmp_path):
         put(store, f"{i:03d}.txt", bytes(i))
     chosen = SourceSettings(kind=SourceKind.FILES)
     orders = [
-        [row.key for row in rows_of(chosen, store, split_bytes=100, seed=seed)[2]["train"]]
+        [row.key for row in rows_of(chosen, store, partition_bytes=100, seed=seed)[2]["train"]]
         for seed in (1, 1, 2, None)
     ]
     assert orders[0] == orders[1] != orders[2]
@@ -328,12 +330,12 @@ def test_a_source_that_changed_stops_the_run(kind, source_kind, change, request,
     rng = random.Random(0)
     line = json.dumps({"a": rng.random()}).encode()
     put(store, "a.jsonl", line * 3)
-    pieces = cut(
+    partitioned = partition_source(
         SourceSettings(kind=source_kind), store, KEYS,
-        split_bytes=1 << 20, split_files=10_000, seed=0, holdout=0.0,
+        partition_bytes=1 << 20, partition_files=10_000, seed=0, holdout=0.0,
     )  # fmt: skip
     dataset = open_store(f"memory://{secrets.token_hex(8)}")
-    for key, body in pieces.listings.items():
+    for key, body in partitioned.listings.items():
         create(dataset, key, body)
     match change:
         case "rewritten":
@@ -344,6 +346,6 @@ def test_a_source_that_changed_stops_the_run(kind, source_kind, change, request,
             put(store, "a.jsonl", line * 4)
         case "gone":
             assert delete(store, ["a.jsonl"]) == []
-    source = open_source(pieces.record, store, dataset)
+    source = open_source(partitioned.record, store, dataset)
     with pytest.raises(errors.ChangedError, match="has changed since the plan was made"):
-        list(source.rows(pieces.splits[0].piece, 0))
+        list(source.iterate_rows(partitioned.partitions[0].source_range, 0))

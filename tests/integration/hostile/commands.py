@@ -12,7 +12,7 @@ from typing import Any
 import click
 from click.testing import CliRunner
 
-from millrace.cleanup import name_to_type
+from millrace.cleanup import make_confirmation
 from millrace.cli import main
 from tests.integration.hostile.site import Site
 
@@ -86,18 +86,19 @@ def _url(site: Site, below: str = "") -> str:
 
 
 def _store(site: Site, below: str = "") -> Any:
-    return site.spec(below).reveal()
+    return site.spec(below).reveal_secrets()
 
 
 def _pipeline(site: Site) -> str:
     from tests.integration.hostile.flows import pipeline
 
     made = pipeline(site)
-    source = {**site.spec("src").reveal(), "kind": "jsonl", "include": ["data/*.jsonl"]}
-    cut, run = (part.model_dump(mode="json") for part in (made.cut, made.run))
+    source = {**site.spec("src").reveal_secrets(), "kind": "jsonl", "include": ["data/*.jsonl"]}
+    parts = (made.sharding, made.execution)
+    sharding, execution = (part.model_dump(mode="json") for part in parts)
     return settings(
         site, "millrace.yaml", dataset=made.dataset, source=source, store=_store(site, "dst"),
-        cut=cut, run=run,
+        sharding=sharding, execution=execution,
     )  # fmt: skip
 
 
@@ -111,7 +112,7 @@ def _rules(site: Site) -> str:
 def _audit(site: Site) -> str:
     store = _store(site)
     write = store.pop("credentials")
-    return settings(site, "audit.yaml", roles={"all": {"store": store, "write": write}})
+    return settings(site, "audit.yaml", roles={"all": {"store": store, "write_credentials": write}})
 
 
 def _prewarm(site: Site) -> str:
@@ -124,7 +125,7 @@ def _prewarm(site: Site) -> str:
 
 
 def _wipe(site: Site) -> list[str]:
-    name = name_to_type(site.store().location)
+    name = make_confirmation(site.store().location)
     return ["clean", "wipe", _url(site), "--confirm", name]
 
 

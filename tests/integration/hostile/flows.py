@@ -39,31 +39,31 @@ from millrace.checkpoints import (
     verify,
 )
 from millrace.cleanup import (
-    CleanSettings,
-    CleanVersions,
-    DeleteGather,
+    CleanupKind,
+    CleanupSettings,
+    CleanVersionsPreset,
+    DeleteGatherPreset,
     Rule,
-    What,
     abort_uploads,
     execute,
+    make_confirmation,
     make_plan,
-    name_to_type,
-    plan_wiping,
-    survey_wiping,
+    plan_wipe,
+    survey_wipe,
     wipe,
 )
 from millrace.cleanup.plans import open_plan
+from millrace.datasets import ExecutionSettings as ShardSettings
 from millrace.datasets import (
-    CutSettings,
     PipelineSettings,
-    SourcePlace,
+    ShardingSettings,
+    SourceLocation,
     collect_garbage,
     find_datasets,
+    read_status,
     shard_dataset,
-    status,
+    verify_dataset,
 )
-from millrace.datasets import ExecutionSettings as ShardSettings
-from millrace.datasets import verify as verify_shards
 from millrace.gradients import (
     AggregatorSettings,
     Codec,
@@ -120,10 +120,10 @@ def _source(site: Site) -> None:
 def pipeline(site: Site) -> PipelineSettings:
     return PipelineSettings(
         dataset="sets/words",
-        source=SourcePlace(**dict(site.spec("src")), include=["data/*.jsonl"]),
+        source=SourceLocation(**dict(site.spec("src")), include=["data/*.jsonl"]),
         store=site.spec("dst"),
-        cut=CutSettings(shard_bytes=64 << 10, split_bytes=128 << 10),
-        run=ShardSettings(workers=0),
+        sharding=ShardingSettings(shard_bytes=64 << 10, partition_bytes=128 << 10),
+        execution=ShardSettings(workers=0),
     )
 
 
@@ -140,8 +140,12 @@ def _sharded(site: Site) -> None:
 def _verify_datasets(site: Site) -> Any:
     store = site.store("dst")
     names = find_datasets(store)
-    seen = {name: _asked(lambda name=name: status(store, name).ended) for name in names}
-    checked = {name: _asked(lambda name=name: verify_shards(store, name).good) for name in names}
+    seen = {
+        name: _asked(lambda name=name: read_status(store, name).ended_partitions) for name in names
+    }
+    checked = {
+        name: _asked(lambda name=name: verify_dataset(store, name).is_intact) for name in names
+    }
     for name in names:
         site.said += [f"{name}: status {seen[name]}", f"{name}: verified {checked[name]}"]
         keys = DatasetKeys(name)
@@ -235,13 +239,16 @@ def _bucket(site: Site) -> None:
 
 
 RULES = (
-    Rule(what=(What.GRADIENTS,), version="<0.2.11", older_than=NOW),
-    Rule(what=(What.START_WINDOWS,), version="!=0.2.11", older_than=NOW),
-    Rule(what=(What.GATHERS,), keep_last=2, older_than=NOW),
-    Rule(what=(What.CHECKPOINTS,), keep_last=1, older_than=NOW),
-    Rule(what=(What.PARTS, What.ORPHANS, What.PASSING), older_than=NOW),
-    Rule(what=(What.SHARDS,), name="old", older_than=NOW),
-    Rule(what=(What.JUNK,), older_than=NOW),
+    Rule(kinds=(CleanupKind.GRADIENTS,), version="<0.2.11", older_than=NOW),
+    Rule(kinds=(CleanupKind.START_WINDOWS,), version="!=0.2.11", older_than=NOW),
+    Rule(kinds=(CleanupKind.GATHERS,), keep_last=2, older_than=NOW),
+    Rule(kinds=(CleanupKind.CHECKPOINTS,), keep_last=1, older_than=NOW),
+    Rule(
+        kinds=(CleanupKind.CHECKPOINT_ORPHANS, CleanupKind.DATASET_ORPHANS, CleanupKind.TEMPORARY),
+        older_than=NOW,
+    ),
+    Rule(kinds=(CleanupKind.DATASETS,), name="old", older_than=NOW),
+    Rule(kinds=(CleanupKind.JUNK,), older_than=NOW),
 )
 BUCKET = Reach(
     prefixes=("other/", HOSTS, "run/w1/"),
@@ -254,7 +261,7 @@ BUCKET = Reach(
 
 
 def _clean_by(site: Site, *rules: Any) -> Any:
-    config = CleanSettings(store=site.spec(), rules=rules)
+    config = CleanupSettings(store=site.spec(), rules=rules)
     plan = make_plan(config, progress=site.heard)
     with open_plan(site.store(), plan.name) as (_, entries):
         planned = sorted(entry.stat.key for entry in entries)
@@ -282,18 +289,18 @@ def _is_junk(key: str) -> bool:
 
 
 def _clean_versions(site: Site) -> Any:
-    return _clean_by(site, CleanVersions(current="0.2.11"))
+    return _clean_by(site, CleanVersionsPreset(current_version="0.2.11"))
 
 
 def _delete_gathers(site: Site) -> Any:
-    return _clean_by(site, DeleteGather(version="0.2.1"))
+    return _clean_by(site, DeleteGatherPreset(version="0.2.1"))
 
 
 def _wipe(site: Site) -> Any:
     spec = site.spec()
-    survey_wiping(spec)
-    plan = plan_wiping(spec)
-    done = wipe(spec, plan.name, confirm=name_to_type(site.store().location))
+    survey_wipe(spec)
+    plan = plan_wipe(spec)
+    done = wipe(spec, plan.name, confirm=make_confirmation(site.store().location))
     site.said += [f"{one.key}: {one.reason}" for one in done.failures]
     return [len(done.failures), [key for key in site.everything() if not key.startswith("_clean/")]]
 
@@ -311,7 +318,9 @@ def _abort(site: Site) -> Any:
 
 def _audit(site: Site) -> Any:
     spec = site.spec()
-    role = AuditedRole(store=spec.model_copy(update={"credentials": None}), write=spec.credentials)
+    role = AuditedRole(
+        store=spec.model_copy(update={"credentials": None}), write_credentials=spec.credentials
+    )
     found = audit(AuditSettings(roles={"all": role}))
     return [(one.operation, one.verdict) for one in found.findings]
 
@@ -628,11 +637,11 @@ FLOWS: dict[str, Flow] = {
         Flow("aggregate-gradients", WORKER, _first, _aggregate, GRADIENTS, count=20),
         Flow("catch-up", WORKER, _merged, _catch_up, CHAIN),
         Flow("follow-chain", "aggregator", _merged, _follow, AGGREGATOR, count=4),
-        Flow("provision", HOST, _nothing, renting.provision, RENTED),
-        Flow("reap-instances", HOST, _nothing, renting.reap_instances, RENTED),
-        Flow("release", HOST, _nothing, renting.release_machines, RENTED),
-        Flow("list-rentals", HOST, _nothing, renting.list_machines, RENTED),
-        Flow("cool-down", WORKER, _nothing, _cool_down, EPOCH),
+        Flow("rent-machines", HOST, _nothing, renting.provision, RENTED),
+        Flow("reap-machines", HOST, _nothing, renting.reap_instances, RENTED),
+        Flow("release-machines", HOST, _nothing, renting.release_machines, RENTED),
+        Flow("list-machines", HOST, _nothing, renting.list_machines, RENTED),
+        Flow("cooldown", WORKER, _nothing, _cool_down, EPOCH),
         Flow("prewarm", NODE, _sharded, _prewarm, DATASETS),
         *(Flow(f"millrace {name}", HOST, _nothing, renting.command(name), RENTED)
           for name in renting.COMMANDS),

@@ -20,13 +20,13 @@ from pydantic import SecretStr
 from millrace import errors
 from millrace.keys import MACHINES, RentalKeys
 from millrace.rentals import (
-    Account,
+    LedgerSettings,
     OfferRequest,
     Program,
     Rental,
-    RentSettings,
-    StandSettings,
-    Vast,
+    RentalSettings,
+    VastAccount,
+    VastClient,
     list_rentals,
     reap,
     release,
@@ -87,19 +87,19 @@ class World:
         return self.site.folder / "store"
 
     @property
-    def account(self) -> Account:
-        return Account(api_key=SecretStr(self.key), server_url=self.server.url)
+    def account(self) -> VastAccount:
+        return VastAccount(api_key=SecretStr(self.key), server_url=self.server.url)
 
     @property
-    def vast(self) -> Vast:
-        return Vast(SecretStr(self.key), self.server.url, clock=StandInClock(self.server))
+    def vast(self) -> VastClient:
+        return VastClient(SecretStr(self.key), self.server.url, clock=StandInClock(self.server))
 
     @property
-    def stand(self) -> StandSettings:
-        return StandSettings(store=self.store, account=self.account)
+    def stand(self) -> LedgerSettings:
+        return LedgerSettings(store=self.store, account=self.account)
 
-    def settings(self) -> RentSettings:
-        return RentSettings(
+    def settings(self) -> RentalSettings:
+        return RentalSettings(
             name="fleet",
             store=self.store,
             account=self.account,
@@ -107,9 +107,9 @@ class World:
                 max_hourly=MAX_HOURLY, max_total=MAX_TOTAL, max_lifetime=timedelta(hours=3)
             ),
             program=Program(repo_url="https://example.org/x", command=("true",)),
-            count=2,
-            loading=timedelta(minutes=5),
-            poll=timedelta(seconds=30),
+            machines=2,
+            startup_timeout=timedelta(minutes=5),
+            poll_interval=timedelta(seconds=30),
         )
 
     def ours(self) -> list[dict[str, Any]]:
@@ -229,9 +229,9 @@ def provision(site: Site) -> Any:
 
         def use() -> None:
             with Rental(world.settings(), vast=world.vast, progress=site.heard) as rental:
-                rental.until_ready()
+                rental.wait_until_ready()
                 world.strike()
-                rental.until_done()
+                rental.wait_until_done()
 
         world.attempt(use, ends=True)
         end, left = world.server.now(), world.left()
@@ -242,7 +242,7 @@ def provision(site: Site) -> Any:
 def _left(world: World) -> None:
     def use() -> None:
         with Rental(world.settings(), vast=world.vast, detached=True) as rental:
-            rental.until_ready()
+            rental.wait_until_ready()
 
     world.attempt(use)
     world.strike()
@@ -261,7 +261,7 @@ def reap_instances(site: Site) -> Any:
     with _world(site) as world:
         _left(world)
         before = {one["id"] for one in world.ours()}
-        other = Vast(
+        other = VastClient(
             SecretStr(world.server.second_account()), world.server.url,
             clock=StandInClock(world.server),
         )  # fmt: skip
@@ -270,7 +270,7 @@ def reap_instances(site: Site) -> Any:
         end = world.server.now() + 3 * 3600
         world.server.advance(3 * 3600)
         _reap_all(world)
-        return world.judge([kept, seen.closed, len(seen.returned)], end + 2 * REAPED)
+        return world.judge([kept, seen.closed_attempts, len(seen.returned)], end + 2 * REAPED)
 
 
 def release_machines(site: Site) -> Any:
@@ -288,7 +288,7 @@ def list_machines(site: Site) -> Any:
     with _world(site) as world:
         _left(world)
         found = list_rentals(world.stand, vast=world.vast)
-        site.said += [f"{one.rental} {one.instance.label} {one.why}" for one in found]
+        site.said += [f"{one.rental} {one.instance.label} {one.return_reason}" for one in found]
         rentals = sorted({one.rental for one in found})
         world.attempt(lambda: release(world.stand, "fleet", vast=world.vast))
         end, left = world.server.now(), world.left()
@@ -311,8 +311,8 @@ def command(name: str) -> Callable[[Site], Any]:
                 request={
                     "max_hourly": MAX_HOURLY, "max_total": MAX_TOTAL, "max_lifetime": "PT3H",
                 },
-                program={"repo_url": "https://example.org/x", "command": ["true"]}, poll="PT0.5S",
-                silence="PT30S", loading="PT30S",
+                program={"repo_url": "https://example.org/x", "command": ["true"]},
+                poll_interval="PT0.5S", heartbeat_timeout="PT30S", startup_timeout="PT30S",
             )  # fmt: skip
             words = {"offers": [], "rent": [], "rentals": [], "release": ["fleet"], "reap": []}
             codes: list[int] = []

@@ -27,8 +27,8 @@ from tests.integration.hostile.matrix import Matrix, hostile_matrix, silent
 from tests.integration.hostile.site import Ended
 
 QUICK = (
-    "shard-dataset", "clean-bucket", "wipe-bucket", "aggregate-gradients", "cool-down",
-    "reap-instances", "prewarm", "verify-checkpoints", "millrace status", "millrace gc",
+    "shard-dataset", "clean-bucket", "wipe-bucket", "aggregate-gradients", "cooldown",
+    "reap-machines", "prewarm", "verify-checkpoints", "millrace status", "millrace gc",
 )  # fmt: skip
 """Flows and commands of all principals that a test runs; the soak runs all."""
 

@@ -1,14 +1,14 @@
-"""Numbers as a person reads them."""
+"""Numbers and keys as text."""
 
 import re
 
-from millrace.words import format_count
+from millrace.formatting import format_count
 
-__all__ = ["artifact_key", "duration", "format_count", "rate", "size"]
+__all__ = ["format_count", "format_duration", "format_rate", "format_size", "make_artifact_key"]
 
 
-def size(count: float) -> str:
-    """Bytes: ``23.4 GB``."""
+def format_size(count: float) -> str:
+    """Format a number of bytes: ``23.4 GB``."""
     for unit in ("bytes", "kB", "MB", "GB", "TB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
@@ -16,13 +16,13 @@ def size(count: float) -> str:
     return f"{count:.1f} PB"
 
 
-def rate(count: float, seconds: float) -> str:
-    """Bytes a second: ``85.0 MB/s``."""
+def format_rate(count: float, seconds: float) -> str:
+    """Format bytes per second: ``85.0 MB/s``."""
     return f"{count / max(seconds, 1e-9) / 1e6:.1f} MB/s"
 
 
-def duration(seconds: float) -> str:
-    """``4 min 12 s``."""
+def format_duration(seconds: float) -> str:
+    """Format seconds: ``4 min 12 s``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -30,6 +30,6 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def artifact_key(*parts: str) -> str:
+def make_artifact_key(*parts: str) -> str:
     """Return a key that Prefect takes: lower case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower()).strip("-")

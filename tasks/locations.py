@@ -1,4 +1,4 @@
-"""Locations as flows take them, and whether the credentials allow what a run needs there."""
+"""Locations as parameters of flows, and checks of their credentials."""
 
 import os
 import re
@@ -18,8 +18,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from blocks import Bucket
 from millrace.datasets.sources import SourceSettings
 from millrace.errors import ConfigurationError
-from millrace.storage import Location, Right, StoreSpec, check, open_store
-from tasks.retries import PAUSES, passing
+from millrace.storage import Location, Right, StoreSpec, check_access, open_store
+from tasks.retries import RETRY_DELAYS, should_retry
 
 B = TypeVar("B", bound=Block)
 
@@ -27,11 +27,13 @@ _NAME = re.compile(r"(millrace-bucket/)?[a-z0-9][a-z0-9-]*")
 _SHOWN = 20  # names of blocks in a sentence
 
 
-def _checked_url(url: str) -> str:
-    """Refuse what is neither a URL nor an absolute path: a run's working folder is deleted.
+def _check_url(url: str) -> str:
+    """Refuse a value that is neither a URL nor an absolute path.
+
+    The working folder of a flow run is deleted, so a relative path is refused.
 
     Raises:
-        ValueError: It is a relative path.
+        ValueError: The value is a relative path.
     """
     scheme, separator, rest = url.partition("://")
     if url.startswith(("/", "~/")) or (
@@ -45,65 +47,65 @@ def _checked_url(url: str) -> str:
     )
 
 
-def _checked_node_url(url: str) -> str:
-    """Refuse what is no location, but for a folder that the node's own environment names.
+def _check_node_url(url: str) -> str:
+    """Refuse a value that is no location, except a folder that the node's environment names.
 
     Raises:
-        ValueError: It is a relative path.
+        ValueError: The value is a relative path.
     """
-    return url if url.startswith("file://$") else _checked_url(url)
+    return url if url.startswith("file://$") else _check_url(url)
 
 
-def _checked_folder(folder: str) -> str:
+def _check_folder(folder: str) -> str:
     """Refuse a relative path.
 
     Raises:
-        ValueError: It is one.
+        ValueError: The folder is a relative path.
     """
     if folder.startswith(("/", "~/", "$")):
         return folder
     raise ValueError(f"{folder!r} is a relative path: write an absolute one, or begin with $NAME")
 
 
-def _checked(location: Bucket | str) -> Bucket | str:
-    """Likewise, where a block and a block's name are right, too."""
+def _check_location(location: Bucket | str) -> Bucket | str:
+    """Refuse a value that is no block, no name of a block, no URL and no absolute path."""
     if isinstance(location, Bucket) or _NAME.fullmatch(location):
         return location
-    return _checked_url(location)
+    return _check_url(location)
 
 
-Url = Annotated[str, AfterValidator(_checked_url)]
+Url = Annotated[str, AfterValidator(_check_url)]
 """A URL of a store, or an absolute path."""
 
-NodeUrl = Annotated[str, AfterValidator(_checked_node_url)]
+NodeUrl = Annotated[str, AfterValidator(_check_node_url)]
 """A URL as other machines read it: `$NAME` is filled in there."""
 
-NodeFolder = Annotated[str, AfterValidator(_checked_folder)]
+NodeFolder = Annotated[str, AfterValidator(_check_folder)]
 """A folder on other machines: an absolute path, `$NAME` filled in there."""
 
-BucketLocation = Annotated[Bucket | str, AfterValidator(_checked)]
-"""Every bucket that a flow takes: a block, a block's name, a URL, or an absolute path."""
+BucketLocation = Annotated[Bucket | str, AfterValidator(_check_location)]
+"""Location of a bucket: a block, a block's name, a URL, or an absolute path."""
 
 
-def spec_of(location: Bucket | str, right: Right) -> StoreSpec:
+def make_store_spec(location: Bucket | str, right: Right) -> StoreSpec:
     """Return the store of a location, with credentials for one right.
 
     Raises:
         ConfigurationError: There is no such block, it has no such credentials, or the location is
             below the folder of a flow run, which is deleted when the run ends.
     """
-    found = needed(location)
-    spec = found.spec(right) if isinstance(found, Bucket) else StoreSpec(url=found)
+    found = require_location(location)
+    spec = found.make_spec(right) if isinstance(found, Bucket) else StoreSpec(url=found)
     if spec.url.startswith(("/", "~", "file:")):
         refuse_temporary(Path(Location.parse(spec.url).bucket))
     return spec
 
 
 def refuse_temporary(folder: Path) -> None:
-    """Refuse a folder below the temporary one that a Prefect worker starts a flow run in.
+    """Refuse a folder below the temporary folder that a Prefect worker starts a flow run in.
 
     Raises:
-        ConfigurationError: It is below that.
+        ConfigurationError: The folder is below the temporary one.
     """
     if "PREFECT__FLOW_RUN_ID" not in os.environ:
         return  # a person's own process, and folder
@@ -115,8 +117,8 @@ def refuse_temporary(folder: Path) -> None:
         )
 
 
-def known(location: Bucket | str) -> Bucket | str | None:
-    """Look a block's name up, as a schedule is given one whose block may not exist yet.
+def find_location(location: Bucket | str) -> Bucket | str | None:
+    """Look up a location whose block may not exist yet, as in a schedule.
 
     Returns:
         The block or the URL; None if there is no block of this name.
@@ -127,56 +129,63 @@ def known(location: Bucket | str) -> Bucket | str | None:
     if isinstance(location, Bucket):
         return location
     if _NAME.fullmatch(location):
-        return block_of(Bucket, location.removeprefix("millrace-bucket/"))
+        return find_block(Bucket, location.removeprefix("millrace-bucket/"))
     try:
-        return _checked_url(location)
+        return _check_url(location)
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
 
 
-def _ratio(alike: SequenceMatcher[str], name: str) -> float:
-    """Return how alike a name is to the one that was asked for, from 0 to 1."""
-    alike.set_seq1(name)
-    return alike.ratio()
+def _measure_similarity(matcher: SequenceMatcher[str], name: str) -> float:
+    """Return the similarity of a name to the requested one, from 0 to 1."""
+    matcher.set_seq1(name)
+    return matcher.ratio()
 
 
-def needed(location: Bucket | str) -> Bucket | str:
-    """Look a block's name up, where the block must exist.
+def require_location(location: Bucket | str) -> Bucket | str:
+    """Look up a location whose block must exist.
 
     Raises:
         ConfigurationError: There is no block of this name; the message names those that exist.
     """
-    found = known(location)
+    found = find_location(location)
     if found is None:
-        alike = SequenceMatcher(b=str(location))
-        names = [repr(name) for name in sorted(bucket_names(), key=lambda n: -_ratio(alike, n))]
+        matcher = SequenceMatcher(b=str(location))
+        names = [
+            repr(name)
+            for name in sorted(list_bucket_names(), key=lambda n: -_measure_similarity(matcher, n))
+        ]
         more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        there = f"There are {', '.join(names[:_SHOWN])}{more}" if names else "There is none at all"
+        existing = (
+            f"There are {', '.join(names[:_SHOWN])}{more}" if names else "There is none at all"
+        )
         raise ConfigurationError(
-            f"There is no Millrace Bucket block {location!r}. {there}. Correct the name, make the "
-            "block with `millrace setup`, or write a URL (file:///folder for a folder)."
+            f"There is no Millrace Bucket block {location!r}. {existing}. Correct the name, make "
+            "the block with `millrace setup`, or write a URL (file:///folder for a folder)."
         )
     return found
 
 
-def skipped(missing: Sequence[str], what: str) -> State[None]:
-    """Log that blocks do not exist, and return the state of a run that does nothing for that.
+def skip_run(missing: Sequence[str], consequence: str) -> State[None]:
+    """Log that blocks do not exist, and return the state of a run that does nothing.
 
     Args:
-        missing: The blocks, each with its type.
-        what: What was not done, as the end of the sentence.
+        missing: Missing blocks, each with its type.
+        consequence: Skipped work, as the end of the sentence.
     """
-    said = f"There is no {' and no '.join(missing)}: {what}. `millrace setup` makes blocks."
-    get_run_logger().info(said)
-    return Completed(message=said)
+    message = (
+        f"There is no {' and no '.join(missing)}: {consequence}. `millrace setup` makes blocks."
+    )
+    get_run_logger().info(message)
+    return Completed(message=message)
 
 
-def named_bucket(location: Bucket | str) -> str:
-    """Return a bucket's name, as messages call it."""
+def describe_bucket(location: Bucket | str) -> str:
+    """Return the name of a bucket's block for messages."""
     return f"Millrace Bucket block {location}"
 
 
-def bucket_names() -> list[str]:
+def list_bucket_names() -> list[str]:
     """Return the names of the Millrace Bucket blocks on the server."""
     with get_client(sync_client=True) as client:
         try:
@@ -186,35 +195,33 @@ def bucket_names() -> list[str]:
     return sorted(document.name for document in found if document.name)
 
 
-def block_of(kind: type[B], name: str) -> B | None:
+def find_block(kind: type[B], name: str) -> B | None:
     """Return a block by its name; None if there is none."""
     try:
         return kind.load(name)  # pyright: ignore[reportReturnType] - sync here
     except ValidationError:
-        raise  # there is one, and it is damaged: that is not that there is none
+        raise  # the block exists and is damaged
     except ValueError:
         return None
 
 
 class InputLocation(BaseModel):
-    """A place to read from: a URL, or a block and a prefix in it."""
+    """A location to read from: a URL, or a block and a prefix in it."""
 
     url: Url | None = Field(
         default=None,
         title="URL",
-        description="A place that needs no block: a folder on the worker as `file:///folder`, or "
+        description="A location without a block: a folder on the worker as `file:///folder`, or "
         "`s3://bucket/prefix` with the credentials of the worker's environment.",
     )
     bucket: BucketLocation | None = Field(
         default=None,
         description="Or a Millrace Bucket block, or its name, opened for reading.",
     )
-    prefix: str = Field(
-        default="", description="With a bucket: the part of it that the files are in."
-    )
+    prefix: str = Field(default="", description="With a bucket: prefix of the files in it.")
 
     @model_validator(mode="after")
-    def _one(self) -> "InputLocation":
+    def _check_one_location(self) -> "InputLocation":
         if (self.url is None) == (self.bucket is None):
             raise ValueError("name either a url or a bucket")
         if self.prefix and self.bucket is None:
@@ -222,13 +229,13 @@ class InputLocation(BaseModel):
         return self
 
     @property
-    def place(self) -> Bucket | str:
+    def location(self) -> Bucket | str:
         """The block or the URL."""
         return self.bucket or self.url or ""
 
-    def store(self) -> StoreSpec:
+    def make_spec(self) -> StoreSpec:
         """Return the store of the files, with the credentials to read them."""
-        spec = spec_of(self.place, Right.READ)
+        spec = make_store_spec(self.location, Right.READ)
         prefix = self.prefix.strip("/")
         return (
             spec.model_copy(update={"url": f"{spec.url.rstrip('/')}/{prefix}"}) if prefix else spec
@@ -236,26 +243,31 @@ class InputLocation(BaseModel):
 
 
 class SourceInput(SourceSettings, InputLocation):
-    """Location of the samples, and the files of it to take."""
+    """Location of the samples, and the files there to take."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    def samples(self) -> dict[str, Any]:
+    def dump_source_settings(self) -> dict[str, Any]:
         """Return the engine's settings of the source."""
         return {name: getattr(self, name) for name in SourceSettings.model_fields}
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=PAUSES, retry_condition_fn=passing)
-def check_right(place: Bucket | str, right: Right, scope: str = "") -> None:
-    """Refuse a run whose credentials will not do, before it has read anything.
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+def check_right(location: Bucket | str, right: Right, scope: str = "") -> None:
+    """Refuse a run whose credentials are insufficient, before the run reads anything.
 
     Args:
-        place: A block, its name, or a URL for the credentials of the environment.
-        right: What the run must be able to do there.
-        scope: The prefix that it works under.
+        location: A block, its name, or a URL for the credentials of the environment.
+        right: Right that the run needs there.
+        scope: Prefix that the run works below.
     """
-    found = needed(place)
+    found = require_location(location)
     if isinstance(found, Bucket):
         found.check(right, scope)
     else:
-        check(open_store(found, make_folder=right is Right.WRITE), right, scope)
+        check_access(open_store(found, make_folder=right is Right.WRITE), right, scope)

@@ -1,5 +1,5 @@
 """The names under which Prefect's server knows what we share."""
 
-UPLOADS = "millrace-uploads"
-POOL = "millrace"
+UPLOAD_LIMIT = "millrace-uploads"
+WORK_POOL = "millrace"
 TAG = "millrace"

@@ -8,15 +8,15 @@ import click
 from prefect.blocks.core import Block
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from flows.local_server import local_server
+from flows.local_server import start_local_server
 from millrace.cli import said, write_template
-from millrace.cli_rentals import give_back_when_stopped
+from millrace.cli_rentals import release_on_signal
 from millrace.errors import ConfigurationError
-from millrace.settings import load_data, validated
+from millrace.settings import read_settings_file, validate_settings
 from millrace.terminal import echo, echo_text
 
-_EXAMPLE = """\
-# A campaign: a dataset is sharded, workers train on it together, and the weights are handed over.
+_TEMPLATE = """\
+# A campaign: a dataset is sharded, workers train on it together, and the weights are published.
 # `millrace campaign THIS_FILE` runs it, and goes on where it was stopped. ${NAME} is filled in from
 # the environment, ${NAME:-value} with a default.
 
@@ -30,11 +30,11 @@ data:
   source:                       # leave it out if the dataset is there and complete
     url: file:///path/to/a/folder       # or s3://bucket/prefix
     kind: files                 # a sample of each file; `jsonl` makes one of each line
-  cut: {holdout: 0.01}          # the share that workers measure the loss on
+  sharding: {holdout: 0.01}     # the share that workers measure the loss on
 
 training:
   command: [python, -m, examples.tiny_lm.train]  # your script: `millrace.campaigns.worker.Worker`
-  first:                        # the checkpoint to begin with; of a tiny model, by
+  initial_weights:              # the checkpoint to begin with; of a tiny model, by
     job: models/tiny            # `python -m examples.tiny_lm.begin URL models/tiny`
     tensors: "model."           # what the names of its weights begin with
   workers: 2
@@ -47,30 +47,30 @@ training:
   #   repo_url: https://github.com/you/your-program
   #   extras: [gradients]
   epochs: 1                     # each ends with a checkpoint
-  windows: 10                   # of each epoch
-  rules:
+  windows_per_epoch: 10
+  run:
     steps: 30                   # of a worker in each window
     window: PT20M               # `window` and `gather` may change while the campaign is stopped
     gather: {quorum: 1}
 
-hand_over:                      # leave it out to keep the weights where they are
+publish:                        # leave it out to keep the weights where they are
   job: models/trained
   bucket: ${LOCAL_STORAGE_PATH:-/tmp/millrace-campaign}
 """
 
-_RETRIES = 8  # of a request to a server that is away, as in prefect.yaml: more than 6 minutes
-_NAME = "campaign"  # of the flow
-_FAILED = "Finished in state Failed"
-_ENDS = (
+_MAX_RETRIES = 8  # of a request to a server that is away, as in prefect.yaml: more than 6 minutes
+_FLOW_NAME = "campaign"  # of the flow
+_FAILED_PREFIX = "Finished in state Failed"
+_HIDDEN_PREFIXES = (
     "Crash detected!",
     "Encountered exception during execution",
     "Finished in state Crashed",
-    _FAILED,
+    _FAILED_PREFIX,
 )
 
 
-class _Campaigns(click.Group):
-    """The command itself, and its subcommands: a first word that is none of them is a file."""
+class _CampaignGroup(click.Group):
+    """The group of commands. A first word that is no command is a file."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         helps = any(word in ctx.help_option_names for word in args[:1])
@@ -79,9 +79,9 @@ class _Campaigns(click.Group):
         return super().parse_args(ctx, args)
 
 
-@click.group(cls=_Campaigns, options_metavar="[FILE | COMMAND]", subcommand_metavar="")
+@click.group(cls=_CampaignGroup, options_metavar="[FILE | COMMAND]", subcommand_metavar="")
 def campaign() -> None:
-    r"""Run a whole campaign from a file: shard, rent, warm, train, give back, hand over, clean.
+    r"""Run a whole campaign from a file: shard, rent, train, release, publish, clean.
 
     \b
     millrace campaign init campaign.yaml    write a file to start from
@@ -94,17 +94,17 @@ def campaign() -> None:
 @said
 def run(plan: Path) -> int:
     """Run a campaign here, or go on with it."""
-    from flows.campaign import campaign as run_campaign
+    from flows.campaign import run_campaign
     from tasks.campaigning import describe
-    from tasks.renting import Attended
+    from tasks.renting import RentalSupervisor
 
-    give_back_when_stopped(Attended.any_has_machines)
-    for handler in _consoles():
-        handler.addFilter(is_news)
-    data = load_data(plan, template="millrace campaign init")
-    wanted = None if "$ref" in str(data) else read(plan)  # blocks are on the server
-    with local_server(), temporary_settings({PREFECT_CLIENT_MAX_RETRIES: _RETRIES}):
-        found = run_campaign(wanted or read(plan))
+    release_on_signal(RentalSupervisor.has_any_machines)
+    for handler in _find_console_handlers():
+        handler.addFilter(should_print)
+    data = read_settings_file(plan, template="millrace campaign init")
+    wanted = None if "$ref" in str(data) else read_campaign_plan(plan)  # blocks are on the server
+    with start_local_server(), temporary_settings({PREFECT_CLIENT_MAX_RETRIES: _MAX_RETRIES}):
+        found = run_campaign(wanted or read_campaign_plan(plan))
     echo_text(describe(found, with_picture=False))
     return 0
 
@@ -113,13 +113,13 @@ def run(plan: Path) -> int:
 @click.argument("path", type=click.Path(path_type=Path), default="campaign.yaml")
 @said
 def init(path: Path) -> int:
-    """Write a campaign's file to start from."""
-    write_template(path, _EXAMPLE)
+    """Write a file of a campaign to start from."""
+    write_template(path, _TEMPLATE)
     echo(f"Wrote {path}. Set its source, script and checkpoint, then: millrace campaign {path}")
     return 0
 
 
-def _consoles() -> list[logging.Handler]:
+def _find_console_handlers() -> list[logging.Handler]:
     """Return the handlers that print, of this command's logging and of Prefect's."""
     loggers = [logging.getLogger(), *map(logging.getLogger, logging.root.manager.loggerDict)]
     return [
@@ -130,7 +130,7 @@ def _consoles() -> list[logging.Handler]:
     ]
 
 
-def is_news(record: logging.LogRecord) -> bool:
+def should_print(record: logging.LogRecord) -> bool:
     """Decide whether the command prints a line of Prefect's log.
 
     The command itself prints at its end why the campaign failed, so its own run's failure is left
@@ -138,26 +138,28 @@ def is_news(record: logging.LogRecord) -> bool:
     failures of tasks, which fail their run, are left out; the server has all lines.
     """
     message = record.getMessage()
-    if message.startswith(_FAILED) and record.name == "prefect.flow_runs":
-        return getattr(record, "flow_name", _NAME) != _NAME
+    if message.startswith(_FAILED_PREFIX) and record.name == "prefect.flow_runs":
+        return getattr(record, "flow_name", _FLOW_NAME) != _FLOW_NAME
     is_last_try = message.startswith("Task run failed") and record.exc_info is not None
-    return not is_last_try and not message.startswith(_ENDS)
+    return not is_last_try and not message.startswith(_HIDDEN_PREFIXES)
 
 
-def read(path: Path) -> Any:
+def read_campaign_plan(path: Path) -> Any:
     """Read a campaign's plan from a YAML or TOML file; ``$ref`` names a block, as for a deployment.
 
     Raises:
         ConfigurationError: There is no such file, block or value.
     """
-    from flows.campaign_plan import Campaign
+    from flows.campaign_plan import CampaignPlan
 
-    return validated(
-        Campaign, _with_blocks(load_data(path, template="millrace campaign init")), where=str(path)
+    return validate_settings(
+        CampaignPlan,
+        _load_blocks(read_settings_file(path, template="millrace campaign init")),
+        source=str(path),
     )
 
 
-def _with_blocks(value: Any) -> Any:
+def _load_blocks(value: Any) -> Any:
     match value:
         case {"$ref": {"block_document_slug": str(slug)}, **rest} if not rest:
             try:
@@ -165,8 +167,8 @@ def _with_blocks(value: Any) -> Any:
             except ValueError as error:
                 raise ConfigurationError(f"There is no block {slug}: {error}") from None
         case dict():
-            return {name: _with_blocks(each) for name, each in value.items()}
+            return {name: _load_blocks(each) for name, each in value.items()}
         case list():
-            return [_with_blocks(each) for each in value]
+            return [_load_blocks(each) for each in value]
         case _:
             return value

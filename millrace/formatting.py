@@ -15,21 +15,21 @@ _REPLACED_CATEGORIES = {
 }  # control, format (as bidi), unassigned
 
 
-def format_count(number: int, thing: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """Return a number with its noun: ``1 shard``, ``1,200 shards``."""
-    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def clean_text(text: str, longest: int = MAX_LENGTH) -> str:
+def clean_text(text: str, max_length: int = MAX_LENGTH) -> str:
     """Return a text on one line, without what does not print, and cut to a length.
 
     Control characters and those that change the direction of writing become U+FFFD.
     """
-    read = text[: 8 * longest]  # a text of megabytes is not gone through
+    read = text[: 8 * max_length]  # a text of megabytes is not gone through
     shown = replace_unprintable(" ".join(read.split()))
-    if len(shown) <= longest and read == text:
+    if len(shown) <= max_length and read == text:
         return shown
-    return f"{shown[: longest - 1]}…"
+    return f"{shown[: max_length - 1]}…"
 
 
 def replace_unprintable(text: str) -> str:

@@ -1,0 +1,120 @@
+"""Give a rental back after its owner's process was killed.
+
+A Prefect worker that is stopped kills the processes of its runs with SIGKILL, without their hooks.
+So an owner starts this file as a process with a session of its own. The monitor waits until the
+owner has ended without stopping the monitor. It waits half a minute for a next owner, and then
+releases the rental, unless that has one.
+
+The file runs by its path, not as a module of the package, and imports the reaper only when needed.
+So a waiting monitor only takes the memory of a bare interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from millrace.processes import read_start_time
+
+if TYPE_CHECKING:
+    from millrace.rentals.settings import LedgerSettings
+
+GRACE_PERIOD = 30.0  # seconds in which a next owner may take over the machines of a killed one
+_POLL_INTERVAL = 1.0  # seconds between two checks of the owner
+_MAX_RELEASE_TRIES = 30
+_RETRY_INTERVAL = 60.0  # seconds between two tries
+
+
+class OwnerMonitor:
+    """Monitor of this process while it owns a rental. Use it as a context around the rental's.
+
+    Args:
+        settings: Store of the ledger, and the account.
+        rental: Name of the rental.
+        grace_period: Seconds in which a next owner may take over the machines.
+    """
+
+    def __init__(
+        self, settings: LedgerSettings, rental: str, *, grace_period: float = GRACE_PERIOD
+    ) -> None:
+        self._config = {
+            "grace_period": grace_period,
+            "owner": [os.getpid(), read_start_time(os.getpid())],
+            "rental": rental,
+            "store": settings.store.reveal_secrets(),
+            "account": {
+                "api_key": settings.account.api_key.get_secret_value(),
+                "server_url": settings.account.server_url,
+            },
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> OwnerMonitor:
+        package = str(Path(__file__).parents[2])
+        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(
+                json.dumps(self._config).encode()
+            )  # not as an argument, since it contains secrets
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            return  # interrupted, perhaps during a release: the monitor continues that
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def watch_owner(config: dict[str, Any]) -> None:
+    """Wait for the end of an owner, and release the rental unless it has a next owner."""
+    pid, start_time = config["owner"]
+    while read_start_time(pid) == start_time:
+        time.sleep(_POLL_INTERVAL)
+    time.sleep(config["grace_period"])
+    _release_rental(config)
+
+
+def _release_rental(config: dict[str, Any]) -> None:
+    from pydantic import SecretStr  # noqa: PLC0415
+
+    from millrace import errors  # noqa: PLC0415
+    from millrace.rentals.reaper import release  # noqa: PLC0415
+    from millrace.rentals.settings import LedgerSettings, VastAccount  # noqa: PLC0415
+    from millrace.storage import StoreSpec  # noqa: PLC0415
+
+    account = VastAccount(
+        api_key=SecretStr(config["account"]["api_key"]), server_url=config["account"]["server_url"]
+    )
+    settings = LedgerSettings(store=StoreSpec(**config["store"]), account=account)
+    for _ in range(_MAX_RELEASE_TRIES):
+        try:
+            release(settings, config["rental"], include_detached=False)
+        except (errors.HeldError, errors.NotFoundError):
+            return  # the rental has a next owner, or never had a machine
+        except Exception:  # noqa: BLE001 - machines are billed until a try succeeds
+            time.sleep(_RETRY_INTERVAL)  # after the last try, the reaper and watchdogs remain
+            continue
+        return
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    watch_owner(json.loads(sys.stdin.read()))

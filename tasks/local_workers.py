@@ -1,0 +1,155 @@
+"""Workers of a campaign as processes of this machine."""
+
+import contextlib
+import contextvars
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Self
+
+from prefect import get_run_logger
+
+from millrace.campaigns.worker import (
+    TrainingPlan,
+    make_worker_environment,
+    make_worker_path,
+    render_worker_settings,
+)
+from millrace.campaigns.worker.settings import SETTINGS_VARIABLE
+from millrace.errors import WorkerError
+from millrace.keys import CampaignKeys
+from millrace.processes import kill_by_environment
+from millrace.storage import StoreSpec
+
+_EXIT_TIMEOUT = 5.0  # seconds that a process has to end after a signal
+_MAX_LINE_LENGTH = 2000  # characters of a logged line
+_TAIL_LINES = 10  # last lines of a failed worker, in the message
+
+
+class LocalWorkerProcesses:
+    """Processes that train while the block lasts; they end with this process.
+
+    Args:
+        plan: Plan that the workers carry out.
+        read_spec: Store of the campaign, with read credentials.
+        write_spec: Store of the campaign, with write credentials.
+        folder: Folder that the workers run in.
+    """
+
+    def __init__(
+        self, plan: TrainingPlan, read_spec: StoreSpec, write_spec: StoreSpec, folder: Path
+    ) -> None:
+        self._plan, self._write_spec, self._folder = plan, write_spec, folder
+        self._environment = {
+            **os.environ, "PATH": make_worker_path(),
+            **make_worker_environment(read_spec, write_spec),
+        }  # fmt: skip
+        self._log = get_run_logger()
+        self._settings_folder = tempfile.TemporaryDirectory(prefix="millrace-workers-")
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._readers: dict[str, threading.Thread] = {}
+        self._tails: dict[str, deque[str]] = {}
+
+    def __enter__(self) -> Self:
+        """Start the workers."""
+        try:
+            for number in range(self._plan.workers):
+                self._start_worker(number)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            deadline = time.monotonic() + _EXIT_TIMEOUT
+            for process in self._processes.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        # A worker that was killed may have left processes.
+        kill_by_environment(SETTINGS_VARIABLE, self._settings_folder.name)
+        for thread in self._readers.values():  # a process of the script may still hold the pipe
+            thread.join(_EXIT_TIMEOUT)
+        self._settings_folder.cleanup()
+
+    @property
+    def is_over(self) -> bool:
+        """True if all workers have ended."""
+        return all(process.poll() is not None for process in self._processes.values())
+
+    def raise_failure(self) -> None:
+        """Raise if all workers have failed.
+
+        Raises:
+            WorkerError: All have failed; the message has the last lines of one of them.
+        """
+        if all(process.poll() for process in self._processes.values()):
+            raise WorkerError(f"All workers have failed: {self.describe_end()}")
+
+    def describe_end(self) -> str:
+        """Return how the workers ended, and the last lines that one of them printed."""
+        codes = {uid: process.poll() for uid, process in self._processes.items()}
+        ends = ", ".join(f"{uid} ended with {code}" for uid, code in codes.items())
+        uid = max(codes, key=lambda uid: bool(codes[uid]))
+        self._readers[uid].join(_EXIT_TIMEOUT)  # the last lines may still be in the pipe
+        lines = "\n".join(self._tails[uid])
+        return f"{ends}. The last lines of {uid}:\n{lines}" if lines else f"{ends}, with no output."
+
+    def wait_until_done(self, timeout: timedelta) -> None:
+        """Wait until all workers have ended by themselves.
+
+        Args:
+            timeout: Longest wait.
+        """
+        deadline = time.monotonic() + timeout.total_seconds()
+        for uid, process in self._processes.items():
+            try:
+                code = process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self._log.warning("%s has not ended in %s", uid, timeout)
+                continue
+            if code:
+                self._log.warning("%s ended with %d: the lines above say why", uid, code)
+
+    def _start_worker(self, number: int) -> None:
+        uid = CampaignKeys(self._plan.campaign).uid(number)
+        file = Path(self._settings_folder.name) / f"{uid}.yaml"
+        file.write_text(
+            render_worker_settings(self._plan, self._write_spec, number), encoding="utf-8"
+        )
+        main = "from millrace.cli import main; main()"
+        command = [sys.executable, "-c", main, "work", str(file), "--attached"]
+        process = subprocess.Popen(
+            command,
+            cwd=self._folder,
+            env=self._environment,
+            stdin=subprocess.PIPE,  # closed when this process ends
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._processes[uid] = process
+        self._tails[uid] = deque(maxlen=_TAIL_LINES)
+        assert process.stdout is not None
+        context = contextvars.copy_context()
+        thread = threading.Thread(
+            target=context.run, args=(self._log_output, uid, process.stdout), daemon=True
+        )
+        thread.start()
+        self._readers[uid] = thread
+
+    def _log_output(self, uid: str, printed: IO[bytes]) -> None:
+        with printed:
+            for line in printed:
+                text = line[:_MAX_LINE_LENGTH].decode(errors="replace").rstrip()
+                self._tails[uid].append(text)
+                self._log.info("%s| %s", uid, text)
