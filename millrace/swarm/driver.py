@@ -709,11 +709,9 @@ class _PrewarmDriver:
             else:
                 told |= {"s": order.source, "d": order.digest}
             self._members[order.node].orders.put(told)
-        disputed, self._tracker.disputed = self._tracker.disputed, []
-        for number in disputed:
+        for number in self._tracker.take_disputed():
             self._referee.read(number)
-        hopeless, self._tracker.hopeless = self._tracker.hopeless, []
-        for name in hopeless:
+        for name in self._tracker.take_hopeless():
             self._lose(self._members[name], "what it has, or reads, is not what the store has")
 
     # -- what happened

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Container, Sequence
 from typing import Any, cast
 
-from millrace.swarm.tracker import STORE
+from millrace.swarm.tracking.orders import STORE
 from millrace.words import clean_text
 
 _DIGEST = re.compile("[0-9a-f]{64}")
