@@ -24,7 +24,7 @@ from benchmarks.rig import Host as Machine
 from benchmarks.rig.store import REGION, Store
 from millrace import errors
 from millrace.storage import StoreSpec
-from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm, tls
+from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm, server, tls
 from millrace.swarm import agent as agents
 from millrace.swarm.driving import agent_client
 from millrace.swarm.protocol import (
@@ -503,7 +503,7 @@ def test_a_port_of_this_machine_that_leads_to_another_one_is_asked_over_tls(tmp_
 
 
 def test_a_handshake_that_is_not_ended_holds_up_nobody_and_is_closed(far, tmp_path, monkeypatch):
-    monkeypatch.setattr(agents, "_HANDSHAKE", 2.0)
+    monkeypatch.setattr(server, "_HANDSHAKE", 2.0)
     agent = agents.Agent(tmp_path / "n", KEY.encode(), host="127.0.0.1")
     agent.start()
     try:

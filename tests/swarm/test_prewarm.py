@@ -1146,7 +1146,7 @@ def test_reads_that_only_one_node_says_to_fail_are_made_by_the_driver_few_at_a_t
 def test_a_node_cannot_put_what_does_not_print_into_an_error(store, nodes, tmp_path):
     fill(store, "odd")
     stop(nodes.pop())
-    fault = 'agent.json.loads(\'[{"e": "fault", "why": "a\\\\ud800b\\\\u001b[2Jc"}]\')'
+    fault = '__import__("json").loads(\'[{"e": "fault", "why": "a\\\\ud800b\\\\u001b[2Jc"}]\')'
     nodes.append(start_agent("liar", tmp_path / "liar", code=forging(fault)))
     with pytest.raises(errors.WorkerError) as caught:
         prewarm(settings_of(store, nodes, least=1.0, **below("odd")))
