@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from millrace.swarm.archives.unpack import Unpacking
     from millrace.swarm.cache_index import CacheCheck
-    from millrace.swarm.driver import NodeReport, Preview, PrewarmReport, preview, prewarm
+    from millrace.swarm.driver import prewarm
+    from millrace.swarm.driving.reports import NodeReport, PrewarmReport
+    from millrace.swarm.previews import Preview, preview
     from millrace.swarm.settings import (
         Host,
         Hosts,
@@ -35,11 +37,11 @@ __all__ = [
 
 _MODULES = {
     "CacheCheck": "cache_index",
-    "NodeReport": "driver",
-    "PrewarmReport": "driver",
-    "Preview": "driver",
+    "NodeReport": "driving.reports",
+    "PrewarmReport": "driving.reports",
+    "Preview": "previews",
     "Unpacking": "archives.unpack",
-    "preview": "driver",
+    "preview": "previews",
     "prewarm": "driver",
     "wait_for_path": "waiting",
 }

@@ -5,7 +5,7 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any, cast
 
 from millrace.formatting import clean_text
-from millrace.swarm.tracker import STORE
+from millrace.swarm.tracking.orders import STORE
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 _LONGEST_SENTENCE = 500  # characters that are kept

@@ -41,14 +41,14 @@ class Agent:
 
 LIE = """
 import os
-import millrace.swarm.agent as agent
+import millrace.swarm.server as server
 
 def send_wrong(to, descriptor, start, size):
     body = bytearray(os.pread(descriptor, size, start))
     body[size // 2] ^= 1
     to.sendall(body)
 
-agent._send_file = send_wrong
+server._send_file = send_wrong
 """
 
 FLIP = """
@@ -115,15 +115,16 @@ agent.Run.take_orders = lambda run, orders: None
 """Lets a node do nothing it is told, and say one thing for ever."""
 
 DRIP = """
+import os
 import select
-import millrace.swarm.agent as agent
+import millrace.swarm.server as server
 
 def drip(to, descriptor, start, size):
     for at in range(start, start + size):
-        to.sendall(agent.os.pread(descriptor, 1, at))
+        to.sendall(os.pread(descriptor, 1, at))
         select.select([], [], [], 0.05)
 
-agent._send_file = drip
+server._send_file = drip
 """
 """Lets a node give others a byte at a time."""
 
@@ -136,8 +137,8 @@ wire._GRACE = 1.0
 
 TRICKLE = """
 import time
-import millrace.swarm.agent as agent
 import millrace.swarm.protocol as wire
+import millrace.swarm.run as run
 
 class Trickle:
     def __init__(self, sock): self._sock, self._got = sock, 0
@@ -156,7 +157,7 @@ class ConnectionPool(wire.ConnectionPool):
             connection.sock = Trickle(connection.sock)
         return connection.sock
 
-agent.ConnectionPool = ConnectionPool
+run.ConnectionPool = ConnectionPool
 """
 """Lets an agent receive 16 KiB at a time with a pause, and nothing after a number of times."""
 

@@ -24,8 +24,9 @@ from benchmarks.rig import Host as Machine
 from benchmarks.rig.store import REGION, Store
 from millrace import errors
 from millrace.storage import StoreSpec
-from millrace.swarm import Host, Hosts, PrewarmSettings, Request, driver, prewarm, tls
+from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm, server, tls
 from millrace.swarm import agent as agents
+from millrace.swarm.driving import agent_client
 from millrace.swarm.protocol import (
     AUTH_HEADER,
     ConnectionPool,
@@ -50,7 +51,7 @@ init = driver._PrewarmDriver.__init__
 
 def tell_key(driver, *arguments):
     init(driver, *arguments)
-    print(json.dumps({"kind": "key", "key": driver._key.hex()}), flush=True)
+    print(json.dumps({"kind": "key", "key": driver._secrets.key.hex()}), flush=True)
 
 driver._PrewarmDriver.__init__ = tell_key
 main()
@@ -319,7 +320,7 @@ agent.Agent.__init__ = pose
 """
     nodes[0] = start_agent("liar", tmp_path / "liar", code=code)
     identified = threading.Event()
-    come = driver.identify
+    come = agent_client.identify
 
     def in_order(place, *more):  # the liar first
         if place.port == port_of(nodes[0]):
@@ -329,7 +330,7 @@ agent.Agent.__init__ = pose
         identified.wait()
         return come(place, *more)
 
-    monkeypatch.setattr(driver, "identify", in_order)
+    monkeypatch.setattr(agent_client, "identify", in_order)
     report = prewarm(settings_of(tmp_path, nodes))
     assert [node.why for node in report.nodes if node.name != "liar"] == ["", ""]
 
@@ -502,7 +503,7 @@ def test_a_port_of_this_machine_that_leads_to_another_one_is_asked_over_tls(tmp_
 
 
 def test_a_handshake_that_is_not_ended_holds_up_nobody_and_is_closed(far, tmp_path, monkeypatch):
-    monkeypatch.setattr(agents, "_HANDSHAKE", 2.0)
+    monkeypatch.setattr(server, "_HANDSHAKE", 2.0)
     agent = agents.Agent(tmp_path / "n", KEY.encode(), host="127.0.0.1")
     agent.start()
     try:
@@ -524,7 +525,7 @@ def test_a_handshake_that_is_not_ended_holds_up_nobody_and_is_closed(far, tmp_pa
 
 
 def test_an_agent_that_falls_silent_in_the_handshake_is_given_up(far, nodes, tmp_path, monkeypatch):
-    monkeypatch.setattr(driver, "_ANSWER_TIMEOUT", 0.5)
+    monkeypatch.setattr(agent_client, "_ANSWER_TIMEOUT", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts
         host = Host(url=f"http://127.0.0.1:{server.getsockname()[1]}", name="silent")
         hosts = Hosts(hosts=(nodes[0].host, host), key=SecretStr(KEY))

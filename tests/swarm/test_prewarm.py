@@ -39,13 +39,13 @@ from millrace.swarm import (
     PrewarmSettings,
     Request,
     Unpacking,
-    driver,
     preview,
     prewarm,
     referee,
     tls,
 )
 from millrace.swarm import agent as agents
+from millrace.swarm.driving import agent_client, stragglers
 from millrace.swarm.pieces import File, catalogue_of
 from millrace.swarm.protocol import (
     AUTH_HEADER,
@@ -897,7 +897,7 @@ def replaced_by_slow(node: Agent, pause: float, stops_after: float) -> Agent:
 
 
 def test_a_slow_node_that_goes_on_receiving_is_waited_for(store, nodes, monkeypatch):
-    monkeypatch.setattr(driver, "_STRAGGLER", 0.0)  # it counts for nodes that have every piece
+    monkeypatch.setattr(stragglers, "_STRAGGLER", 0.0)  # it counts for nodes that have every piece
     store.put("steady/object", hashlib.shake_256(b"steady").digest(MIB))
     nodes[2] = replaced_by_slow(nodes[2], pause=0.3, stops_after=float("1e9"))
     limits = LimitSettings(stall_timeout=timedelta(seconds=3))  # a piece takes longer
@@ -919,7 +919,7 @@ def test_a_node_that_receives_nothing_any_more_is_given_up(store, nodes):
 
 
 def test_a_node_that_is_frozen_before_its_start_is_noticed(store, nodes, monkeypatch):
-    monkeypatch.setattr(driver, "_ANSWER_TIMEOUT", 1.0)
+    monkeypatch.setattr(agent_client, "_ANSWER_TIMEOUT", 1.0)
     fill(store, "frozen")
     nodes[2].process.send_signal(signal.SIGSTOP)
     try:
@@ -958,7 +958,7 @@ class Freezing(BaseHTTPRequestHandler):
 
 
 def test_a_node_that_freezes_while_it_looks_at_what_it_has_is_noticed(store, nodes, monkeypatch):
-    monkeypatch.setattr(driver, "_ANSWER_TIMEOUT", 1.0)
+    monkeypatch.setattr(agent_client, "_ANSWER_TIMEOUT", 1.0)
     contents = fill(store, "freezes")
     with ThreadingHTTPServer(("127.0.0.1", 0), Freezing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -1146,7 +1146,7 @@ def test_reads_that_only_one_node_says_to_fail_are_made_by_the_driver_few_at_a_t
 def test_a_node_cannot_put_what_does_not_print_into_an_error(store, nodes, tmp_path):
     fill(store, "odd")
     stop(nodes.pop())
-    fault = 'agent.json.loads(\'[{"e": "fault", "why": "a\\\\ud800b\\\\u001b[2Jc"}]\')'
+    fault = '__import__("json").loads(\'[{"e": "fault", "why": "a\\\\ud800b\\\\u001b[2Jc"}]\')'
     nodes.append(start_agent("liar", tmp_path / "liar", code=forging(fault)))
     with pytest.raises(errors.WorkerError) as caught:
         prewarm(settings_of(store, nodes, least=1.0, **below("odd")))

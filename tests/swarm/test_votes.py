@@ -62,10 +62,8 @@ class Votes:
         for order in orders:
             if order.node in self.has:
                 self.inbox[order.node].append(order)
-        self.to_read += self.tracker.disputed
-        self.tracker.disputed.clear()
-        hopeless, self.tracker.hopeless = self.tracker.hopeless, []
-        for name in hopeless:
+        self.to_read += self.tracker.take_disputed()
+        for name in self.tracker.take_hopeless():
             if name in self.has:
                 self.lose(name)
 
@@ -242,7 +240,7 @@ class Forging(Votes):
 
     @property
     def pieces(self) -> int:
-        return len(self.tracker._pieces)
+        return len(self.tracker._copies)
 
 
 def forging(needs: int, have: dict[int, str]) -> Forging:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from millrace.errors import ConfigurationError
-from millrace.swarm.assembler import ArrivingFile, Assembler
+from millrace.swarm.assembler import Assembler
+from millrace.swarm.assembly.arrivals import ArrivingFile
 from millrace.swarm.pieces import RECORDS_FOLDER, Catalogue, File
 from millrace.swarm.targets import SPARE_BYTES
 

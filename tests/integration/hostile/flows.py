@@ -584,14 +584,14 @@ def _prewarm(site: Site) -> Any:
 
 
 _NOTING = """
-_send_wrong = agent._send_file
+_send_wrong = server._send_file
 
 def note_wrong(*arguments):
     with open({path!r}, "a") as file:
         file.write("x")
     _send_wrong(*arguments)
 
-agent._send_file = note_wrong
+server._send_file = note_wrong
 """
 """Has a node that sends wrong bytes note each time that it does."""
 FORGED = [

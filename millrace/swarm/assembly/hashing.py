@@ -1,0 +1,94 @@
+"""Hashing of files while they arrive, where it is known what they should be.
+
+This module owns how far each file is hashed.
+"""
+
+import os
+from collections.abc import Callable
+
+from millrace.errors import ChangedError
+from millrace.swarm.assembly.arrivals import Arrivals, FileState
+from millrace.swarm.cache_index import hash_file
+
+_BLOCK = 1 << 20
+
+
+class FileHashes:
+    """Hashes of files, from their first byte on.
+
+    Args:
+        arrivals: Files that arrive.
+        piece_size: Bytes of a piece at most.
+    """
+
+    def __init__(self, arrivals: Arrivals, piece_size: int) -> None:
+        self._arrivals, self._piece_size = arrivals, piece_size
+        self._hashers = [state.file.make_hasher() for state in arrivals.states]
+        self._hashed = [0] * len(arrivals.states)  # bytes
+        self._buffer = memoryview(bytearray(_BLOCK))
+
+    def update(self, number: int, size: int) -> None:
+        """Hash the next bytes of a file, which are here."""
+        descriptor = self._arrivals.open_current(number)
+        try:
+            while size:
+                block = self._buffer[: min(size, _BLOCK)]
+                got = os.preadv(descriptor, [block], self._hashed[number])
+                self._hashers[number].update(self._buffer[:got])
+                self._hashed[number] += got
+                size -= got
+        finally:
+            os.close(descriptor)
+
+    def get_position(self, number: int) -> int:
+        """Return the number of bytes of a file that are hashed."""
+        return self._hashed[number]
+
+    def compute_digest(self, number: int) -> str | None:
+        """Return the digest of a complete file, of the kind that is known of it.
+
+        None while the file is still being hashed.
+        """
+        state = self._arrivals.states[number]
+        if len(state.digests) == 1 and state.file.sha256:
+            part = state.digests[0]
+            return part.hex() if part else ""
+        if len(state.digests) == 1 or not state.fresh:
+            return hash_file(state.path, state.file, self._piece_size)[0]
+        if self._hashed[number] < state.file.size:
+            return None
+        return self._hashers[number].hexdigest()
+
+
+def hash_arriving(arrivals: Arrivals, hashes: FileHashes, completed: Callable[[int], None]) -> None:
+    """Hash files of several pieces while they arrive, one after another, until the run ends.
+
+    Args:
+        arrivals: Files that arrive.
+        hashes: Hashes of these files.
+        completed: Told a file that is complete and hashed.
+    """
+    known = [
+        number
+        for number, state in enumerate(arrivals.states)
+        if state.wanted and not state.final and len(state.digests) > 1
+    ]
+    for number in known:
+        state = arrivals.states[number]
+        if not _hash_one(arrivals, hashes, number, state):
+            return
+        if state.missing == 0 and not state.final:
+            completed(number)
+
+
+def _hash_one(arrivals: Arrivals, hashes: FileHashes, number: int, state: FileState) -> bool:
+    """Hash a file while it arrives; return False if the run has ended before."""
+    while hashes.get_position(number) < state.file.size and state.fresh:
+        try:
+            ready = arrivals.wait_for_byte(number, hashes.get_position(number))
+        except ChangedError:
+            return False
+        if state.final:
+            break
+        hashes.update(number, ready)
+    return True

@@ -1,0 +1,104 @@
+"""Handling of what agents say: each event reaches the part of the driver that it concerns."""
+
+import time
+from typing import Any
+
+from millrace.swarm.driving.file_audits import FileAuditor
+from millrace.swarm.driving.members import Member
+from millrace.swarm.driving.own_reads import OwnReads
+from millrace.swarm.driving.run_state import RunState
+from millrace.swarm.tracker import STORE
+
+
+class EventHandler:
+    """Handler of the checked events of all members. Its caller holds the lock of the run.
+
+    Args:
+        state: Members and tracker of the run.
+        reads: Pieces that the driver reads itself.
+        audits: Files that the driver reads.
+        files: Number of files.
+        began: Time of the call.
+    """
+
+    def __init__(
+        self, state: RunState, reads: OwnReads, audits: FileAuditor, *, files: int, began: float
+    ) -> None:
+        self._state, self._reads, self._audits = state, reads, audits
+        self._files, self._began = files, began
+
+    def handle(self, member: Member, event: dict[str, Any]) -> None:
+        """Handle an event of a member. Nothing is believed of a lost one, or after the end."""
+        if member.why or self._state.is_ending:
+            return
+        match event["e"]:
+            case "received":
+                if self._state.tracker.lacks(member.node.id):
+                    member.moved = time.monotonic()
+            case "done":
+                self._handle_done(member, event["p"], event["s"], event["d"], event["b"])
+            case "had":
+                self._handle_had(member, event["p"], event["s"], event["b"])
+            case "failed":
+                self._handle_failed(member, event)
+            case "retry":
+                member.counts.failures += 1
+            case "files":
+                self._handle_files(member, event["f"])
+            case "unusable":
+                member.unusable[event["f"]] = event["why"]
+            case "mismatch":
+                self._audits.note_mismatch(member, event["f"], event["d"])
+            case _:
+                self._state.lose(member, event["why"])
+
+    def _handle_done(
+        self, member: Member, number: int, source: str, digest: str, size: int
+    ) -> None:
+        state, name, now = self._state, member.node.id, time.monotonic()
+        _count_bytes(member, source, size)
+        if source == STORE:
+            self._reads.note_read(number)
+        if not state.tracker.has(name, number):
+            state.held += size
+            member.moved = now
+        state.dispatch(state.tracker.complete_transfer(name, number, source, digest, now))
+
+    def _handle_had(self, member: Member, number: int, source: str, size: int) -> None:
+        state = self._state
+        _count_bytes(member, source, size)
+        state.dispatch(
+            state.tracker.cancel_transfer(member.node.id, number, source, time.monotonic())
+        )
+
+    def _handle_failed(self, member: Member, event: dict[str, Any]) -> None:
+        state = self._state
+        member.counts.failures += 1
+        number, source = event["p"], event["s"]
+        now = time.monotonic()
+        wrong: bool = event["wrong"]
+        giver = state.members.get(source)
+        if wrong and giver is not None and source not in member.accused:
+            member.accused.add(source)  # it may say so for ever
+            state.tell("node.untrusted", giver, {"piece": number})
+        if source == STORE:
+            self._reads.note_failure(member, number, event["status"], event["why"])
+        state.dispatch(
+            state.tracker.fail_transfer(member.node.id, number, source, now, wrong=wrong)
+        )
+
+    def _handle_files(self, member: Member, numbers: list[int]) -> None:
+        if not member.files.issuperset(numbers):
+            member.files.update(numbers)
+            member.moved = time.monotonic()
+        if len(member.files) == self._files and not member.ready:
+            member.ready = True
+            member.seconds = time.monotonic() - self._began
+            self._state.tell("node.ready", member, {"seconds": round(member.seconds, 2)})
+
+
+def _count_bytes(member: Member, source: str, size: int) -> None:
+    if source == STORE:
+        member.counts.from_store += size
+    else:
+        member.counts.from_peers += size

@@ -1,0 +1,221 @@
+"""Threads that follow the nodes: each starts the run on a node, and hears what happens there.
+
+This module owns the threads of a run. It tells the run who joins, and what each node says.
+"""
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from millrace import errors
+from millrace.swarm.driving.agent_client import AgentClient, describe_refusal
+from millrace.swarm.driving.members import Member
+from millrace.swarm.driving.run_state import RunState
+from millrace.swarm.events import ProtocolError
+from millrace.swarm.nodes import AbsentNode, Node
+from millrace.swarm.protocol import HttpStatusError
+from millrace.swarm.tls import TlsError
+
+_RETRY_INTERVAL = 1.0  # seconds between two tries to reach a host that does not answer yet
+
+
+class NodeFollowers:
+    """Followers of all nodes of a run.
+
+    Args:
+        state: Members and tracker of the run.
+        client: Client of the agents; closed with the followers.
+        plan: Body that starts the run on a node.
+        sizes: Bytes of each piece.
+        handle: Told each event of a member, with the lock of the run held.
+        list_void: Returns the files whose digest is void, which a new node is told.
+    """
+
+    def __init__(
+        self,
+        state: RunState,
+        client: AgentClient,
+        plan: bytes,
+        sizes: list[int],
+        *,
+        handle: Callable[[Member, dict[str, Any]], None],
+        list_void: Callable[[], Iterable[int]],
+    ) -> None:
+        self._state, self._client = state, client
+        self._plan, self._sizes = plan, sizes
+        self._handle, self._list_void = handle, list_void
+        self._threads: list[threading.Thread] = []
+
+    def add(self, node: Node | AbsentNode) -> None:
+        """Follow a node that has come; of one without an agent, note that it is absent."""
+        state = self._state
+        if isinstance(node, AbsentNode):
+            with state.news:
+                state.members.add_absent(node)
+                state.news.notify_all()
+            return
+        member = Member(node)
+        thread = threading.Thread(
+            target=self._follow, args=(member,), name=f"events-{node.name}", daemon=True
+        )
+        with state.news:
+            if state.is_ending:
+                return
+            state.members.add(member)
+            self._threads.append(thread)
+        thread.start()
+
+    def end_runs(self) -> None:
+        """End the run on all nodes, and wait a while for the threads."""
+        state = self._state
+        with state.news:
+            state.is_ending = True
+            members = [member for member in state.members if member.joined]
+            state.news.notify_all()
+        enders = [
+            threading.Thread(target=self._end_run, args=(member,), daemon=True)
+            for member in members
+        ]
+        for thread in enders:
+            thread.start()
+        for thread in [*enders, *self._threads]:
+            thread.join(self._client.answer_timeout)
+
+    def close(self) -> None:
+        """Close the connections to all nodes."""
+        self._client.close()
+
+    def _end_run(self, member: Member) -> None:
+        member.orders.put(None)
+        if not member.why:
+            self._client.end_run(member.node)
+
+    def _follow(self, member: Member) -> None:
+        """Start the run of one node, then hear what happens there."""
+        state = self._state
+        try:
+            if not self._connect(member):
+                return
+            sender = threading.Thread(
+                target=self._send_orders, args=(member,), name="orders", daemon=True
+            )
+            sender.start()
+            self._hear_events(member)
+        except Exception as error:  # noqa: BLE001 - a fault of ours must not leave a run hanging
+            with state.news:
+                name = state.members.format_name(member.node)
+                why = f"{name}: {type(error).__name__}: {error}"
+                state.fatal = state.fatal or errors.WorkerError(why)
+                state.news.notify_all()
+
+    def _connect(self, member: Member) -> bool:
+        """Start the run of a node; return False if it is lost, or the run is over before."""
+        state = self._state
+        with state.news:
+            peers = {m.node.id: m.node for m in state.members if m.joined}
+        known = {each: _pack_endpoint(node) for each, node in peers.items()}
+        body = b"\n".join((json.dumps(known).encode(), self._plan))
+        while True:
+            try:
+                if not self._identify(member):
+                    return False
+                have = self._client.start_run(member.node, body)
+                break
+            except (HttpStatusError, ProtocolError, TlsError) as error:
+                why = describe_refusal(error)
+                if not isinstance(error, HttpStatusError) or error.status != http.client.LOCKED:
+                    self._lose(member, why)
+                    return False
+            except TimeoutError:
+                why = f"it did not answer for {self._client.answer_timeout:.0f} s"
+            except (OSError, http.client.HTTPException) as error:
+                why = f"it cannot be reached ({errors.format_error(error)})"
+            if not self._wait_to_retry(member, why):
+                return False
+        with state.news:
+            self._join(member, have, set(peers))
+        return True
+
+    def _identify(self, member: Member) -> bool:
+        """Ask an agent who it is. False if it is another node's."""
+        member.node = self._client.identify(member.node)
+        state = self._state
+        with state.news:
+            twin = state.members.find_twin(member.node)
+            if twin is not None:
+                name = state.members.format_name(twin)
+                state.lose(member, f"its address leads to the agent of {name}: name each node once")
+        return twin is None
+
+    def _wait_to_retry(self, member: Member, why: str) -> bool:
+        """Wait a moment, and tell whether to try a host again that did not answer or was busy."""
+        state = self._state
+        with state.news:
+            if state.is_ending:
+                return False
+            state.members.await_member(member, why)
+            state.news.wait(_RETRY_INTERVAL)
+            return not state.is_ending
+
+    def _join(self, member: Member, have: list[tuple[int, str]], known: set[str]) -> None:
+        """Let a node take part: the others hear of it, and it hears of those it does not know."""
+        state, identity = self._state, member.node.id
+        for other in state.members.list_joined():
+            other.orders.put({"join": identity, "place": _pack_endpoint(member.node)})
+            if other.node.id not in known:
+                member.orders.put({"join": other.node.id, "place": _pack_endpoint(other.node)})
+        member.joined, member.moved = True, time.monotonic()
+        state.members.add(member)
+        member.counts.cached = sum(self._sizes[number] for number, _ in have)
+        state.held += member.counts.cached
+        for number in self._list_void():
+            member.orders.put({"void": number})
+        state.dispatch(
+            state.tracker.add_node(identity, have, time.monotonic(), zone=member.node.zone)
+        )
+        state.news.notify_all()
+
+    def _send_orders(self, member: Member) -> None:
+        while (order := member.orders.get()) is not None:
+            batch = [order]
+            while not member.orders.empty():
+                more = member.orders.get()
+                if more is None:
+                    member.orders.put(None)
+                    break
+                batch.append(more)
+            try:
+                self._client.send_orders(member.node, batch)
+            except (HttpStatusError, OSError, http.client.HTTPException, ProtocolError) as error:
+                self._lose(member, f"it took no orders ({describe_refusal(error)})")
+                return
+
+    def _hear_events(self, member: Member) -> None:
+        after, state = 0, self._state
+        while not (state.is_ending or member.why):
+            try:
+                events = self._client.poll_events(member.node, after)
+            except (HttpStatusError, OSError, http.client.HTTPException) as error:
+                self._lose(member, f"it no longer answers ({describe_refusal(error)})")
+                return
+            except ProtocolError as error:
+                self._lose(member, str(error))
+                return
+            after += len(events)
+            with state.news:
+                for event in events:
+                    self._handle(member, event)
+                if events:
+                    state.news.notify_all()
+
+    def _lose(self, member: Member, why: str) -> None:
+        with self._state.news:
+            self._state.lose(member, why)
+
+
+def _pack_endpoint(node: Node) -> list[Any]:
+    place = node.place
+    return [place.scheme, place.host, place.port, place.identity, place.fingerprint]

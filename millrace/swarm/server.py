@@ -1,0 +1,317 @@
+"""Server of an agent: one port for TLS and plain HTTP, and the requests that it answers.
+
+This module owns the connections. The agent decides who may ask for what.
+"""
+
+import contextlib
+import hashlib
+import http.client
+import json
+import os
+import resource
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any, cast
+
+from millrace.errors import ConfigurationError, HeldError, MillraceError, format_error
+from millrace.swarm import tls
+from millrace.swarm.protocol import AUTH_HEADER, SignatureError
+from millrace.swarm.run import Run, describe_error
+
+if TYPE_CHECKING:
+    from millrace.swarm.agent import Agent
+
+_STALL_TIMEOUT = 10.0  # seconds without a byte after which a transfer has failed
+_MAX_BODY_SIZE = 256 << 20
+_LINGER_TIMEOUT = 10.0  # seconds that the rest of a request that is refused is let go of
+_DISCARD_SIZE = 256 * 1024  # bytes of it at a time
+_BACKLOG = 256
+_MAX_IDLE = 1024  # connections that are kept without a request
+_HANDSHAKE = 10.0  # seconds that the beginning of TLS may take
+
+
+class BusyAgentError(HeldError):
+    """The agent takes part in the run of another driver."""
+
+
+class AgentServer(ThreadingHTTPServer):
+    """Server that closes the oldest idle connections where there are too many."""
+
+    daemon_threads = True
+    request_queue_size = _BACKLOG
+    agent: "Agent"
+
+    def __init__(self, family: socket.AddressFamily, address: tuple[str, int]) -> None:
+        self.address_family = family
+        self._idle: dict[socket.socket, None] = {}  # connections without a request, oldest first
+        self._most_idle = min(_MAX_IDLE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self._lock = threading.Lock()
+        super().__init__(address, AgentRequestHandler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection. Where there are too many idle ones, the oldest is closed."""
+        self.set_idle(request, idle=True)
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread of its own, which TLS begins in too."""
+        try:
+            request.settimeout(AgentRequestHandler.timeout)
+            if tls.is_hello(request):
+                request = self._encrypt(request)
+        except OSError:
+            self.shutdown_request(request)
+            return
+        super().process_request_thread(request, client_address)
+
+    def _encrypt(self, plain: socket.socket) -> ssl.SSLSocket:
+        context = self.agent.certificate.context
+        self.set_idle(plain, idle=False)
+        plain.settimeout(_HANDSHAKE)
+        secured = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+        self.set_idle(secured, idle=True)
+        try:
+            secured.do_handshake()
+        except OSError:
+            self.shutdown_request(secured)
+            raise
+        return secured
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self.set_idle(request, idle=False)
+        super().shutdown_request(request)
+
+    def set_idle(self, connection: socket.socket, *, idle: bool) -> None:
+        """Note whether a connection waits for a request, which anybody can let it do."""
+        with self._lock:
+            self._idle.pop(connection, None)
+            if not idle:
+                return
+            self._idle[connection] = None
+            if len(self._idle) > self._most_idle:
+                oldest = next(iter(self._idle))
+                del self._idle[oldest]
+                with contextlib.suppress(OSError):
+                    tls.shut(oldest, socket.SHUT_RDWR)  # its thread closes it
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore a peer that has gone away: it asks again, or the driver is told."""
+
+
+def listen(host: str, port: int) -> AgentServer:
+    """Make the server of an agent, for IPv4 or IPv6 as the host is.
+
+    Raises:
+        ConfigurationError: It cannot listen there.
+    """
+    try:
+        found = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        # Without a host the first may be IPv6, which this machine may lack.
+        family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+        return AgentServer(family, (str(address[0]), int(address[1])))
+    except (OSError, OverflowError) as error:
+        raise ConfigurationError(
+            f"The agent cannot listen at {host or '*'}, port {port}: {format_error(error)}. Choose "
+            "an address of this machine and a free port."
+        ) from error
+
+
+class AgentRequestHandler(BaseHTTPRequestHandler):
+    """Handler of the requests of drivers and of other nodes."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    timeout = 120.0
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
+        """Nothing is printed."""
+
+    @property
+    def _agent(self) -> "Agent":
+        return cast("AgentServer", self.server).agent
+
+    def do_GET(self) -> None:
+        """Answer a GET request."""
+        self._answer(self._get)
+
+    def do_PUT(self) -> None:
+        """Answer a PUT request."""
+        self._answer(self._put)
+
+    def do_POST(self) -> None:
+        """Answer a POST request."""
+        self._answer(self._post)
+
+    def do_DELETE(self) -> None:
+        """Answer a DELETE request."""
+        self._answer(self._delete)
+
+    def _answer(self, verb: Callable[[list[str], bytes], None]) -> None:
+        server = cast("AgentServer", self.server)
+        server.set_idle(self.connection, idle=False)
+        try:
+            self._dispatch(verb)
+        finally:
+            server.set_idle(self.connection, idle=not self.close_connection)
+
+    def _dispatch(self, verb: Callable[[list[str], bytes], None]) -> None:
+        size = int(self.headers.get("Content-Length") or 0)
+        if not tls.is_secured(self.connection):
+            why = (
+                "this agent answers over TLS, and plain HTTP only on its own machine: drive it "
+                "with the version of Millrace that it has"
+            )
+            self._refuse(why, size, http.client.UPGRADE_REQUIRED)
+            return
+        if not 0 <= size <= _MAX_BODY_SIZE:
+            self.close_connection = True
+            self._send(http.client.REQUEST_ENTITY_TOO_LARGE)
+            return
+        body = self._read_body(size)
+        if body is None:
+            return
+        path, _, _ = self.path.partition("?")
+        words = path.strip("/").split("/")
+        about = words == ["agent"] and self.command == "GET"
+        if not about and (len(words) < 2 or words[0] != "runs"):
+            self._send(http.client.NOT_FOUND)
+            return
+        try:
+            if about:
+                encrypted = isinstance(self.connection, ssl.SSLSocket)
+                header = self.headers.get(AUTH_HEADER)
+                said = self._agent.introduce(header, self.path, encrypted=encrypted)
+                self._send(http.client.OK, said)
+            else:
+                verb(words[1:], body)
+        except (KeyError, ValueError) as error:
+            self._send(http.client.NOT_FOUND, {"why": f"no such thing: {error}"})
+        except SignatureError as error:
+            self._send(http.client.FORBIDDEN, {"why": str(error)})
+        except BusyAgentError as error:
+            self._send(http.client.LOCKED, {"why": str(error)})
+        except MillraceError as error:
+            self._send(http.client.CONFLICT, {"why": str(error)})
+        except OSError as error:
+            self._send(http.client.INSUFFICIENT_STORAGE, {"why": describe_error(error)})
+
+    def _refuse(self, why: str, size: int, status: int = http.client.FORBIDDEN) -> None:
+        """Refuse a request, and discard what is still sent of it.
+
+        A sender whose connection is reset does not read the answer.
+
+        Args:
+            why: Reason, for the sender.
+            size: Bytes that were not read yet.
+            status: HTTP status.
+        """
+        self.close_connection = True
+        self._send(status, {"why": why})
+        deadline = time.monotonic() + _LINGER_TIMEOUT
+        with contextlib.suppress(OSError):
+            tls.shut(self.connection, socket.SHUT_WR)
+            self.connection.settimeout(_LINGER_TIMEOUT)
+            while (
+                size > 0
+                and time.monotonic() < deadline
+                and (got := self.rfile.read1(_DISCARD_SIZE))
+            ):
+                size -= len(got)
+
+    def _read_body(self, size: int) -> bytes | None:
+        """Read the body of a driver's request; None if it was refused, and nothing was kept."""
+        if self.command == "GET" and not size:
+            return b""
+        if self.command == "GET":
+            self._refuse("a GET request has no body here", size)
+            return None
+        try:
+            digest = self._check_driver()
+        except SignatureError as error:
+            self._refuse(str(error), size)
+            return None
+        body = self.rfile.read(size)
+        if hashlib.sha256(body).hexdigest() != digest:
+            self._refuse("the body is not the one that was signed", 0)
+            return None
+        return body
+
+    def _check_driver(self) -> str:
+        return self._agent.check_driver(self.headers.get(AUTH_HEADER), self.command, self.path)
+
+    def _get(self, words: list[str], _: bytes) -> None:
+        match words:
+            case [name, "pieces", number]:
+                run = self._agent.get_run(name)
+                self._agent.check_peer(run, self.headers.get(AUTH_HEADER), self.path)
+                self._send_piece(run, int(number))
+            case [name, "events"]:
+                self._check_driver()
+                after = int(self.path.rpartition("after=")[2] or 0)
+                self._send(http.client.OK, self._agent.get_run(name).poll_events(after))
+            case _:
+                self._send(http.client.NOT_FOUND)
+
+    def _put(self, words: list[str], body: bytes) -> None:
+        self._send(http.client.OK, {"have": self._agent.start_run(words[0], body)})
+
+    def _post(self, words: list[str], body: bytes) -> None:
+        self._agent.get_run(words[0]).take_orders(json.loads(body))
+        self._send(http.client.OK)
+
+    def _delete(self, words: list[str], _: bytes) -> None:
+        self._agent.end_run(words[0])
+        self._send(http.client.OK)
+
+    def _send_piece(self, run: Run, number: int) -> None:
+        if not 0 <= number < len(run.landing):
+            self._send(http.client.NOT_FOUND)
+            return
+        with run.landing.open_piece(number) as segments:
+            self.send_response(http.client.OK)
+            self.send_header("Content-Length", str(sum(size for _, _, size in segments)))
+            self.end_headers()
+            self.wfile.flush()
+            try:
+                for descriptor, start, size in segments:
+                    _send_file(self.connection, descriptor, start, size)
+            except OSError:
+                self.close_connection = True
+
+    def _send(self, status: int, value: Any = None) -> None:
+        body = json.dumps(value).encode() if value is not None else b""
+        try:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+        except OSError:
+            self.close_connection = True
+
+
+def _send_file(to: socket.socket, descriptor: int, start: int, size: int) -> None:
+    if isinstance(to, ssl.SSLSocket):
+        to.settimeout(_STALL_TIMEOUT)
+        tls.send_file(to, descriptor, start, size)
+        to.settimeout(AgentRequestHandler.timeout)
+        return
+    end, room = start + size, select.poll()
+    room.register(to, select.POLLOUT)
+    while start < end:
+        try:
+            sent = os.sendfile(to.fileno(), descriptor, start, end - start)
+        except BlockingIOError:  # the socket has a timeout, so it does not block
+            if not room.poll(_STALL_TIMEOUT * 1000):
+                raise
+            continue
+        if not sent:
+            raise OSError("The file is shorter than the piece.")
+        start += sent

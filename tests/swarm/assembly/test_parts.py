@@ -1,0 +1,199 @@
+"""Parts of the assembler, each alone, in a folder."""
+
+import hashlib
+import threading
+from pathlib import Path
+
+import pytest
+
+from millrace import errors
+from millrace.swarm.assembly.arrivals import Arrivals, ArrivingFile
+from millrace.swarm.assembly.finishing import FileFinisher
+from millrace.swarm.assembly.hashing import FileHashes, hash_arriving
+from millrace.swarm.assembly.leftovers import Leftovers
+from millrace.swarm.assembly.partial_files import PartialFiles
+from millrace.swarm.assembly.root_lock import RootLock
+from millrace.swarm.cache_index import CacheCheck
+from millrace.swarm.journal import Journal
+from millrace.swarm.pieces import File, catalogue_of
+from millrace.swarm.targets import Targets
+
+SIZE = 1 << 10
+LARGE = hashlib.shake_256(b"large").digest(3 * SIZE)
+SMALL = b"small"
+
+
+def sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+class Parts:
+    """Parts of an assembler for a file of three pieces and two small ones that share a piece."""
+
+    def __init__(self, root: Path, *, large: str = "", check: CacheCheck = CacheCheck.FULL) -> None:
+        files = [
+            File("large", len(LARGE), "etag", "s3://bucket/large", sha256=large),
+            File("s0", len(SMALL), "etag", "s3://bucket/s0"),
+            File("s1", len(SMALL), "etag", "s3://bucket/s1"),
+        ]
+        self.catalogue = catalogue_of(files, SIZE)
+        records = root / ".millrace"
+        records.mkdir(exist_ok=True)
+        self.places = Targets(root, self.catalogue)
+        self.arrivals = Arrivals(self.catalogue, self.places.of)
+        self.journal = Journal(root, records / "partial.jsonl")
+        self.partials = PartialFiles(root, self.places, self.journal)
+        self.leftovers = Leftovers(
+            root,
+            self.catalogue,
+            check,
+            arrivals=self.arrivals,
+            places=self.places,
+            journal=self.journal,
+            partials=self.partials,
+            index=records / "files.jsonl",
+        )
+        self.hashes = FileHashes(self.arrivals, SIZE)
+        self.finished: list[list[int]] = []
+        self.mismatches: list[int] = []
+        self.finisher = FileFinisher(
+            self.arrivals,
+            self.hashes,
+            self.places,
+            index=records / "files.jsonl",
+            piece_size=SIZE,
+            finished=self.finished.append,
+            mismatch=lambda number, _: self.mismatches.append(number),
+        )
+
+    def begin(self) -> list[int]:
+        """Look for leftovers, and begin the journal."""
+        final = self.leftovers.find_final()
+        self.leftovers.find_partial()
+        self.arrivals.note_pieces()
+        self.leftovers.begin_journal()
+        return final
+
+    def write(self, number: int, data: bytes) -> list[int]:
+        """Write a piece, and return the files that are complete then."""
+        assert self.arrivals.begin_write(number)
+        states = self.arrivals.states
+        piece = [(states[s.file], s.start, s.size) for s in self.catalogue.pieces[number]]
+        self.partials.write(piece, memoryview(data))
+        parts: list[bytes] = []
+        for _, _, size in piece:
+            parts.append(sha256(data[:size]))
+            data = data[size:]
+        with self.arrivals.changed:
+            complete = self.arrivals.end_write(number, parts)
+            self.partials.note_segments(
+                [(s, (at, n), part) for (s, at, n), part in zip(piece, parts, strict=True)]
+            )
+        return complete
+
+    def write_large(self, *pieces: int) -> list[list[int]]:
+        return [self.write(number, LARGE[number * SIZE :][:SIZE]) for number in pieces]
+
+
+def test_a_piece_is_written_once_and_completes_its_files(tmp_path):
+    parts = Parts(tmp_path)
+    parts.begin()
+    assert parts.write_large(0, 2) == [[], []]
+    assert not parts.arrivals.begin_write(0)
+    assert parts.arrivals.begin_write(1)
+    assert not parts.arrivals.begin_write(1)  # another thread writes it
+    parts.arrivals.cancel_write(1)
+    assert parts.write_large(1) == [[0]]
+    assert parts.write(3, SMALL * 2) == [1, 2]
+    assert [number for number, _ in parts.arrivals.list_pieces()] == [0, 1, 2, 3]
+    assert parts.arrivals.count_unallocated() == 2 * len(SMALL)
+    parts.finisher.finish([0, 1, 2])
+    assert parts.finished == [[0, 1, 2]]
+    assert (tmp_path / "large").read_bytes() == LARGE
+    assert (tmp_path / "s1").read_bytes() == SMALL
+    assert parts.arrivals.count_unallocated() == 0
+
+
+def test_a_file_is_read_while_it_arrives_and_a_run_that_ends_wakes_the_reader(tmp_path):
+    parts = Parts(tmp_path)
+    parts.begin()
+    arriving = ArrivingFile(parts.arrivals, 0)
+    parts.write_large(0)
+    assert arriving.read(10) == LARGE[:10]
+    assert arriving.read() == LARGE[10:SIZE]
+    thread = threading.Thread(target=parts.write_large, args=(1,))
+    thread.start()
+    assert arriving.read() == LARGE[SIZE : 2 * SIZE]
+    thread.join()
+    parts.arrivals.stop()
+    with pytest.raises(errors.ChangedError):
+        arriving.read()
+
+
+def test_a_file_that_is_not_what_its_digest_says_gets_no_final_name(tmp_path):
+    parts = Parts(tmp_path, large=sha256(b"other").hex())
+    parts.begin()
+    parts.write_large(0, 1, 2)
+    parts.finisher.finish([0])
+    assert (parts.finished, parts.mismatches) == ([], [])  # it is not hashed yet
+    hash_arriving(parts.arrivals, parts.hashes, lambda number: parts.finisher.finish([number]))
+    assert (parts.finished, parts.mismatches) == ([], [0])
+    assert not (tmp_path / "large").exists()
+    parts.arrivals.states[0].void = True  # nothing says what it is
+    parts.finisher.finish([0])
+    assert parts.finished == [[0]]
+
+
+def test_a_file_of_which_a_segment_was_replaced_is_hashed_again(tmp_path):
+    parts = Parts(tmp_path, large=sha256(LARGE).hex())
+    parts.begin()
+    parts.write(0, bytes(SIZE))
+    parts.hashes.update(0, SIZE)
+    assert parts.hashes.get_position(0) == SIZE
+    parts.arrivals.digests[0] = ""
+    parts.arrivals.states[0].drop_segment(0)
+    assert parts.arrivals.states[0].missing == 3
+    parts.write_large(0, 1, 2)
+    assert parts.hashes.compute_digest(0) == sha256(LARGE).hex()
+    parts.finisher.finish([0])
+    assert parts.finished == [[0]]
+
+
+def test_the_next_run_finds_what_was_finished_and_what_was_written(tmp_path):
+    parts = Parts(tmp_path)
+    parts.begin()
+    parts.write_large(0, 2)
+    parts.write(3, SMALL * 2)
+    parts.finisher.finish([1, 2])
+    parts.journal.close(keep=True)
+    partial = parts.places.of[0].partial
+    with partial.open("r+b") as opened:  # damaged since
+        opened.seek(2 * SIZE)
+        opened.write(b"x")
+    again = Parts(tmp_path)
+    assert again.begin() == [1, 2]
+    assert [number for number, _ in again.arrivals.list_pieces()] == [0, 3]
+    assert again.arrivals.states[0].missing == 2
+    assert not again.leftovers.has_others
+
+
+def test_a_root_is_used_by_one_run_at_a_time(tmp_path):
+    first, second = (RootLock(tmp_path, tmp_path / "lock") for _ in range(2))
+    first.acquire()
+    with pytest.raises(errors.ConflictError, match="Another agent"):
+        second.acquire()
+    first.release()
+    second.acquire()
+    second.release()
+    second.release()
+
+
+def test_a_finisher_takes_all_that_is_complete_at_once(tmp_path):
+    parts = Parts(tmp_path)
+    parts.begin()
+    parts.write(3, SMALL * 2)
+    for numbers in ([1], [2, 1]):
+        parts.finisher.submit(numbers)
+    parts.finisher.stop()
+    parts.finisher.run()
+    assert parts.finished == [[1, 2]]

@@ -1,0 +1,63 @@
+"""A run for the tests of the driver's parts: members without agents, and a real tracker."""
+
+import time
+
+from millrace.swarm.driving.members import Member
+from millrace.swarm.driving.run_state import RunState
+from millrace.swarm.nodes import Node
+from millrace.swarm.pieces import Catalogue, File, catalogue_of
+from millrace.swarm.protocol import Endpoint
+from millrace.swarm.tracker import Tracker
+
+SIZE = 1 << 20
+
+
+def make_catalogue(*files: File) -> Catalogue:
+    """Return a catalogue whose files have a piece each."""
+    return catalogue_of(files or (make_file("a"), make_file("b")), SIZE)
+
+
+def make_file(name: str, *, sha256: str = "", md5: str = "") -> File:
+    return File(name, SIZE, "etag", f"s3://bucket/{name}", sha256=sha256, md5=md5)
+
+
+def make_member(name: str, *, port: int = 1, identity: str = "", fingerprint: str = "") -> Member:
+    place = Endpoint("http", "127.0.0.1", port, identity, fingerprint)
+    return Member(Node(f"id-{name}", name, place, b"key"))
+
+
+class Run:
+    """State of a run with members that have joined.
+
+    Attributes:
+        state: The state; the test holds its lock.
+        disputed: Pieces of which the tracker has heard different digests.
+    """
+
+    def __init__(self, names: str, *, pieces: int = 2, needs: int = 1) -> None:
+        tracker = Tracker([SIZE] * pieces, needs=[needs] * pieces)
+        self.disputed: list[int] = []
+        self.state = RunState(tracker, [SIZE] * pieces, self.disputed.append)
+        self.state.news.acquire()  # as whoever calls its methods does
+        for name in names:
+            self.join(name)
+
+    def join(self, name: str) -> Member:
+        member = make_member(name)
+        member.joined = True
+        self.state.members.add(member)
+        orders = self.state.tracker.add_node(member.node.id, [], time.monotonic())
+        self.state.dispatch(orders)
+        return member
+
+    def __getitem__(self, name: str) -> Member:
+        return self.state.members[f"id-{name}"]
+
+    def take_orders(self, name: str) -> list[dict[str, object] | None]:
+        """Return the orders that a member was given."""
+        orders = self[name].orders
+        return [orders.get() for _ in range(orders.qsize())]
+
+    def take_events(self) -> list[tuple[str, str]]:
+        """Return the names and subjects of the events."""
+        return [(event.name, event.subject) for event in self.state.take_events()]

@@ -1,0 +1,212 @@
+"""Rankings of nodes as readers and givers, the queues of those that wait, and who gives a piece."""
+
+from millrace.swarm.rates import ReadConcurrency
+from millrace.swarm.tracking.copies import CopyTable
+from millrace.swarm.tracking.direct_reads import DirectReads
+from millrace.swarm.tracking.givers import GiverRanking
+from millrace.swarm.tracking.late_transfers import LateTransfers
+from millrace.swarm.tracking.nodes import NodeTable
+from millrace.swarm.tracking.orders import STORE, Order
+from millrace.swarm.tracking.read_queue import ReadChoice, ReadQueue
+from millrace.swarm.tracking.readers import ReaderRanking
+from millrace.swarm.tracking.selection import GiverSelector, ReadSelector
+from millrace.swarm.tracking.transfers import TransferTable
+from millrace.swarm.tracking.waiting import WaitingNodes
+
+SIZE = 1000
+
+
+class Parts:
+    """Parts of a tracker, as the tracker connects them."""
+
+    def __init__(self, pieces: int, zones: dict[str, str], *, up: int = 2, down: int = 4) -> None:
+        concurrency = ReadConcurrency(4)
+        self.nodes, self.transfers = NodeTable(pieces), TransferTable(pieces)
+        self.reads = ReadQueue(pieces, seed=0)
+        self.waiting = WaitingNodes(self.nodes, self.reads, concurrency)
+        self.readers = ReaderRanking(self.nodes, concurrency, down, pieces)
+        self.givers = GiverRanking(self.nodes)
+        self.orders: list[Order] = []
+        self.copies = CopyTable(
+            [SIZE] * pieces,
+            nodes=self.nodes,
+            transfers=self.transfers,
+            waiting=self.waiting,
+            readers=self.readers,
+            orders=self.orders,
+        )
+        self.select_giver = GiverSelector(self.nodes, self.copies, self.givers, up).select
+        self.select_read = ReadSelector(self.nodes, self.copies, self.reads, self.readers).select
+        for name, zone in zones.items():
+            self.nodes.add(name, zone, self.transfers.add_node(name))
+
+    def hold(self, name: str, *pieces: int) -> None:
+        for piece in pieces:
+            self.copies.note_copy(self.nodes[name], piece, f"d{piece}", vote=True)
+
+    def give(self, receiver: str, giver: str) -> str | None:
+        """Return who gives piece 0 to a node, after a transfer of the same path was begun."""
+        chosen = self.select_giver(self.nodes[receiver], 0)
+        assert chosen is None or chosen.name == giver
+        return chosen.name if chosen else None
+
+
+def test_a_reader_that_is_slow_and_behind_leaves_the_reads_to_others():
+    parts = Parts(100, {"quick": "", "slow": ""})
+    quick, slow = parts.nodes["quick"], parts.nodes["slow"]
+    parts.readers.note_read(quick, SIZE, 1.0, 1.0, 1.0)
+    parts.readers.note_read(slow, SIZE, 10.0, 10.0, 10.0)
+    assert not parts.readers.is_slow(slow)  # both lack the same
+    parts.hold("quick", *range(9))
+    assert parts.readers.is_slow(slow)
+    assert not parts.readers.is_slow(quick)
+    slow.queues.fetches.append(0)
+    assert not parts.readers.may_read(slow)
+    slow.queues.fetches.clear()  # it could fetch nothing else
+    assert parts.readers.may_read(slow)
+
+
+def test_the_first_read_of_a_zone_is_one_nodes():
+    parts = Parts(10, {"a": "x", "b": "x", "c": "y"})
+    a, b = parts.nodes["a"], parts.nodes["b"]
+    parts.transfers.begin_read(a.transfers, 0, 0.0)
+    assert parts.readers.is_probing(b)
+    assert not parts.readers.is_probing(parts.nodes["c"])
+    parts.transfers.end(a.transfers, 0, STORE, 1.0)
+    parts.readers.note_read(a, SIZE, 1.0, 1.0, 1.0)
+    assert not parts.readers.is_probing(b)
+
+
+def test_a_giver_that_is_late_within_its_zone_is_slow_until_it_gives_there():
+    parts = Parts(10, {"a": "x", "b": "x", "c": "y"})
+    a, b, c = (parts.nodes[name] for name in "abc")
+    parts.copies.mark_slow(a)
+    parts.givers.note_fetch(a, c, SIZE, 1.0)
+    assert a.pace.is_slow
+    parts.givers.note_fetch(a, b, SIZE, 2.0)
+    assert not a.pace.is_slow
+    assert parts.givers.get_rate(a, b) == SIZE / 2.0
+    parts.givers.note_refusal(a, b)
+    assert parts.givers.get_rate(a, b) == SIZE / 4.0
+
+
+def test_a_node_that_fetches_far_slower_than_the_quickest_is_a_slow_fetcher():
+    parts = Parts(10, dict.fromkeys("abc", ""))
+    a, b, c = (parts.nodes[name] for name in "abc")
+    parts.givers.note_fetch(a, b, SIZE, 1.0)
+    parts.givers.note_fetch(a, c, SIZE, 5.0)
+    assert parts.givers.is_slow_fetcher(c)
+    assert not parts.givers.is_slow_fetcher(b)
+    parts.nodes.remove(b)
+    parts.givers.update()
+    assert not parts.givers.is_slow_fetcher(c)
+
+
+def test_a_path_is_known_after_a_few_transfers():
+    parts = Parts(10, {"a": "x", "b": "y"})
+    a, b = parts.nodes["a"], parts.nodes["b"]
+    unknown = parts.givers.compute_timeout(a, b, SIZE)
+    for _ in range(4):
+        assert not parts.givers.knows_path(a, b)
+        parts.givers.note_fetch(a, b, SIZE, 1.0)
+    assert parts.givers.knows_path(a, b)
+    assert parts.givers.compute_timeout(a, b, SIZE) < unknown
+
+
+def test_a_holder_of_the_own_zone_gives_before_others():
+    parts = Parts(1, {"far": "y", "near": "x", "node": "x"})
+    parts.hold("far", 0)
+    assert parts.give("node", "far") == "far"
+    parts.hold("near", 0)
+    assert parts.give("node", "near") == "near"
+    parts.nodes["near"].transfers.up = 2
+    assert parts.give("node", "near") is None  # it is waited for, as one copy a zone is enough
+
+
+def test_transfers_to_other_zones_leave_half_of_the_slots_to_neighbours():
+    parts = Parts(1, {"giver": "x", "neighbour": "x", "far": "y", "other": "y"})
+    parts.hold("giver", 0)
+    giver = parts.nodes["giver"].transfers
+    giver.up, giver.yielding = 1, {("far", 0)}
+    assert parts.give("other", "giver") is None
+    assert parts.give("neighbour", "giver") == "giver"
+
+
+def test_a_first_copy_is_queued_by_all_that_lack_it_and_those_first_that_lack_most():
+    parts = Parts(3, dict.fromkeys("abc", ""))
+    parts.hold("c", 1)
+    parts.hold("a", 0)
+    assert list(parts.nodes["b"].queues.fetches) == [1, 0]
+    assert [node.name for node in parts.waiting.list_most_lacking()] == ["b", "a", "c"]
+    parts.waiting.unmark(parts.nodes["b"])
+    assert [node.name for node in parts.waiting.list_most_lacking()] == ["a", "c"]
+
+
+def test_what_the_owner_settles_is_dropped_where_it_differs():
+    parts = Parts(1, dict.fromkeys("ab", ""))
+    parts.copies.note_copy(parts.nodes["a"], 0, "x", vote=True)
+    parts.copies.note_copy(parts.nodes["b"], 0, "y", vote=True)
+    assert parts.copies.disputed == [0]
+    parts.copies.settle(0, "y")
+    assert parts.orders == [Order("a", 0, STORE, drop=True)]
+    assert parts.copies[0].holders == ["b"]
+    assert not parts.copies.is_disputed(0)
+
+
+def test_what_a_distrusted_node_decided_is_open_again():
+    parts = Parts(1, dict.fromkeys("abc", ""))
+    parts.copies.require_votes([2])
+    parts.reads.take_first(lambda number: ReadChoice.TAKE)  # somebody has read it
+    for name in "ab":
+        parts.copies.note_copy(parts.nodes[name], 0, "x", vote=True)
+    parts.copies.note_copy(parts.nodes["c"], 0, "x", vote=False)
+    parts.copies.distrust(parts.nodes["a"])
+    assert parts.copies[0].votes.digest == ""
+    assert parts.copies.is_waiting_for_votes(0)
+    assert [order.node for order in parts.orders] == ["a", "c"]
+
+
+def test_a_node_reads_alone_what_only_shunned_nodes_have():
+    parts = Parts(2, dict.fromkeys("ab", ""))
+    parts.hold("a", 0)
+    b = parts.nodes["b"]
+    b.trust.shunned.add("a")
+    b.queues.alone.append(0)
+    assert parts.select_read(b, 0.0) == 0
+    assert parts.select_read(b, 0.0) == 1  # nobody has it
+
+
+def test_a_node_does_not_vote_twice_for_a_piece():
+    parts = Parts(1, dict.fromkeys("ab", ""))
+    parts.copies.require_votes([2])
+    parts.hold("a", 0)
+    assert parts.select_read(parts.nodes["a"], 0.0) is None
+    assert parts.select_read(parts.nodes["b"], 0.0) == 0
+    assert not parts.reads.has_any
+
+
+def test_the_store_is_compared_with_the_nodes_only_when_nothing_waits_for_it():
+    parts = Parts(3, dict.fromkeys("ab", ""))
+    direct = DirectReads(parts.nodes, parts.copies, parts.reads, allowed=True)
+    parts.hold("a", 0, 1, 2)
+    a, b = parts.nodes["a"], parts.nodes["b"]
+    direct.note_read(b, 1_000_000, 1.0, 0.0)
+    parts.transfers.begin_fetch(b.transfers, 0, a.transfers, "d0", 0.0)
+    for now in range(5):
+        direct.compare(float(now))
+    assert direct.why == ""  # pieces wait for their first read
+    while parts.reads.take_first(lambda number: ReadChoice.TAKE) is not None:
+        pass
+    for now in range(5, 10):
+        direct.compare(float(now))
+    assert "the store gave each node 1.0 MB/s" in direct.why
+
+
+def test_late_transfers_name_the_reader_or_the_giver():
+    parts = Parts(2, dict.fromkeys("ab", ""))
+    late = LateTransfers()
+    late.note(parts.nodes["a"], 0, STORE, 1.0, 2.0)
+    late.note(parts.nodes["a"], 0, STORE, 3.0, 2.0)
+    assert (late.nodes, late.very) == ({"a"}, False)
+    late.note(parts.nodes["a"], 1, "b", 9.0, 2.0)
+    assert (late.nodes, late.very) == ({"a", "b"}, True)
