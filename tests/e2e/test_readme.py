@@ -20,8 +20,8 @@ import pytest
 
 from millrace.testing.process import REPOSITORY, free_ports
 from millrace.testing.rgw import RGW
-from tests.flows.conftest import jsonl, texts, texts_in
 from tests.oracle import Folder, S3Bucket
+from tests.support.flows.fixtures import jsonl, texts, texts_in
 
 README = (REPOSITORY / "README.md").read_text()
 INSTALL = "pip install -c constraints.txt .\n"

@@ -17,9 +17,9 @@ from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
 from millrace.testing.repository import snapshot
 from millrace.testing.vast import VastServer
-from tests.flows.campaign_child import STAGES
-from tests.flows.campaign_kills import Site, kill_and_go_on
 from tests.prefect_server import PrefectServer
+from tests.support.flows.campaign_child import STAGES
+from tests.support.flows.campaign_kills import Site, kill_and_go_on
 
 BOUNDARIES = [
     *(f"{when} {stage}" for stage in STAGES for when in ("before", "after")),

@@ -1,0 +1,195 @@
+"""A campaign, from a deployment and from the UI's form: what is made, and what is seen of it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from playwright.sync_api import Page, expect
+from prefect.client.schemas.actions import DeploymentUpdate
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
+from pydantic import ValidationError
+
+from examples.tiny_lm.begin import begin
+from flows.campaign import campaign
+from flows.campaign_plan import Campaign
+from millrace.campaigns.worker import TrainingPlan
+from millrace.errors import MillraceError, WorkerError
+from millrace.gradients import RunSettings
+from millrace.storage import StoreSpec, open_store
+from millrace.testing.rgw import RGW
+from tasks.campaigning import pin_plan
+from tests.prefect_server import PrefectServer, Worker
+from tests.stores import credentials
+from tests.support.flows.browser import field, open_run_form, press, told
+from tests.support.flows.campaigns import (
+    EPOCHS,
+    WINDOWS,
+    WORKERS,
+    here,
+    make_text,
+    plan_of,
+    wrong_with,
+)
+from tests.support.flows.fixtures import MakeBlock
+
+CAMPAIGN = "campaign/campaign"
+
+
+def stages(server: PrefectServer, run: UUID) -> list[tuple[str, str | None]]:
+    """The runs that a campaign has started, in order, and what they came to."""
+    wanted = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[run]))
+    with server.client() as client:
+        found = client.read_flow_runs(flow_run_filter=wanted)
+    found.sort(key=lambda one: one.start_time or one.created)
+    return [(one.name, one.state_name) for one in found]
+
+
+def test_a_campaign_is_run_by_a_deployment(
+    deployed: PrefectServer, worker: Worker, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    text = make_text(tmp_path / "text")
+    begin(open_store(store.as_uri()), "small/first")
+    plan = plan_of("small", store.as_uri(), tmp_path / "text", here())
+
+    done = deployed.command(CAMPAIGN, plan=plan)
+
+    assert done.code == 0, done.output
+    assert wrong_with(store, "small", text) == []
+    run = deployed.flow_run(done.run)
+    assert (run.name, set(run.tags) >= {"millrace", "training"}) == ("campaign-small", True)
+    made = stages(deployed, done.run)
+    assert {state for _, state in made} == {"Completed"}
+    assert [name for name, _ in made][:-1] == [
+        "shard-small-text",
+        "aggregate-small/run", "cool-down-small/model-0",
+        "aggregate-small/run", "cool-down-small/model-1",
+        "save-small/final",
+    ]  # fmt: skip
+    report = deployed.artifacts(done.run)["campaign-small"]
+    assert f"{EPOCHS * WINDOWS} windows trained, the loss from 5." in report
+    assert f"| Gradients | {EPOCHS * WINDOWS * WORKERS}: " in report
+    assert "epoch 0: step 6, epoch 1: step 12" in report
+    assert "![the loss over the windows](data:image/svg+xml" in report
+
+    again = deployed.start(CAMPAIGN, plan=plan)  # finds all of it done
+    assert again.code == 0, again.output
+    assert wrong_with(store, "small", text) == []
+    assert not [name for name, _ in stages(deployed, again.run) if name.startswith("aggregate")]
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_anything_is_done(
+    deployed: PrefectServer, worker: Worker, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    plan = plan_of("small", store.as_uri(), tmp_path, here())
+    del plan["data"]
+    done = deployed.start(CAMPAIGN, plan=plan)
+    assert done.code == 1
+    state = deployed.flow_run(done.run).state
+    assert state is not None
+    assert "name the dataset that is trained on" in (state.message or "")
+    assert not store.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"first": {"job": "small/none"}}, "has no checkpoint"),
+        ({"first": {"job": "small/first", "tensors": "modle."}}, "begin with 'modle.'"),
+        ({"command": ["python", "-m", "examples.tiny_lm.trian"]}, "no module"),
+        ({"workers": 3}, r"training\.workers was 2, and is 3 now"),
+        ({"workers": 1}, "more gradients than there are workers"),
+        ({"follow": {"ray": "127.0.0.1:1"}}, r"no Ray cluster at 127\.0\.0\.1:1"),
+    ],
+)
+def test_what_can_be_known_is_checked_before_anything_is_made(
+    prefect_api: PrefectServer, tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    store = tmp_path / "store"
+    begin(open_store(store.as_uri()), "small/first")
+    plan = plan_of("small", store.as_uri(), tmp_path / "text", here())
+    run = RunSettings(run="small/run", windows=4, **plan["training"]["rules"])
+    pinned = TrainingPlan(
+        campaign="small", workers=2, run=run, command=("x",), epoch=2, dataset="small-text"
+    )
+    pin_plan.fn(StoreSpec(url=store.as_uri()), pinned)
+    make_text(tmp_path / "text")
+    with pytest.raises((MillraceError, ValidationError), match=said):
+        campaign(Campaign.model_validate(plan | {"training": plan["training"] | change}))
+    assert not (store / "small-text").exists()
+
+
+def test_a_script_that_fails_at_once_costs_no_window(
+    prefect_api: PrefectServer, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    make_text(tmp_path / "text")
+    begin(open_store(store.as_uri()), "small/first")
+    plan = plan_of("small", store.as_uri(), tmp_path / "text", here())
+    fails = "import sys; print('the last line'); sys.exit(3)"
+    plan["training"] |= {"command": ["python", "-c", fails], "restarts": 0}
+    plan["training"]["rules"]["window"] = "PT1S"
+    with pytest.raises(WorkerError, match=r"(?s)All workers have failed: .*3.*\nthe last line"):
+        campaign(Campaign.model_validate(plan))
+    chain = [path.name for path in (store / "small/run/gathers/1").rglob("0*.json")]
+    assert chain == ["000000000.json"]  # no window was opened
+
+
+@pytest.fixture
+def prefilled(
+    deployed: PrefectServer, rgw: RGW, bucket: str, block: MakeBlock, tmp_path: Path
+) -> Iterator[dict[str, Any]]:
+    """The deployment, with a plan that its form begins with; its bucket is on a server."""
+    make_text(tmp_path / "text")
+    spec = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=credentials(rgw.full))
+    begin(open_store(spec), "other/first")
+    place = block(bucket, read=rgw.read_only, write=rgw.full)
+    plan = plan_of("other", place, tmp_path / "text", here())
+    with deployed.client() as client:
+        deployment = client.read_deployment_by_name(CAMPAIGN)
+        client.update_deployment(deployment.id, DeploymentUpdate(parameters={"plan": plan}))
+        yield plan
+        client.update_deployment(deployment.id, DeploymentUpdate(parameters={}))
+
+
+def test_a_campaign_is_started_from_the_form_and_its_summary_is_seen(
+    deployed: PrefectServer, worker: Worker, prefilled: dict[str, Any], page: Page,
+    rgw: RGW, bucket: str,
+) -> None:  # fmt: skip
+    posted: list[dict[str, Any]] = []
+    runs: list[UUID] = []
+    refused: list[str] = []
+
+    def answered(answer: Any) -> None:
+        if answer.request.method == "POST" and answer.url.endswith("/create_flow_run"):
+            posted.append(json.loads(answer.request.post_data or "{}"))
+            if answer.status >= 400:
+                refused.append(told(answer))
+            else:
+                runs.append(UUID(answer.json()["id"]))
+
+    page.on("response", answered)
+    open_run_form(deployed, page, "campaign")
+    name = field(page, "Name")
+    expect(name).to_contain_text("a prefix below the bucket's URL")
+    expect(field(page, "Epochs")).to_contain_text("each ends with a checkpoint")
+    name.get_by_role("textbox").fill("typed")
+
+    press(page, "Submit", lambda: runs, refused)
+    assert {one["parameters"]["plan"]["name"] for one in posted} == {"typed"}
+    state = deployed.wait(runs[0], "Completed", "Failed").state
+    assert state is not None
+    assert state.name == "Completed", state.message
+    page.goto(f"{deployed.url.removesuffix('/api')}/runs/flow-run/{runs[0]}")
+    page.get_by_text("Artifacts", exact=True).click()
+    page.locator("a", has_text="Result of the campaign so far").first.click()
+    expect(page.get_by_text("windows trained, the loss from")).to_be_visible()
+    keys = {one["Key"] for one in rgw.client(rgw.full).list_objects_v2(Bucket=bucket)["Contents"]}
+    assert "other/final/checkpoints/step_000000012/metadata.json" in keys
+    secrets = {rgw.full.secret_access_key, rgw.read_only.secret_access_key}
+    leaked = [table for table, text in deployed.tables() if any(one in text for one in secrets)]
+    assert leaked == []  # neither in a parameter of a stage, nor in what a worker printed

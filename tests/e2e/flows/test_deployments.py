@@ -1,0 +1,146 @@
+"""The deployments of prefect.yaml, on a real server with a real worker."""
+
+import base64
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
+
+from millrace.testing.rgw import RGW
+from tests.oracle import Folder, S3Bucket
+from tests.prefect_server import PrefectServer, Worker, until
+from tests.support.flows.fixtures import CUT, RUN, SHARD, MakeBlock, jsonl, texts, texts_in
+
+
+def test_a_dataset_is_sharded_with_credentials_from_blocks(
+    deployed: PrefectServer, worker: Worker, rgw: RGW, bucket: str, block: MakeBlock
+) -> None:
+    source = rgw.create_bucket(f"{bucket}-source")
+    client = rgw.client(rgw.full)
+    client.put_object(Bucket=source, Key="raw/rows.jsonl", Body=jsonl(texts()))
+
+    done = deployed.command(
+        SHARD,
+        dataset="words",
+        source={
+            "bucket": block(source, read=rgw.read_only),
+            "prefix": "raw",
+            "columns": {"txt": "text"},
+        },
+        destination=block(bucket, write=rgw.full),
+        cut=CUT | {"holdout": 0.25},
+        run=RUN,
+    )
+
+    assert done.code == 0, done.output
+    assert texts_in(S3Bucket(client, bucket, "words")) == Counter(texts())
+    run = deployed.flow_run(done.run)
+    assert run.name == "shard-words"
+    assert {"millrace"} <= set(run.tags)
+    artifacts = deployed.artifacts(done.run)
+    assert artifacts["progress-words"] == 100.0
+    report = artifacts["shards-words"]
+    assert "**words** is complete: 4,000 samples in" in report
+    assert "| Manifest | `words/manifest.json` |" in report
+    assert "Samples in `val`" in report
+    _is_a_picture_with_axes(report)
+
+
+def _is_a_picture_with_axes(report: str) -> None:
+    found = re.search(r"!\[[^]]*\]\(data:image/svg\+xml;base64,([^)]+)\)", report)
+    assert found
+    svg = ET.fromstring(base64.b64decode(found[1]))
+    words = {element.text for element in svg.iter() if element.text}
+    assert {"MB/s", "seconds since the start"} <= words
+
+
+def test_read_only_credentials_are_refused_before_anything_is_read(
+    deployed: PrefectServer, worker: Worker, rgw: RGW, bucket: str, block: MakeBlock
+) -> None:
+    source = rgw.create_bucket(f"{bucket}-source")
+    rgw.client(rgw.full).put_object(Bucket=source, Key="rows.jsonl", Body=jsonl(texts()))
+    before = len(rgw.requests())
+
+    done = deployed.start(
+        SHARD,
+        dataset="words",
+        source={"bucket": block(source, read=rgw.full)},
+        destination=block(bucket, write=rgw.read_only),
+    )
+
+    assert done.code == 1
+    state = deployed.flow_run(done.run).state
+    assert state is not None
+    assert state.name == "Failed"
+    assert "does not let these credentials create objects" in (state.message or "")
+    seen = rgw.requests()[before:]
+    assert any(f"PUT /{bucket}/words/" in line for line in seen)
+    assert not [line for line in seen if f"/{source}" in line]
+    assert rgw.client(rgw.full).list_objects_v2(Bucket=bucket)["KeyCount"] == 0
+
+
+def test_a_block_without_write_credentials_is_refused(
+    deployed: PrefectServer, worker: Worker, rgw: RGW, bucket: str, block: MakeBlock,
+    folder_source: dict[str, Any],
+) -> None:  # fmt: skip
+    done = deployed.start(
+        SHARD, dataset="words", source=folder_source, destination=block(bucket, read=rgw.full)
+    )
+    assert done.code == 1
+    state = deployed.flow_run(done.run).state
+    assert state is not None
+    assert "write credentials are needed" in (state.message or "")
+
+
+def test_wrong_values_are_refused_before_there_is_a_run(deployed: PrefectServer) -> None:
+    said = deployed.prefect(
+        "deployment", "run", SHARD, "-p", "dataset=words", "-p", 'source={"url": "file:///x"}',
+        "-p", "destination=file:///y", "-p", 'cut={"holdout": 3}',
+    )  # fmt: skip
+    assert said.returncode == 1
+    assert "holdout" in said.stdout + said.stderr or "0.9" in said.stdout + said.stderr
+
+
+@pytest.mark.parametrize("name", ["verify-datasets", "verify-checkpoints", "audit-access"])
+def test_a_cron_deployment_gets_its_scheduled_run(deployed: PrefectServer, name: str) -> None:
+    with deployed.client() as client:
+        deployment = client.read_deployment_by_name(f"{name}/{name}")
+        assert [schedule.active for schedule in deployment.schedules] == [True]
+
+        def scheduled() -> bool:
+            runs = client.read_flow_runs(
+                deployment_filter=None,
+                flow_run_filter=FlowRunFilter(
+                    deployment_id=FlowRunFilterDeploymentId(any_=[deployment.id])
+                ),
+            )
+            return any(run.auto_scheduled and run.state_name == "Scheduled" for run in runs)
+
+        until(scheduled, "a scheduled run")
+
+
+def test_verification_finds_a_shard_that_is_gone(
+    deployed: PrefectServer, worker: Worker, tmp_path: Path, folder_source: dict[str, Any]
+) -> None:
+    out = tmp_path / "out"
+    made = deployed.start(
+        SHARD, dataset="words", source=folder_source, destination=out.as_uri(), cut=CUT, run=RUN
+    )
+    assert made.code == 0, made.output
+    good = deployed.start("verify-datasets/verify-datasets", bucket=out.as_uri(), depth="bytes")
+    assert good.code == 0, good.output
+    assert (
+        "1 sealed dataset, every shard is there"
+        in deployed.artifacts(good.run)["verified-datasets"]
+    )
+
+    lost = next(name for name in Folder(out).names() if name.endswith(".tar"))
+    (out / lost).unlink()
+
+    bad = deployed.start("verify-datasets/verify-datasets", bucket=out.as_uri())
+    assert bad.code == 1
+    assert f"| `{lost}` | missing |" in deployed.artifacts(bad.run)["verified-datasets"]

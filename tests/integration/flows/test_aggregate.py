@@ -1,0 +1,177 @@
+"""The deployment aggregate-gradients, with credentials that each reach only what is theirs."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from millrace import errors
+from millrace.checkpoints import Saver
+from millrace.gradients import (
+    ChainLink,
+    Codec,
+    GatherSettings,
+    Participant,
+    RunSettings,
+    begin_run,
+    catch_up,
+    copy_state,
+    iterate_links,
+    load_newest_state,
+)
+from millrace.gradients.sync.chain import find_newest_window
+from millrace.keys import LeaseKeys
+from millrace.storage import Right, Store, StoreSpec, exists, list_objects, open_store, put, scoped
+from millrace.testing.rgw import RGW
+from tests.prefect_server import PrefectServer, Worker, until
+from tests.stores import credentials
+from tests.support.flows.fixtures import MakeBlock
+
+AGGREGATE = "aggregate-gradients/aggregate-gradients"
+UIDS = ["a", "b", "c"]
+WINDOWS = 3
+RUN = RunSettings(
+    run="runs/one",
+    codec=Codec(k=256, bits=4),
+    gather=GatherSettings(look=timedelta(milliseconds=50), quorum=2, wanted=3),
+    window=timedelta(minutes=5),
+    steps=5,
+)
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Linear(40, 30)
+
+
+def take_part(store: Store, chain: Store, uid: str, windows: int, broken: int = 0) -> ChainLink:
+    """Send a change in each window; ``c`` sends no gradient in the one that is to be broken."""
+    mine = model()
+    until(lambda: find_newest_window(chain, RUN.chain) >= 0, "the run to begin")
+    participant = Participant.join(RUN, uid, store, chain)
+    for turn in participant.iterate_windows():
+        participant.load(mine)
+        dice = torch.Generator().manual_seed(turn.number * 1000 + ord(uid))
+        with torch.no_grad():
+            for weight in mine.parameters():
+                weight.add_(torch.randn(weight.shape, generator=dice), alpha=0.01)
+        if (uid, turn.number) == ("c", broken):
+            put(store, RUN.gradients.gradient(uid, broken), b"no gradient")
+        else:
+            participant.submit(mine, tokens=100)
+        link = participant.apply(mine, patience=timedelta(minutes=2))
+        if turn.number == windows:
+            return link
+    raise AssertionError
+
+
+def test_a_run_is_aggregated_by_credentials_that_reach_no_more_than_they_must(
+    deployed: PrefectServer, worker: Worker, rgw: RGW, bucket: str, block: MakeBlock
+) -> None:
+    role = rgw.create_role("workers")
+    shared = rgw.create_bucket(f"{bucket}-gradients")
+
+    def at(name: str, key: Any) -> Store:
+        pair = credentials(key)
+        return open_store(StoreSpec(url=f"s3://{name}", endpoint=rgw.endpoint, credentials=pair))
+
+    whole = at(shared, rgw.full)
+    stores = {
+        uid: scoped(
+            whole, RUN.gradients.worker(uid), timedelta(minutes=15), right=Right.WRITE,
+            role_arn=role,
+        )
+        for uid in UIDS
+    }  # fmt: skip
+    with pytest.raises(errors.DeniedError):
+        put(stores["a"], RUN.gradients.gradient("b", 1), b"in the name of another")
+    with Saver(at(bucket, rgw.full), "trained") as saver:
+        saver.save({"model": dict(model().named_parameters())}, step=40).result()
+
+    running = deployed.start(
+        AGGREGATE,
+        watch=False,
+        bucket=block(bucket, write=rgw.full),
+        gradients=block(shared, read=rgw.read_only),
+        run=RUN.model_dump(mode="json"),
+        workers=[*UIDS, "gone"],
+        own=[{"uid": "gone", "bucket": block(f"{bucket}-nowhere", read=rgw.read_only)}],
+        first={"bucket": block(bucket, read=rgw.read_only), "job": "trained", "tensors": "model."},
+        care={"windows": WINDOWS, "every": 2},
+    )
+    chain = at(bucket, rgw.read_only)
+    with ThreadPoolExecutor(len(UIDS)) as pool:
+        last = {
+            future.result().state
+            for future in [
+                pool.submit(take_part, store, chain, uid, WINDOWS) for uid, store in stores.items()
+            ]
+        }
+    run = deployed.wait(running.run, "Completed", "Failed", "Crashed")
+
+    assert run.state_name == "Completed", deployed.logs(running.run)
+    assert run.name == "aggregate-runs/one"
+    found = list(iterate_links(chain, RUN.chain))
+    assert [link.step for link in found] == [45, 50, 55]
+    assert {found[-1].state} == last
+    state, window = load_newest_state(chain, RUN.chain)
+    assert (window, state.digest()) == (WINDOWS, found[-1].state)
+    artifacts = deployed.artifacts(running.run)
+    assert artifacts["progress-aggregate-runs-one"] == 100.0
+    report = artifacts["aggregated-gradients"]
+    assert "**3 windows** merged, up to window 3 at step 55. 9 gradients of" in report
+    assert "| 2 | 50 | 3 | 1 unavailable |" in report
+    assert "| `gone` | 0 |  | 3 unavailable | Its bucket is not there. |" in report
+    warned = "The bucket of gone cannot be read"
+    until(lambda: warned in deployed.logs(running.run), "the warning to be in the logs")
+    assert "![participation and norms of the windows](data:image/svg+xml;base64," in report
+    assert not [stat for stat in list_objects(chain, "") if "clock" in stat.key]
+
+
+def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_cancelled(
+    deployed: PrefectServer, worker: Worker, tmp_path: Path
+) -> None:
+    store = open_store((tmp_path / "bucket").as_uri())
+    start = copy_state(dict(model().named_parameters()))
+    begin_run(store, RUN.chain, start, step=40)
+    parameters: dict[str, Any] = {
+        "bucket": store.url,
+        "gradients": store.url,
+        "run": RUN.model_dump(mode="json"),
+        "workers": UIDS,
+        "care": {"until": 3, "lease": "PT6S"},
+    }
+    first = deployed.start(AGGREGATE, watch=False, **parameters)
+    lease = LeaseKeys(RUN.chain.job, "aggregator")
+    until(lambda: exists(store, lease.epoch(0)), "the first to have the lease")
+
+    second = deployed.start(AGGREGATE, watch=False, **parameters)
+    held = deployed.wait(second.run, "Completed", "Failed", "Crashed")
+    assert held.state is not None
+    assert "which lives: leave it to that" in (held.state.message or "")
+    assert "aggregated-gradients" not in deployed.artifacts(second.run)
+
+    with ThreadPoolExecutor(len(UIDS)) as pool:
+        once = [pool.submit(take_part, store, store, uid, 1) for uid in UIDS]
+        assert {one.result().window for one in once} == {1}
+        until(lambda: find_newest_window(store, RUN.chain) == 1, "a window to be merged")
+        said = deployed.prefect("flow-run", "cancel", str(first.run))
+        assert said.returncode == 0, said.stdout + said.stderr
+        deployed.wait(first.run, "Cancelled")
+        working = [pool.submit(take_part, store, store, uid, 3, broken=3) for uid in UIDS]
+        # A window in which a worker is never right lasts its full time. That of window 2, which
+        # was open, cannot change any more.
+        short = RUN.model_copy(update={"window": timedelta(seconds=30)})
+        parameters["run"] = short.model_dump(mode="json")
+        done = deployed.start(AGGREGATE, **parameters)
+        assert done.code == 0, done.output
+        assert len({one.result().state for one in working}) == 1
+    found = list(iterate_links(store, RUN.chain))
+    assert [link.window for link in found] == [1, 2, 3]
+    assert [sorted(link.taken) for link in found] == [UIDS, UIDS, ["a", "b"]]
+    assert "| 3 | 55 | 2 | 1 format |" in deployed.artifacts(done.run)["aggregated-gradients"]
+    catch_up(store, RUN.chain, start)
+    assert start.digest() == found[-1].state

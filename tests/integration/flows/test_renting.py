@@ -1,0 +1,195 @@
+"""Machines are rented, listed, released and reaped by deployments."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import flow
+from prefect.states import Crashed
+from pydantic import SecretStr
+
+from blocks import VastCredentials
+from examples.tiny_lm.begin import begin
+from flows.provision import provision
+from millrace.errors import MachineError
+from millrace.rentals import Account, RentSettings
+from millrace.storage import StoreSpec, open_store
+from millrace.testing.vast import VastServer
+from tasks.renting import Attended
+from tests.prefect_server import PATIENCE, PrefectServer, Worker, until
+from tests.support.flows.campaigns import make_text, plan_of
+
+RENT = {
+    "request": {"max_hourly": 2.0, "max_total": 10.0},
+    "program": {"repo_url": "https://example.org/x", "command": ["true"]},
+}
+
+
+@pytest.fixture
+def payer(prefect_api: PrefectServer, vast: VastServer) -> Iterator[dict[str, Any]]:
+    """A block of an account at the stand-in, whose time goes quickly; what refers to it."""
+    key = vast.reset(rate=100.0, strict=False)
+    VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
+    yield {"$ref": {"block_document_slug": "vast-credentials/payer"}}
+    vast.reset()
+    VastCredentials.delete("payer")
+
+
+def test_machines_are_rented_listed_and_released(
+    deployed: PrefectServer, worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
+) -> None:
+    place = {"bucket": (tmp_path / "store").as_uri(), "vast": payer}
+    (tmp_path / "store").mkdir()
+    asked = {**place, **RENT, "name": "fleet", "machines": 2}
+    dry = deployed.start("provision/provision", **asked)
+    assert dry.code == 0, dry.output
+    report = deployed.artifacts(dry.run)["offers"]
+    assert "**Nothing was rented.** 12 offers of Vast.ai fit `fleet`" in report
+    assert vast.books() == []
+
+    done = deployed.start("provision/provision", **asked, dry_run=False)
+    assert done.code == 0, done.output
+    assert len(vast.alive()) == 2
+    report = deployed.artifacts(done.run)["provision"]
+    assert "**fleet**: 2 machines run" in report
+    assert report.count("| `fleet` |") == 2
+
+    (hook,) = provision.on_crashed_hooks
+    hook(provision, deployed.flow_run(done.run), Crashed())  # as a worker, had it been killed
+    assert len(vast.alive()) == 2  # both were left to work
+
+    listed = deployed.start("list-rentals/list-rentals", **place)
+    assert "2 machines rented, $" in deployed.artifacts(listed.run)["rentals"]
+    kept = deployed.start("reap-instances/reap-instances", **place, dry_run=False)
+    assert "0 machines given back, 2 stay." in deployed.artifacts(kept.run)["reaper"]
+
+    back = deployed.start("release/release", **place, name="fleet")
+    assert back.code == 0, back.output
+    assert "2 machines given back; a listing shows none." in deployed.artifacts(back.run)["rentals"]
+    assert vast.alive() == []
+
+
+def test_a_run_that_hangs_and_is_cancelled_leaves_no_machine(
+    deployed: PrefectServer, worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
+) -> None:
+    key = vast.reset(rate=1.0, strict=False)  # it takes 20 s at least until a machine is up
+    VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
+    (tmp_path / "store").mkdir()
+    asked = {"bucket": (tmp_path / "store").as_uri(), "vast": payer, "name": "hung", **RENT}
+    run = deployed.start("provision/provision", watch=False, **asked, dry_run=False).run
+    until(lambda: len(vast.alive()) == 1, "a machine")
+    for process in worker.descendants():
+        if "prefect.engine" in process.cmdline():
+            process.suspend()  # so that it hears of nothing, and has to be killed
+    assert deployed.prefect("flow-run", "cancel", str(run)).returncode == 0
+    until(lambda: vast.alive() == [], "the machine given back")
+    deployed.wait(run, "Cancelled")
+    until(lambda: "1 machine of hung given back" in deployed.logs(run), "what the hook says")
+
+
+def test_a_worker_that_is_terminated_leaves_no_machine(
+    deployed: PrefectServer, worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
+) -> None:
+    key = vast.reset(rate=1.0, strict=False)  # it takes 20 s at least until a machine is up
+    VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
+    (tmp_path / "store").mkdir()
+    asked = {"bucket": (tmp_path / "store").as_uri(), "vast": payer, "name": "ended", **RENT}
+    run = deployed.start("provision/provision", watch=False, **asked, dry_run=False).run
+    until(lambda: len(vast.alive()) == 1, "a machine")
+    worker.terminate()
+    until(lambda: vast.alive() == [], "the machine given back")
+    (one,) = vast.books()
+    assert one["by"] == "the account"
+    assert deployed.flow_run(run).state_name != "Completed"
+
+
+def test_a_campaign_that_is_hung_up_gives_back_however_often_it_is_interrupted(
+    prefect_api: PrefectServer, vast: VastServer, payer: Any, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    make_text(tmp_path / "text")
+    begin(open_store(store.as_uri()), "hung-up/first")
+    machines = {
+        "kind": "rented", "request": RENT["request"], "vast": "payer", "warm": False,
+        "repo_url": "https://example.org/x", "poll": "PT1S",
+    }  # fmt: skip
+    plan = tmp_path / "campaign.yaml"
+    plan.write_text(json.dumps(plan_of("hung-up", store.as_uri(), tmp_path / "text", machines)))
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [Path(sys.executable).parent / "millrace", "campaign", plan],
+            env=prefect_api.environment, stdout=log, stderr=log, start_new_session=True,
+            preexec_fn=_hear_signals,  # noqa: PLW1509 - it only sets signals
+        )  # fmt: skip
+    try:
+        until(lambda: len(vast.alive()) == 2, "two machines")
+        vast.fail_next(3, "error500", "delete")
+        process.send_signal(signal.SIGHUP)
+        until(lambda: vast.fired()["error500"] > 0, "machines being given back")
+        for _ in range(500):
+            process.send_signal(signal.SIGINT)
+        process.wait(PATIENCE)
+    finally:
+        process.kill()
+    assert vast.alive() == [], (tmp_path / "log").read_text()[-3000:]
+    leases = [*store.glob("hung-up/lease/**/*.json"), *store.glob("_rentals/**/lease/**/*.json")]
+    assert leases
+    assert [one for one in leases if not one.with_suffix(".end").exists()] == []  # none waits
+
+
+def _hear_signals() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_a_reaper_without_blocks_looks_at_nothing_and_one_that_cannot_read_fails(
+    deployed: PrefectServer, worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
+) -> None:
+    nothing = deployed.start("reap-instances/reap-instances", bucket="not-there", vast="not-there")
+    assert nothing.code == 0, nothing.output
+    assert vast.requests() == []
+
+    wrong = VastCredentials(api_key=SecretStr("not-a-key-of-yours"), server_url=vast.url)
+    wrong.save("payer", overwrite=True)
+    folder = tmp_path / "store"
+    folder.mkdir()
+    failed = deployed.start(
+        "reap-instances/reap-instances", bucket=folder.as_uri(), vast=payer, dry_run=False
+    )
+    assert failed.code == 1
+    state = deployed.flow_run(failed.run).state
+    assert state is not None
+    assert "Vast.ai does not know the API key" in (state.message or "")
+
+
+@pytest.mark.parametrize(("proven", "rented"), [(False, 2), (True, 5)])
+def test_a_program_that_has_never_worked_is_tried_twice(
+    prefect_api: PrefectServer, vast: VastServer, tmp_path: Path, proven: bool, rented: int
+) -> None:
+    key = vast.reset(rate=100.0, strict=False, program=100.0, fates={"failing": 1.0})
+    settings = RentSettings(
+        name="fleet",
+        store=StoreSpec(url=tmp_path.as_uri()),
+        account=Account(api_key=SecretStr(key), server_url=vast.url),
+        retry_failed=True,
+        poll=timedelta(milliseconds=100),
+        **RENT,
+    )
+
+    @flow
+    def attend() -> None:
+        with Attended(settings, lambda: proven) as crew:
+            crew.until_ready()
+            crew.finish(timedelta(minutes=1))
+            crew.refuse()
+
+    with pytest.raises(MachineError, match="the last words" if not proven else "did not come up"):
+        attend()
+    assert (vast.alive(), len(vast.books())) == ([], rented)
+    vast.reset()

@@ -1,0 +1,81 @@
+"""Offers are asked for in the API's units, and ranked by what they cost in all."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from millrace.rentals import Offer, OfferRequest, find_offers
+from tests.support.rentals.account import Reset
+
+
+def row(**more: Any) -> dict[str, Any]:
+    return {"id": 1, "machine_id": 2, "num_gpus": 1, "dph_total": 0.5, "min_bid": 0.2, **more}
+
+
+def request(**more: Any) -> OfferRequest:
+    return OfferRequest(max_hourly=2.0, max_total=10.0, **more)
+
+
+def test_what_costs_least_in_all_comes_first(world: Reset) -> None:
+    account = world(machines=40)
+    short = find_offers(account.vast, request(hours=1.0))
+    assert [one.total for one in short] == sorted(one.dph for one in short)
+    heavy = request(hours=1.0, download=500.0, upload=100.0)
+    offers = find_offers(account.vast, heavy)
+    assert [one.total for one in offers] == sorted(
+        one.dph + 500 * one.down_cost + 100 * one.up_cost for one in offers
+    )
+    assert [one.machine for one in offers] != [one.machine for one in short]
+
+
+def test_only_what_was_asked_for_is_found(world: Reset) -> None:
+    account = world(machines=60)
+    wanted = request(gpu="H100_SXM", regions=("de", "JP"), gpu_memory=20.0)
+    offers = find_offers(account.vast, wanted)
+    assert offers
+    assert {one.gpu for one in offers} == {"H100 SXM"}
+    assert {one.place for one in offers} <= {"Bavaria, DE", "Tokyo, JP"}
+    without = {offers[0].machine}
+    assert without.isdisjoint(
+        one.machine for one in find_offers(account.vast, wanted, without=without)
+    )
+    assert find_offers(account.vast, request(gpu_memory=80.0)) == []
+    cheap = OfferRequest(max_hourly=0.3, max_total=1.0)
+    assert all(one.dph <= 0.3 for one in find_offers(account.vast, cheap))
+
+
+def test_an_interruptible_one_costs_its_bid_and_its_disk() -> None:
+    wanted = request(interruptible=True, disk=73.0)
+    offer = Offer.of(row(storage_cost=0.1), wanted)
+    assert offer.bid == pytest.approx(0.22)
+    assert offer.dph == pytest.approx(0.22 + 0.01)
+    assert Offer.of(row(), request(interruptible=True, bid=0.3)).bid == 0.3
+    with pytest.raises(ValueError, match="more is asked than is bid"):
+        Offer.of(row(), request(interruptible=True, bid=0.1))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"dph_total": None}, {"dph_total": "nan"}, {"dph_total": -1}, {"machine_id": None},
+     {"inet_down_cost": "inf"}],
+)  # fmt: skip
+def test_an_offer_that_cannot_be_read_is_none(wrong: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        Offer.of(row(**wrong), request())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"bid": 0.3}, "set interruptible too"),
+        ({"bid": 3.0, "interruptible": True}, "more than max_hourly"),
+        ({"regions": ("USA",)}, "regions"),
+        ({"max_lifetime": "P8D"}, "max_lifetime"),
+        ({"disk": 4}, "disk"),
+        ({"gpu_name": "x"}, "gpu_name"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        request(**wrong)
