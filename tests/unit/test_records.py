@@ -16,8 +16,6 @@ from millrace.records import (
     require_intact,
 )
 from millrace.storage import create, list_objects, open_store, put
-from millrace.testing.faults import Fault
-from tests.stores import spec_of
 
 
 class Thing(Record):
@@ -51,13 +49,6 @@ def test_of_many_commits_at_once_one_is_mine(store):
     winners = [commit.record for commit in commits if commit.mine]
     assert len(winners) == 1
     assert {commit.record.name for commit in commits} == {winners[0].name}
-
-
-def test_a_commit_whose_answer_was_lost_is_known_to_be_mine(request, r2):
-    store = open_store(spec_of("r2", request))
-    r2.fail_next(Fault.LOST, 1, method="PUT")
-    assert commit_once(store, "a", Thing(name="mine")).mine
-    assert r2.counts()[Fault.LOST] == 1
 
 
 def test_the_same_commit_twice_is_no_conflict_and_another_names_its_fields(store):

@@ -3,15 +3,13 @@
 import base64
 import re
 from collections import Counter
-from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
 
 from millrace.testing.rgw import RGW
-from tests.oracle import Folder, S3Bucket
+from tests.oracle import S3Bucket
 from tests.prefect_server import PrefectServer, Worker, until
 from tests.support.flows.fixtures import CUT, RUN, SHARD, MakeBlock, jsonl, texts, texts_in
 
@@ -58,44 +56,6 @@ def _is_a_picture_with_axes(report: str) -> None:
     assert {"MB/s", "seconds since the start"} <= words
 
 
-def test_read_only_credentials_are_refused_before_anything_is_read(
-    deployed: PrefectServer, worker: Worker, rgw: RGW, bucket: str, block: MakeBlock
-) -> None:
-    source = rgw.create_bucket(f"{bucket}-source")
-    rgw.client(rgw.full).put_object(Bucket=source, Key="rows.jsonl", Body=jsonl(texts()))
-    before = len(rgw.requests())
-
-    done = deployed.start(
-        SHARD,
-        dataset="words",
-        source={"bucket": block(source, read=rgw.full)},
-        destination=block(bucket, write=rgw.read_only),
-    )
-
-    assert done.code == 1
-    state = deployed.flow_run(done.run).state
-    assert state is not None
-    assert state.name == "Failed"
-    assert "does not let these credentials create objects" in (state.message or "")
-    seen = rgw.requests()[before:]
-    assert any(f"PUT /{bucket}/words/" in line for line in seen)
-    assert not [line for line in seen if f"/{source}" in line]
-    assert rgw.client(rgw.full).list_objects_v2(Bucket=bucket)["KeyCount"] == 0
-
-
-def test_a_block_without_write_credentials_is_refused(
-    deployed: PrefectServer, worker: Worker, rgw: RGW, bucket: str, block: MakeBlock,
-    folder_source: dict[str, Any],
-) -> None:  # fmt: skip
-    done = deployed.start(
-        SHARD, dataset="words", source=folder_source, destination=block(bucket, read=rgw.full)
-    )
-    assert done.code == 1
-    state = deployed.flow_run(done.run).state
-    assert state is not None
-    assert "write credentials are needed" in (state.message or "")
-
-
 def test_wrong_values_are_refused_before_there_is_a_run(deployed: PrefectServer) -> None:
     said = deployed.prefect(
         "deployment", "run", SHARD, "-p", "dataset=words", "-p", 'source={"url": "file:///x"}',
@@ -121,26 +81,3 @@ def test_a_cron_deployment_gets_its_scheduled_run(deployed: PrefectServer, name:
             return any(run.auto_scheduled and run.state_name == "Scheduled" for run in runs)
 
         until(scheduled, "a scheduled run")
-
-
-def test_verification_finds_a_shard_that_is_gone(
-    deployed: PrefectServer, worker: Worker, tmp_path: Path, folder_source: dict[str, Any]
-) -> None:
-    out = tmp_path / "out"
-    made = deployed.start(
-        SHARD, dataset="words", source=folder_source, destination=out.as_uri(), cut=CUT, run=RUN
-    )
-    assert made.code == 0, made.output
-    good = deployed.start("verify-datasets/verify-datasets", bucket=out.as_uri(), depth="bytes")
-    assert good.code == 0, good.output
-    assert (
-        "1 sealed dataset, every shard is there"
-        in deployed.artifacts(good.run)["verified-datasets"]
-    )
-
-    lost = next(name for name in Folder(out).names() if name.endswith(".tar"))
-    (out / lost).unlink()
-
-    bad = deployed.start("verify-datasets/verify-datasets", bucket=out.as_uri())
-    assert bad.code == 1
-    assert f"| `{lost}` | missing |" in deployed.artifacts(bad.run)["verified-datasets"]

@@ -3,37 +3,18 @@
 import io
 import os
 import re
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-import pytest
 from boto3.s3.transfer import TransferConfig
 from prefect.blocks.system import Secret
 
-from benchmarks.rig.store import Fault, FaultKind, Store
-from blocks import Bucket, BucketRole
 from millrace.testing.rgw import RGW
-from tests.prefect_server import PrefectServer, Worker, until
+from tests.prefect_server import PrefectServer, Worker
 from tests.ray_cluster import DISK, RayCluster
-from tests.support.flows.fixtures import MakeBlock, aws_credentials
+from tests.support.flows.fixtures import MakeBlock
 from tests.support.swarm.swarms import KEY, files_below, running
 
 PREWARM = "prewarm/prewarm"
-
-
-@pytest.fixture
-def ray_worker(
-    deployed: PrefectServer, ray_cluster: RayCluster, tmp_path: Path
-) -> Iterator[Worker]:
-    """A worker on a machine of the cluster."""
-    inside = {**ray_cluster.environment, "RAY_ADDRESS": ray_cluster.address}
-    one = Worker(deployed, tmp_path, environment=inside)
-    try:
-        yield one
-    finally:
-        one.stop()
 
 
 def test_every_node_is_warmed_with_credentials_from_a_block(
@@ -110,46 +91,3 @@ def test_wrong_credentials_are_refused_before_a_node_is_touched(
     assert state is not None
     assert "read credentials" in (state.message or "")
     assert not (ray_cluster.disks[0] / "refused").exists()
-
-
-@pytest.fixture
-def counted(
-    prefect_api: PrefectServer, tmp_path: Path
-) -> Iterator[tuple[Store, dict[str, object]]]:
-    """A store that counts and stalls, and the parameter that refers to its block."""
-    with Store.start(tmp_path / "objects") as store:
-        name = f"bucket-{uuid.uuid4().hex[:8]}"
-        pair = aws_credentials(store.key, store.endpoint)
-        pair.save(f"{name}-read")
-        block = Bucket(role=BucketRole.DATASET, url=f"s3://{store.bucket}", read_credentials=pair)
-        block.save(name)
-        yield store, {"bucket": {"$ref": {"block_document_slug": f"millrace-bucket/{name}"}}}
-
-
-def test_a_cancelled_run_stops_and_the_next_one_fetches_what_is_missing(
-    deployed: PrefectServer,
-    ray_worker: Worker,
-    ray_cluster: RayCluster,
-    counted: tuple[Store, dict[str, object]],
-) -> None:
-    store, files = counted
-    body = os.urandom(8 << 20)
-    store.put("large.bin", body)
-    store.order(Fault(FaultKind.STALL, offset=7 << 20, times=None, seconds=60))
-
-    first = deployed.start(PREWARM, watch=False, files=[files], root=f"${DISK}/cancelled")
-    until(lambda: store.counts().bytes >= 7 << 20, "all pieces but the one that is stalled")
-    processes = ray_worker.descendants()
-    said = deployed.prefect("flow-run", "cancel", str(first.run))
-    assert said.returncode == 0, said.stdout + said.stderr
-    deployed.wait(first.run, "Cancelled")
-    assert psutil.wait_procs(processes, timeout=60)[1] == []
-    assert files_below(ray_cluster.disks[1] / "cancelled") == {}
-
-    store.reset()
-    second = deployed.start(PREWARM, files=[files], root=f"${DISK}/cancelled")
-    assert second.code == 0, second.output
-    assert [files_below(disk / "cancelled") for disk in ray_cluster.disks] == [
-        {"large.bin": body}
-    ] * 3
-    assert store.counts().bytes < len(body) / 2

@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,21 +23,7 @@ from millrace.testing.vast import VastServer
 from tasks.renting import Attended
 from tests.prefect_server import PATIENCE, PrefectServer, Worker, until
 from tests.support.flows.campaigns import make_text, plan_of
-
-RENT = {
-    "request": {"max_hourly": 2.0, "max_total": 10.0},
-    "program": {"repo_url": "https://example.org/x", "command": ["true"]},
-}
-
-
-@pytest.fixture
-def payer(prefect_api: PrefectServer, vast: VastServer) -> Iterator[dict[str, Any]]:
-    """A block of an account at the stand-in, whose time goes quickly; what refers to it."""
-    key = vast.reset(rate=100.0, strict=False)
-    VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
-    yield {"$ref": {"block_document_slug": "vast-credentials/payer"}}
-    vast.reset()
-    VastCredentials.delete("payer")
+from tests.support.flows.renting import RENT
 
 
 def test_machines_are_rented_listed_and_released(
@@ -73,40 +58,6 @@ def test_machines_are_rented_listed_and_released(
     assert back.code == 0, back.output
     assert "2 machines given back; a listing shows none." in deployed.artifacts(back.run)["rentals"]
     assert vast.alive() == []
-
-
-def test_a_run_that_hangs_and_is_cancelled_leaves_no_machine(
-    deployed: PrefectServer, worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
-) -> None:
-    key = vast.reset(rate=1.0, strict=False)  # it takes 20 s at least until a machine is up
-    VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
-    (tmp_path / "store").mkdir()
-    asked = {"bucket": (tmp_path / "store").as_uri(), "vast": payer, "name": "hung", **RENT}
-    run = deployed.start("provision/provision", watch=False, **asked, dry_run=False).run
-    until(lambda: len(vast.alive()) == 1, "a machine")
-    for process in worker.descendants():
-        if "prefect.engine" in process.cmdline():
-            process.suspend()  # so that it hears of nothing, and has to be killed
-    assert deployed.prefect("flow-run", "cancel", str(run)).returncode == 0
-    until(lambda: vast.alive() == [], "the machine given back")
-    deployed.wait(run, "Cancelled")
-    until(lambda: "1 machine of hung given back" in deployed.logs(run), "what the hook says")
-
-
-def test_a_worker_that_is_terminated_leaves_no_machine(
-    deployed: PrefectServer, worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
-) -> None:
-    key = vast.reset(rate=1.0, strict=False)  # it takes 20 s at least until a machine is up
-    VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
-    (tmp_path / "store").mkdir()
-    asked = {"bucket": (tmp_path / "store").as_uri(), "vast": payer, "name": "ended", **RENT}
-    run = deployed.start("provision/provision", watch=False, **asked, dry_run=False).run
-    until(lambda: len(vast.alive()) == 1, "a machine")
-    worker.terminate()
-    until(lambda: vast.alive() == [], "the machine given back")
-    (one,) = vast.books()
-    assert one["by"] == "the account"
-    assert deployed.flow_run(run).state_name != "Completed"
 
 
 def test_a_campaign_that_is_hung_up_gives_back_however_often_it_is_interrupted(

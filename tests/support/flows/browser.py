@@ -1,12 +1,32 @@
 """The Prefect UI, as a person uses it."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from playwright.sync_api import Locator, Page, Response
+import pytest
+from playwright.sync_api import Locator, Page, Response, expect, sync_playwright
 
 from tests.prefect_server import PrefectServer, until
+
+CHROMIUM = "/usr/bin/chromium"
+QUIET = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+PATIENCE = 60_000  # milliseconds
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    """A window of Chromium."""
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        page = browser.new_page(viewport={"width": 1400, "height": 3000})
+        page.set_default_timeout(PATIENCE)
+        expect.set_options(timeout=PATIENCE)
+        yield page
+        browser.close()
 
 
 def open_run_form(server: PrefectServer, page: Page, name: str) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
 from prefect_aws import AwsCredentials
 from prefect_aws.client_parameters import AwsClientParameters
 
@@ -22,7 +21,8 @@ from millrace.storage import open_store
 from millrace.testing.key import Key
 from millrace.testing.rgw import RGW
 from tests.oracle import Bucket as Place
-from tests.prefect_server import PrefectServer
+from tests.prefect_server import PrefectServer, Worker
+from tests.ray_cluster import RayCluster
 
 SHARD = "shard-dataset/shard-dataset"
 # Small enough for many shards, and for several splits, of a few thousand rows.
@@ -30,26 +30,6 @@ CUT = {"shard_bytes": 65536, "split_bytes": 200_000}
 RUN = {"workers": 2, "uploads": 2, "lease": "PT5S"}
 
 MakeBlock = Callable[..., dict[str, Any]]
-
-
-CHROMIUM = "/usr/bin/chromium"
-QUIET = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-]  # fmt: skip
-PATIENCE = 60_000  # milliseconds
-
-
-@pytest.fixture
-def page() -> Iterator[Page]:
-    """A window of Chromium."""
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=QUIET)
-        page = browser.new_page(viewport={"width": 1400, "height": 3000})
-        page.set_default_timeout(PATIENCE)
-        expect.set_options(timeout=PATIENCE)
-        yield page
-        browser.close()
 
 
 @pytest.fixture
@@ -68,6 +48,19 @@ def block(prefect_api: PrefectServer, rgw: RGW) -> MakeBlock:
         return {"$ref": {"block_document_slug": f"millrace-bucket/{name}"}}
 
     return make
+
+
+@pytest.fixture
+def ray_worker(
+    deployed: PrefectServer, ray_cluster: RayCluster, tmp_path: Path
+) -> Iterator[Worker]:
+    """A worker on a machine of the cluster."""
+    inside = {**ray_cluster.environment, "RAY_ADDRESS": ray_cluster.address}
+    one = Worker(deployed, tmp_path, environment=inside)
+    try:
+        yield one
+    finally:
+        one.stop()
 
 
 def aws_credentials(key: Key, endpoint: str) -> AwsCredentials:

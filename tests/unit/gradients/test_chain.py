@@ -48,7 +48,6 @@ from millrace.gradients.sync.merge import MergedRun, make_dense
 from millrace.keys import ChainKeys, GradientKeys
 from millrace.records import encode_record, fetch
 from millrace.storage import Store, copy, delete, list_objects, open_store, put, read
-from tests.stores import spec_of
 from tests.unit.gradients.test_codec import drawn
 
 SHAPES = {"embed": (50, 30), "layer.bias": (17,), "layer.weight": (70, 65), "scale": ()}
@@ -124,14 +123,14 @@ def run_of(store: Store, *, transform: Transform = Transform.NONE, kind: str = "
     return Run(store, Codec(transform=transform, k=256), outer, weights())
 
 
-CASES = [("local", transform, kind) for transform in Transform for kind in OuterKind]
+@pytest.mark.parametrize("transform", Transform)
+@pytest.mark.parametrize("kind", OuterKind)
+def test_whoever_comes_late_has_the_same_weights(store, transform, kind):
+    assert_late_ones_agree(run_of(store, transform=transform, kind=kind))
 
 
-@pytest.mark.parametrize(
-    ("place", "transform", "kind"), [*CASES, ("rgw", Transform.DCT, OuterKind.NESTEROV)]
-)
-def test_whoever_comes_late_has_the_same_weights(place, transform, kind, request):
-    run = run_of(open_store(spec_of(place, request)), transform=transform, kind=kind)
+def assert_late_ones_agree(run: Run) -> None:
+    """Merge some windows, and catch up with them."""
     for number in (1, 2, 3):
         run.window(number)
     late = weights()

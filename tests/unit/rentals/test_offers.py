@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from millrace.rentals import Offer, OfferRequest, find_offers
-from tests.support.rentals.account import Reset
+from millrace.rentals import Offer, OfferRequest
 
 
 def row(**more: Any) -> dict[str, Any]:
@@ -15,34 +14,6 @@ def row(**more: Any) -> dict[str, Any]:
 
 def request(**more: Any) -> OfferRequest:
     return OfferRequest(max_hourly=2.0, max_total=10.0, **more)
-
-
-def test_what_costs_least_in_all_comes_first(world: Reset) -> None:
-    account = world(machines=40)
-    short = find_offers(account.vast, request(hours=1.0))
-    assert [one.total for one in short] == sorted(one.dph for one in short)
-    heavy = request(hours=1.0, download=500.0, upload=100.0)
-    offers = find_offers(account.vast, heavy)
-    assert [one.total for one in offers] == sorted(
-        one.dph + 500 * one.down_cost + 100 * one.up_cost for one in offers
-    )
-    assert [one.machine for one in offers] != [one.machine for one in short]
-
-
-def test_only_what_was_asked_for_is_found(world: Reset) -> None:
-    account = world(machines=60)
-    wanted = request(gpu="H100_SXM", regions=("de", "JP"), gpu_memory=20.0)
-    offers = find_offers(account.vast, wanted)
-    assert offers
-    assert {one.gpu for one in offers} == {"H100 SXM"}
-    assert {one.place for one in offers} <= {"Bavaria, DE", "Tokyo, JP"}
-    without = {offers[0].machine}
-    assert without.isdisjoint(
-        one.machine for one in find_offers(account.vast, wanted, without=without)
-    )
-    assert find_offers(account.vast, request(gpu_memory=80.0)) == []
-    cheap = OfferRequest(max_hourly=0.3, max_total=1.0)
-    assert all(one.dph <= 0.3 for one in find_offers(account.vast, cheap))
 
 
 def test_an_interruptible_one_costs_its_bid_and_its_disk() -> None:

@@ -11,7 +11,6 @@ from millrace.storage import (
     Credentials,
     StoreSpec,
     from_environment,
-    list_objects,
     open_store,
     put,
     read,
@@ -149,15 +148,3 @@ def test_an_endpoint_that_is_no_url_is_refused_with_what_to_write(endpoint, no_a
         open_store("s3://bucket")
     with pytest.raises(errors.ConfigurationError, match="write https://HOST"):
         open_store(f"r2://{ACCOUNT}/bucket", endpoint=endpoint)
-
-
-def test_a_bare_s3_url_reaches_the_endpoint_of_the_environment(rgw, bucket, no_aws):
-    no_aws.setenv("AWS_ENDPOINT_URL", rgw.endpoint)  # plain HTTP
-    no_aws.setenv("AWS_ACCESS_KEY_ID", rgw.full.access_key_id)
-    no_aws.setenv("AWS_SECRET_ACCESS_KEY", rgw.full.secret_access_key)
-    store = open_store(f"s3://{bucket}")
-    put(store, "a/b", b"data")
-    assert [stat.key for stat in list_objects(store)] == ["a/b"]
-    assert read(store, "a/b") == b"data"
-    no_aws.delenv("AWS_ENDPOINT_URL")
-    assert pickle.loads(pickle.dumps(store)).endpoint == rgw.endpoint

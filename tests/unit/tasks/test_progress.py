@@ -4,14 +4,11 @@ import logging
 import threading
 
 import pytest
-from prefect import flow
 from prefect.logging import disable_run_logger
-from prefect.runtime import flow_run
 
 from millrace.progress import Event
 from tasks import progress as module
 from tasks.progress import ShardProgress, SwarmProgress, WindowProgress
-from tests.prefect_server import PrefectServer
 
 PLAN = Event("plan.committed", "words/plan.json", {"splits": 4, "bytes": 4000, "files": 2})
 
@@ -50,48 +47,12 @@ def test_a_resumed_run_begins_where_the_last_one_was(counting: ShardProgress) ->
     assert counting.percent == 75
 
 
-def test_a_dataset_that_is_finished_is_shown_as_finished(prefect_api: PrefectServer) -> None:
-    @flow(name="shows")
-    def shows() -> str:
-        with ShardProgress("progress-shows") as live:
-            live(PLAN)
-            live(Event("split.ended", "train-00000", {}))
-        return str(flow_run.id)
-
-    run = shows()
-    assert prefect_api.artifacts(run) == {"progress-shows": 100.0}
-
-
 def test_a_run_that_fails_ends_its_progress_with_the_reason(counting: ShardProgress) -> None:
     counting(PLAN)
     counting._thread = threading.Thread(target=str)  # shows nothing: what it would show counts
     with pytest.raises(KeyError), counting:
         raise KeyError("boom")
     assert counting.sentence.endswith("Failed: 'boom'")
-
-
-def test_a_server_that_does_not_answer_holds_up_nothing(
-    prefect_api: PrefectServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server's answer is withheld until the engine is through, which does not wait for it."""
-    through = threading.Event()
-
-    def late(*_: object) -> None:
-        assert through.wait(60)
-        raise ConnectionError
-
-    monkeypatch.setattr(module, "create_progress_artifact", late)
-
-    @flow(name="goes-on")
-    def goes_on() -> float:
-        with ShardProgress("progress-late") as live:
-            live(PLAN)
-            for number in range(1000):
-                live(commit(number))
-            through.set()
-        return float(sum(live.pace.values()))
-
-    assert goes_on() == sum(range(1000))
 
 
 def test_a_swarm_is_as_far_as_its_bytes() -> None:
