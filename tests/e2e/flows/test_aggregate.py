@@ -14,8 +14,10 @@ from millrace.gradients import (
 from millrace.gradients.sync.chain import find_newest_window
 from millrace.keys import LeaseKeys
 from millrace.storage import exists, open_store
-from tests.integration.flows.test_aggregate import AGGREGATE, RUN, UIDS, model, take_part
+from tests.integration.flows.test_aggregate import RUN, UIDS, model, take_part
 from tests.prefect_server import PrefectServer, Worker, until
+
+AGGREGATE = "aggregate-gradients/aggregate-gradients"
 
 
 def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_cancelled(

@@ -30,7 +30,7 @@ def test_a_campaign_killed_in_each_stage_ends_right(
 
 
 def test_a_campaign_that_is_killed_or_cancelled_gives_its_machines_back(
-    deployed: PrefectServer, prefect_api: PrefectServer, worker: Worker, vast: VastServer,
+    deployed: PrefectServer, prefect_api: PrefectServer, own_worker: Worker, vast: VastServer,
     repository: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
     site = Site(prefect_api, vast, repository, tmp_path, "stopped")
@@ -44,7 +44,7 @@ def test_a_campaign_that_is_killed_or_cancelled_gives_its_machines_back(
     run = deployed.start("campaign/campaign", watch=False, plan=plan).run
     until(lambda: len(vast.alive()) == 2, "two machines")
     until(lambda: merged() > 1, "the first window")
-    for process in worker.descendants():
+    for process in own_worker.descendants():
         process.kill()
     deployed.wait(run, "Crashed")
     until(lambda: vast.alive() == [], "the machines given back")

@@ -12,7 +12,7 @@ from tests.support.flows.renting import RENT
 
 
 def test_a_run_that_hangs_and_is_cancelled_leaves_no_machine(
-    deployed: PrefectServer, worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
+    deployed: PrefectServer, own_worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
 ) -> None:
     key = vast.reset(rate=1.0, strict=False)  # it takes 20 s at least until a machine is up
     VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
@@ -20,7 +20,7 @@ def test_a_run_that_hangs_and_is_cancelled_leaves_no_machine(
     asked = {"bucket": (tmp_path / "store").as_uri(), "vast": payer, "name": "hung", **RENT}
     run = deployed.start("provision/provision", watch=False, **asked, dry_run=False).run
     until(lambda: len(vast.alive()) == 1, "a machine")
-    for process in worker.descendants():
+    for process in own_worker.descendants():
         if "prefect.engine" in process.cmdline():
             process.suspend()  # so that it hears of nothing, and has to be killed
     assert deployed.prefect("flow-run", "cancel", str(run)).returncode == 0
@@ -30,7 +30,7 @@ def test_a_run_that_hangs_and_is_cancelled_leaves_no_machine(
 
 
 def test_a_worker_that_is_terminated_leaves_no_machine(
-    deployed: PrefectServer, worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
+    deployed: PrefectServer, own_worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
 ) -> None:
     key = vast.reset(rate=1.0, strict=False)  # it takes 20 s at least until a machine is up
     VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
@@ -38,7 +38,7 @@ def test_a_worker_that_is_terminated_leaves_no_machine(
     asked = {"bucket": (tmp_path / "store").as_uri(), "vast": payer, "name": "ended", **RENT}
     run = deployed.start("provision/provision", watch=False, **asked, dry_run=False).run
     until(lambda: len(vast.alive()) == 1, "a machine")
-    worker.terminate()
+    own_worker.terminate()
     until(lambda: vast.alive() == [], "the machine given back")
     (one,) = vast.books()
     assert one["by"] == "the account"

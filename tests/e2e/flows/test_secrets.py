@@ -8,7 +8,7 @@ from tests.support.flows.planted import Planted, leaks, run_leaves, server_leave
 
 
 def test_a_run_leaves_no_secret_anywhere(
-    deployed: PrefectServer, worker: Worker, rgw: RGW, bucket: str, block: MakeBlock,
+    deployed: PrefectServer, own_worker: Worker, rgw: RGW, bucket: str, block: MakeBlock,
     planted: Planted,
 ) -> None:  # fmt: skip
     source = rgw.create_bucket(f"{bucket}-source")
@@ -38,7 +38,7 @@ def test_a_run_leaves_no_secret_anywhere(
     runs = (good, refused, failed, wrong)
     for started in (good, refused, failed):  # the last one never came to log
         until(lambda run=started.run: "Finished in state" in deployed.logs(run), "the last line")
-    worker.stop()
+    own_worker.stop()
 
     assert [started.code for started in runs] == [0, 1, 1, 1], good.output
     served = [line for line in rgw.requests()[before:] if " 200 " in line or " 206 " in line]
@@ -50,7 +50,7 @@ def test_a_run_leaves_no_secret_anywhere(
             f"{what} {started.run}": text for what, text in run_leaves(deployed, started.run)
         }
         places[f"the terminal of {started.run}"] = started.output
-    places["the worker's output"] = worker.log.read_text(errors="replace")
+    places["the worker's output"] = own_worker.log.read_text(errors="replace")
     for path in deployed.home.rglob("*"):
         if path.is_file() and not path.name.startswith("prefect.db"):
             places[f"file {path.name}"] = path.read_text(errors="replace")

@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 
 from tests.oracle import Folder
-from tests.prefect_server import PrefectServer, Worker, until
+from tests.prefect_server import PrefectServer, SharedWorker, Worker, until
 from tests.support.flows.fixtures import CUT, RUN, SHARD, hold_split, texts, texts_in
 
 
@@ -27,7 +27,7 @@ def _leases_held_by(pids: set[int], folder: Path) -> list[Path]:
 
 
 def test_a_cancelled_run_stops_and_the_next_one_finishes_it(
-    deployed: PrefectServer, worker: Worker, tmp_path: Path, folder_source: dict[str, Any]
+    deployed: PrefectServer, own_worker: Worker, tmp_path: Path, folder_source: dict[str, Any]
 ) -> None:
     out = tmp_path / "out"
     held = hold_split(out.as_uri(), "words", "train-00001")
@@ -37,7 +37,7 @@ def test_a_cancelled_run_stops_and_the_next_one_finishes_it(
     }  # fmt: skip
     first = deployed.start(SHARD, watch=False, **parameters)
     until(lambda: _all_but_one_split_ended(out), "all splits but the one that is held")
-    processes = worker.descendants()
+    processes = own_worker.descendants()
     assert processes
 
     said = deployed.prefect("flow-run", "cancel", str(first.run))
@@ -62,8 +62,10 @@ def test_a_cancelled_run_stops_and_the_next_one_finishes_it(
 
 
 def test_a_run_left_running_by_a_dead_worker_does_not_block_the_next(
-    deployed: PrefectServer, tmp_path: Path, folder_source: dict[str, Any]
-) -> None:
+    deployed: PrefectServer, shared_worker: SharedWorker, tmp_path: Path,
+    folder_source: dict[str, Any],
+) -> None:  # fmt: skip
+    shared_worker.stop()
     out = tmp_path / "out"
     held = hold_split(out.as_uri(), "words", "train-00001")
     parameters = {

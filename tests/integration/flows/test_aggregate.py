@@ -1,4 +1,4 @@
-"""The deployment aggregate-gradients, with credentials that each reach only what is theirs."""
+"""The flow aggregate-gradients, with credentials that each reach only what is theirs."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from flows.aggregate_gradients import aggregate_gradients
 from millrace import errors
 from millrace.checkpoints import Saver
 from millrace.gradients import (
@@ -21,11 +22,10 @@ from millrace.gradients import (
 from millrace.gradients.sync.chain import find_newest_window
 from millrace.storage import Right, Store, StoreSpec, list_objects, open_store, put, scoped
 from millrace.testing.rgw import RGW
-from tests.prefect_server import PrefectServer, Worker, until
+from tests.prefect_server import PrefectServer, until
 from tests.stores import credentials
 from tests.support.flows.fixtures import MakeBlock
 
-AGGREGATE = "aggregate-gradients/aggregate-gradients"
 UIDS = ["a", "b", "c"]
 WINDOWS = 3
 RUN = RunSettings(
@@ -64,7 +64,7 @@ def take_part(store: Store, chain: Store, uid: str, windows: int, broken: int = 
 
 
 def test_a_run_is_aggregated_by_credentials_that_reach_no_more_than_they_must(
-    deployed: PrefectServer, worker: Worker, rgw: RGW, bucket: str, block: MakeBlock
+    prefect_api: PrefectServer, rgw: RGW, bucket: str, block: MakeBlock
 ) -> None:
     role = rgw.create_role("workers")
     shared = rgw.create_bucket(f"{bucket}-gradients")
@@ -86,9 +86,8 @@ def test_a_run_is_aggregated_by_credentials_that_reach_no_more_than_they_must(
     with Saver(at(bucket, rgw.full), "trained") as saver:
         saver.save({"model": dict(model().named_parameters())}, step=40).result()
 
-    running = deployed.start(
-        AGGREGATE,
-        watch=False,
+    running = prefect_api.begin(
+        aggregate_gradients,
         bucket=block(bucket, write=rgw.full),
         gradients=block(shared, read=rgw.read_only),
         run=RUN.model_dump(mode="json"),
@@ -105,22 +104,22 @@ def test_a_run_is_aggregated_by_credentials_that_reach_no_more_than_they_must(
                 pool.submit(take_part, store, chain, uid, WINDOWS) for uid, store in stores.items()
             ]
         }
-    run = deployed.wait(running.run, "Completed", "Failed", "Crashed")
+    done = running.result()
 
-    assert run.state_name == "Completed", deployed.logs(running.run)
-    assert run.name == "aggregate-runs/one"
+    assert done.code == 0, done.output
+    assert prefect_api.flow_run(done.run).name == "aggregate-runs/one"
     found = list(iterate_links(chain, RUN.chain))
     assert [link.step for link in found] == [45, 50, 55]
     assert {found[-1].state} == last
     state, window = load_newest_state(chain, RUN.chain)
     assert (window, state.digest()) == (WINDOWS, found[-1].state)
-    artifacts = deployed.artifacts(running.run)
+    artifacts = prefect_api.artifacts(running.run)
     assert artifacts["progress-aggregate-runs-one"] == 100.0
     report = artifacts["aggregated-gradients"]
     assert "**3 windows** merged, up to window 3 at step 55. 9 gradients of" in report
     assert "| 2 | 50 | 3 | 1 unavailable |" in report
     assert "| `gone` | 0 |  | 3 unavailable | Its bucket is not there. |" in report
     warned = "The bucket of gone cannot be read"
-    until(lambda: warned in deployed.logs(running.run), "the warning to be in the logs")
+    until(lambda: warned in prefect_api.logs(running.run), "the warning to be in the logs")
     assert "![participation and norms of the windows](data:image/svg+xml;base64," in report
     assert not [stat for stat in list_objects(chain, "") if "clock" in stat.key]

@@ -1,20 +1,19 @@
-"""The deployment verify-checkpoints, on a bucket with credentials from a block."""
+"""The flow verify-checkpoints, on a bucket with credentials from a block."""
 
 import torch
 
+from flows.verify_checkpoints import verify_checkpoints
 from millrace.checkpoints import Saver, SaveSettings, find_newest
 from millrace.keys import CheckpointKeys
 from millrace.storage import Credentials, StoreSpec, open_store, put
 from millrace.testing.rgw import RGW
 from tasks.reports import escape
-from tests.prefect_server import PrefectServer, Worker
+from tests.prefect_server import PrefectServer
 from tests.support.flows.fixtures import MakeBlock
-
-VERIFY = "verify-checkpoints/verify-checkpoints"
 
 
 def test_damage_fails_the_flow_and_the_report_names_it(
-    deployed: PrefectServer, worker: Worker, rgw: RGW, bucket: str, block: MakeBlock
+    prefect_api: PrefectServer, rgw: RGW, bucket: str, block: MakeBlock
 ) -> None:
     pair = Credentials.model_validate(
         {
@@ -29,9 +28,9 @@ def test_damage_fails_the_flow_and_the_report_names_it(
             saver.save({"w": torch.full((1000,), float(step))}, step=step).result()
     asked = {"bucket": block(bucket, read=rgw.read_only), "jobs": ["job"]}
 
-    done = deployed.start(VERIFY, **asked)
+    done = prefect_api.call(verify_checkpoints, **asked)
     assert done.code == 0, done.output
-    report = deployed.artifacts(done.run)["verified-checkpoints"]
+    report = prefect_api.artifacts(done.run)["verified-checkpoints"]
     assert "2 checkpoints, all as they were saved; every byte was read" in report
 
     found = find_newest(store, "job")
@@ -39,12 +38,12 @@ def test_damage_fails_the_flow_and_the_report_names_it(
     part = found.parts[0]
     key = CheckpointKeys("job").part(2, part.sha256)
     put(store, key, b"x" * part.size)
-    done = deployed.start(VERIFY, bucket=asked["bucket"])  # all jobs
+    done = prefect_api.call(verify_checkpoints, bucket=asked["bucket"])  # all jobs
     assert done.code == 1
-    state = deployed.flow_run(done.run).state
+    state = prefect_api.flow_run(done.run).state
     assert state is not None
     assert "1 checkpoints of" in (state.message or "")
     assert "job step 2" in (state.message or "")
-    report = deployed.artifacts(done.run)["verified-checkpoints"]
+    report = prefect_api.artifacts(done.run)["verified-checkpoints"]
     assert "**1 damaged**" in report
     assert escape(f"{key}: its bytes are not those that were written (SHA-256 differs)") in report

@@ -1,4 +1,4 @@
-"""The deployments that clean, and the report that each of them leaves."""
+"""The flows that clean, and the report that each of them leaves."""
 
 import contextlib
 import json
@@ -8,16 +8,20 @@ from typing import Any
 import pytest
 
 from blocks import Bucket, CleaningRules
+from flows.abort_uploads import abort_uploads
+from flows.clean_bucket import clean_bucket
+from flows.clean_versions import clean_versions
+from flows.delete_gathers import delete_gathers
+from flows.wipe_bucket import wipe_bucket
 from millrace.cleanup import Rule, What
 from millrace.keys import ChainKeys
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 from millrace.testing.rgw import RGW
-from tests.prefect_server import PrefectServer, Worker, until
+from tests.prefect_server import PrefectServer, until
 from tests.stores import credentials
 from tests.support.cleanup.material import Place
 from tests.support.flows.fixtures import MakeBlock
 
-CLEAN = "clean-bucket/clean-bucket"
 RULES = [{"what": ["gradients"], "older_than": "0h", "keep_last": 1}]
 
 
@@ -37,15 +41,15 @@ def fill(store: Store) -> list[str]:
 
 
 def test_a_dry_run_shows_the_plan_and_that_very_plan_is_executed(
-    deployed: PrefectServer, worker: Worker, rgw: RGW, bucket: str, block: MakeBlock, store: Store
+    prefect_api: PrefectServer, rgw: RGW, bucket: str, block: MakeBlock, store: Store
 ) -> None:
     keys = fill(store)
     given: dict[str, Any] = {"bucket": block(bucket, write=rgw.full), "beside": []}
     CleaningRules(rules=[Rule.model_validate(rule) for rule in RULES]).save("mine", overwrite=True)
     rules = {"$ref": {"block_document_slug": "millrace-cleaning-rules/mine"}}
-    dry = deployed.start(CLEAN, **given, rules=rules)
+    dry = prefect_api.call(clean_bucket, **given, rules=rules)
     assert dry.code == 0, dry.output
-    report = deployed.artifacts(dry.run)["cleaning"]
+    report = prefect_api.artifacts(dry.run)["cleaning"]
     assert "**Nothing was deleted.**" in report
     assert "would delete 3 objects, 24 bytes" in report
     assert f"| `{keys[0]}` | 8 bytes |" in report
@@ -53,9 +57,9 @@ def test_a_dry_run_shows_the_plan_and_that_very_plan_is_executed(
     name = report.partition("Plan `")[2].partition("`")[0]
     later = Place(store).gradient("run", "w1", 9, "0.2.1")
 
-    done = deployed.start(CLEAN, **given, plan=name, dry_run=False)
+    done = prefect_api.call(clean_bucket, **given, plan=name, dry_run=False)
     assert done.code == 0, done.output
-    report = deployed.artifacts(done.run)["cleaning"]
+    report = prefect_api.artifacts(done.run)["cleaning"]
     assert "3 objects deleted, 24 bytes" in report
     assert "no errors" in report
     assert "a month at R2's prices" in report
@@ -64,7 +68,7 @@ def test_a_dry_run_shows_the_plan_and_that_very_plan_is_executed(
 
 
 def test_what_could_not_be_deleted_fails_the_run_and_is_named(
-    deployed: PrefectServer, worker: Worker, rgw: RGW, bucket: str, block: MakeBlock, store: Store
+    prefect_api: PrefectServer, rgw: RGW, bucket: str, block: MakeBlock, store: Store
 ) -> None:
     keys = fill(store)
     deny = {
@@ -75,14 +79,14 @@ def test_what_could_not_be_deleted_fails_the_run_and_is_named(
     }
     policy = json.dumps({"Version": "2012-10-17", "Statement": [deny]})
     rgw.client(rgw.full).put_bucket_policy(Bucket=bucket, Policy=policy)
-    done = deployed.start(
-        CLEAN, bucket=block(bucket, write=rgw.full), beside=[], rules=RULES, dry_run=False
+    done = prefect_api.call(
+        clean_bucket, bucket=block(bucket, write=rgw.full), beside=[], rules=RULES, dry_run=False
     )
     assert done.code == 1
-    state = deployed.flow_run(done.run).state
+    state = prefect_api.flow_run(done.run).state
     assert state is not None
     assert "1 object of" in (state.message or "")
-    report = deployed.artifacts(done.run)["cleaning"]
+    report = prefect_api.artifacts(done.run)["cleaning"]
     assert "2 objects deleted" in report
     assert "**1 error**" in report
     assert f"| `{keys[1]}` |" in report
@@ -90,22 +94,24 @@ def test_what_could_not_be_deleted_fails_the_run_and_is_named(
 
 
 def test_a_bucket_without_a_block_is_left_alone_and_that_is_said(
-    deployed: PrefectServer, prefect_api: PrefectServer, worker: Worker
+    prefect_api: PrefectServer,
 ) -> None:
     """As on a server where nothing was set up: what `prefect deploy --all` schedules does this."""
     for name in ("gradients", "aggregator", "dataset"):
         with contextlib.suppress(ValueError):
             Bucket.delete(name)
-    done = deployed.start(CLEAN, dry_run=False)
+    done = prefect_api.call(clean_bucket, bucket="gradients", beside=["aggregator"], dry_run=False)
     assert done.code == 0, done.output
-    assert "cleaning" not in deployed.artifacts(done.run)
+    assert "cleaning" not in prefect_api.artifacts(done.run)
     none = "There is no Millrace Bucket block"
     said = f"{none} gradients and no Millrace Bucket block aggregator: nothing was looked at"
-    until(lambda: said in deployed.logs(done.run) or None, "that there is no block")
-    done = deployed.start("abort-uploads/abort-uploads", dry_run=False)
+    until(lambda: said in prefect_api.logs(done.run) or None, "that there is no block")
+    done = prefect_api.call(
+        abort_uploads, buckets=["gradients", "dataset", "aggregator"], dry_run=False
+    )
     assert done.code == 0, done.output
     said = "Millrace Bucket block dataset and no"
-    until(lambda: said in deployed.logs(done.run) or None, "that there is no block")
+    until(lambda: said in prefect_api.logs(done.run) or None, "that there is no block")
 
 
 def test_schedules_delete_and_what_is_started_by_hand_does_not(deployed: PrefectServer) -> None:
@@ -130,7 +136,7 @@ def test_schedules_delete_and_what_is_started_by_hand_does_not(deployed: Prefect
 
 
 def test_versions_gathers_and_uploads_are_cleaned_by_flows_of_their_own(
-    deployed: PrefectServer, worker: Worker, rgw: RGW, bucket: str, block: MakeBlock, store: Store
+    prefect_api: PrefectServer, rgw: RGW, bucket: str, block: MakeBlock, store: Store
 ) -> None:
     keys = fill(store)
     place = Place(store)
@@ -139,13 +145,13 @@ def test_versions_gathers_and_uploads_are_cleaned_by_flows_of_their_own(
     place.lease(ChainKeys("run", "0.2.10").job, "aggregator")
     given = {"bucket": block(bucket, write=rgw.full), "dry_run": False}
 
-    done = deployed.start("delete-gathers/delete-gathers", version="0.2.1", **given)
+    done = prefect_api.call(delete_gathers, version="0.2.1", **given)
     assert done.code == 0, done.output
-    assert "3 objects deleted" in deployed.artifacts(done.run)["cleaning"]
+    assert "3 objects deleted" in prefect_api.artifacts(done.run)["cleaning"]
 
-    done = deployed.start("clean-versions/clean-versions", current="0.2.11", beside=[], **given)
+    done = prefect_api.call(clean_versions, current="0.2.11", beside=[], **given)
     assert done.code == 0, done.output
-    report = deployed.artifacts(done.run)["cleaning"]
+    report = prefect_api.artifacts(done.run)["cleaning"]
     assert "4 objects deleted" in report
     assert "run/gathers/0.2.10 is worked on by elsewhere" in report
     assert other in keys_of(store)
@@ -153,30 +159,29 @@ def test_versions_gathers_and_uploads_are_cleaned_by_flows_of_their_own(
 
     client = rgw.client(rgw.full)
     client.create_multipart_upload(Bucket=bucket, Key="half")
-    done = deployed.start("abort-uploads/abort-uploads", buckets=[given["bucket"]])
+    done = prefect_api.call(abort_uploads, buckets=[given["bucket"]])
     assert done.code == 0, done.output
-    report = deployed.artifacts(done.run)["unfinished-uploads"]
+    report = prefect_api.artifacts(done.run)["unfinished-uploads"]
     assert "| 0 | 0 bytes | 1 | 0 |" in report
     assert len(client.list_multipart_uploads(Bucket=bucket)["Uploads"]) == 1
 
 
 def test_a_wiping_that_nobody_confirms_deletes_nothing(
-    deployed: PrefectServer, worker: Worker, rgw: RGW, bucket: str, block: MakeBlock, store: Store
+    prefect_api: PrefectServer, rgw: RGW, bucket: str, block: MakeBlock, store: Store
 ) -> None:
     keys = fill(store)
     given = block(bucket, write=rgw.full)
-    dry = deployed.start("wipe-bucket/wipe-bucket", bucket=given)
+    dry = prefect_api.call(wipe_bucket, bucket=given)
     assert dry.code == 0, dry.output
-    assert "**Nothing was deleted.**" in deployed.artifacts(dry.run)["cleaning"]
-    assert "holds 4 objects" in deployed.artifacts(dry.run)["cleaning"]
-    run = deployed.start("wipe-bucket/wipe-bucket", watch=False, bucket=given, dry_run=False).run
-    deployed.wait(run, "Paused")
-    with deployed.client() as client:
-        client.resume_flow_run(run, run_input={"name": f"{bucket}x"})
-    state = deployed.wait(run, "Failed", "Completed").state
-    assert state is not None
-    assert state.name == "Failed"
-    assert "nothing was deleted" in (state.message or "")
+    assert "**Nothing was deleted.**" in prefect_api.artifacts(dry.run)["cleaning"]
+    assert "holds 4 objects" in prefect_api.artifacts(dry.run)["cleaning"]
+    running = prefect_api.begin(wipe_bucket, bucket=given, dry_run=False)
+    prefect_api.wait(running.run, "Paused")
+    with prefect_api.client() as client:
+        client.resume_flow_run(running.run, run_input={"name": f"{bucket}x"})
+    done = running.result()
+    assert done.output.startswith("Failed: ")
+    assert "nothing was deleted" in done.output
     assert keys_of(store) == set(keys)
 
 

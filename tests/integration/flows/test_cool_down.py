@@ -1,4 +1,4 @@
-"""The deployments cool-down and save-checkpoint, on a bucket with credentials from a block."""
+"""The flows cool-down and save-checkpoint, on a bucket with credentials from a block."""
 
 import json
 import signal
@@ -14,6 +14,8 @@ import torch
 from pydantic import ByteSize, SecretStr
 
 from blocks import HuggingFaceCredentials
+from flows.cool_down import cool_down
+from flows.save_checkpoint import save_checkpoint
 from millrace.checkpoints import (
     HubSpec,
     Saver,
@@ -32,11 +34,9 @@ from millrace.testing.hub import READER, WRITER, HubServer
 from millrace.testing.process import REPOSITORY
 from millrace.testing.rgw import RGW
 from tasks.words import size
-from tests.prefect_server import PrefectServer, Worker
-from tests.ray_cluster import DISK, RayCluster
+from tests.prefect_server import PrefectServer
 from tests.support.flows.fixtures import MakeBlock
 
-COOL_DOWN, SAVE = "cool-down/cool-down", "save-checkpoint/save-checkpoint"
 NAMES = [f"m{number}" for number in range(6)]
 SEED = 11
 Start = Callable[..., list[subprocess.Popen[str]]]
@@ -115,8 +115,7 @@ def go(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
 
 
 def test_two_of_six_members_are_killed_in_the_race_and_the_epoch_has_a_checkpoint(
-    deployed: PrefectServer,
-    worker: Worker,
+    prefect_api: PrefectServer,
     rgw: RGW,
     bucket: str,
     block: MakeBlock,
@@ -126,9 +125,8 @@ def test_two_of_six_members_are_killed_in_the_race_and_the_epoch_has_a_checkpoin
     first, second = order_checkpointers(NAMES, SEED)[:2]
     members = start(dict.fromkeys((first, second), "checkpoint.part"))
 
-    running = deployed.start(
-        COOL_DOWN,
-        watch=False,
+    running = prefect_api.begin(
+        cool_down,
         bucket=block(bucket, write=rgw.full),
         job="job",
         epoch=0,
@@ -139,15 +137,15 @@ def test_two_of_six_members_are_killed_in_the_race_and_the_epoch_has_a_checkpoin
         assert go(by_name.pop(name)).wait(120) == -signal.SIGKILL
     for process in [go(process) for process in by_name.values()]:
         assert process.wait(120) == 0
-    done = deployed.wait(running.run, "Completed", "Failed", "Crashed")
+    done = running.result()
 
-    assert done.state_name == "Completed"
+    assert done.code == 0, done.output
     epoch = fetch(store, CheckpointKeys("job").epoch(0), EpochRecord)
     found = read_checkpoint(store, "job", 40)
     assert epoch.root == found.root
     assert not verify(store, found)
     assert found.position == {"sample": 123}
-    artifacts = deployed.artifacts(running.run)
+    artifacts = prefect_api.artifacts(running.run)
     assert artifacts["progress-cool-down"] == 100.0
     report = artifacts["cool-down"]
     whole = f"{size(found.size)} in 17 files, committed by `{epoch.member}`"
@@ -159,17 +157,15 @@ def test_two_of_six_members_are_killed_in_the_race_and_the_epoch_has_a_checkpoin
 
 
 def test_all_checkpointers_die_once(
-    deployed: PrefectServer,
-    worker: Worker,
+    prefect_api: PrefectServer,
     rgw: RGW,
     bucket: str,
     block: MakeBlock,
     store: Store,
     start: Start,
 ) -> None:
-    running = deployed.start(
-        COOL_DOWN,
-        watch=False,
+    running = prefect_api.begin(
+        cool_down,
         bucket=block(bucket, write=rgw.full),
         job="job",
         epoch=0,
@@ -179,47 +175,17 @@ def test_all_checkpointers_die_once(
         assert process.wait(120) == -signal.SIGKILL  # one after the other stands in, and dies
     for process in [go(process) for process in start({})]:
         assert process.wait(120) == 0
-    run = deployed.wait(running.run, "Completed", "Failed", "Crashed")
-    assert run.state_name == "Completed"
+    done = running.result()
+    assert done.code == 0, done.output
     epoch = fetch(store, CheckpointKeys("job").epoch(0), EpochRecord)
     assert not verify(store, read_checkpoint(store, "job", epoch.step))
-    assert f"| `{epoch.member}` | **committed** |" in deployed.artifacts(running.run)["cool-down"]
-
-
-def test_nodes_of_a_ray_cluster_end_an_epoch_with_what_is_on_their_disks(
-    deployed: PrefectServer,
-    ray_cluster: RayCluster,
-    rgw: RGW,
-    bucket: str,
-    block: MakeBlock,
-    store: Store,
-    tmp_path: Path,
-) -> None:
-    for disk in ray_cluster.disks[1:]:
-        saved((disk / "checkpoints").as_uri())
-    inside: dict[str, Any] = {**ray_cluster.environment, "RAY_ADDRESS": ray_cluster.address}
-    worker = Worker(deployed, tmp_path, environment=inside)
-    try:
-        done = deployed.start(
-            COOL_DOWN,
-            bucket=block(bucket, write=rgw.full),
-            job="job",
-            epoch=0,
-            nodes={"url": f"file://${DISK}/checkpoints", "job": "trained"},
-        )
-    finally:
-        worker.stop()
-    assert done.code == 0, done.output
-    found = read_checkpoint(store, "job", 40)
-    assert not verify(store, found)
-    report = deployed.artifacts(done.run)["cool-down"]
-    assert report.count("| **committed** |") == 1
-    assert report.count("took no part: There is no folder") == 1  # the head has none
+    assert (
+        f"| `{epoch.member}` | **committed** |" in prefect_api.artifacts(running.run)["cool-down"]
+    )
 
 
 def test_a_checkpoint_on_a_disk_is_brought_into_a_bucket(
-    deployed: PrefectServer,
-    worker: Worker,
+    prefect_api: PrefectServer,
     rgw: RGW,
     bucket: str,
     block: MakeBlock,
@@ -233,26 +199,24 @@ def test_a_checkpoint_on_a_disk_is_brought_into_a_bucket(
         "job": "job",
     }
 
-    done = deployed.start(SAVE, **asked)
+    done = prefect_api.call(save_checkpoint, **asked)
     assert done.code == 0, done.output
     found = read_checkpoint(store, "job", 40)
     assert (found.root, found.position) == (here.root, here.position)
     assert not verify(store, found)
     before = load(open_store((tmp_path / "disk").as_uri()), "trained").state
     assert torch.equal(load(store, "job").state["w3"], before["w3"])
-    report = deployed.artifacts(done.run)["saved-checkpoint"]
+    report = prefect_api.artifacts(done.run)["saved-checkpoint"]
     assert "**Step 40** of `job`" in report
     assert f"This run sent {size(found.size)} of them" in report
 
-    again = deployed.start(SAVE, **asked)
+    again = prefect_api.call(save_checkpoint, **asked)
     assert again.code == 0, again.output
-    assert "This run sent 0 bytes of them" in deployed.artifacts(again.run)["saved-checkpoint"]
+    assert "This run sent 0 bytes of them" in prefect_api.artifacts(again.run)["saved-checkpoint"]
 
 
 def test_a_checkpoint_is_brought_to_the_hub_with_a_token_from_a_block(
-    deployed: PrefectServer,
     prefect_api: PrefectServer,
-    worker: Worker,
     hub: HubServer,
     tmp_path: Path,
 ) -> None:
@@ -269,18 +233,18 @@ def test_a_checkpoint_is_brought_to_the_hub_with_a_token_from_a_block(
             "hub": {"repo": repo, "credentials": block},
         }
 
-    refused = deployed.start(SAVE, **asked(READER))
+    refused = prefect_api.call(save_checkpoint, **asked(READER))
     assert refused.code == 1
-    state = deployed.flow_run(refused.run).state
+    state = prefect_api.flow_run(refused.run).state
     assert state is not None
     assert "read only: hf://" in (state.message or "")
     assert hub.commits(repo) == 1
 
-    done = deployed.start(SAVE, **asked(WRITER))
+    done = prefect_api.call(save_checkpoint, **asked(WRITER))
     assert done.code == 0, done.output
     spec = HubSpec(repo=repo, token=SecretStr(READER), endpoint=hub.endpoint)
     found = open_destination(spec).read_checkpoint("job", 40)
     assert found.root == here.root
     assert hub.commits(repo) == 2
-    report = deployed.artifacts(done.run)["saved-checkpoint"]
+    report = prefect_api.artifacts(done.run)["saved-checkpoint"]
     assert f"is in `hf://{repo}@main`" in report

@@ -1,4 +1,4 @@
-"""Machines are rented, listed, released and reaped by deployments."""
+"""Machines are rented, listed, released and reaped by flows."""
 
 import json
 import signal
@@ -15,48 +15,53 @@ from pydantic import SecretStr
 
 from blocks import VastCredentials
 from examples.tiny_lm.begin import begin
+from flows.list_rentals import list_rentals
 from flows.provision import provision
+from flows.reap_instances import reap_instances
+from flows.release import release
 from millrace.errors import MachineError
 from millrace.rentals import Account, RentSettings
 from millrace.storage import StoreSpec, open_store
 from millrace.testing.vast import VastServer
 from tasks.renting import Attended
-from tests.prefect_server import PATIENCE, PrefectServer, Worker, until
+from tests.prefect_server import PATIENCE, PrefectServer, until
 from tests.support.flows.campaigns import make_text, plan_of
 from tests.support.flows.renting import RENT
 
 
 def test_machines_are_rented_listed_and_released(
-    deployed: PrefectServer, worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
+    prefect_api: PrefectServer, vast: VastServer, payer: Any, tmp_path: Path
 ) -> None:
     place = {"bucket": (tmp_path / "store").as_uri(), "vast": payer}
     (tmp_path / "store").mkdir()
     asked = {**place, **RENT, "name": "fleet", "machines": 2}
-    dry = deployed.start("provision/provision", **asked)
+    dry = prefect_api.call(provision, **asked)
     assert dry.code == 0, dry.output
-    report = deployed.artifacts(dry.run)["offers"]
+    report = prefect_api.artifacts(dry.run)["offers"]
     assert "**Nothing was rented.** 12 offers of Vast.ai fit `fleet`" in report
     assert vast.books() == []
 
-    done = deployed.start("provision/provision", **asked, dry_run=False)
+    done = prefect_api.call(provision, **asked, dry_run=False)
     assert done.code == 0, done.output
     assert len(vast.alive()) == 2
-    report = deployed.artifacts(done.run)["provision"]
+    report = prefect_api.artifacts(done.run)["provision"]
     assert "**fleet**: 2 machines run" in report
     assert report.count("| `fleet` |") == 2
 
     (hook,) = provision.on_crashed_hooks
-    hook(provision, deployed.flow_run(done.run), Crashed())  # as a worker, had it been killed
+    hook(provision, prefect_api.flow_run(done.run), Crashed())  # as a worker, had it been killed
     assert len(vast.alive()) == 2  # both were left to work
 
-    listed = deployed.start("list-rentals/list-rentals", **place)
-    assert "2 machines rented, $" in deployed.artifacts(listed.run)["rentals"]
-    kept = deployed.start("reap-instances/reap-instances", **place, dry_run=False)
-    assert "0 machines given back, 2 stay." in deployed.artifacts(kept.run)["reaper"]
+    listed = prefect_api.call(list_rentals, **place)
+    assert "2 machines rented, $" in prefect_api.artifacts(listed.run)["rentals"]
+    kept = prefect_api.call(reap_instances, **place, dry_run=False)
+    assert "0 machines given back, 2 stay." in prefect_api.artifacts(kept.run)["reaper"]
 
-    back = deployed.start("release/release", **place, name="fleet")
+    back = prefect_api.call(release, **place, name="fleet")
     assert back.code == 0, back.output
-    assert "2 machines given back; a listing shows none." in deployed.artifacts(back.run)["rentals"]
+    assert (
+        "2 machines given back; a listing shows none." in prefect_api.artifacts(back.run)["rentals"]
+    )
     assert vast.alive() == []
 
 
@@ -100,9 +105,9 @@ def _hear_signals() -> None:
 
 
 def test_a_reaper_without_blocks_looks_at_nothing_and_one_that_cannot_read_fails(
-    deployed: PrefectServer, worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
+    prefect_api: PrefectServer, vast: VastServer, payer: Any, tmp_path: Path
 ) -> None:
-    nothing = deployed.start("reap-instances/reap-instances", bucket="not-there", vast="not-there")
+    nothing = prefect_api.call(reap_instances, bucket="not-there", vast="not-there")
     assert nothing.code == 0, nothing.output
     assert vast.requests() == []
 
@@ -110,11 +115,9 @@ def test_a_reaper_without_blocks_looks_at_nothing_and_one_that_cannot_read_fails
     wrong.save("payer", overwrite=True)
     folder = tmp_path / "store"
     folder.mkdir()
-    failed = deployed.start(
-        "reap-instances/reap-instances", bucket=folder.as_uri(), vast=payer, dry_run=False
-    )
+    failed = prefect_api.call(reap_instances, bucket=folder.as_uri(), vast=payer, dry_run=False)
     assert failed.code == 1
-    state = deployed.flow_run(failed.run).state
+    state = prefect_api.flow_run(failed.run).state
     assert state is not None
     assert "Vast.ai does not know the API key" in (state.message or "")
 

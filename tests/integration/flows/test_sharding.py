@@ -3,28 +3,30 @@
 from pathlib import Path
 from typing import Any
 
+from flows.shard_dataset import shard_dataset
+from flows.verify_datasets import verify_datasets
 from millrace.testing.rgw import RGW
 from tests.oracle import Folder
-from tests.prefect_server import PrefectServer, Worker
-from tests.support.flows.fixtures import CUT, RUN, SHARD, MakeBlock, jsonl, texts
+from tests.prefect_server import PrefectServer
+from tests.support.flows.fixtures import CUT, RUN, MakeBlock, jsonl, texts
 
 
 def test_read_only_credentials_are_refused_before_anything_is_read(
-    deployed: PrefectServer, worker: Worker, rgw: RGW, bucket: str, block: MakeBlock
+    prefect_api: PrefectServer, rgw: RGW, bucket: str, block: MakeBlock
 ) -> None:
     source = rgw.create_bucket(f"{bucket}-source")
     rgw.client(rgw.full).put_object(Bucket=source, Key="rows.jsonl", Body=jsonl(texts()))
     before = len(rgw.requests())
 
-    done = deployed.start(
-        SHARD,
+    done = prefect_api.call(
+        shard_dataset,
         dataset="words",
         source={"bucket": block(source, read=rgw.full)},
         destination=block(bucket, write=rgw.read_only),
     )
 
     assert done.code == 1
-    state = deployed.flow_run(done.run).state
+    state = prefect_api.flow_run(done.run).state
     assert state is not None
     assert state.name == "Failed"
     assert "does not let these credentials create objects" in (state.message or "")
@@ -35,36 +37,44 @@ def test_read_only_credentials_are_refused_before_anything_is_read(
 
 
 def test_a_block_without_write_credentials_is_refused(
-    deployed: PrefectServer, worker: Worker, rgw: RGW, bucket: str, block: MakeBlock,
+    prefect_api: PrefectServer, rgw: RGW, bucket: str, block: MakeBlock,
     folder_source: dict[str, Any],
 ) -> None:  # fmt: skip
-    done = deployed.start(
-        SHARD, dataset="words", source=folder_source, destination=block(bucket, read=rgw.full)
+    done = prefect_api.call(
+        shard_dataset,
+        dataset="words",
+        source=folder_source,
+        destination=block(bucket, read=rgw.full),
     )
     assert done.code == 1
-    state = deployed.flow_run(done.run).state
+    state = prefect_api.flow_run(done.run).state
     assert state is not None
     assert "write credentials are needed" in (state.message or "")
 
 
 def test_verification_finds_a_shard_that_is_gone(
-    deployed: PrefectServer, worker: Worker, tmp_path: Path, folder_source: dict[str, Any]
+    prefect_api: PrefectServer, tmp_path: Path, folder_source: dict[str, Any]
 ) -> None:
     out = tmp_path / "out"
-    made = deployed.start(
-        SHARD, dataset="words", source=folder_source, destination=out.as_uri(), cut=CUT, run=RUN
+    made = prefect_api.call(
+        shard_dataset,
+        dataset="words",
+        source=folder_source,
+        destination=out.as_uri(),
+        cut=CUT,
+        run=RUN,
     )
     assert made.code == 0, made.output
-    good = deployed.start("verify-datasets/verify-datasets", bucket=out.as_uri(), depth="bytes")
+    good = prefect_api.call(verify_datasets, bucket=out.as_uri(), depth="bytes")
     assert good.code == 0, good.output
     assert (
         "1 sealed dataset, every shard is there"
-        in deployed.artifacts(good.run)["verified-datasets"]
+        in prefect_api.artifacts(good.run)["verified-datasets"]
     )
 
     lost = next(name for name in Folder(out).names() if name.endswith(".tar"))
     (out / lost).unlink()
 
-    bad = deployed.start("verify-datasets/verify-datasets", bucket=out.as_uri())
+    bad = prefect_api.call(verify_datasets, bucket=out.as_uri())
     assert bad.code == 1
-    assert f"| `{lost}` | missing |" in deployed.artifacts(bad.run)["verified-datasets"]
+    assert f"| `{lost}` | missing |" in prefect_api.artifacts(bad.run)["verified-datasets"]

@@ -5,7 +5,7 @@ import json
 import tarfile
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from millrace.storage import open_store
 from millrace.testing.key import Key
 from millrace.testing.rgw import RGW
 from tests.oracle import Bucket as Place
-from tests.prefect_server import PrefectServer, Worker
+from tests.prefect_server import PrefectServer, SharedWorker, Worker
 from tests.ray_cluster import RayCluster
 
 SHARD = "shard-dataset/shard-dataset"
@@ -51,16 +51,9 @@ def block(prefect_api: PrefectServer, rgw: RGW) -> MakeBlock:
 
 
 @pytest.fixture
-def ray_worker(
-    deployed: PrefectServer, ray_cluster: RayCluster, tmp_path: Path
-) -> Iterator[Worker]:
+def ray_worker(shared_worker: SharedWorker, ray_cluster: RayCluster) -> Worker:
     """A worker on a machine of the cluster."""
-    inside = {**ray_cluster.environment, "RAY_ADDRESS": ray_cluster.address}
-    one = Worker(deployed, tmp_path, environment=inside)
-    try:
-        yield one
-    finally:
-        one.stop()
+    return shared_worker.get({**ray_cluster.environment, "RAY_ADDRESS": ray_cluster.address})
 
 
 def aws_credentials(key: Key, endpoint: str) -> AwsCredentials:
