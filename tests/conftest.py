@@ -14,6 +14,7 @@ pytest_plugins = ["tests.prefect_server", "tests.ray_cluster", "tests.server_fix
 
 TIERS = ["e2e", "integration", "unit"]
 LONGEST = [
+    "e2e/test_demo.py",
     "e2e/test_readme.py",
     "e2e/flows/test_campaign_kills.py",
     "e2e/flows/test_campaign.py",

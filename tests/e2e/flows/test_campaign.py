@@ -12,6 +12,7 @@ from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
 
 from examples.tiny_lm.begin import begin
+from flows.campaign import campaign
 from millrace.storage import StoreSpec, open_store
 from millrace.testing.rgw import RGW
 from tests.prefect_server import PrefectServer, Worker
@@ -41,7 +42,7 @@ def stages(server: PrefectServer, run: UUID) -> list[tuple[str, str | None]]:
 
 
 def test_a_campaign_is_run_by_a_deployment(
-    deployed: PrefectServer, worker: Worker, tmp_path: Path
+    deployed: PrefectServer, prefect_api: PrefectServer, worker: Worker, tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
     text = make_text(tmp_path / "text")
@@ -68,24 +69,10 @@ def test_a_campaign_is_run_by_a_deployment(
     assert "epoch 0: step 6, epoch 1: step 12" in report
     assert "![the loss over the windows](data:image/svg+xml" in report
 
-    again = deployed.start(CAMPAIGN, plan=plan)  # finds all of it done
+    again = prefect_api.call(campaign, plan=plan)  # finds all of it done
     assert again.code == 0, again.output
     assert wrong_with(store, "small", text) == []
     assert not [name for name, _ in stages(deployed, again.run) if name.startswith("aggregate")]
-
-
-def test_a_plan_that_does_not_fit_is_refused_before_anything_is_done(
-    deployed: PrefectServer, worker: Worker, tmp_path: Path
-) -> None:
-    store = tmp_path / "store"
-    plan = plan_of("small", store.as_uri(), tmp_path, here())
-    del plan["data"]
-    done = deployed.start(CAMPAIGN, plan=plan)
-    assert done.code == 1
-    state = deployed.flow_run(done.run).state
-    assert state is not None
-    assert "name the dataset that is trained on" in (state.message or "")
-    assert not store.exists()
 
 
 @pytest.fixture

@@ -3,11 +3,18 @@
 import base64
 import re
 from collections import Counter
+from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
+import torch
+import yaml
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
 
+from millrace.checkpoints import Saver
+from millrace.storage import open_store
+from millrace.testing.process import REPOSITORY
 from millrace.testing.rgw import RGW
 from tests.oracle import S3Bucket
 from tests.prefect_server import PrefectServer, Worker, until
@@ -81,3 +88,47 @@ def test_a_cron_deployment_gets_its_scheduled_run(deployed: PrefectServer, name:
             return any(run.auto_scheduled and run.state_name == "Scheduled" for run in runs)
 
         until(scheduled, "a scheduled run")
+
+
+ELSEWHERE = {
+    "aggregate-gradients", "campaign", "clean-bucket", "cool-down", "prewarm", "provision",
+    "shard-dataset", "wipe-bucket",
+}  # fmt: skip
+"""Deployments that other tests of this folder run."""
+
+
+def test_each_other_deployment_runs_its_flow(
+    deployed: PrefectServer, worker: Worker, rgw: RGW, bucket: str, block: MakeBlock, payer: Any,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """What the flows do is tested in process; here a worker loads each and gives it its values."""
+    store = (tmp_path / "store").as_uri()
+    with Saver(open_store(store), "job") as saver:
+        saver.save({"w": torch.zeros(10)}, step=3).result()
+    both = block(bucket, read=rgw.read_only, write=rgw.full)
+    rented = {"bucket": store, "vast": payer}
+    asked: dict[str, dict[str, Any]] = {
+        "abort-uploads": {"buckets": [both]},
+        "audit-access": {"buckets": [{"bucket": both}]},
+        "clean-versions": {"bucket": store, "current": "0.2.1", "beside": []},
+        "delete-gathers": {"bucket": store, "version": "0.2.1"},
+        "list-rentals": rented,
+        "reap-instances": rented,
+        "release": {**rented, "name": "fleet"},
+        "save-checkpoint": {"source": {"url": store, "job": "job"}, "job": "copy", "bucket": both},
+        "verify-checkpoints": {"bucket": store},
+        "verify-datasets": {"bucket": store},
+    }
+    made = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
+    assert asked.keys() | ELSEWHERE == {one["name"] for one in made}
+    runs = {
+        name: deployed.start(f"{name}/{name}", watch=False, **given).run
+        for name, given in asked.items()
+    }
+    for name, run in runs.items():
+        state = deployed.wait(run, "Completed", "Failed", "Crashed").state
+        assert state is not None
+        if name == "release":
+            assert "knows no rental 'fleet'" in (state.message or "")
+        else:
+            assert state.name == "Completed", f"{name}: {state.message}"

@@ -22,6 +22,20 @@ from tests.support.flows.campaigns import (
 )
 
 
+def test_a_plan_that_does_not_fit_is_refused_before_anything_is_done(
+    prefect_api: PrefectServer, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    plan = plan_of("small", store.as_uri(), tmp_path, here())
+    del plan["data"]
+    done = prefect_api.call(campaign, plan=plan)
+    assert done.code == 1
+    state = prefect_api.flow_run(done.run).state
+    assert state is not None
+    assert "name the dataset that is trained on" in (state.message or "")
+    assert not store.exists()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

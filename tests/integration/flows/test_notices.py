@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from prefect.blocks.webhook import Webhook
 
-from tests.prefect_server import PATIENCE, PrefectServer, Worker
+from flows.clean_bucket import clean_bucket
+from tests.prefect_server import PATIENCE, PrefectServer
 
 SECRET = "of-the-webhook"
 
@@ -54,7 +55,7 @@ def webhook(deployed: PrefectServer, prefect_api: PrefectServer) -> Iterator[Tol
 
 
 def test_a_webhook_is_told_of_a_cleaning_that_failed(
-    deployed: PrefectServer, worker: Worker, webhook: Told, tmp_path: Path
+    deployed: PrefectServer, prefect_api: PrefectServer, webhook: Told, tmp_path: Path
 ) -> None:
     environment = {"MILLRACE_NOTIFY_URL": webhook.url}
     for outcome in ("would be made", "made", "as it was"):
@@ -67,7 +68,7 @@ def test_a_webhook_is_told_of_a_cleaning_that_failed(
     fine = tmp_path / "fine"
     fine.mkdir()
     for place in (fine, tmp_path / 'a "place" that is not there'):
-        deployed.start("clean-bucket/clean-bucket", bucket=place.as_uri(), beside=[])
+        prefect_api.call(clean_bucket, bucket=place.as_uri(), beside=[])
     told = [webhook.said.get(timeout=PATIENCE)]
     while not webhook.said.empty():  # Prefect may tell of one event twice
         told.append(webhook.said.get())

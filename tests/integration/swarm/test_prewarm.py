@@ -736,6 +736,10 @@ def test_a_damaged_compressed_file_costs_only_itself(store, nodes, ending, damag
     root = nodes[0].root
     assert files_below(root) == contents | {key: bytes(bad)}
     assert not list(root.glob(".*.unpacking"))
+    # The agent would wait 15 s for the driver that failed; the test of a full disk has it do so.
+    stop(nodes[0])
+    nodes[0] = start_agent(nodes[0].name, root)
+    settings = settings_of(store, nodes[:1], requests=requests, unpacked_bytes=10 * MIB)
     good = packed(body)
     store.put(key, good)
     assert prewarm(settings).nodes[0].ready
@@ -1113,7 +1117,8 @@ def test_a_node_that_forges_what_it_tells_harms_only_itself(store, nodes, tmp_pa
     requests = [Request(key=key, sha256=sha256) for key, sha256 in sums.items()]
     stop(nodes.pop())
     nodes.append(start_agent("liar", tmp_path / "liar", code=forging(forged)))
-    report = prewarm(settings_of(store, nodes, requests=requests, least=0.5))
+    limits = {"stall_timeout": timedelta(seconds=10)}  # one of them lets a node do nothing more
+    report = prewarm(settings_of(store, nodes, requests=requests, least=0.5, limits=limits))
     whole = {f"forged/{name}": body for name, body in contents.items()}
     assert [files_below(node.root) for node in nodes[:2]] == [whole] * 2
     by_name = {node.name: node for node in report.nodes}
