@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+HANGS = 900.0  # seconds until a command that does not end is taken to hang, on a busy machine
 PATIENCE = 120.0  # seconds without progress until what is waited for is taken to have failed
 
 
@@ -111,7 +112,7 @@ class PrefectServer:
             env={**self.environment, **(environment or {})},
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
+            timeout=HANGS,
             check=False,
         )
 
@@ -119,7 +120,7 @@ class PrefectServer:
         """``prefect deployment run --watch``, as a person types it."""
         said = self.prefect(
             "deployment", "run", deployment, "--params", json.dumps(parameters),
-            "--watch", "--watch-timeout", str(int(PATIENCE)),
+            "--watch", "--watch-timeout", str(int(HANGS)),
         )  # fmt: skip
         found = re.search(r"UUID: ([0-9a-f-]{36})", said.stdout)
         assert found, said.stdout + said.stderr
