@@ -1,6 +1,6 @@
 # Each target makes .venv by itself, with what it needs and no more.
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench soak ui format
+.PHONY: help demo unit test lint bench soak ui format
 SHELL := /bin/bash
 
 PYTHON ?= python3
@@ -13,7 +13,8 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 help:
 	@echo "make demo    a whole campaign on this machine: text sharded, machines rented, a model trained"
 	@echo "make ui      look at the demo's runs in the Prefect UI (port 4200)"
-	@echo "make test    run the tests (root and Debian: installs what they need with apt)"
+	@echo "make unit    run the tests that need no server (under a minute)"
+	@echo "make test    run all tests (root and Debian: installs what they need with apt)"
 	@echo "make lint    ruff, pyright, import-linter"
 	@echo "make bench   print the benchmarks' tables"
 	@echo "make soak    run the long kill and fault matrices"
@@ -47,6 +48,9 @@ lint: .venv/dev
 format: .venv/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+unit: .venv/dev
+	$(BIN)/python -m pytest tests/unit --numprocesses 2
 
 test: .venv/dev
 	@deployments/test-servers.sh

@@ -12,27 +12,36 @@ hypothesis.settings.load_profile("untimed")
 
 pytest_plugins = ["tests.prefect_server", "tests.ray_cluster", "tests.server_fixtures"]
 
-
-LONGEST = ["campaigns", "prefect", "e2e"]
+TIERS = ["e2e", "integration", "unit"]
+LONGEST = [
+    "e2e/test_demo.py",
+    "e2e/test_readme.py",
+    "e2e/flows/test_campaign_kills.py",
+    "e2e/flows/test_campaign.py",
+    "ray",
+]
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What two processes share out by groups, those first that take longest.
+    """Group the tests for two processes, and run the groups that take longest first.
 
-    Each starts what a group needs, once: campaigns, all else with a Prefect server, else a folder.
-    It goes with `-n 2 --dist loadgroup --no-loadscope-reorder`.
-    A third process gains nothing on two cores: Prefect's group then takes as long as all did.
+    Each process starts the servers that its groups need, once: a Prefect server, an RGW.
+    The options are `-n 2 --dist loadgroup --no-loadscope-reorder`.
     """
-    grouped = {item: _group(item) for item in items}
-    for item, group in grouped.items():
+    groups = {item: _group(item) for item in items}
+    for item, group in groups.items():
         item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: [*LONGEST, grouped[item]].index(grouped[item]))
+    items.sort(key=lambda item: _order(groups[item], item))
 
 
 def _group(item: pytest.Item) -> str:
-    if item.path.name.startswith("test_campaign"):
-        return "campaigns"
-    if "prefect_server" in getattr(item, "fixturenames", ()):
-        return "prefect"
-    return item.path.relative_to(item.config.rootpath / "tests").parts[0]
+    """Return what shares a process: a module, or all tests of the Ray cluster."""
+    if "ray_cluster" in getattr(item, "fixturenames", ()):
+        return "ray"
+    return item.path.relative_to(item.config.rootpath / "tests").as_posix()
+
+
+def _order(group: str, item: pytest.Item) -> tuple[int, int]:
+    tier = item.path.relative_to(item.config.rootpath / "tests").parts[0]
+    return [*LONGEST, group].index(group), [*TIERS, tier].index(tier)

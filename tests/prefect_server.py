@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,11 +24,13 @@ import pytest
 from millrace.testing.process import REPOSITORY, Child, free_ports
 
 if TYPE_CHECKING:
+    from prefect import Flow
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun, State
 
 T = TypeVar("T")
 
+HANGS = 900.0  # seconds until a command that does not end is taken to hang, on a busy machine
 PATIENCE = 120.0  # seconds without progress until what is waited for is taken to have failed
 
 
@@ -108,7 +112,7 @@ class PrefectServer:
             env={**self.environment, **(environment or {})},
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
+            timeout=HANGS,
             check=False,
         )
 
@@ -116,7 +120,7 @@ class PrefectServer:
         """``prefect deployment run --watch``, as a person types it."""
         said = self.prefect(
             "deployment", "run", deployment, "--params", json.dumps(parameters),
-            "--watch", "--watch-timeout", str(int(PATIENCE)),
+            "--watch", "--watch-timeout", str(int(HANGS)),
         )  # fmt: skip
         found = re.search(r"UUID: ([0-9a-f-]{36})", said.stdout)
         assert found, said.stdout + said.stderr
@@ -133,6 +137,32 @@ class PrefectServer:
             lambda: self._ended(run), f"the end of {deployment}, {run}", progress=self._doing(run)
         )
         return Started(run, int(not state.is_completed()), f"{state.name}: {state.message}")
+
+    def call(self, flow: "Flow[..., Any]", /, **parameters: Any) -> "Started":
+        """Call a flow in this process, which is a client of the server (`prefect_api`)."""
+        from prefect.logging.handlers import APILogHandler
+
+        state: State[Any] = flow(**parameters, return_state=True)
+        APILogHandler().flush()
+        run = state.state_details.flow_run_id
+        assert run is not None
+        return Started(run, int(not state.is_completed()), f"{state.name}: {state.message}")
+
+    def begin(self, flow: "Flow[..., Any]", /, **parameters: Any) -> "Begun":
+        """Call a flow in a thread of this process, which is a client of the server."""
+        from prefect.flow_engine import run_flow
+
+        with self.client() as client:
+            made = client.create_flow_run(flow, parameters=parameters)
+
+        def call() -> "State[Any]":
+            return run_flow(flow, made, parameters, return_type="state")  # pyright: ignore[reportReturnType]
+
+        with_settings = copy_context()
+        pool = ThreadPoolExecutor(1)
+        calling = pool.submit(with_settings.run, call)
+        pool.shutdown(wait=False)
+        return Begun(made.id, calling)
 
     def flow_run(self, run: UUID) -> "FlowRun":
         """A flow run as the server has it now."""
@@ -202,6 +232,22 @@ class PrefectServer:
         with contextlib.suppress(OSError), urlopen(f"{self.url}/health", timeout=5) as answer:
             return answer.status == 200
         return False
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A flow that a thread of this process runs."""
+
+    run: UUID
+    _calling: "Future[State[Any]]"
+
+    def result(self) -> "Started":
+        """Wait until it has ended; what it came to."""
+        from prefect.logging.handlers import APILogHandler
+
+        state = self._calling.result()
+        APILogHandler().flush()
+        return Started(self.run, int(not state.is_completed()), f"{state.name}: {state.message}")
 
 
 @dataclass(frozen=True)
@@ -328,9 +374,52 @@ def deployed(prefect_server: PrefectServer) -> PrefectServer:
     return prefect_server
 
 
+class SharedWorker:
+    """At most one worker at a time, which stays for the next test that needs the same."""
+
+    def __init__(self, server: PrefectServer, folders: pytest.TempPathFactory) -> None:
+        self._server, self._folders = server, folders
+        self._environment: dict[str, str] = {}
+        self._worker: Worker | None = None
+
+    def get(self, environment: Mapping[str, str]) -> Worker:
+        """Return the worker with this environment."""
+        if self._worker is None or self._environment != environment:
+            self.stop()
+            self._environment = dict(environment)
+            folder = self._folders.mktemp("worker")
+            self._worker = Worker(self._server, folder, environment=environment)
+        return self._worker
+
+    def stop(self) -> None:
+        """Stop it: another one may start."""
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+
+
+@pytest.fixture(scope="session")
+def shared_worker(
+    deployed: PrefectServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SharedWorker]:
+    """The worker of all tests that do not stop theirs."""
+    shared = SharedWorker(deployed, tmp_path_factory)
+    yield shared
+    shared.stop()
+
+
 @pytest.fixture
-def worker(deployed: PrefectServer, tmp_path: Path) -> Iterator[Worker]:
-    """A worker for one test."""
+def worker(shared_worker: SharedWorker) -> Worker:
+    """A worker, which also ran what earlier tests started."""
+    return shared_worker.get({})
+
+
+@pytest.fixture
+def own_worker(
+    deployed: PrefectServer, shared_worker: SharedWorker, tmp_path: Path
+) -> Iterator[Worker]:
+    """The only worker, of one test: it may be stopped, and all its processes are that test's."""
+    shared_worker.stop()
     one = Worker(deployed, tmp_path)
     try:
         yield one

@@ -4,29 +4,22 @@ Each test runs the commands of a code block as they stand there. Only what a rea
 substituted: accounts, folders and ports.
 """
 
-import contextlib
-import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
-from millrace.testing.process import REPOSITORY, free_ports
+from millrace.testing.process import free_ports
 from millrace.testing.rgw import RGW
-from tests.flows.conftest import jsonl, texts, texts_in
 from tests.oracle import Folder, S3Bucket
+from tests.support.flows.fixtures import jsonl, texts, texts_in
+from tests.support.readme import Clone, block, make_clone
 
-README = (REPOSITORY / "README.md").read_text()
 INSTALL = "pip install -c constraints.txt .\n"
 ACCOUNT = "0123456789abcdef0123456789abcdef"
-LONGEST = 900  # seconds for a block of commands, on a busy machine
 
 # What a person does in an editor: fill in the values. Meanwhile the server starts.
 _EDITOR = """
@@ -49,78 +42,11 @@ while True:
 """
 
 
-def block(heading: str, language: str, number: int = 0) -> str:
-    """Return a code block of a section; of a console, the commands alone."""
-    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)
-    text = re.findall(rf"^```{language}\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[number]
-    return re.sub(r"^\$ ", "", text, flags=re.MULTILINE) if language == "console" else text
-
-
-@dataclass(frozen=True)
-class Clone:
-    """A clone of the project whose environment has what README's line installs."""
-
-    folder: Path
-
-    def run(self, script: str, **environment: str) -> str:
-        """Run commands as one shell would, and return what they print.
-
-        What they start in the background ends with the shell.
-        """
-        foreign = ("PREFECT", "AWS_", "R2_", "MILLRACE", "PYTHON", "VIRTUAL_ENV")
-        before = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-        log = self.folder.parent / "output"
-        with log.open("w") as sink:
-            shell = subprocess.Popen(
-                ["bash", "-euo", "pipefail", "-c", script],
-                cwd=self.folder,
-                env={
-                    **before,
-                    "PATH": f"{self.folder / '.venv/bin'}{os.pathsep}{os.environ['PATH']}",
-                    "DO_NOT_TRACK": "1",
-                    **environment,
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                start_new_session=True,
-            )
-        try:
-            code = shell.wait(LONGEST)
-        finally:
-            _end_session(shell)
-        output = log.read_text()
-        assert code == 0, output
-        return output
-
-
-def _end_session(shell: "subprocess.Popen[bytes]") -> None:
-    """End a shell and all that it has started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        left: list[psutil.Process] = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(OSError, psutil.NoSuchProcess):
-                if os.getsid(process.pid) == shell.pid:
-                    process.send_signal(number)
-                    left.append(process)
-        psutil.wait_procs(left, timeout=10)
-    shell.wait()
-
-
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
-    """What git would clone, with an environment of its own."""
-    folder = tmp_path_factory.mktemp("readme") / "millrace"
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=REPOSITORY, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    for name in filter(None, listed.stdout.split("\0")):
-        if (REPOSITORY / name).is_file():  # not one that was deleted since the last commit
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(REPOSITORY / name, folder / name)
-    subprocess.run([sys.executable, "-m", "venv", folder / ".venv"], check=True)
-    made = Clone(folder)
+    """A clone whose environment has what README's line installs."""
+    made = make_clone(tmp_path_factory.mktemp("readme") / "millrace")
+    subprocess.run([sys.executable, "-m", "venv", made.folder / ".venv"], check=True)
     made.run(INSTALL)
     return made
 
@@ -188,9 +114,3 @@ def test_the_prefect_path(
 
     assert texts_in(S3Bucket(rgw.client(rgw.full), bucket, "words")) == Counter(texts())
     assert "ModuleNotFoundError" not in shown
-
-
-def test_the_demo(clone: Clone) -> None:
-    shown = clone.run(block("See it work", "console"))
-    assert re.search(r"^  16 windows, 400 steps of each of 4 workers$", shown, re.MULTILINE)
-    assert re.search(r"books: 4 machines rented, .*\n  0 left$", shown, re.MULTILINE), shown

@@ -1,7 +1,8 @@
 """Campaigns on rented machines whose leader is killed, again and again: ``NUMBER SEED``.
 
-Each is killed at boundaries that are drawn: before and after its stages, at commits of shards, at
-machines that are rented or come up, at windows. Judged by the store and by the provider's books.
+The first is killed once in each stage, the others at boundaries that are drawn: before and after
+stages, at commits of shards, at machines that are rented or come up, at windows. Judged by the
+store and by the provider's books.
 """
 
 import sys
@@ -17,16 +18,22 @@ from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
 from millrace.testing.repository import snapshot
 from millrace.testing.vast import VastServer
-from tests.flows.campaign_child import STAGES
-from tests.flows.campaign_kills import Site, kill_and_go_on
 from tests.prefect_server import PrefectServer
+from tests.support.flows.campaign_child import STAGES
+from tests.support.flows.campaign_kills import Site, kill_and_go_on
 
 BOUNDARIES = [
     *(f"{when} {stage}" for stage in STAGES for when in ("before", "after")),
-    "shard.committed 1", "shard.committed 3", "rental.rented 1", "rental.rented 2",
-    "window.merged 1", "window.merged 2",
+    "shard.committed 1", "shard.committed 2", "shard.committed 3", "rental.rented 1",
+    "rental.rented 2", "window.merged 1", "window.merged 2",
 ]  # fmt: skip
-KILLS = 8  # of each campaign
+EACH_STAGE = [
+    "shard.committed 2", "rental.rented 1", "before prewarm", "window.merged 1",
+    "before run_cooldown", "before release_machines", "before save_checkpoint",
+    "before clean_bucket",
+]  # fmt: skip
+"""The boundaries of the first campaign, which reaches all of them."""
+KILLS = 8  # of each other campaign
 
 
 @dataclass
@@ -56,13 +63,16 @@ def run_campaigns(number: int, seed: int, tell: Callable[[str], None]) -> Led:
             with VastServer.start(folder / "vast") as vast, temporary_settings(settings):
                 repository = snapshot(folder / "repository")
                 for one in range(number):
-                    at = Random(seed * 1000 + one).sample(BOUNDARIES, KILLS)
+                    drawn = Random(seed * 1000 + one).sample(BOUNDARIES, KILLS)
+                    at = drawn if one else EACH_STAGE
                     site = Site(server, vast, repository, folder / f"{one}", f"soak-{one}")
                     killed = kill_and_go_on(site, at)
                     led.campaigns += 1
                     led.machines += killed.machines
                     led.kills.update(killed.at)
                     led.wrong += [f"campaign {one}: {what}" for what in killed.wrong]
+                    if missed := set() if one else set(at) - set(killed.at):
+                        led.wrong.append(f"campaign 0: was not killed at {sorted(missed)}")
                     tell(led.sentence())
                 vast.reset()
         finally:

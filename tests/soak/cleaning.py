@@ -17,8 +17,8 @@ from millrace.cleanup import CleanupKind, CleanupSettings, Rule, execute, make_p
 from millrace.cleanup.plans import open_plan
 from millrace.progress import Event
 from millrace.storage import StoreSpec, list_objects, open_store
-from tests.cleanup.judge import Judge, Thing
-from tests.cleanup.material import Place
+from tests.support.cleanup.judge import Judge, Thing
+from tests.support.cleanup.material import Place
 
 VERSIONS = ("0.2.1", "0.2.10", "0.2.11")
 NOW = timedelta(0)

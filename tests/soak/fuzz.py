@@ -15,7 +15,7 @@ with atheris.instrument_imports(
 ):
     from millrace.gradients import PayloadError, read_payload
 from millrace.storage import head, open_store, put
-from tests.gradients.test_payload import EXPECTED, KEYS, SHAPES, as_torch, bodies, made
+from tests.unit.gradients.test_payload import EXPECTED, KEYS, SHAPES, as_torch, bodies, made
 
 STORE = open_store("memory://fuzz")
 PARTS, GOOD, TORCH = bodies(), made(), as_torch(made())

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.rig import DISK, Host, Rig
 from benchmarks.rig.store import REGION, Fault, FaultKind, Store
-from tests.swarm.swarms import KEY, LIE
+from tests.support.swarm.swarms import KEY, LIE
 
 MIB = 1 << 20
 SIZE = 128 * MIB

@@ -84,11 +84,11 @@ from millrace.progress import Event
 from millrace.schemas.chain import ChainLink
 from millrace.schemas.gradient import Refusal
 from millrace.swarm import Request, prewarm
-from tests.cleanup.material import Place
 from tests.integration.hostile import commands, renting
 from tests.integration.hostile.junk import MARKUP, Junk, Kind, Reach
 from tests.integration.hostile.site import Flow, Site
-from tests.swarm.swarms import (
+from tests.support.cleanup.material import Place
+from tests.support.swarm.swarms import (
     LIE,
     Agent,
     files_below,

@@ -1,0 +1,55 @@
+"""A campaign on rented machines, killed and started again."""
+
+import json
+from pathlib import Path
+
+from millrace.testing.vast import VastServer
+from tests.prefect_server import PrefectServer, Worker, until
+from tests.support.flows.campaign_kills import Site, kill_and_go_on
+
+AT = ["rental.rented 1", "window.merged 1", "before save_checkpoint"]
+"""A boundary at the begin, in the middle, and at the end; `tests.soak.campaigns` has all others."""
+
+
+def test_a_campaign_killed_at_its_begin_in_the_middle_and_at_its_end_ends_right(
+    prefect_api: PrefectServer, vast: VastServer, repository: Path, tmp_path: Path
+) -> None:
+    site = Site(prefect_api, vast, repository, tmp_path, "killed")
+    killed = kill_and_go_on(site, AT)
+    vast.reset()
+    assert killed.at == AT
+    assert killed.wrong == [], killed.log[-3000:]
+
+
+def test_a_campaign_that_is_killed_or_cancelled_gives_its_machines_back(
+    deployed: PrefectServer, prefect_api: PrefectServer, own_worker: Worker, vast: VastServer,
+    repository: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    site = Site(prefect_api, vast, repository, tmp_path, "stopped")
+    plan = json.loads(site.plan.read_text())
+    plan["training"]["windows_per_epoch"] = 1000  # it has not ended before it is stopped
+    chain = site.store / "stopped/run/gathers/1/chain"
+
+    def merged() -> int:
+        return len(list(chain.glob("*.json")))
+
+    run = deployed.start("campaign/campaign", watch=False, plan=plan).run
+    until(lambda: len(vast.alive()) == 2, "two machines")
+    until(lambda: merged() > 1, "the first window")
+    for process in own_worker.descendants():
+        process.kill()
+    deployed.wait(run, "Crashed")
+    until(lambda: vast.alive() == [], "the machines given back")
+    until(lambda: "2 machines of stopped given back" in deployed.logs(run), "what the hook says")
+
+    before = merged()
+    again = deployed.start("campaign/campaign", watch=False, plan=plan).run
+    until(lambda: len(vast.alive()) == 2, "two more machines")
+    until(lambda: merged() > before, "one more window")
+    cancelled = deployed.prefect("flow-run", "cancel", str(again))
+    assert cancelled.returncode == 0, cancelled.stdout + cancelled.stderr
+    deployed.wait(again, "Cancelled")
+    until(lambda: vast.alive() == [], "the machines given back")
+    assert [one["by"] for one in vast.books()] == ["the account"] * 4
+    assert not [table for table, text in deployed.tables() if site.key in text]
+    vast.reset()

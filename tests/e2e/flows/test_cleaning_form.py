@@ -1,0 +1,137 @@
+"""Cleaning and wiping as a person does it, in a browser."""
+
+import contextlib
+import json
+import secrets
+from collections.abc import Iterator
+from typing import Any
+from uuid import UUID
+
+import pytest
+from playwright.sync_api import Page, Response, expect
+
+from blocks import Bucket, BucketRole
+from millrace.storage import Store, StoreSpec, list_objects, open_store
+from millrace.testing.rgw import RGW
+from tests.prefect_server import PrefectServer, Worker
+from tests.stores import credentials
+from tests.support.cleanup.material import Place
+from tests.support.flows.browser import field, open_run_form, press, told
+from tests.support.flows.fixtures import MakeBlock, aws_credentials
+
+
+@pytest.fixture
+def store(rgw: RGW, bucket: str) -> Store:
+    spec = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=credentials(rgw.full))
+    return open_store(spec)
+
+
+@pytest.fixture
+def given(rgw: RGW, bucket: str, block: MakeBlock) -> Iterator[str]:
+    """The name of a block, and a block `aggregator`: the deployment has it beside that.
+
+    Made before there is a page: where one is, Prefect's own calls wait for its event loop.
+    """
+    with contextlib.suppress(ValueError):
+        Bucket.delete("aggregator")  # `save` would keep what it does not name
+    name = rgw.create_bucket(f"bucket-{secrets.token_hex(6)}")
+    pair = aws_credentials(rgw.full, rgw.endpoint)
+    pair.save("aggregator-read", overwrite=True)
+    Bucket(role=BucketRole.AGGREGATOR, url=f"s3://{name}", read_credentials=pair).save(
+        "aggregator", overwrite=True
+    )
+    yield block(bucket, write=rgw.full)["$ref"]["block_document_slug"].partition("/")[2]
+    Bucket.delete("aggregator")
+
+
+def keys_of(store: Store) -> set[str]:
+    return {stat.key for stat in list_objects(store) if not stat.key.startswith("_clean/")}
+
+
+class Started:
+    """What the browser, and nobody else, has asked the server to do, and what came of it.
+
+    A page asks for much else meanwhile; only these answers say whether a button did its work.
+    """
+
+    def __init__(self, page: Page) -> None:
+        self.parameters: list[dict[str, Any]] = []
+        """Of the runs that were created, as the browser posted them."""
+        self.runs: list[UUID] = []
+        self.refused: list[str] = []
+        self.resumed: list[str] = []
+        page.on("response", self._answered)
+
+    def _answered(self, answer: Response) -> None:
+        creates = answer.url.endswith("/create_flow_run")
+        if answer.request.method != "POST" or not (creates or answer.url.endswith("/resume")):
+            return
+        if answer.status >= 400:
+            self.refused.append(told(answer))
+        elif creates:
+            self.parameters.append(json.loads(answer.request.post_data or "{}")["parameters"])
+            self.runs.append(UUID(answer.json()["id"]))
+        else:
+            self.resumed.append(answer.url)
+
+
+def open_form(server: PrefectServer, page: Page, name: str) -> Started:
+    """The form of a deployment."""
+    started = Started(page)
+    open_run_form(server, page, name)
+    return started
+
+
+def test_a_dry_run_is_started_from_the_form_and_its_plan_is_seen(
+    deployed: PrefectServer, worker: Worker, store: Store, given: str, page: Page
+) -> None:
+    keys = {Place(store).gradient("run", "w1", window, "0.2.1") for window in range(3)}
+    started = open_form(deployed, page, "clean-bucket")
+    expect(field(page, "dry_run")).to_contain_text("Only show what would be deleted")
+    expect(field(page, "What")).to_contain_text("what an aggregator has merged")
+    field(page, "bucket").get_by_role("textbox").fill(given)
+    field(page, "Older Than").get_by_role("textbox").fill("0h")
+    press(page, "Submit", lambda: started.runs, started.refused)
+
+    assert [parameters["dry_run"] for parameters in started.parameters] == [True]
+    (run,) = started.runs
+    state = deployed.wait(run, "Completed", "Failed").state
+    assert state is not None
+    assert state.name == "Completed", state.message
+    page.goto(f"{deployed.url.removesuffix('/api')}/runs/flow-run/{run}")
+    page.get_by_text("Artifacts", exact=True).click()
+    page.locator("a", has_text="Objects that would be deleted").first.click()
+    expect(page.get_by_text("would delete 3 objects, 24 bytes")).to_be_visible()
+    for key in keys:
+        expect(page.get_by_text(key, exact=True)).to_be_visible()
+    assert keys_of(store) == keys
+
+
+def test_a_bucket_is_wiped_once_its_name_was_typed(
+    deployed: PrefectServer, worker: Worker, store: Store, bucket: str, given: str, page: Page
+) -> None:
+    Place(store).gradient("run", "w1", 1, "0.2.1")
+    started = open_form(deployed, page, "wipe-bucket")
+    field(page, "bucket").get_by_role("button", name="str", exact=True).click()
+    field(page, "bucket").get_by_role("textbox").fill(given)
+    field(page, "dry_run").locator("input[type=checkbox]").locator("..").click()
+    press(page, "Submit", lambda: started.runs, started.refused)
+
+    assert [parameters["dry_run"] for parameters in started.parameters] == [False]
+    (run,) = started.runs
+    deployed.wait(run, "Paused")
+    page.goto(f"{deployed.url.removesuffix('/api')}/runs/flow-run/{run}")
+    page.get_by_role("button", name="Resume").click()
+    expect(
+        page.get_by_text(f"All 1 object of s3://{bucket}, 8 bytes, will be deleted")
+    ).to_be_visible()
+    assert keys_of(store)
+    field(page, "Bucket name").get_by_role("textbox").fill(bucket)
+    press(page, "Submit", lambda: started.resumed, started.refused)
+
+    state = deployed.wait(run, "Completed", "Failed").state
+    assert state is not None
+    assert state.name == "Completed", state.message
+    page.reload()  # it asks for the state now and then only
+    expect(page.get_by_text("Completed", exact=True).first).to_be_visible()
+    assert not list(list_objects(store))

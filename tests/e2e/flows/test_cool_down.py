@@ -1,0 +1,44 @@
+"""The deployment cooldown, by a worker on a machine of a Ray cluster."""
+
+import pytest
+
+from millrace.checkpoints import read_checkpoint, verify
+from millrace.storage import Store, StoreSpec, open_store
+from millrace.testing.rgw import RGW
+from tests.integration.flows.test_cool_down import saved
+from tests.prefect_server import PrefectServer, Worker
+from tests.ray_cluster import DISK, RayCluster
+from tests.stores import credentials
+from tests.support.flows.fixtures import MakeBlock
+
+
+@pytest.fixture
+def store(rgw: RGW, bucket: str) -> Store:
+    pair = credentials(rgw.full)
+    return open_store(StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=pair))
+
+
+def test_nodes_of_a_ray_cluster_end_an_epoch_with_what_is_on_their_disks(
+    deployed: PrefectServer,
+    ray_worker: Worker,
+    ray_cluster: RayCluster,
+    rgw: RGW,
+    bucket: str,
+    block: MakeBlock,
+    store: Store,
+) -> None:
+    for disk in ray_cluster.disks[1:]:
+        saved((disk / "checkpoints").as_uri())
+    done = deployed.start(
+        "cooldown/cooldown",
+        bucket=block(bucket, write=rgw.full),
+        job="job",
+        epoch=0,
+        nodes={"url": f"file://${DISK}/checkpoints", "job": "trained"},
+    )
+    assert done.code == 0, done.output
+    found = read_checkpoint(store, "job", 40)
+    assert not verify(store, found)
+    report = deployed.artifacts(done.run)["cooldown"]
+    assert report.count("| **committed** |") == 1
+    assert report.count("took no part: There is no folder") == 1  # the head has none

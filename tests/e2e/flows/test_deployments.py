@@ -1,0 +1,134 @@
+"""The deployments of prefect.yaml, on a real server with a real worker."""
+
+import base64
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+import torch
+import yaml
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
+
+from millrace.checkpoints import Saver
+from millrace.storage import open_store
+from millrace.testing.process import REPOSITORY
+from millrace.testing.rgw import RGW
+from tests.oracle import S3Bucket
+from tests.prefect_server import PrefectServer, Worker, until
+from tests.support.flows.fixtures import RUN, SHARD, SHARDING, MakeBlock, jsonl, texts, texts_in
+
+
+def test_a_dataset_is_sharded_with_credentials_from_blocks(
+    deployed: PrefectServer, worker: Worker, rgw: RGW, bucket: str, block: MakeBlock
+) -> None:
+    source = rgw.create_bucket(f"{bucket}-source")
+    client = rgw.client(rgw.full)
+    client.put_object(Bucket=source, Key="raw/rows.jsonl", Body=jsonl(texts()))
+
+    done = deployed.command(
+        SHARD,
+        dataset="words",
+        source={
+            "bucket": block(source, read=rgw.read_only),
+            "prefix": "raw",
+            "columns": {"txt": "text"},
+        },
+        destination=block(bucket, write=rgw.full),
+        sharding=SHARDING | {"holdout": 0.25},
+        execution=RUN,
+    )
+
+    assert done.code == 0, done.output
+    assert texts_in(S3Bucket(client, bucket, "words")) == Counter(texts())
+    run = deployed.flow_run(done.run)
+    assert run.name == "shard-words"
+    assert {"millrace"} <= set(run.tags)
+    artifacts = deployed.artifacts(done.run)
+    assert artifacts["progress-words"] == 100.0
+    report = artifacts["shards-words"]
+    assert "**words** is complete: 4,000 samples in" in report
+    assert "| Manifest | `words/manifest.json` |" in report
+    assert "Samples in `val`" in report
+    _is_a_picture_with_axes(report)
+
+
+def _is_a_picture_with_axes(report: str) -> None:
+    found = re.search(r"!\[[^]]*\]\(data:image/svg\+xml;base64,([^)]+)\)", report)
+    assert found
+    svg = ET.fromstring(base64.b64decode(found[1]))
+    words = {element.text for element in svg.iter() if element.text}
+    assert {"MB/s", "seconds since the start"} <= words
+
+
+def test_wrong_values_are_refused_before_there_is_a_run(deployed: PrefectServer) -> None:
+    said = deployed.prefect(
+        "deployment", "run", SHARD, "-p", "dataset=words", "-p", 'source={"url": "file:///x"}',
+        "-p", "destination=file:///y", "-p", 'sharding={"holdout": 3}',
+    )  # fmt: skip
+    assert said.returncode == 1
+    assert "holdout" in said.stdout + said.stderr or "0.9" in said.stdout + said.stderr
+
+
+@pytest.mark.parametrize("name", ["verify-datasets", "verify-checkpoints", "audit-access"])
+def test_a_cron_deployment_gets_its_scheduled_run(deployed: PrefectServer, name: str) -> None:
+    with deployed.client() as client:
+        deployment = client.read_deployment_by_name(f"{name}/{name}")
+        assert [schedule.active for schedule in deployment.schedules] == [True]
+
+        def scheduled() -> bool:
+            runs = client.read_flow_runs(
+                deployment_filter=None,
+                flow_run_filter=FlowRunFilter(
+                    deployment_id=FlowRunFilterDeploymentId(any_=[deployment.id])
+                ),
+            )
+            return any(run.auto_scheduled and run.state_name == "Scheduled" for run in runs)
+
+        until(scheduled, "a scheduled run")
+
+
+ELSEWHERE = {
+    "aggregate-gradients", "campaign", "clean-bucket", "cooldown", "prewarm", "rent-machines",
+    "shard-dataset", "wipe-bucket",
+}  # fmt: skip
+"""Deployments that other tests of this folder run."""
+
+
+def test_each_other_deployment_runs_its_flow(
+    deployed: PrefectServer, worker: Worker, rgw: RGW, bucket: str, block: MakeBlock, payer: Any,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """What the flows do is tested in process; here a worker loads each and gives it its values."""
+    store = (tmp_path / "store").as_uri()
+    with Saver(open_store(store), "job") as saver:
+        saver.save({"w": torch.zeros(10)}, step=3).result()
+    both = block(bucket, read=rgw.read_only, write=rgw.full)
+    rented = {"bucket": store, "vast": payer}
+    asked: dict[str, dict[str, Any]] = {
+        "abort-uploads": {"buckets": [both]},
+        "audit-access": {"buckets": [{"bucket": both}]},
+        "clean-versions": {"bucket": store, "current_version": "0.2.1", "related_buckets": []},
+        "delete-gathers": {"bucket": store, "version": "0.2.1"},
+        "list-machines": rented,
+        "reap-machines": rented,
+        "release-machines": {**rented, "name": "fleet"},
+        "save-checkpoint": {"source": {"url": store, "job": "job"}, "job": "copy", "bucket": both},
+        "verify-checkpoints": {"bucket": store},
+        "verify-datasets": {"bucket": store},
+    }
+    made = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
+    assert asked.keys() | ELSEWHERE == {one["name"] for one in made}
+    runs = {
+        name: deployed.start(f"{name}/{name}", watch=False, **given).run
+        for name, given in asked.items()
+    }
+    for name, run in runs.items():
+        state = deployed.wait(run, "Completed", "Failed", "Crashed").state
+        assert state is not None
+        if name == "release-machines":
+            assert "knows no rental 'fleet'" in (state.message or "")
+        else:
+            assert state.name == "Completed", f"{name}: {state.message}"

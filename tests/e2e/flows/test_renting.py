@@ -1,0 +1,45 @@
+"""Machines that a run has rented are given back though the run is killed."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+
+from blocks import VastCredentials
+from millrace.testing.vast import VastServer
+from tests.prefect_server import PrefectServer, Worker, until
+from tests.support.flows.renting import RENT
+
+
+def test_a_run_that_hangs_and_is_cancelled_leaves_no_machine(
+    deployed: PrefectServer, own_worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
+) -> None:
+    key = vast.reset(rate=1.0, strict=False)  # it takes 20 s at least until a machine is up
+    VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
+    (tmp_path / "store").mkdir()
+    asked = {"bucket": (tmp_path / "store").as_uri(), "vast": payer, "name": "hung", **RENT}
+    run = deployed.start("rent-machines/rent-machines", watch=False, **asked, dry_run=False).run
+    until(lambda: len(vast.alive()) == 1, "a machine")
+    for process in own_worker.descendants():
+        if "prefect.engine" in process.cmdline():
+            process.suspend()  # so that it hears of nothing, and has to be killed
+    assert deployed.prefect("flow-run", "cancel", str(run)).returncode == 0
+    until(lambda: vast.alive() == [], "the machine given back")
+    deployed.wait(run, "Cancelled")
+    until(lambda: "1 machine of hung given back" in deployed.logs(run), "what the hook says")
+
+
+def test_a_worker_that_is_terminated_leaves_no_machine(
+    deployed: PrefectServer, own_worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
+) -> None:
+    key = vast.reset(rate=1.0, strict=False)  # it takes 20 s at least until a machine is up
+    VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
+    (tmp_path / "store").mkdir()
+    asked = {"bucket": (tmp_path / "store").as_uri(), "vast": payer, "name": "ended", **RENT}
+    run = deployed.start("rent-machines/rent-machines", watch=False, **asked, dry_run=False).run
+    until(lambda: len(vast.alive()) == 1, "a machine")
+    own_worker.terminate()
+    until(lambda: vast.alive() == [], "the machine given back")
+    (one,) = vast.books()
+    assert one["by"] == "the account"
+    assert deployed.flow_run(run).state_name != "Completed"

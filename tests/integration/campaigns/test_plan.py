@@ -1,0 +1,61 @@
+"""What workers are sent and what they reach, on a real store."""
+
+import base64
+import json
+import secrets
+from datetime import timedelta
+
+import pytest
+from botocore.exceptions import ClientError
+
+from millrace.campaigns.worker import render_worker_settings
+from millrace.keys import CheckpointKeys, CooldownKeys
+from millrace.rentals import derive_node_key
+from millrace.rentals.startup import make_environment
+from millrace.storage import StoreSpec, open_store
+from millrace.testing.rgw import RGW, Key
+from tests.stores import credentials
+from tests.unit.campaigns.test_plan import PLAN, rent
+
+
+def test_the_file_of_a_worker_has_no_secret(rgw: RGW) -> None:
+    pair = credentials(rgw.full)
+    store = StoreSpec(url="s3://bucket", endpoint=rgw.endpoint, credentials=pair)
+    text = render_worker_settings(PLAN, store, 2)
+    assert rgw.full.secret_access_key not in text
+    assert rgw.full.access_key_id not in text
+
+
+def test_a_machine_writes_its_own_gradients_and_never_the_chain(rgw: RGW, bucket: str) -> None:
+    role = rgw.create_role(f"worker-{secrets.token_hex(4)}")
+    full = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=credentials(rgw.full))
+    settings = rent(full, role_arn=role)
+    found = make_environment(
+        open_store(full), settings, 0, 1, 0.0, lifetime=timedelta(hours=1), vast_url="https://x"
+    )
+    config = json.loads(base64.b64decode(found["MILLRACE_ORDER"]))
+    given = config["write_store"]["credentials"]
+    pair = Key(given["access_key_id"], given["secret_access_key"], given["session_token"])
+    client = rgw.client(pair)
+    own = CooldownKeys("c/model", 3)
+    for key in (
+        "c/run/worker-1/gradient", "c/model/lease/members/worker-1/000000.json",
+        own.vote("worker-1"), own.late("worker-1"), own.result("worker-1"), own.draft("worker-1"),
+        own.part("worker-1", "a" * 64),
+    ):  # fmt: skip
+        client.put_object(Bucket=bucket, Key=key, Body=b"x")
+    checkpoints = CheckpointKeys("c/model")
+    for key in (
+        "c/run/worker-0/gradient", "c/run/worker-10/gradient", "c/run/gathers/1/chain/000000001",
+        "c/campaign/warming.json", "c/lease/campaign/0", "text/manifest.json", "_rentals/c/x",
+        "c/model/lease/members/worker-0/000000.json", "c/campaign/plan.json",
+        "c/model/lease/clock/x", "c/model/lease/members/worker-10/000000.json", "c/model/x", "x",
+        own.roster, own.vote("worker-0"), own.vote("worker-10"), own.late("worker-2"),
+        own.result("worker-2"), own.draft("worker-0"), own.part("worker-0", "a" * 64),
+        checkpoints.epoch(3), checkpoints.metadata(3), checkpoints.part(3, "a" * 64),
+        checkpoints.pin(3), checkpoints.share(3, "a", 0),
+    ):  # fmt: skip
+        with pytest.raises(ClientError, match=r"AccessDenied|403"):
+            client.put_object(Bucket=bucket, Key=key, Body=b"x")
+    assert config["node_key"] == derive_node_key(settings.account, "c", 0).get_secret_value()
+    assert "account" not in json.dumps(found)

@@ -1,0 +1,206 @@
+"""What a plan takes, and what is left when it was executed: judged by an oracle."""
+
+import random
+import secrets
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from millrace.cleanup import CleanupKind, CleanupSettings, Rule, execute, make_plan
+from millrace.cleanup.plans import open_plan
+from millrace.keys import ChainKeys
+from millrace.storage import list_objects, open_store
+from tests.soak.cleaning import clean, list_by_boto3
+from tests.soak.cleaning import fill as fill_bucket
+from tests.stores import spec_of
+from tests.support.cleanup.judge import Judge, Thing, now
+from tests.support.cleanup.material import Place
+
+RUNS = ("run", "run/a", "exp-1")
+VERSIONS = ("0.2.1", "0.2.10", "0.3", "dev")
+NOW = timedelta(0)
+
+
+def files(folder: Path) -> list[Thing]:
+    """What is in a folder."""
+    found: list[Thing] = []
+    for path in folder.rglob("*"):
+        if path.is_file():
+            stat = path.stat()
+            written = datetime.fromtimestamp(stat.st_mtime, UTC)
+            key = path.relative_to(folder).as_posix()
+            found.append(Thing(key, stat.st_size, written, path.read_bytes))
+    return found
+
+
+def folder_place(folder: Path) -> Place:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Place(open_store(folder.as_uri()))
+
+
+def as_json(rule: Rule) -> dict[str, Any]:
+    """A rule as the oracle is told."""
+    hours = rule.older_than / timedelta(hours=1)
+    return {**rule.model_dump(mode="json", exclude={"older_than"}), "older_than": hours}
+
+
+def keys_of(place: Place) -> set[str]:
+    return {stat.key for stat in list_objects(place.store) if not stat.key.startswith("_clean/")}
+
+
+class Filling:
+    """Everything that there can be, of several ages."""
+
+    def __init__(self, place: Place, seed: int) -> None:
+        self.place, self.dice = place, random.Random(seed)
+        for run in RUNS:
+            self.run(run)
+        for job in ("job", "exp-1/job"):
+            self.job(job)
+        for name in ("words", "exp-1/words"):
+            self.dataset(name)
+        for key in OTHERS:
+            place.put(key, hours=self.hours())
+
+    def hours(self) -> float:
+        return self.dice.choice([0, 3, 30, 60, 200])
+
+    def rarely(self, scope: str, name: str) -> None:
+        if self.dice.random() < 0.2:
+            self.place.lease(scope, name, ended=self.dice.random() < 0.5)
+
+    def run(self, run: str) -> None:
+        for version in self.dice.sample(VERSIONS, 2):
+            for uid in ("w1", "w2"):
+                for window in self.dice.sample(range(12), 3):
+                    self.place.gradient(run, uid, window, version, self.hours())
+                self.place.start_window(run, uid, 1, version, self.hours())
+        version = self.dice.choice(VERSIONS)
+        windows = self.dice.sample(range(7), self.dice.randrange(3))
+        heads = {window: self.hours() for window in windows}
+        self.place.chain(run, version, 6, heads, self.hours())
+        self.rarely(ChainKeys(run, version).job, "aggregator")
+
+    def job(self, job: str) -> None:
+        same, homes = b"embedding", dict[bytes, int]()
+        for step in range(1, 1 + self.dice.randrange(6)):
+            self.place.checkpoint(
+                job, step, [f"{job} {step}".encode(), same], homes=dict(homes),
+                hours=self.hours(), missing=0 if self.dice.random() < 0.2 else None,
+            )  # fmt: skip
+            homes.setdefault(same, step)
+            if self.dice.random() < 0.2:
+                self.place.pin(job, step)
+            if self.dice.random() < 0.2:
+                self.place.epoch(job, step, step)
+            stray = f"{job}/checkpoints/step_{step:09d}/parts/{secrets.token_hex(32)}.safetensors"
+            self.place.put(stray, hours=self.hours())
+        self.rarely(job, "members/m1")
+
+    def dataset(self, name: str) -> None:
+        self.place.dataset(
+            name, self.dice.randrange(3), is_complete=self.dice.random() < 0.6,
+            orphans=self.dice.randrange(3), hours=self.hours(),
+        )  # fmt: skip
+        self.rarely(name, "train-00000")
+
+
+OTHERS = (
+    f"_probe-{'0f' * 8}",
+    f"run/_audit-{'0f' * 8}-put",
+    f"job/lease/clock/{'0f' * 8}",
+    "_machines/fleet/000000/log/000000.txt",
+    "_machines/shard/words/000001/beat.json",
+    "_machines/fleet/notes.txt",
+    "_rentals/fleet/attempts/000000-intent.json",
+    "_audit-2024-report.pdf",
+    "mine/_probe-1.csv",
+    "cam/lease/clock/photo.jpg",
+    "w1/gradient-000000001-w1-v1.pt",
+    "gradient-000000001-w1-v0.2.1.safetensors",
+    f"gathers/0.3/000000001-{'a' * 64}.npz",
+    "checkpoints/step_000000001/metadata.json",
+    "shards/train-00000-000000.tar",
+    "plan.json",
+    "mine/plan.json",
+    "mine/notes.txt",
+    "run/w1/gradient-000000001-w2-v0.2.1.pt",
+    "run/w2/mine/notes.txt",
+    "run/w3/notes.txt",
+    "exp-1/w2/x",
+    "run/a/w1/w2/x",
+)
+NUMBERED = [
+    CleanupKind.GRADIENTS,
+    CleanupKind.START_WINDOWS,
+    CleanupKind.GATHERS,
+    CleanupKind.CHECKPOINTS,
+]
+VERSIONED = NUMBERED[:3]
+
+
+@st.composite
+def rules(draw: st.DrawFn) -> Rule:
+    what = draw(st.lists(st.sampled_from(list(CleanupKind)), min_size=1, max_size=5, unique=True))
+    have: dict[str, Any] = {}
+    have["older_than"] = timedelta(hours=draw(st.sampled_from([0, 0, 1, 24, 48, 100])))
+    if not set(what) - set(VERSIONED):
+        have["version"] = draw(
+            st.sampled_from(["", "0.2.1", "!=0.2.1", ">=0.2,<0.3", "<0.2.5", "dev", "!=dev"])
+        )
+    if not set(what) - set(NUMBERED):
+        have["keep_last"] = draw(st.integers(0, 3))
+        have["keep_every"] = draw(st.sampled_from([None, 2, 3]))
+    if not {CleanupKind.CHECKPOINTS, CleanupKind.DATASETS} & set(what):
+        have["suffix"] = draw(st.sampled_from(["", "", ".safetensors", ".tar", "n"]))
+    ours = ["", "", "", "run/", "run/w", "exp-1/", "job"]
+    prefixes = ["mine/", "w1"] if CleanupKind.OTHER in what else ours
+    have["prefix"] = draw(st.sampled_from(prefixes))
+    have["name"] = draw(st.sampled_from([""] * 9 + ["run", "run/a", "job", "words"]))
+    return Rule(kinds=tuple(what), **have)
+
+
+PINS = ["run/", "job/checkpoints/step_000000002/", "mine/notes.txt", "words/", "exp-1/job/"]
+
+
+@settings(
+    max_examples=200, deadline=None, derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)  # fmt: skip
+@given(
+    some=st.lists(rules(), min_size=1, max_size=4),
+    seed=st.integers(0, 1 << 20),
+    pinned=st.lists(st.sampled_from(PINS), max_size=2, unique=True),
+)
+def test_a_plan_is_what_an_oracle_says_and_the_run_deletes_just_that(tmp_path, some, seed, pinned):
+    folder = tmp_path / secrets.token_hex(6)
+    place = folder_place(folder)
+    Filling(place, seed)
+    things = files(folder)
+    expected = Judge(things, [as_json(rule) for rule in some], now(), pinned=pinned).taken()
+    config = CleanupSettings(store=place.store.spec, rules=tuple(some), pins=tuple(pinned))
+    plan = make_plan(config)
+    with open_plan(place.store, plan.name) as (_, entries):
+        found = {entry.stat.key: entry.rule_index for entry in entries}
+    assert found == expected
+    assert plan.objects == len(expected)
+    assert plan.size == sum(thing.size for thing in things if thing.key in expected)
+    done = execute(config, plan.name)
+    assert not done.failures
+    assert not done.skipped
+    assert done.deleted_objects == len(expected)
+    assert done.deleted_bytes == plan.size
+    assert keys_of(place) == {thing.key for thing in things} - expected.keys()
+
+
+def test_a_bucket_of_all_roles_is_cleaned_and_goes_on_after_a_kill(rgw, bucket, request):
+    spec = spec_of("rgw", request)
+    fill_bucket(lambda: open_store(spec), 2500, seed=1)
+    came = clean(spec, list_by_boto3(rgw.client(rgw.full), bucket, "below/here/"), kills=1, seed=1)
+    assert came.objects > 2000
+    assert 1000 < came.planned < came.objects
+    assert came.killed == 1
+    assert came.wrong == 0, came

@@ -1,0 +1,342 @@
+"""Wiping, and uploads that were never finished."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from millrace import errors
+from millrace.cleanup import (
+    abort_uploads,
+    executor,
+    make_confirmation,
+    plan_wipe,
+    survey_wipe,
+    wipe,
+)
+from millrace.cli import main
+from millrace.keys import ChainKeys, RentalKeys
+from millrace.progress import Event
+from millrace.storage import (
+    StoreSpec,
+    VersionCount,
+    delete_versions,
+    exists,
+    list_objects,
+    list_uploads,
+    list_versions,
+    open_store,
+    put,
+)
+from millrace.testing.key import Key
+from tests.stores import credentials, spec_of
+from tests.support.cleanup.material import Place
+
+NOW = timedelta(0)
+
+
+@pytest.fixture(params=["local", "memory", "rgw", "r2", "gcs"])
+def place(request: pytest.FixtureRequest) -> Place:
+    return Place(open_store(spec_of(request.param, request)))
+
+
+def keys_of(place: Place) -> set[str]:
+    return {stat.key for stat in list_objects(place.store)}
+
+
+def fill(place: Place) -> set[str]:
+    place.gradient("run", "w1", 0, "1")
+    place.checkpoint("job", 1, [b"1"])
+    place.pin("job", 1)
+    place.dataset("words", 2)
+    place.lease("words", "train-00000", ended=True)
+    place.put("mine/notes.txt")
+    return keys_of(place)
+
+
+def test_all_goes_once_its_name_was_typed_and_nothing_before(place):
+    there = fill(place)
+    plan = plan_wipe(place.store.spec)
+    assert plan.objects == len(there)
+    for wrong in (
+        "",
+        "wrong",
+        place.store.url,
+        make_confirmation(place.store.location).upper() + "x",
+    ):
+        with pytest.raises(errors.ConfigurationError, match="nothing was deleted"):
+            wipe(place.store.spec, plan.name, confirm=wrong)
+    assert there < keys_of(place)
+    done = wipe(place.store.spec, plan.name, confirm=make_confirmation(place.store.location))
+    assert (done.deleted_objects, done.failures) == (len(there), ())
+    assert not keys_of(place)
+
+
+def test_what_is_beside_the_prefix_stays(rgw, bucket, request):
+    spec = spec_of("rgw", request)
+    for key in ("below/here2/x", "below/her", "below/here/x"):
+        rgw.client(rgw.full).put_object(Bucket=bucket, Key=key, Body=b"x")
+    assert make_confirmation(open_store(spec).location) == f"{bucket}/below/here"
+    wipe(spec, plan_wipe(spec).name, confirm=f"{bucket}/below/here")
+    left = rgw.client(rgw.full).list_objects_v2(Bucket=bucket)["Contents"]
+    assert {stat["Key"] for stat in left} == {"below/here2/x", "below/her"}
+
+
+def test_a_store_where_somebody_works_is_not_wiped(place):
+    fill(place)
+    plan = plan_wipe(place.store.spec)
+    there = keys_of(place)
+    place.lease(ChainKeys("run", "1").job, "aggregator")
+    with pytest.raises(errors.HeldError, match="run/gathers/1 is worked on by elsewhere"):
+        wipe(place.store.spec, plan.name, confirm=make_confirmation(place.store.location))
+    with pytest.raises(errors.HeldError):
+        plan_wipe(place.store.spec)
+    assert there < keys_of(place)
+
+
+def test_a_ledger_of_machines_that_are_not_given_back_is_not_wiped(place):
+    there = fill(place)
+    keys = RentalKeys("fleet")
+    for part in (keys.intent(0), keys.returned(0), keys.intent(1)):
+        put(place.store, part, b"{}")  # of a machine that came back, and of one that did not
+    for look in (survey_wipe, plan_wipe):
+        with pytest.raises(
+            errors.HeldError, match="holds the ledger of fleet, whose machines are not returned"
+        ):
+            look(place.store.spec)
+    put(place.store, keys.returned(1), b"{}")
+    done = wipe(
+        place.store.spec, plan_wipe(place.store.spec).name,
+        confirm=make_confirmation(place.store.location),
+    )  # fmt: skip
+    assert done.deleted_objects == len(there) + 4
+    assert not keys_of(place)
+
+
+def test_what_was_written_since_a_wiping_was_planned_stays(place):
+    there = fill(place)
+    plan = plan_wipe(place.store.spec)
+    put(place.store, "new", b"new")
+    put(place.store, "mine/notes.txt", b"rewritten")
+    done = wipe(place.store.spec, plan.name, confirm=make_confirmation(place.store.location))
+    assert done.deleted_objects == len(there) - 1
+    assert keys_of(place) == {"new", "mine/notes.txt"}
+
+
+def test_a_lease_that_appears_between_two_batches_ends_the_wiping(tmp_path, monkeypatch):
+    monkeypatch.setattr(executor, "_BATCH", 10)
+    monkeypatch.setattr(
+        executor, "_MAX_BATCHES", 1
+    )  # each batch is settled before the next is chosen
+    place = Place(open_store((tmp_path / "bucket").as_uri()))
+    place.put("another.txt")
+    for window in range(30):
+        place.gradient("run", "w1", window, "1")
+        place.put(f"run/notes/{window}.txt")
+    there = keys_of(place)
+    plan = plan_wipe(place.store.spec)
+    told: list[int] = []
+
+    def take_lease(event: Event) -> None:
+        told.append(event.figures["objects"])
+        if len(told) == 1:
+            place.lease("run", "who")
+
+    with pytest.raises(errors.HeldError, match=r"run is worked on by elsewhere .* 10 objects"):
+        wipe(place.store.spec, plan.name, confirm="bucket", progress=take_lease)
+    left = {key for key in keys_of(place) if not key.startswith("_clean/")}
+    assert len(there - left) == 10
+    assert exists(place.store, plan.key)
+
+
+def test_the_command_asks_for_the_name(tmp_path: Path):
+    folder = tmp_path / "bucket"
+    place = Place(open_store(folder.as_uri()))
+    there = fill(place)
+    for confirm in (["--confirm", "wrong"], ["--confirm", ""]):
+        told = CliRunner().invoke(main, ["clean", "wipe", str(folder), *confirm])
+        assert told.exit_code == 2
+    assert keys_of(place) == there  # not even a plan was made
+    told = CliRunner().invoke(main, ["clean", "wipe", str(folder)], input="bucke\n")
+    assert told.exit_code == 2
+    assert "Type bucket to go on" in told.output
+    assert there <= keys_of(place)
+    shown = CliRunner().invoke(main, ["clean", "wipe", str(folder), "--dry-run"])
+    assert shown.exit_code == 0
+    assert "objects" in shown.output
+    assert there <= keys_of(place)
+    done = CliRunner().invoke(main, ["clean", "wipe", str(folder)], input="bucket\n")
+    assert done.exit_code == 0, done.output
+    assert not keys_of(place)
+
+
+def test_a_dry_run_of_wiping_writes_nothing(rgw, bucket, request, tmp_path):
+    spec = spec_of("rgw", request)
+    fill(Place(open_store(spec)))
+    before = len(rgw.requests())
+    found = survey_wipe(spec)
+    assert (found.objects, found.versions) == (
+        len(keys_of(Place(open_store(spec)))),
+        VersionCount(),
+    )
+    settings = settings_file(tmp_path, spec, rgw.full)
+    shown = CliRunner().invoke(main, ["clean", "wipe", str(settings), "--dry-run"])
+    assert shown.exit_code == 0, shown.output
+    assert f"holds {found.objects} objects" in shown.output
+    asked = [line for line in rgw.requests()[before:] if bucket in line]
+    assert asked
+    assert [line for line in asked if "GET /" not in line and "HEAD /" not in line] == []
+
+
+def settings_file(folder: Path, spec: StoreSpec, key: Key) -> Path:
+    """A settings file that names a store."""
+    file = folder / "place.yaml"
+    file.write_text(
+        f"store:\n  url: {spec.url}\n  endpoint: {spec.endpoint}\n  credentials:\n"
+        f"    access_key_id: {key.access_key_id}\n    secret_access_key: {key.secret_access_key}\n"
+    )
+    return file
+
+
+@pytest.fixture
+def versioned(rgw, bucket, request) -> StoreSpec:
+    """A store that keeps versions: 14 older ones, and a delete marker."""
+    client = rgw.client(rgw.full)
+    client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    for number in range(14):
+        client.put_object(Bucket=bucket, Key="below/here/a", Body=b"x" * number)
+    client.put_object(Bucket=bucket, Key="below/here/b", Body=b"x" * 9)
+    client.delete_object(Bucket=bucket, Key="below/here/b")
+    client.put_object(Bucket=bucket, Key="below/other", Body=b"1")
+    client.put_object(Bucket=bucket, Key="below/other", Body=b"2")
+    return spec_of("rgw", request)
+
+
+def test_a_versioned_bucket_is_not_called_emptied(rgw, bucket, versioned, tmp_path):
+    found = survey_wipe(versioned)
+    assert (found.objects, found.versions) == (1, VersionCount(14, 1, sum(range(13)) + 9))
+    settings = settings_file(tmp_path, versioned, rgw.full)
+    wipe_here = ["clean", "wipe", str(settings), "--confirm", f"{bucket}/below/here"]
+    done = CliRunner().invoke(main, wipe_here)
+    assert done.exit_code == 0, done.output
+    assert "It keeps 14 older versions (87 bytes) and 1 delete markers beside them." in done.output
+    said = next(line for line in done.output.splitlines() if "are left, and billed" in line)
+    versions, markers = count_versions_by_boto3(rgw, bucket)
+    assert f"{versions} older versions" in said
+    assert f"{markers} delete markers" in said
+    assert "`millrace clean wipe --versions` deletes them, too" in said
+    assert versions >= 15
+
+    done = CliRunner().invoke(main, [*wipe_here, "--versions"])
+    assert done.exit_code == 0, done.output
+    assert "left" not in done.output
+    assert count_versions_by_boto3(rgw, bucket) == (0, 0)
+    beside = rgw.client(rgw.full).list_object_versions(Bucket=bucket, Prefix="below/other")
+    assert len(beside["Versions"]) == 2
+
+
+def count_versions_by_boto3(rgw, bucket: str) -> tuple[int, int]:
+    answer = rgw.client(rgw.full).list_object_versions(Bucket=bucket, Prefix="below/here/")
+    return len(answer.get("Versions", [])), len(answer.get("DeleteMarkers", []))
+
+
+def test_no_object_comes_back_where_its_versions_are_on_the_next_page(rgw, bucket, request):
+    spec, client = spec_of("rgw", request), rgw.client(rgw.full)
+    client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+
+    def twice(number: int) -> None:
+        client.put_object(Bucket=bucket, Key=f"below/here/{number:04d}", Body=b"x")
+        client.delete_object(Bucket=bucket, Key=f"below/here/{number:04d}")
+
+    for _ in range(2):  # an odd number of versions: a page ends between a marker and its version
+        client.put_object(Bucket=bucket, Key="below/here/!", Body=b"x")
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(twice, range(520)))
+    plan = plan_wipe(spec)
+    name = make_confirmation(open_store(spec).location)
+    done = wipe(spec, plan.name, confirm=name, versions=True)
+    assert (done.failures, done.versions) == ((), VersionCount())
+    assert list(list_objects(open_store(spec))) == []
+    assert count_versions_by_boto3(rgw, bucket) == (0, 0)
+
+
+def test_versions_that_may_not_be_deleted_are_said(rgw, bucket, versioned):
+    reader = versioned.model_copy(update={"credentials": credentials(rgw.read_only)})
+    store = open_store(reader)
+    failures = delete_versions(store, list_versions(store))
+    assert len(failures) == 15
+    assert count_versions_by_boto3(rgw, bucket) == (15, 1)
+
+
+def test_versions_of_keys_that_no_list_of_deletes_can_have_are_deleted(rgw, bucket, versioned):
+    client = rgw.client(rgw.full)
+    for key in ("below/here/a\x01b", "below/here/a\x1b[2J"):
+        client.put_object(Bucket=bucket, Key=key, Body=b"x")
+        client.delete_object(Bucket=bucket, Key=key)
+    plan = plan_wipe(versioned)
+    name = make_confirmation(open_store(versioned).location)
+    done = wipe(versioned, plan.name, confirm=name, versions=True)
+    assert (done.failures, done.versions) == ((), VersionCount())
+    assert count_versions_by_boto3(rgw, bucket) == (0, 0)
+
+
+def begin(rgw, bucket: str, key: str, parts: int) -> None:
+    client = rgw.client(rgw.full)
+    upload = client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
+    for number in range(parts):
+        client.upload_part(
+            Bucket=bucket, Key=key, UploadId=upload, PartNumber=number + 1, Body=b"x" * 1000
+        )
+
+
+def test_uploads_that_were_never_finished_are_found_and_aborted(rgw, bucket, request, tmp_path):
+    spec = spec_of("rgw", request)
+    begin(rgw, bucket, "below/here/a", 2)
+    begin(rgw, bucket, "below/here/b/c", 0)
+    begin(rgw, bucket, "below/elsewhere", 1)
+    young = abort_uploads(spec, older_than=timedelta(hours=1), dry_run=False)
+    assert (young.uploads, young.recent) == ((), 2)
+    found = abort_uploads(spec, older_than=timedelta(seconds=-60))
+    assert (dict(found.uploads), found.size, found.is_aborted) == (
+        {"a": 2000, "b/c": 0},
+        2000,
+        False,
+    )
+    assert len(list(list_uploads(open_store(spec)))) == 2
+    file = settings_file(tmp_path, spec, rgw.full)
+    told = CliRunner().invoke(main, ["clean", "uploads", str(file)])
+    assert "Would abort (with --abort) 0 uploads, 0 bytes; 2 are younger than that." in told.output
+    gone = abort_uploads(spec, older_than=timedelta(seconds=-60), prefix="b", dry_run=False)
+    assert (dict(gone.uploads), gone.failures) == ({"b/c": 0}, ())
+    assert [upload.key for upload in list_uploads(open_store(spec))] == ["a"]
+    reader = spec.model_copy(update={"credentials": credentials(rgw.read_only)})
+    refused = abort_uploads(reader, older_than=timedelta(seconds=-60), dry_run=False)
+    assert [failure.key for failure in refused.failures] == ["a"]
+    assert refused.size == 0
+    left = rgw.client(rgw.full).list_multipart_uploads(Bucket=bucket)["Uploads"]
+    assert {upload["Key"] for upload in left} == {"below/here/a", "below/elsewhere"}
+
+
+def test_more_uploads_than_a_page_are_all_found(rgw, bucket, request):
+    client = rgw.client(rgw.full)
+    for number in range(1005):
+        client.create_multipart_upload(Bucket=bucket, Key=f"below/here/{number // 2:04d}")
+    found = list(list_uploads(open_store(spec_of("rgw", request))))
+    assert len({upload.id for upload in found}) == len(found) == 1005
+
+
+def test_a_wrong_time_is_said(tmp_path: Path):
+    told = CliRunner().invoke(main, ["clean", "uploads", str(tmp_path), "--older-than", "soon"])
+    assert told.exit_code == 2
+    assert "'soon' is no duration: write 90s, 90m, 90h or 90d" in told.output
+
+
+def test_the_halves_of_a_killed_process_are_uploads_of_a_folder(tmp_path: Path):
+    (tmp_path / "a#1").write_bytes(b"xyz")
+    found = abort_uploads(
+        StoreSpec(url=tmp_path.as_uri()), older_than=timedelta(seconds=-60), dry_run=False
+    )
+    assert found.uploads == (("a", 3),)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

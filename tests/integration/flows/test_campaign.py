@@ -1,0 +1,85 @@
+"""What a campaign checks before anything is made, and how it fails."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from examples.tiny_lm.begin import begin
+from flows.campaign import run_campaign
+from flows.campaign_plan import CampaignPlan
+from millrace.campaigns.worker import TrainingPlan
+from millrace.errors import MillraceError, WorkerError
+from millrace.gradients import RunSettings
+from millrace.storage import StoreSpec, open_store
+from tasks.campaigning import pin_plan
+from tests.prefect_server import PrefectServer
+from tests.support.flows.campaigns import (
+    here,
+    make_text,
+    plan_of,
+)
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_anything_is_done(
+    prefect_api: PrefectServer, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    plan = plan_of("small", store.as_uri(), tmp_path, here())
+    del plan["data"]
+    done = prefect_api.call(run_campaign, plan=plan)
+    assert done.code == 1
+    state = prefect_api.flow_run(done.run).state
+    assert state is not None
+    assert "name the dataset that is trained on" in (state.message or "")
+    assert not store.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"initial_weights": {"job": "small/none"}}, "has no checkpoint"),
+        ({"initial_weights": {"job": "small/first", "tensors": "modle."}}, "begin with 'modle.'"),
+        ({"command": ["python", "-m", "examples.tiny_lm.trian"]}, "no module"),
+        ({"workers": 3}, r"training\.workers was 2, and is 3 now"),
+        ({"workers": 1}, "more gradients than there are workers"),
+        ({"aggregation": {"ray": "127.0.0.1:1"}}, r"no Ray cluster at 127\.0\.0\.1:1"),
+    ],
+)
+def test_what_can_be_known_is_checked_before_anything_is_made(
+    prefect_api: PrefectServer, tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    store = tmp_path / "store"
+    begin(open_store(store.as_uri()), "small/first")
+    plan = plan_of("small", store.as_uri(), tmp_path / "text", here())
+    run = RunSettings(run="small/run", windows=4, **plan["training"]["run"])
+    pinned = TrainingPlan(
+        campaign="small",
+        workers=2,
+        run=run,
+        command=("x",),
+        windows_per_epoch=2,
+        dataset="small-text",
+    )
+    pin_plan.fn(StoreSpec(url=store.as_uri()), pinned)
+    make_text(tmp_path / "text")
+    with pytest.raises((MillraceError, ValidationError), match=said):
+        run_campaign(CampaignPlan.model_validate(plan | {"training": plan["training"] | change}))
+    assert not (store / "small-text").exists()
+
+
+def test_a_script_that_fails_at_once_costs_no_window(
+    prefect_api: PrefectServer, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    make_text(tmp_path / "text")
+    begin(open_store(store.as_uri()), "small/first")
+    plan = plan_of("small", store.as_uri(), tmp_path / "text", here())
+    fails = "import sys; print('the last line'); sys.exit(3)"
+    plan["training"] |= {"command": ["python", "-c", fails], "restarts": 0}
+    plan["training"]["run"]["window"] = "PT1S"
+    with pytest.raises(WorkerError, match=r"(?s)All workers have failed: .*3.*\nthe last line"):
+        run_campaign(CampaignPlan.model_validate(plan))
+    chain = [path.name for path in (store / "small/run/gathers/1").rglob("0*.json")]
+    assert chain == ["000000000.json"]  # no window was opened

@@ -1,0 +1,203 @@
+"""The flows that clean, and the report that each of them leaves."""
+
+import contextlib
+import json
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from blocks import Bucket, CleaningRules
+from flows.abort_uploads import abort_uploads
+from flows.clean_bucket import clean_bucket
+from flows.clean_versions import clean_versions
+from flows.delete_gathers import delete_gathers
+from flows.wipe_bucket import wipe_bucket
+from millrace.cleanup import CleanupKind, Rule
+from millrace.keys import ChainKeys
+from millrace.storage import Store, StoreSpec, list_objects, open_store
+from millrace.testing.rgw import RGW
+from tests.prefect_server import PrefectServer, until
+from tests.stores import credentials
+from tests.support.cleanup.material import Place
+from tests.support.flows.fixtures import MakeBlock
+
+RULES = [{"kinds": ["gradients"], "older_than": "0h", "keep_last": 1}]
+
+
+@pytest.fixture
+def store(rgw: RGW, bucket: str) -> Store:
+    spec = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=credentials(rgw.full))
+    return open_store(spec)
+
+
+def keys_of(store: Store) -> set[str]:
+    return {stat.key for stat in list_objects(store) if not stat.key.startswith("_clean/")}
+
+
+def fill(store: Store) -> list[str]:
+    place = Place(store)
+    return [place.gradient("run", "w1", window, "0.2.1") for window in range(4)]
+
+
+def test_a_dry_run_shows_the_plan_and_that_very_plan_is_executed(
+    prefect_api: PrefectServer, rgw: RGW, bucket: str, block: MakeBlock, store: Store
+) -> None:
+    keys = fill(store)
+    given: dict[str, Any] = {"bucket": block(bucket, write=rgw.full), "related_buckets": []}
+    CleaningRules(rules=[Rule.model_validate(rule) for rule in RULES]).save("mine", overwrite=True)
+    rules = {"$ref": {"block_document_slug": "millrace-cleaning-rules/mine"}}
+    dry = prefect_api.call(clean_bucket, **given, rules=rules)
+    assert dry.code == 0, dry.output
+    report = prefect_api.artifacts(dry.run)["cleaning"]
+    assert "**Nothing was deleted.**" in report
+    assert "would delete 3 objects, 24 bytes" in report
+    assert f"| `{keys[0]}` | 8 bytes |" in report
+    assert keys_of(store) == set(keys)
+    name = report.partition("Plan `")[2].partition("`")[0]
+    later = Place(store).gradient("run", "w1", 9, "0.2.1")
+
+    done = prefect_api.call(clean_bucket, **given, plan=name, dry_run=False)
+    assert done.code == 0, done.output
+    report = prefect_api.artifacts(done.run)["cleaning"]
+    assert "3 objects deleted, 24 bytes" in report
+    assert "no errors" in report
+    assert "a month at R2's prices" in report
+    assert "| gradients, of any age, but for the last 1 | 3 | 24 bytes | $0.00 |" in report
+    assert keys_of(store) == {keys[3], later}
+
+
+def test_what_could_not_be_deleted_fails_the_run_and_is_named(
+    prefect_api: PrefectServer, rgw: RGW, bucket: str, block: MakeBlock, store: Store
+) -> None:
+    keys = fill(store)
+    deny = {
+        "Effect": "Deny",
+        "Principal": "*",
+        "Action": ["s3:DeleteObject"],
+        "Resource": [f"arn:aws:s3:::{bucket}/{keys[1]}"],
+    }
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [deny]})
+    rgw.client(rgw.full).put_bucket_policy(Bucket=bucket, Policy=policy)
+    done = prefect_api.call(
+        clean_bucket,
+        bucket=block(bucket, write=rgw.full),
+        related_buckets=[],
+        rules=RULES,
+        dry_run=False,
+    )
+    assert done.code == 1
+    state = prefect_api.flow_run(done.run).state
+    assert state is not None
+    assert "1 object of" in (state.message or "")
+    report = prefect_api.artifacts(done.run)["cleaning"]
+    assert "2 objects deleted" in report
+    assert "**1 error**" in report
+    assert f"| `{keys[1]}` |" in report
+    assert rgw.full.secret_access_key not in report
+
+
+def test_a_bucket_without_a_block_is_left_alone_and_that_is_said(
+    prefect_api: PrefectServer,
+) -> None:
+    """As on a server where nothing was set up: what `prefect deploy --all` schedules does this."""
+    for name in ("gradients", "aggregator", "dataset"):
+        with contextlib.suppress(ValueError):
+            Bucket.delete(name)
+    done = prefect_api.call(
+        clean_bucket, bucket="gradients", related_buckets=["aggregator"], dry_run=False
+    )
+    assert done.code == 0, done.output
+    assert "cleaning" not in prefect_api.artifacts(done.run)
+    none = "There is no Millrace Bucket block"
+    said = f"{none} gradients and no Millrace Bucket block aggregator: nothing was looked at"
+    until(lambda: said in prefect_api.logs(done.run) or None, "that there is no block")
+    done = prefect_api.call(
+        abort_uploads, buckets=["gradients", "dataset", "aggregator"], dry_run=False
+    )
+    assert done.code == 0, done.output
+    said = "Millrace Bucket block dataset and no"
+    until(lambda: said in prefect_api.logs(done.run) or None, "that there is no block")
+
+
+def test_schedules_delete_and_what_is_started_by_hand_does_not(deployed: PrefectServer) -> None:
+    """But for wiping, and what needs to be told a version: those have no schedule."""
+    scheduled: dict[str, set[str]] = {}
+    with deployed.client() as client:
+        for name in (
+            "clean-bucket", "clean-versions", "delete-gathers", "wipe-bucket", "abort-uploads",
+        ):  # fmt: skip
+            deployment = client.read_deployment_by_name(f"{name}/{name}")
+            schema = deployment.parameter_openapi_schema or {}
+            assert schema["properties"]["dry_run"]["default"] is True
+            assert deployment.parameters.get("dry_run", True) is True
+            scheduled[name] = {str(s.parameters.get("dry_run")) for s in deployment.schedules}
+    assert scheduled == {
+        "clean-bucket": {"False"},
+        "abort-uploads": {"False"},
+        "clean-versions": set(),
+        "delete-gathers": set(),
+        "wipe-bucket": set(),
+    }
+
+
+def test_versions_gathers_and_uploads_are_cleaned_by_flows_of_their_own(
+    prefect_api: PrefectServer, rgw: RGW, bucket: str, block: MakeBlock, store: Store
+) -> None:
+    keys = fill(store)
+    place = Place(store)
+    other = place.gradient("run", "w1", 1, "0.2.10")
+    place.chain("run", "0.2.1", 3, {2: 0})
+    place.lease(ChainKeys("run", "0.2.10").job, "aggregator")
+    given = {"bucket": block(bucket, write=rgw.full), "dry_run": False}
+
+    done = prefect_api.call(delete_gathers, version="0.2.1", **given)
+    assert done.code == 0, done.output
+    assert "3 objects deleted" in prefect_api.artifacts(done.run)["cleaning"]
+
+    done = prefect_api.call(clean_versions, current_version="0.2.11", related_buckets=[], **given)
+    assert done.code == 0, done.output
+    report = prefect_api.artifacts(done.run)["cleaning"]
+    assert "4 objects deleted" in report
+    assert "run/gathers/0.2.10 is worked on by elsewhere" in report
+    assert other in keys_of(store)
+    assert not set(keys) & keys_of(store)
+
+    client = rgw.client(rgw.full)
+    client.create_multipart_upload(Bucket=bucket, Key="half")
+    done = prefect_api.call(abort_uploads, buckets=[given["bucket"]])
+    assert done.code == 0, done.output
+    report = prefect_api.artifacts(done.run)["unfinished-uploads"]
+    assert "| 0 | 0 bytes | 1 | 0 |" in report
+    assert len(client.list_multipart_uploads(Bucket=bucket)["Uploads"]) == 1
+
+
+def test_a_wiping_that_nobody_confirms_deletes_nothing(
+    prefect_api: PrefectServer, rgw: RGW, bucket: str, block: MakeBlock, store: Store
+) -> None:
+    keys = fill(store)
+    given = block(bucket, write=rgw.full)
+    dry = prefect_api.call(wipe_bucket, bucket=given)
+    assert dry.code == 0, dry.output
+    assert "**Nothing was deleted.**" in prefect_api.artifacts(dry.run)["cleaning"]
+    assert "holds 4 objects" in prefect_api.artifacts(dry.run)["cleaning"]
+    running = prefect_api.begin(wipe_bucket, bucket=given, dry_run=False)
+    prefect_api.wait(running.run, "Paused")
+    with prefect_api.client() as client:
+        client.resume_flow_run(running.run, run_input={"bucket_name": f"{bucket}x"})
+    done = running.result()
+    assert done.output.startswith("Failed: ")
+    assert "nothing was deleted" in done.output
+    assert keys_of(store) == set(keys)
+
+
+def test_an_age_is_what_a_person_writes() -> None:
+    ages = ["90m", "48h", "2d", "3w", "P2D", "1.5h"]
+    found = [
+        Rule.model_validate({"kinds": [CleanupKind.CHECKPOINT_ORPHANS], "older_than": age})
+        for age in ages
+    ]
+    assert [rule.older_than for rule in found] == [
+        timedelta(minutes=90), timedelta(hours=48), timedelta(days=2), timedelta(weeks=3),
+        timedelta(days=2), timedelta(hours=1.5),
+    ]  # fmt: skip

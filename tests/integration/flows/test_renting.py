@@ -1,0 +1,150 @@
+"""Machines are rented, listed, released and reaped by flows."""
+
+import json
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import flow
+from prefect.states import Crashed
+from pydantic import SecretStr
+
+from blocks import VastCredentials
+from examples.tiny_lm.begin import begin
+from flows.list_machines import list_machines
+from flows.reap_machines import reap_machines
+from flows.release_machines import release_machines
+from flows.rent_machines import rent_machines
+from millrace.errors import MachineError
+from millrace.rentals import RentalSettings, VastAccount
+from millrace.storage import StoreSpec, open_store
+from millrace.testing.vast import VastServer
+from tasks.renting import RentalSupervisor
+from tests.prefect_server import PATIENCE, PrefectServer, until
+from tests.support.flows.campaigns import make_text, plan_of
+from tests.support.flows.renting import RENT
+
+
+def test_machines_are_rented_listed_and_released(
+    prefect_api: PrefectServer, vast: VastServer, payer: Any, tmp_path: Path
+) -> None:
+    place = {"bucket": (tmp_path / "store").as_uri(), "vast": payer}
+    (tmp_path / "store").mkdir()
+    asked = {**place, **RENT, "name": "fleet", "machines": 2}
+    dry = prefect_api.call(rent_machines, **asked)
+    assert dry.code == 0, dry.output
+    report = prefect_api.artifacts(dry.run)["offers"]
+    assert "**Nothing was rented.** 12 offers of Vast.ai fit `fleet`" in report
+    assert vast.books() == []
+
+    done = prefect_api.call(rent_machines, **asked, dry_run=False)
+    assert done.code == 0, done.output
+    assert len(vast.alive()) == 2
+    report = prefect_api.artifacts(done.run)["rent-machines"]
+    assert "**fleet**: 2 machines run" in report
+    assert report.count("| `fleet` |") == 2
+
+    (hook,) = rent_machines.on_crashed_hooks
+    # As a worker calls it for a run that was killed.
+    hook(rent_machines, prefect_api.flow_run(done.run), Crashed())
+    assert len(vast.alive()) == 2  # both were left to work
+
+    listed = prefect_api.call(list_machines, **place)
+    assert "2 machines rented, $" in prefect_api.artifacts(listed.run)["rentals"]
+    kept = prefect_api.call(reap_machines, **place, dry_run=False)
+    assert "0 machines given back, 2 stay." in prefect_api.artifacts(kept.run)["reaper"]
+
+    back = prefect_api.call(release_machines, **place, name="fleet")
+    assert back.code == 0, back.output
+    assert (
+        "2 machines given back; a listing shows none." in prefect_api.artifacts(back.run)["rentals"]
+    )
+    assert vast.alive() == []
+
+
+def test_a_campaign_that_is_hung_up_gives_back_however_often_it_is_interrupted(
+    prefect_api: PrefectServer, vast: VastServer, payer: Any, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    make_text(tmp_path / "text")
+    begin(open_store(store.as_uri()), "hung-up/first")
+    machines = {
+        "kind": "rented", "request": RENT["request"], "vast": "payer", "prewarm": False,
+        "repo_url": "https://example.org/x", "poll_interval": "PT1S",
+    }  # fmt: skip
+    plan = tmp_path / "campaign.yaml"
+    plan.write_text(json.dumps(plan_of("hung-up", store.as_uri(), tmp_path / "text", machines)))
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [Path(sys.executable).parent / "millrace", "campaign", plan],
+            env=prefect_api.environment, stdout=log, stderr=log, start_new_session=True,
+            preexec_fn=_hear_signals,  # noqa: PLW1509 - it only sets signals
+        )  # fmt: skip
+    try:
+        until(lambda: len(vast.alive()) == 2, "two machines")
+        vast.fail_next(3, "error500", "delete")
+        process.send_signal(signal.SIGHUP)
+        until(lambda: vast.fired()["error500"] > 0, "machines being given back")
+        for _ in range(500):
+            process.send_signal(signal.SIGINT)
+        process.wait(PATIENCE)
+    finally:
+        process.kill()
+    assert vast.alive() == [], (tmp_path / "log").read_text()[-3000:]
+    leases = [*store.glob("hung-up/lease/**/*.json"), *store.glob("_rentals/**/lease/**/*.json")]
+    assert leases
+    assert [one for one in leases if not one.with_suffix(".end").exists()] == []  # none waits
+
+
+def _hear_signals() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_a_reaper_without_blocks_looks_at_nothing_and_one_that_cannot_read_fails(
+    prefect_api: PrefectServer, vast: VastServer, payer: Any, tmp_path: Path
+) -> None:
+    nothing = prefect_api.call(reap_machines, bucket="not-there", vast="not-there")
+    assert nothing.code == 0, nothing.output
+    assert vast.requests() == []
+
+    wrong = VastCredentials(api_key=SecretStr("not-a-key-of-yours"), server_url=vast.url)
+    wrong.save("payer", overwrite=True)
+    folder = tmp_path / "store"
+    folder.mkdir()
+    failed = prefect_api.call(reap_machines, bucket=folder.as_uri(), vast=payer, dry_run=False)
+    assert failed.code == 1
+    state = prefect_api.flow_run(failed.run).state
+    assert state is not None
+    assert "Vast.ai does not know the API key" in (state.message or "")
+
+
+@pytest.mark.parametrize(("proven", "rented"), [(False, 2), (True, 5)])
+def test_a_program_that_has_never_worked_is_tried_twice(
+    prefect_api: PrefectServer, vast: VastServer, tmp_path: Path, proven: bool, rented: int
+) -> None:
+    key = vast.reset(rate=100.0, strict=False, program=100.0, fates={"failing": 1.0})
+    settings = RentalSettings(
+        name="fleet",
+        store=StoreSpec(url=tmp_path.as_uri()),
+        account=VastAccount(api_key=SecretStr(key), server_url=vast.url),
+        retry_failed=True,
+        poll_interval=timedelta(milliseconds=100),
+        **RENT,
+    )
+
+    @flow
+    def attend() -> None:
+        with RentalSupervisor(settings, lambda: proven) as supervisor:
+            supervisor.wait_until_ready()
+            supervisor.wait_until_done(timedelta(minutes=1))
+            supervisor.raise_failure()
+
+    with pytest.raises(MachineError, match="the last words" if not proven else "did not come up"):
+        attend()
+    assert (vast.alive(), len(vast.books())) == ([], rented)
+    vast.reset()

@@ -1,0 +1,172 @@
+"""Vast's own SDK talks, at the API's pace, and each answer comes to what it means."""
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from millrace import errors
+from millrace.rentals import Instance, Rental, VastClient, find_offers
+from millrace.rentals.destroy import destroy_machines
+from millrace.testing.vast import LISTS, StandInClock
+from tests.support.rentals.account import Reset
+
+
+def test_the_requests_are_the_sdks_and_as_the_api_documents_them(world: Reset) -> None:
+    account = world(program=100.0)
+    request = {"gpu": "RTX_4090", "gpu_memory": 20, "regions": ("US", "DE", "CA", "JP")}
+    with Rental(account.settings(request=request), vast=account.vast) as rental:
+        rental.wait_until_done()
+    sent = account.server.requests()
+    search = next(one for one in sent if one["call"] == "search")
+    assert (search["method"], search["path"]) == ("POST", "/api/v0/bundles/")
+    assert search["body"] == {
+        "rentable": {"eq": True},
+        "rented": {"eq": False},
+        "external": {"eq": False},
+        "verified": {"eq": True},
+        "num_gpus": {"eq": 1},
+        "gpu_name": {"eq": "RTX 4090"},
+        "gpu_ram": {"gte": 20_000},
+        "disk_space": {"gte": 40},
+        "inet_down": {"gte": 100},
+        "inet_up": {"gte": 100},
+        "reliability": {"gte": 0.95},
+        "duration": {"gte": 86_400},
+        "direct_port_count": {"gte": 0},
+        "geolocation": {"in": ["US", "DE", "CA", "JP"]},
+        "dph_total": {"lte": 2.0},
+        "order": [["dph_total", "asc"]],
+        "type": "on-demand",
+        "limit": 100,
+        "allocated_storage": 40,
+    }
+    create = next(one for one in sent if one["call"] == "create")
+    assert create["method"] == "PUT"
+    assert create["path"].startswith("/api/v0/asks/")
+    body = create["body"]
+    assert (body["client_id"], body["cancel_unavail"], body["price"]) == ("me", True, None)
+    assert (body["disk"], body["runtype"]) == (40, "ssh_direc")
+    assert body["label"].startswith("millrace/")
+    assert len(body["onstart"]) < 1000
+    assert sum(len(name) + len(value) for name, value in body["env"].items()) < 32_768
+    listing = next(one for one in sent if one["call"] == "list")
+    assert (listing["method"], listing["path"]) == ("GET", "/api/v1/instances/")
+    assert json.loads(listing["query"]["order_by"]) == [{"col": "id", "dir": "asc"}]
+    delete = next(one for one in sent if one["call"] == "delete")
+    assert (delete["method"], delete["body"]) == ("DELETE", {})
+    assert {one["call"] for one in sent} == {"user", "search", "create", "list", "delete"}
+    assert account.key not in json.dumps([one["body"] for one in sent])
+
+
+def test_a_listing_goes_over_its_pages(world: Reset) -> None:
+    account = world()
+    planted = [account.server.plant(f"{number}") for number in range(60)]
+    assert [one.id for one in account.vast.list_instances()] == planted
+    assert sum(one["call"] == "list" for one in account.server.requests()) == 3
+
+
+@pytest.mark.parametrize(
+    "fault", ["error500", "error502", "text429", "json429", "lost", "cut", "slow"]
+)
+def test_what_may_be_asked_again_is_asked_again(world: Reset, fault: str) -> None:
+    account = world()
+    number = account.server.plant("x")
+    for call in ("list", "search", "user"):
+        account.server.fail_next(2, fault, call)
+    vast = account.vast
+    assert [one.id for one in vast.list_instances()] == [number]
+    assert vast.search_offers({}, offer_type="on-demand", disk=40, limit=3)
+    assert vast.read_credit() == pytest.approx(100, abs=1)
+    assert vast.identify_account() == "user-1"
+    account.server.fail_next(2, fault, "delete")
+    destroy_machines(
+        vast, {"x": number}, lambda _: None
+    )  # in rounds: one ask of each machine in each
+    vast.destroy_instance(number)  # gone already: a success
+    assert account.server.alive() == []
+    assert account.server.fired()[fault] == (7 if fault == "slow" else 8)  # it fails nothing
+
+
+def test_a_create_is_never_sent_again_when_it_may_have_been_done(world: Reset) -> None:
+    account = world()
+    vast = account.vast
+    (offer, *_) = find_offers(vast, account.settings().request)
+    for fault, sent in (("error502", 1), ("cut", 1), ("lost", 1), ("text429", 3)):
+        before = len(account.server.requests())
+        account.server.fail_next(2 if fault == "text429" else 1, fault, "create")
+        if fault == "text429":  # refused before anything was done
+            with pytest.raises(errors.NotFoundError):  # what was lost has taken it
+                vast.create_instance(offer.id, image="x", disk=10, label="l")
+        else:
+            with pytest.raises(errors.UnavailableError, match="does not answer to create"):
+                vast.create_instance(offer.id, image="x", disk=10, label="l")
+        assert len(account.server.requests()) - before == sent
+    assert len(account.server.alive()) == 1
+
+
+def test_a_wrong_key_is_said_once_and_not_shown(world: Reset) -> None:
+    account = world()
+    clock = StandInClock(account.server)
+    vast = VastClient(SecretStr("not-a-key-of-yours"), account.server.url, clock=clock)
+    with pytest.raises(errors.DeniedError, match="does not know the API key") as caught:
+        vast.list_instances()
+    assert "not-a-key" not in str(caught.value)
+    assert len(account.server.requests()) == 1
+
+
+def test_nobody_waits_for_a_day_for_searches(world: Reset) -> None:
+    account = world()
+    account.server.fail_next(1, "quota", "search")
+    with pytest.raises(errors.UnavailableError, match="midnight UTC"):
+        find_offers(account.vast, account.settings().request)
+    assert len(account.server.requests()) == 1
+
+
+def test_a_server_that_is_not_there_is_said_after_a_while(world: Reset) -> None:
+    account = world()
+    vast = VastClient(
+        SecretStr("x"), "http://127.0.0.1:9", clock=StandInClock(account.server),
+        retry_timeout=timedelta(seconds=30),
+    )  # fmt: skip
+    before = account.server.now()
+    with pytest.raises(errors.UnavailableError, match="does not answer to list: ConnectionError"):
+        vast.list_instances()
+    assert 30 <= account.server.now() - before < 40
+
+
+@pytest.mark.parametrize("fault", sorted(LISTS))
+def test_a_list_that_is_none_is_asked_for_again_and_never_read_as_empty(
+    world: Reset, fault: str
+) -> None:
+    account = world()
+    number = account.server.plant("x")
+    account.server.fail_next(2, fault, "list")
+    assert [one.id for one in account.vast.list_instances()] == [number]
+    account.server.fail_next(1000, fault, "list")
+    with pytest.raises(errors.UnavailableError, match="does not answer to list"):
+        account.vast.list_instances()
+    assert account.server.fired()[fault] > 2
+
+
+@pytest.mark.parametrize(
+    ("row", "failure"),
+    [
+        ({"actual_status": "exited"}, "the machine is exited"),
+        ({"actual_status": "unknown", "status_msg": " lost "}, "the machine is unknown: lost"),
+        ({"actual_status": "created", "status_msg": "OCI runtime create failed: x"}, "start the"),
+        ({"actual_status": "loading", "status_msg": "manifest unknown"}, "could not start"),
+        ({"cur_state": "stopped", "intended_status": "stopped", "next_state": "stopped"}, "stopp"),
+        ({"actual_status": "running", "status_msg": "no space left on device"}, ""),
+        ({"actual_status": "loading", "cur_state": "stopped", "next_state": "running"}, ""),
+        ({"ports": {"22/tcp": [{"HostPort": "4000-4010"}], "x": 7}, "dph_total": "?"}, ""),
+        ({}, ""),
+    ],
+)
+def test_what_will_never_come_up_is_known(row: dict[str, Any], failure: str) -> None:
+    nulls = dict.fromkeys(("label", "machine_id", "status_msg", "dph_total", "ports", "is_bid"))
+    instance = Instance.from_row({"id": 7, "start_date": None, "extra_env": None, **nulls, **row})
+    assert failure in instance.failure
+    assert bool(failure) is bool(instance.failure)

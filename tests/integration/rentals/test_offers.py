@@ -1,0 +1,33 @@
+"""Offers as the stand-in of Vast.ai answers with them."""
+
+from millrace.rentals import OfferRequest, find_offers
+from tests.support.rentals.account import Reset
+from tests.unit.rentals.test_offers import request
+
+
+def test_what_costs_least_in_all_comes_first(world: Reset) -> None:
+    account = world(machines=40)
+    short = find_offers(account.vast, request(hours=1.0))
+    assert [one.expected_cost for one in short] == sorted(one.hourly_price for one in short)
+    heavy = request(hours=1.0, download=500.0, upload=100.0)
+    offers = find_offers(account.vast, heavy)
+    assert [one.expected_cost for one in offers] == sorted(
+        one.hourly_price + 500 * one.download_price + 100 * one.upload_price for one in offers
+    )
+    assert [one.machine_id for one in offers] != [one.machine_id for one in short]
+
+
+def test_only_what_was_asked_for_is_found(world: Reset) -> None:
+    account = world(machines=60)
+    wanted = request(gpu="H100_SXM", regions=("de", "JP"), gpu_memory=20.0)
+    offers = find_offers(account.vast, wanted)
+    assert offers
+    assert {one.gpu for one in offers} == {"H100 SXM"}
+    assert {one.location for one in offers} <= {"Bavaria, DE", "Tokyo, JP"}
+    excluded = {offers[0].machine_id}
+    assert excluded.isdisjoint(
+        one.machine_id for one in find_offers(account.vast, wanted, exclude=excluded)
+    )
+    assert find_offers(account.vast, request(gpu_memory=80.0)) == []
+    cheap = OfferRequest(max_hourly=0.3, max_total=1.0)
+    assert all(one.hourly_price <= 0.3 for one in find_offers(account.vast, cheap))

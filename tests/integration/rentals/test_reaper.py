@@ -1,0 +1,235 @@
+"""What nobody has any more is given back, and nothing else."""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from millrace import errors
+from millrace.rentals import Rental, list_rentals, reap, release
+from millrace.rentals.labels import Label
+from millrace.rentals.ledger import ensure_installation, list_attempts
+from millrace.schemas.rental import ReturnReason
+from millrace.storage import open_store, put
+from tests.support.rentals.account import Account_, Reset
+
+
+def abandon(account: Account_, name: str = "fleet", count: int = 1) -> None:
+    """Rent machines, and have their owner disappear."""
+    rental = Rental(account.settings(name, machines=count), vast=account.vast)
+    rental.__enter__()
+    rental.wait_until_ready()
+    rental._stack.close()  # its lease is given back, its machines are not
+
+
+def test_what_has_no_owner_is_given_back(world: Reset) -> None:
+    account = world()
+    abandon(account, count=2)
+    seen = reap(account.stand(), dry_run=True, vast=account.vast)
+    assert [one.return_reason for one in seen.returned] == ["nobody has it any more"] * 2
+    assert len(account.server.alive()) == 2
+    done = reap(account.stand(), vast=account.vast, progress=account.progress)
+    assert len(done.returned) == account.count("rental.returned") == 2
+    assert account.server.alive() == []
+    attempts = list_attempts(open_store(account.store), "fleet")
+    assert [one.return_record.why for one in attempts if one.return_record] == [
+        ReturnReason.REAPED
+    ] * 2
+    again = reap(account.stand(), vast=account.vast)
+    assert (again.returned, again.kept, again.closed_attempts) == ((), (), 0)
+
+
+def test_what_has_an_owner_stays_until_its_time_is_over(world: Reset) -> None:
+    account = world()
+    request = {"max_lifetime": timedelta(hours=2)}
+    with Rental(account.settings(request=request), vast=account.vast) as rental:
+        rental.wait_until_ready()
+        (kept,) = reap(account.stand(), vast=account.vast).kept
+        assert "process" in kept.owner
+        account.server.advance(2 * 3600)
+        (gone,) = reap(account.stand(), vast=account.vast).returned
+        assert "its time was over" in gone.return_reason
+        assert account.server.alive() == []
+
+
+def test_what_was_left_on_purpose_stays_until_its_time_is_over(world: Reset) -> None:
+    account = world()
+    request = {"max_lifetime": timedelta(hours=2)}
+    with Rental(account.settings(request=request), vast=account.vast, detached=True) as rental:
+        rental.wait_until_ready()
+    assert len(reap(account.stand(), vast=account.vast).kept) == 1
+    (listed,) = list_rentals(account.stand(), vast=account.vast)
+    assert (listed.rental, listed.owner, listed.return_reason) == ("fleet", "", "")
+    assert listed.cost > 0
+    account.server.advance(2 * 3600)
+    assert len(reap(account.stand(), vast=account.vast).returned) == 1
+    assert account.server.alive() == []
+
+
+def test_nothing_that_is_not_ours_is_touched(world: Reset) -> None:
+    account = world()
+    store = open_store(account.store)
+    mine = ensure_installation(store)
+    others = [
+        "", "somebody's", "millrace", f"millrace/{mine}", f"Millrace/{mine}/fleet/000000/1",
+        "millrace/0123456789ab/fleet/000000/1", f"x/millrace/{mine}/fleet/000000/1",
+        f"millrace/{mine}x/fleet/000000/1",
+    ]  # fmt: skip
+    planted = [account.server.plant(label) for label in others]
+    strange = account.server.plant(f"millrace/{mine}/what is this")
+    orphan = account.server.plant(f"millrace/{mine}/lost/000007/9999999999")
+    done = reap(account.stand(), vast=account.vast)
+    assert [one.instance.id for one in done.returned] == [orphan]
+    assert [one.instance.id for one in done.kept] == [strange]
+    assert {one["id"] for one in account.server.alive()} == {*planted, strange}
+
+
+def test_two_installations_with_one_account_leave_each_others_alone(
+    world: Reset, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    account = world()
+    abandon(account)
+    other = Account_(account.server, account.key, tmp_path_factory.mktemp("other"))
+    abandon(other, "fleet")
+    assert len(account.server.alive()) == 2
+    reap(other.stand(), vast=other.vast)
+    (left,) = account.server.alive()
+    assert left["label"].startswith(f"millrace/{ensure_installation(open_store(account.store))}/")
+
+
+@pytest.mark.parametrize("fault", ["part", "error500", "lost", "text429"])
+def test_a_list_that_cannot_be_read_is_unknown_and_the_reaper_says_so(
+    world: Reset, fault: str
+) -> None:
+    account = world()
+    abandon(account)
+    account.server.fail_next(1000, fault, "list")
+    with pytest.raises(errors.UnavailableError, match=r"list|known"):
+        reap(account.stand(), vast=account.vast)
+    assert len(account.server.alive()) == 1
+    (attempt,) = list_attempts(open_store(account.store), "fleet")
+    assert attempt.return_record is None
+
+
+def test_what_came_though_nobody_thought_so_is_given_back(world: Reset) -> None:
+    account = world(late=900.0)  # longer than its rental lasts
+    account.server.fail_next(1, "lost, listed late", "create")
+    with Rental(account.settings(), vast=account.vast) as rental:
+        rental.wait_until_ready()
+    account.server.advance(900)
+    (ghost,) = account.server.alive()
+    (gone,) = reap(account.stand(), vast=account.vast).returned
+    assert gone.instance.id == ghost["id"]
+    assert "it was given back before (never came), and is there" in gone.return_reason
+    assert account.server.alive() == []
+
+
+def test_an_attempt_of_which_nothing_is_left_is_closed(world: Reset) -> None:
+    account = world()
+    abandon(account)
+    account.server.befall(account.server.alive()[0]["id"], "vanished")
+    account.server.advance(3600)
+    assert account.server.alive() == []
+    assert reap(account.stand(), vast=account.vast).closed_attempts == 1
+    (attempt,) = list_attempts(open_store(account.store), "fleet")
+    assert attempt.return_record
+
+
+def test_a_rental_is_released_by_name(world: Reset) -> None:
+    account = world()
+    with Rental(account.settings(machines=2), vast=account.vast, detached=True) as rental:
+        rental.wait_until_ready()
+        with pytest.raises(errors.HeldError, match="is held by"):
+            release(account.stand(), "fleet", vast=account.vast)
+    with pytest.raises(errors.NotFoundError, match="knows no rental 'other'"):
+        release(account.stand(), "other", vast=account.vast)
+    assert release(account.stand(), "fleet", vast=account.vast, include_detached=False) == 0
+    assert len(account.server.alive()) == 2  # its owner has left both to work
+    assert release(account.stand(), "fleet", vast=account.vast) == 2
+    assert account.server.alive() == []
+    assert release(account.stand(), "fleet", vast=account.vast) == 0
+
+
+def other_account(account: Account_) -> Account_:
+    """Another account, with the same store."""
+    return Account_(account.server, account.server.second_account(), account.folder)
+
+
+def test_machines_of_another_account_are_neither_closed_nor_called_gone(world: Reset) -> None:
+    account = world()
+    with Rental(account.settings(machines=2), vast=account.vast, detached=True) as rental:
+        rental.wait_until_ready()
+    account.server.advance(3600)
+    other = other_account(account)
+
+    found = reap(other.stand(), vast=other.vast)
+    assert (found.returned, found.closed_attempts, found.foreign_attempts) == ((), 0, 2)
+    with pytest.raises(errors.ConfigurationError, match=r"2 machines of fleet .* another account"):
+        release(other.stand(), "fleet", vast=other.vast)
+    with (
+        pytest.raises(errors.ConfigurationError, match=r"2 machines of fleet .* another account"),
+        Rental(other.settings(machines=2), vast=other.vast),
+    ):
+        pass
+    assert len(account.server.alive()) == 2
+    assert {one.return_record for one in list_attempts(open_store(account.store), "fleet")} == {
+        None
+    }
+
+    assert len(list_rentals(account.stand(), vast=account.vast)) == 2
+    assert release(account.stand(), "fleet", vast=account.vast) == 2
+    assert account.server.alive() == []
+
+
+def test_a_machine_that_bears_the_label_of_another_costs_that_one_nothing(world: Reset) -> None:
+    account = world()
+    with Rental(account.settings(), vast=account.vast, progress=account.progress) as rental:
+        (machine,) = rental.wait_until_ready()
+        stray = account.server.plant(machine.attempt.intent.label)
+        rental.wait_until_ready()
+        done = reap(account.stand(), vast=account.vast)
+        assert [one.instance.id for one in done.returned] == [stray]
+        assert "bears the label of" in done.returned[0].return_reason
+        assert [one.instance.id for one in done.kept] == [machine.attempt.instance_id]
+        assert [one["id"] for one in account.server.alive()] == [machine.attempt.instance_id]
+        (attempt,) = list_attempts(open_store(account.store), "fleet")
+        assert attempt.return_record is None
+        again = account.server.plant(machine.attempt.intent.label)
+    assert [one["id"] for one in account.server.alive()] == [again]  # the rental's own is gone
+    assert [one.instance.id for one in reap(account.stand(), vast=account.vast).returned] == [again]
+    assert account.server.alive() == []
+
+
+def test_a_label_that_was_changed_gives_a_machine_no_more_time(world: Reset) -> None:
+    account = world()
+    request = {"max_lifetime": timedelta(hours=2)}
+    with Rental(account.settings(request=request), vast=account.vast, detached=True) as rental:
+        (machine,) = rental.wait_until_ready()
+    assert machine.attempt.instance_id
+    label = machine.attempt.intent.label.rpartition("/")[0] + "/9999999999"
+    account.server.ask("label", {"instance": machine.attempt.instance_id, "label": label})
+    account.server.advance(2 * 3600)
+    (gone,) = reap(account.stand(), vast=account.vast).returned
+    assert "its time was over" in gone.return_reason
+    assert account.server.alive() == []
+
+
+def test_names_that_no_rental_can_have_hide_no_machine(world: Reset) -> None:
+    account = world()
+    abandon(account)
+    store = open_store(account.store)
+    for name in ("a/lease/b", "x/attempts/y", "bad name", "..x"):
+        put(store, f"_rentals/{name}/attempts/000000-intent.json", b"{}")
+    assert len(reap(account.stand(), vast=account.vast).returned) == 1
+    assert account.server.alive() == []
+
+
+def test_a_label_says_what_it_is_and_another_says_nothing() -> None:
+    with pytest.raises(errors.ConfigurationError, match="too long for a label"):
+        str(Label("a" * 12, "x" * 240, 1, datetime.now(UTC)))
+    text = "millrace/0123456789ab/a/b/000003/1800000000"
+    label = Label.parse(text, "0123456789ab")
+    assert label
+    assert (label.rental, label.attempt, str(label)) == ("a/b", 3, text)
+    for other in ("", "millrace/0123456789ab/", "millrace/0123456789ab/a/b/3", text + "x"):
+        assert Label.parse(other, "0123456789ab") is None
+    assert Label.parse(text, "0123456789ac") is None

@@ -1,0 +1,462 @@
+"""Machines are rented, used, and given back, whatever happens in between."""
+
+import threading
+from collections import Counter
+from datetime import timedelta
+
+import pytest
+
+from millrace import errors
+from millrace.progress import Event
+from millrace.rentals import Rental, find_offers, reap
+from millrace.rentals.ledger import list_attempts
+from millrace.schemas.rental import ReturnReason
+from millrace.storage import open_store
+from tests.support.rentals.account import Account_, Reset
+
+
+def endings(account: Account_, name: str = "fleet") -> list[ReturnReason]:
+    attempts = list_attempts(open_store(account.store), name)
+    assert all(one.return_record for one in attempts)
+    return [one.return_record.why for one in attempts if one.return_record]
+
+
+def test_machines_are_rented_used_and_given_back(world: Reset) -> None:
+    account = world(program=600.0)
+    settings = account.settings(machines=3)
+    with Rental(settings, vast=account.vast, progress=account.progress) as rental:
+        ready = rental.wait_until_ready()
+        assert [one.slot for one in ready] == [0, 1, 2]
+        assert len({one["machine"] for one in account.server.alive()}) == 3
+        rental.wait_until_done()
+        assert account.server.alive() == []
+    assert endings(account) == [ReturnReason.DONE] * 3
+    billed = sum(one["cost"] for one in account.server.books())
+    assert 0 < billed <= rental.cost
+    assert account.count("rental.ready") == account.count("rental.returned") == 3
+
+
+@pytest.mark.parametrize("fate", ["exited", "offline", "unknown", "oci", "stuck", "broken"])
+def test_a_machine_that_does_not_come_up_is_given_back_and_another_taken(
+    world: Reset, fate: str
+) -> None:
+    account = world(first=fate)
+    with Rental(account.settings(machines=1), vast=account.vast) as rental:
+        (machine,) = rental.wait_until_ready()
+        dead, other = account.server.books()
+        assert dead["fate"] == fate
+        assert machine.instance
+        assert machine.instance.id == other["id"]
+        soon = 20 * 60 + 60 if fate == "stuck" else 180
+        assert dead["destroyed"] - dead["created"] < soon
+    assert account.server.alive() == []
+    assert endings(account) == [ReturnReason.DEAD, ReturnReason.RELEASED]
+
+
+@pytest.mark.parametrize(
+    ("fate", "ending"),
+    [
+        ("outbid", ReturnReason.OUTBID),
+        ("silent", ReturnReason.DEAD),
+        ("vanished", ReturnReason.DEAD),
+        ("dearer", ReturnReason.DEARER),
+    ],
+)
+def test_work_goes_on_elsewhere_when_a_machine_is_lost(
+    world: Reset, fate: str, ending: ReturnReason
+) -> None:
+    account = world(program=3000.0)
+    request = {"interruptible": fate == "outbid", "max_hourly": 1.5}
+    settings = account.settings(request=request, poll_interval=timedelta(seconds=30))
+    with Rental(settings, vast=account.vast) as rental:
+        (first,) = rental.wait_until_ready()
+        assert first.instance
+        account.server.befall(first.instance.id, fate)
+        rental.wait_until_done()
+    assert account.server.alive() == []
+    assert endings(account) == [ending, ReturnReason.DONE]
+    one, other = account.server.books()
+    assert one["machine"] != other["machine"]
+
+
+def test_a_program_that_fails_is_said_with_its_last_words(world: Reset) -> None:
+    account = world(program=100.0, fates={"failing": 1.0})
+    rental = Rental(account.settings(), vast=account.vast)
+    said = "ended with 1; its last words:\nthe last words"
+    with pytest.raises(errors.MachineError, match=said), rental:
+        rental.wait_until_done()
+    assert account.server.alive() == []
+    assert endings(account) == [ReturnReason.FAILED]
+
+
+def test_a_program_that_fails_is_tried_elsewhere_if_that_is_wanted(world: Reset) -> None:
+    account = world(program=100.0, first="failing")
+    with Rental(account.settings(retry_failed=True), vast=account.vast) as rental:
+        rental.wait_until_done()
+    assert account.server.alive() == []
+    assert endings(account) == [ReturnReason.FAILED, ReturnReason.DONE]
+
+
+@pytest.mark.parametrize(("count", "tries"), [(1, 2), (4, 4)])
+def test_a_program_that_cannot_be_installed_is_tried_twice_and_the_cause_is_said(
+    world: Reset, count: int, tries: int
+) -> None:
+    account = world(fates={"broken": 1.0}, machines=30)
+    rental = Rental(account.settings(machines=count), vast=account.vast)
+    said = "cannot be installed.* 2 machines.*: pip: no such package"
+    with pytest.raises(errors.MachineError, match=said), rental:
+        rental.wait_until_ready()
+    assert len(account.server.books()) == tries  # those that were rented at once
+    assert account.server.alive() == []
+    assert Counter(endings(account)) == Counter(dead=2, released=tries - 2)
+
+
+def test_one_bad_host_does_not_end_a_rental_whose_program_can_be_installed(world: Reset) -> None:
+    account = world(first="broken")
+    with Rental(account.settings(machines=2), vast=account.vast) as rental:
+        rental.wait_until_ready()
+        for _ in range(2):
+            account.server.befall(account.server.alive()[0]["id"], "exited")
+            rental.wait_until_ready()
+    assert account.server.alive() == []
+
+
+def test_a_price_that_rose_between_search_and_create_is_said(world: Reset) -> None:
+    account = world(first="raised")
+    settings = account.settings()
+    with Rental(settings, vast=account.vast, progress=account.progress) as rental:
+        (machine,) = rental.wait_until_ready()
+    (said,) = [event.figures for event in account.told if event.name == "rental.raised"]
+    offered = machine.attempt.intent.dph
+    assert said == {"offered": offered, "dph": pytest.approx(offered * 1.5)}
+    assert endings(account) == [ReturnReason.RELEASED]
+    (one,) = account.server.books()
+    assert rental.cost >= one["cost"]
+
+
+def test_a_price_that_rose_above_what_was_granted_is_not_paid(world: Reset) -> None:
+    account = world(first="raised")
+    (offer, *_) = find_offers(account.vast, account.settings().request)
+    settings = account.settings(request={"max_hourly": offer.hourly_price * 1.4, "hours": 0.01})
+    with Rental(settings, vast=account.vast) as rental:
+        rental.wait_until_ready()
+        first, _ = account.server.books()
+        assert first["destroyed"] - first["created"] < 60
+    assert endings(account) == [ReturnReason.DEARER, ReturnReason.RELEASED]
+
+
+def test_what_is_left_at_a_price_that_rose_does_not_cost_more_than_was_granted(
+    world: Reset,
+) -> None:
+    account = world(first="raised")
+    settings = account.settings(request={"max_total": 1.0})
+    with Rental(settings, vast=account.vast, detached=True) as rental:
+        (machine,) = rental.wait_until_ready()
+    account.server.advance(20 * 3600)
+    reap(account.stand(), vast=account.vast)
+    assert account.server.alive() == []
+    raised, left = account.server.books()
+    lasts = float(left["body"]["env"]["MILLRACE_LIFETIME"]) / 3600
+    assert raised["cost"] + lasts * machine.hourly_price <= 1.001
+
+
+def test_one_that_is_lost_and_cannot_be_replaced_ends_no_other(world: Reset) -> None:
+    account = world(program=1000.0, machines=2)
+    settings = account.settings(machines=2)
+    with Rental(settings, vast=account.vast, progress=account.progress) as rental:
+        first, _ = rental.wait_until_ready()
+        assert first.instance
+        account.server.befall(first.instance.id, "exited")
+        rental.wait_until_done()
+    assert account.server.alive() == []
+    # The other has done its work, and then its host is free for what was missing.
+    assert endings(account) == [ReturnReason.DEAD, ReturnReason.DONE, ReturnReason.DONE]
+    assert 5 < account.count("rental.missing") < 20  # it was looked for all the time
+
+
+def test_waiting_is_ended_by_whoever_wants(world: Reset) -> None:
+    account = world()
+    stop = threading.Event()
+    with Rental(account.settings(), vast=account.vast) as rental:
+        rental.wait_until_ready()
+        stop.set()
+        rental.wait_until_done(stop)
+        assert len(account.server.alive()) == 1
+    assert account.server.alive() == []
+
+
+def test_machines_that_are_missing_are_found_by_one_search(world: Reset) -> None:
+    account = world(program=100.0)
+    with Rental(account.settings(machines=4), vast=account.vast) as rental:
+        rental.wait_until_done()
+    calls = [one["call"] for one in account.server.requests()]
+    assert (calls.count("create"), calls.count("search")) == (4, 1)
+
+
+def test_an_offer_that_is_gone_is_left_for_the_next(world: Reset) -> None:
+    account = world()
+    account.server.fail_next(1, "gone", "create")
+    with Rental(account.settings(), vast=account.vast) as rental:
+        rental.wait_until_ready()
+    assert endings(account) == [ReturnReason.NEVER, ReturnReason.RELEASED]
+    assert len(account.server.books()) == 1
+
+
+@pytest.mark.parametrize("lag", [0.0, 30.0])
+def test_a_create_whose_answer_was_lost_is_looked_for_and_not_sent_again(
+    world: Reset, lag: float
+) -> None:
+    account = world(lag=lag)
+    account.server.fail_next(1, "lost", "create")
+    with Rental(account.settings(), vast=account.vast) as rental:
+        (machine,) = rental.wait_until_ready()
+        assert len(account.server.books()) == 1
+        creates = [one for one in account.server.requests() if one["call"] == "create"]
+        assert len(creates) == 1
+        assert machine.attempt.contract
+        assert machine.attempt.contract.instance == account.server.alive()[0]["id"]
+    assert account.server.alive() == []
+
+
+def creates(account: Account_) -> int:
+    return sum(one["call"] == "create" for one in account.server.requests())
+
+
+def test_a_create_whose_answer_was_lost_is_waited_for_before_another_is_sent(world: Reset) -> None:
+    account = world(late=90.0)
+    account.server.fail_next(1, "lost, listed late", "create")
+    with Rental(account.settings(), vast=account.vast) as rental:
+        (machine,) = rental.wait_until_ready()
+        assert creates(account) == 1
+        assert machine.attempt.instance_id == account.server.alive()[0]["id"]
+    assert account.server.alive() == []
+    assert endings(account) == [ReturnReason.RELEASED]
+
+
+def test_creates_that_are_never_answered_are_sent_ever_more_rarely_while_others_run(
+    world: Reset,
+) -> None:
+    hours = 4
+    account = world(program=3600.0 * hours, machines=40)
+
+    def fail_creates(event: Event) -> None:
+        account.progress(event)
+        if event.name == "rental.rented":
+            account.server.fail_next(10_000, "cut", "create")
+
+    request = {"max_lifetime": timedelta(hours=2 * hours)}
+    settings = account.settings(machines=2, request=request)
+    with Rental(settings, vast=account.vast, progress=fail_creates) as rental:
+        with pytest.raises(errors.UnavailableError, match="does not answer whether"):
+            rental.wait_until_done()  # the one that runs has done its work: then it ends
+        assert account.server.alive() == []
+    assert endings(account).count(ReturnReason.DONE) == 1
+    assert 5 < creates(account) < 20  # one in 4 minutes at first, then in 20
+
+
+def test_a_machine_that_is_listed_after_another_was_rented_is_given_back(world: Reset) -> None:
+    account = world(late=400.0)
+    account.server.fail_next(1, "lost, listed late", "create")
+    with Rental(account.settings(), vast=account.vast) as rental:
+        rental.wait_until_ready()
+        account.server.advance(400.0)
+        rental.wait_until_ready()
+        late, other = account.server.books()
+        assert (late["destroyed"] is None, other["destroyed"] is None) == (False, True)
+        assert rental.cost >= late["cost"] > 0
+    assert account.server.alive() == []
+    assert endings(account) == [ReturnReason.RELEASED, ReturnReason.RELEASED]
+
+
+def test_a_machine_that_is_listed_while_none_can_be_rented_is_adopted(world: Reset) -> None:
+    account = world(late=400.0)
+    account.server.fail_next(1, "lost, listed late", "create")
+
+    def fail_searches(event: Event) -> None:
+        account.progress(event)
+        if event.name == "rental.rented":
+            account.server.fail_next(10_000, "error500", "search")
+
+    settings = account.settings(machines=2)
+    with Rental(settings, vast=account.vast, progress=fail_searches) as rental:
+        assert [one.slot for one in rental.wait_until_ready()] == [0, 1]
+        assert account.count("rental.missing") > 0
+        assert len(account.server.alive()) == len(account.server.books()) == 2
+    assert account.server.alive() == []
+    assert endings(account) == [ReturnReason.RELEASED] * 2
+
+
+def test_a_machine_that_is_listed_late_is_given_back_by_the_next_owner(world: Reset) -> None:
+    account = world(late=900.0)
+    account.server.fail_next(1, "lost, listed late", "create")
+    with Rental(account.settings(), vast=account.vast) as rental:
+        rental.wait_until_ready()
+    account.server.advance(900)
+    assert len(account.server.alive()) == 1
+    with Rental(account.settings(), vast=account.vast) as rental:
+        rental.wait_until_ready()
+        assert len(account.server.alive()) == 1
+        assert account.server.books()[0]["destroyed"]
+    assert account.server.alive() == []
+
+
+def test_a_lost_create_is_not_called_given_back_while_no_list_can_be_read(world: Reset) -> None:
+    account = world()
+    account.server.fail_next(1, "lost", "create")
+    account.server.fail_next(10_000, "unsuccessful list", "list")
+    rental = Rental(account.settings(), vast=account.vast)
+    with pytest.raises(errors.UnavailableError, match="is given back is not known"), rental:
+        rental.wait_until_ready()
+    (attempt,) = list_attempts(open_store(account.store), "fleet")
+    assert attempt.return_record is None
+    account.server.ask("calm", {})
+    assert len(reap(account.stand(), vast=account.vast).returned) == 1
+    assert account.server.alive() == []
+
+
+def test_a_create_that_was_cut_is_not_taken_for_done(world: Reset) -> None:
+    account = world()
+    account.server.fail_next(1, "cut", "create")
+    with Rental(account.settings(), vast=account.vast) as rental:
+        rental.wait_until_ready()
+        assert len(account.server.alive()) == 1
+    assert endings(account) == [ReturnReason.NEVER, ReturnReason.RELEASED]
+
+
+def test_what_a_bid_too_low_has_left_is_destroyed(world: Reset) -> None:
+    account = world()
+    account.server.fail_next(1, "low bid", "create")
+    with Rental(account.settings(request={"interruptible": True}), vast=account.vast) as rental:
+        rental.wait_until_ready()
+        assert len(account.server.alive()) == 1
+    assert endings(account)[0] is ReturnReason.OUTBID
+    assert account.server.alive() == []
+
+
+def test_a_list_that_cannot_be_read_is_not_an_empty_one(world: Reset) -> None:
+    account = world(program=2000.0)
+    with Rental(account.settings(), vast=account.vast) as rental:
+        rental.wait_until_ready()
+        account.server.fail_next(100, "part", "list")
+        account.server.advance(300)
+        rental.wait_until_ready()
+        account.server.fail_next(0, "part", "list")
+        rental.wait_until_done()
+        assert len(account.server.books()) == 1
+    assert account.server.fired()["part"] > 0
+
+
+def test_the_money_that_was_granted_is_a_hard_stop(world: Reset) -> None:
+    account = world()
+    minute = timedelta(minutes=1)
+    settings = account.settings(machines=2, request={"max_total": 1.0}, poll_interval=minute)
+    rental = Rental(settings, vast=account.vast)
+    with pytest.raises(errors.BudgetError, match=r"of \$1\.00 are spent"), rental:
+        rental.wait_until_done()
+    assert account.server.alive() == []
+    assert sum(one["cost"] for one in account.server.books()) <= 1.0
+    assert endings(account) == [ReturnReason.SPENT] * 2
+
+
+def test_a_machine_that_lies_about_its_traffic_ends_neither_the_rental_nor_the_budget(
+    world: Reset,
+) -> None:
+    account = world(program=600.0, first="lying")
+    settings = account.settings(machines=2, request={"max_total": 5.0})
+    with Rental(settings, vast=account.vast) as rental:
+        rental.wait_until_done()
+    assert sorted(endings(account)) == [ReturnReason.DEARER, ReturnReason.DONE, ReturnReason.DONE]
+    (liar,) = [
+        one.return_record
+        for one in list_attempts(open_store(account.store), "fleet")
+        if one.return_record and one.return_record.why is ReturnReason.DEARER
+    ]
+    assert "more than its line can move" in liar.said
+    assert liar.cost < 1.0  # what its line can move, at most
+    assert rental.cost < 5.0
+
+
+def test_machines_are_given_back_side_by_side(world: Reset) -> None:
+    account = world()
+    with Rental(account.settings(machines=8), vast=account.vast) as rental:
+        rental.wait_until_ready()
+        account.server.fail_next(40, "error500", "delete")
+        before = account.server.now()
+    assert account.server.alive() == []
+    assert account.server.now() - before < 300  # each destroy tried for two minutes: 15 minutes
+
+
+def test_the_time_that_was_granted_is_one_too(world: Reset) -> None:
+    account = world()
+    minute, hour = timedelta(minutes=1), timedelta(hours=1)
+    settings = account.settings(request={"max_lifetime": hour}, poll_interval=minute)
+    rental = Rental(settings, vast=account.vast)
+    with pytest.raises(errors.BudgetError, match="the time of machine fleet/0 is over"), rental:
+        rental.wait_until_done()
+    (one,) = account.server.books()
+    assert one["destroyed"] - one["created"] < 3700
+
+
+def test_an_account_without_credit_is_said_at_once(world: Reset) -> None:
+    account = world(credit=0.0)
+    rental = Rental(account.settings(), vast=account.vast)
+    with pytest.raises(errors.BudgetError, match="add credit"), rental:
+        rental.wait_until_ready()
+    assert sum(one["call"] == "create" for one in account.server.requests()) == 1
+
+
+def test_whoever_goes_on_with_a_rental_has_its_machines(world: Reset) -> None:
+    account = world(program=900.0)
+    settings = account.settings(machines=2)
+    with Rental(settings, vast=account.vast, detached=True) as rental:
+        before = {one.attempt.contract for one in rental.wait_until_ready()}
+    assert len(account.server.alive()) == 2
+    with Rental(settings, vast=account.vast) as rental:
+        assert {one.attempt.contract for one in rental.wait_until_ready()} == before
+        rental.wait_until_done()
+    assert len(account.server.books()) == 2
+    assert account.server.alive() == []
+    with Rental(settings, vast=account.vast) as rental:
+        rental.wait_until_done()  # all programs have ended: nothing is rented again
+    assert len(account.server.books()) == 2
+
+
+def test_two_cannot_have_the_same_rental(world: Reset) -> None:
+    account = world()
+    with Rental(account.settings(), vast=account.vast) as rental:
+        rental.wait_until_ready()
+        with pytest.raises(errors.HeldError, match="fleet is held by"):
+            Rental(account.settings(), vast=account.vast).__enter__()
+        assert len(account.server.alive()) == 1
+
+
+@pytest.mark.parametrize("fault", ["error500", "error502", "text429", "json429", "lost", "refused"])
+def test_giving_back_is_tried_until_a_listing_shows_that_it_is_done(
+    world: Reset, fault: str
+) -> None:
+    account = world()
+    with Rental(account.settings(machines=2), vast=account.vast) as rental:
+        rental.wait_until_ready()
+        account.server.fail_next(3, fault, "delete")
+    assert account.server.alive() == []
+    assert account.server.fired()[fault] == 3
+
+
+def test_what_cannot_be_given_back_is_said_and_left_to_the_reaper(world: Reset) -> None:
+    account = world()
+    rental = Rental(account.settings(), vast=account.vast)
+    rental.__enter__()
+    rental.wait_until_ready()
+    account.server.fail_next(10_000, "error500", "delete")
+    said = r"millrace/\w+/fleet/000000/\d+ is given back is not known .*reap"
+    with pytest.raises(errors.UnavailableError, match=said):
+        rental.__exit__(None, None, None)
+    (attempt,) = list_attempts(open_store(account.store), "fleet")
+    assert attempt.return_record is None
+
+
+def test_nothing_is_asked_more_often_than_the_api_allows(world: Reset) -> None:
+    account = world(program=300.0)
+    with Rental(account.settings(machines=3), vast=account.vast) as rental:
+        rental.wait_until_done()
+    assert account.server.fired()["too frequent"] == 0

@@ -1,0 +1,174 @@
+"""Agents that lie about what the store has: their bytes reach no other node."""
+
+import hashlib
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from benchmarks.rig.store import Store
+from millrace import errors
+from millrace.storage import StoreSpec
+from millrace.swarm import LimitSettings, Request, prewarm
+from millrace.swarm.driving import stragglers
+from tests.support.swarm.swarms import (
+    CLAIM,
+    DAWDLE,
+    DRIP,
+    FLIP,
+    IMPATIENT,
+    Agent,
+    Heard,
+    files_below,
+    forging,
+    settings_of,
+    spec_of,
+    start_agent,
+    stop,
+)
+
+MIB = 1 << 20
+SIZES = {"large.bin": 5 * MIB + 17, "even.bin": 2 * MIB, "empty": 0, "sub/one": 1}
+CONTENTS = {name: hashlib.shake_256(name.encode()).digest(size) for name, size in SIZES.items()}
+ALL = [Request(prefix="data")]
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """A store whose ETags are MD5s, and that counts what it sends."""
+    with Store.start(tmp_path_factory.mktemp("objects")) as store:
+        for name, body in CONTENTS.items():
+            store.put(f"data/{name}", body)
+        yield store
+
+
+@pytest.fixture(params=["md5", "nothing"])
+def spec(request: pytest.FixtureRequest, tmp_path: Path, rig: Store) -> StoreSpec:
+    """A store that says by its ETags what the objects are, or a folder, of which nothing does."""
+    if request.param == "md5":
+        return spec_of(rig)
+    for name, body in CONTENTS.items():
+        path = tmp_path / "folder" / "data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(body)
+    return StoreSpec(url=(tmp_path / "folder").as_uri())
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator["Start"]:
+    started = Start(tmp_path)
+    yield started
+    for agent in started.agents:
+        stop(agent)
+
+
+class Start:
+    """Starts agents, of which some lie."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.agents: list[Agent] = []
+
+    def __call__(self, *codes: str) -> list[Agent]:
+        for number, code in enumerate(codes):
+            self.agents.append(start_agent(f"n{number}", self._folder / f"n{number}", code=code))
+        return self.agents
+
+
+@pytest.mark.parametrize(
+    "codes",
+    [(CLAIM, "", ""), ("", "", CLAIM), (FLIP, "", ""), ("", FLIP), ("", "", FLIP, FLIP)],
+    ids=["claims-first", "claims-last", "flips-first", "flips-of-two", "two-flip-alike"],
+)
+def test_a_node_that_lies_about_the_store_gives_others_no_wrong_byte(spec, start, codes):
+    nodes = start(*codes)
+    heard = Heard()
+    report = prewarm(settings_of(spec, nodes, requests=ALL, least=0.1), progress=heard)
+    for node, code, seen in zip(nodes, codes, report.nodes, strict=True):
+        if not code:
+            assert (seen.why, seen.ready, seen.trusted) == ("", True, True)
+            assert files_below(node.root) == CONTENTS
+        else:
+            assert not (seen.ready and seen.trusted)
+            assert set(files_below(node.root).items()) <= set(CONTENTS.items())
+
+
+@pytest.mark.parametrize("code", [CLAIM, FLIP], ids=["claims", "flips"])
+def test_a_node_that_lies_and_is_the_only_one_is_found_out(spec, start, code):
+    nodes = start(code)
+    limits = LimitSettings(stall_timeout=timedelta(seconds=3))
+    with pytest.raises(
+        errors.MillraceError, match=r"not what the store has|not those that|it was not ready \d s"
+    ):
+        prewarm(settings_of(spec, nodes, requests=ALL, limits=limits))
+
+
+@pytest.mark.parametrize("status", [404, 412, 503])
+def test_a_node_that_says_that_an_object_is_gone_ends_no_run(spec, start, status):
+    forged = [
+        {"e": "failed", "p": piece, "s": "", "why": "gone", "status": status} for piece in range(8)
+    ]
+    nodes = start(forging(forged), "", "")
+    limits = LimitSettings(stall_timeout=timedelta(seconds=10))
+    report = prewarm(settings_of(spec, nodes, requests=ALL, least=0.5, limits=limits))
+    assert [files_below(node.root) for node in nodes[1:]] == [CONTENTS] * 2
+    assert [seen.ready for seen in report.nodes[1:]] == [True, True]
+    if status != 503:
+        assert "it cannot read" in report.nodes[0].why
+
+
+def test_a_part_that_one_node_alone_has_read_is_said_to_be_unconfirmed(tmp_path, start):
+    body = hashlib.shake_256(b"large").digest(20 * MIB)
+    for name in ("large.bin", "small.bin"):
+        (tmp_path / name).write_bytes(body if name == "large.bin" else b"small")
+    store = StoreSpec(url=tmp_path.as_uri())
+    requests = [Request(key="large.bin")]
+    report = prewarm(settings_of(store, start(""), requests=requests))
+    assert (report.unverified, report.unconfirmed) == (1, 1)
+    report = prewarm(settings_of(store, start.agents, requests=[Request(key="small.bin")]))
+    assert (report.unverified, report.unconfirmed) == (1, 0)  # the driver has read it
+
+
+def test_an_object_of_which_nothing_says_what_it_is_leaves_the_store_twice(start, tmp_path):
+    body = hashlib.shake_256(b"large").digest(20 * MIB)
+    (tmp_path / "large.bin").write_bytes(body)
+    store = StoreSpec(url=tmp_path.as_uri())
+    report = prewarm(settings_of(store, start("", "", ""), requests=[Request(key="large.bin")]))
+    assert (report.unverified, report.unconfirmed) == (1, 0)
+    share = report.driver_bytes
+    assert 15 * MIB < share <= 16 * MIB
+    assert 2 * len(body) <= report.store_bytes <= 2 * len(body) + share
+    assert [files_below(node.root) for node in start.agents] == [{"large.bin": body}] * 3
+
+
+@pytest.mark.parametrize(
+    ("event", "why"),
+    [
+        ({"e": "received", "b": 1}, "it goes on, and is not ready"),
+        ({"e": "files", "f": []}, "it received no byte for"),
+    ],
+    ids=["received", "files"],
+)
+def test_a_node_that_says_for_ever_that_it_goes_on_is_waited_for_no_longer(
+    spec, start, monkeypatch, event, why
+):
+    monkeypatch.setattr(stragglers, "_LEAST_RATE", 1e12)
+    nodes = start("", DAWDLE.format(event=event), "")
+    limits = LimitSettings(stall_timeout=timedelta(seconds=2))
+    report = prewarm(settings_of(spec, nodes, requests=ALL, limits=limits))
+    assert [seen.ready for seen in report.nodes] == [True, False, True]
+    assert why in report.nodes[1].why
+    assert [files_below(node.root) for node in (nodes[0], nodes[2])] == [CONTENTS] * 2
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_node_that_gives_a_byte_at_a_time_holds_nobody_up(spec, start, others):
+    giver = start("")[0]
+    prewarm(settings_of(spec, [giver], requests=ALL))
+    stop(giver)
+    start.agents.clear()
+    start(DRIP, *[IMPATIENT] * others)
+    report = prewarm(settings_of(spec, start.agents, requests=ALL))
+    assert [seen.why for seen in report.nodes] == [""] * (1 + others)
+    assert [files_below(node.root) for node in start.agents] == [CONTENTS] * (1 + others)

@@ -1,0 +1,116 @@
+"""Agents that Ray starts, on the living nodes of a cluster."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.rig.store import Store
+from millrace.swarm import PrewarmSettings, RayNodes, Request
+from tests.ray_cluster import DISK, RayCluster
+from tests.support.swarm.swarms import files_below, spec_of
+
+WARM = """
+import json, sys
+from dataclasses import asdict
+from millrace.swarm import PrewarmSettings, prewarm
+settings = PrewarmSettings.model_validate_json(sys.stdin.read())
+print(json.dumps(asdict(prewarm(settings))))
+"""
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with Store.start(tmp_path_factory.mktemp("objects")) as store:
+        yield store
+
+
+ALIKE = """
+import millrace.cluster
+millrace.cluster.name_of = lambda node: "node"
+"""
+"""Gives all nodes of the cluster the same name."""
+
+
+def warm(
+    cluster: RayCluster, store: Store, root: str, *, code: str = "", **more: Any
+) -> dict[str, Any]:
+    """Run it in a process of its own: Ray lets one connect to one cluster only."""
+    settings = PrewarmSettings(
+        requests=(Request(prefix=""),),
+        stores={"s": spec_of(store)},
+        root=Path(root),
+        nodes=RayNodes(address=cluster.address, **more),
+    )
+    asked = settings.model_dump(mode="json")
+    asked["stores"] = {"s": spec_of(store).reveal_secrets()}
+    done = subprocess.run(
+        [sys.executable, "-c", code + WARM],
+        input=json.dumps(asked),
+        env=os.environ | cluster.environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_living_node_is_warmed_also_a_head_without_cpus(ray_cluster, store):
+    body = os.urandom(5 << 20)
+    store.put("model.bin", body)
+    store.reset()
+    report = warm(ray_cluster, store, f"${DISK}/first")
+    assert [node["ready"] for node in report["nodes"]] == [True] * 3, report
+    assert [files_below(disk / "first") for disk in ray_cluster.disks] == [{"model.bin": body}] * 3
+    assert store.counts().bytes == len(body)
+
+
+def test_a_node_that_died_before_and_is_still_listed_is_left_out(ray_cluster, store):
+    body = os.urandom(1 << 20)
+    store.put("model.bin", body)
+    disk = ray_cluster.join()
+    ray_cluster.kill(disk)
+    ray_cluster.disks.remove(disk)
+    report = warm(ray_cluster, store, f"${DISK}/dead")
+    ready = [node["ready"] for node in report["nodes"]]
+    assert ready.count(True) == 3, report
+    assert files_below(ray_cluster.disks[2] / "dead") == {"model.bin": body}
+
+
+def test_agents_that_are_kept_are_used_again(ray_cluster, store):
+    store.put("model.bin", b"1")
+    first = warm(ray_cluster, store, f"${DISK}/kept", keep=True)
+    store.put("model.bin", b"22")
+    second = warm(ray_cluster, store, f"${DISK}/kept", keep=True)
+    assert [node["ready"] for node in second["nodes"]] == [True] * 3, (first, second)
+    assert files_below(ray_cluster.disks[1] / "kept") == {"model.bin": b"22"}
+
+
+def test_nodes_of_one_name_are_all_warmed_and_reported(ray_cluster, store):
+    body = os.urandom(5 << 20)
+    store.put("model.bin", body)
+    store.reset()
+    report = warm(ray_cluster, store, f"${DISK}/alike", code=ALIKE)
+    assert [node["ready"] for node in report["nodes"]] == [True] * 3, report
+    assert len({node["name"] for node in report["nodes"]}) == 3, report
+    assert [files_below(disk / "alike") for disk in ray_cluster.disks] == [{"model.bin": body}] * 3
+    assert store.counts().bytes == len(body)
+
+
+def test_nodes_of_one_name_that_cannot_start_are_all_named(ray_cluster, store):
+    store.put("model.bin", b"1")
+    with pytest.raises(AssertionError, match=r"lost.*node \(\w+\): .*; node \(\w+\): "):
+        warm(ray_cluster, store, "$NO_SUCH_VARIABLE/x", code=ALIKE)
+
+
+def test_a_root_with_an_unknown_variable_fails_with_a_sentence(ray_cluster, store):
+    store.put("model.bin", b"1")
+    with pytest.raises(AssertionError, match="names a variable that is not set here"):
+        warm(ray_cluster, store, "$NO_SUCH_VARIABLE/x")

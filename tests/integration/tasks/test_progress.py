@@ -1,0 +1,49 @@
+"""Progress as a Prefect server shows it."""
+
+import threading
+
+import pytest
+from prefect import flow
+from prefect.runtime import flow_run
+
+from millrace.progress import Event
+from tasks import progress as module
+from tasks.progress import ShardProgress
+from tests.prefect_server import PrefectServer
+from tests.unit.tasks.test_progress import PLAN, commit
+
+
+def test_a_dataset_that_is_finished_is_shown_as_finished(prefect_api: PrefectServer) -> None:
+    @flow(name="shows")
+    def shows() -> str:
+        with ShardProgress("progress-shows") as live:
+            live(PLAN)
+            live(Event("partition.ended", "train-00000", {}))
+        return str(flow_run.id)
+
+    run = shows()
+    assert prefect_api.artifacts(run) == {"progress-shows": 100.0}
+
+
+def test_a_server_that_does_not_answer_holds_up_nothing(
+    prefect_api: PrefectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's answer is withheld until the engine is through, which does not wait for it."""
+    through = threading.Event()
+
+    def late(*_: object) -> None:
+        assert through.wait(60)
+        raise ConnectionError
+
+    monkeypatch.setattr(module, "create_progress_artifact", late)
+
+    @flow(name="goes-on")
+    def goes_on() -> float:
+        with ShardProgress("progress-late") as live:
+            live(PLAN)
+            for number in range(1000):
+                live(commit(number))
+            through.set()
+        return float(sum(live.pace.values()))
+
+    assert goes_on() == sum(range(1000))

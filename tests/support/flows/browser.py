@@ -1,0 +1,65 @@
+"""The Prefect UI, as a person uses it."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Locator, Page, Response, expect, sync_playwright
+
+from tests.prefect_server import PrefectServer, until
+
+CHROMIUM = "/usr/bin/chromium"
+QUIET = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+PATIENCE = 60_000  # milliseconds
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    """A window of Chromium."""
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        page = browser.new_page(viewport={"width": 1400, "height": 3000})
+        page.set_default_timeout(PATIENCE)
+        expect.set_options(timeout=PATIENCE)
+        yield page
+        browser.close()
+
+
+def open_run_form(server: PrefectServer, page: Page, name: str) -> None:
+    """The form in which a deployment is run. Its list has pages: it is opened by its address."""
+    with server.client() as client:
+        deployment = client.read_deployment_by_name(f"{name}/{name}")
+    page.goto(f"{server.url.removesuffix('/api')}/deployments/deployment/{deployment.id}")
+    page.get_by_role("button", name="Run", exact=True).click()
+    page.get_by_text("Custom run").click()
+
+
+def field(page: Page, label: str) -> Locator:
+    """One parameter of the form: its label, its description and what one fills in."""
+    named = page.locator(".schema-form-property__label", has_text=re.compile(f"^{label}( |$)"))
+    return page.locator(".schema-form-property").filter(has=named).last
+
+
+def told(answer: Response) -> str:
+    """A refusal, in words."""
+    return f"{answer.request.method} {answer.url}: {answer.status} {answer.text()}"
+
+
+def press(page: Page, button: str, seen: Callable[[], Any], refused: list[str]) -> None:
+    """Press a button; again if the server's SQLite was locked just then, as a person would."""
+    for _ in range(3):
+        refused.clear()
+        page.get_by_role("button", name=button, exact=True).last.click()
+
+        def came() -> bool | None:
+            page.wait_for_timeout(50)  # lets the browser's answers come in
+            return bool(seen() or refused) or None
+
+        until(came, f"what {button} does")
+        if seen():
+            return
+    raise AssertionError(refused)

@@ -1,0 +1,80 @@
+"""A campaign in a process of its own, that says at which boundary it is, and waits there.
+
+``python -m tests.support.flows.campaign_child PLAN.json``: before and after each stage, and at each
+of some events within, it prints a line of JSON, and goes on when it has read a line.
+"""
+
+import json
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from flows import campaign as stages
+from flows.campaign_plan import CampaignPlan
+from millrace.progress import Event
+from tasks.progress import LiveProgress
+
+STAGES = (
+    "shard_dataset", "rent_machines", "prewarm", "aggregate_gradients", "run_cooldown",
+    "release_machines", "save_checkpoint", "clean_bucket",
+)  # fmt: skip
+EVENTS = {"shard.committed", "rental.rented", "rental.ready", "window.merged"}
+_one = threading.Lock()
+_seen: Counter[str] = Counter()
+
+
+def announced(name: str, stage: Callable[..., Any]) -> Callable[..., Any]:
+    """A stage that says when it begins, and when it has ended."""
+
+    @wraps(stage)
+    def run(*args: Any, **options: Any) -> Any:
+        boundary(f"before {name}")
+        done = stage(*args, **options)
+        boundary(f"after {name}")
+        return done
+
+    return run
+
+
+def boundary(where: str) -> None:
+    """Say it, and wait to be let on."""
+    with _one:
+        say({"at": where})
+        sys.stdin.readline()
+
+
+def say(what: dict[str, Any]) -> None:
+    assert sys.__stdout__ is not None
+    sys.__stdout__.write(json.dumps(what) + "\n")
+    sys.__stdout__.flush()
+
+
+def heard(listen: Callable[..., None]) -> Callable[..., None]:
+    """A listener to the engine that says at which event it is."""
+
+    @wraps(listen)
+    def hear(self: LiveProgress, event: Event) -> None:
+        listen(self, event)
+        if event.name in EVENTS:
+            _seen[event.name] += 1
+            boundary(f"{event.name} {_seen[event.name]}")
+
+    return hear
+
+
+def main() -> None:
+    """Run it to its end."""
+    for name in STAGES:
+        setattr(stages, name, announced(name, getattr(stages, name)))
+    LiveProgress.__call__ = heard(LiveProgress.__call__)
+    plan = CampaignPlan.model_validate_json(Path(sys.argv[1]).read_text())
+    found = stages.run_campaign(plan)
+    say({"done": found.windows})
+
+
+if __name__ == "__main__":
+    main()

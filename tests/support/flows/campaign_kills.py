@@ -1,0 +1,156 @@
+"""A campaign on rented machines whose leader is killed, and started again, until it has ended."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from blocks import VastCredentials
+from examples.tiny_lm.begin import begin
+from millrace.storage import open_store
+from millrace.testing.process import REPOSITORY
+from millrace.testing.vast import VastServer
+from tests.prefect_server import PrefectServer
+from tests.support.flows.campaigns import make_text, plan_of, shards_of, wrong_with
+
+
+@dataclass
+class Killed:
+    """What became of a campaign whose leader was killed.
+
+    Attributes:
+        at: Where it was killed.
+        wrong: What is not as it should be, in sentences.
+        machines: That were rented in all.
+        log: What the leaders printed.
+    """
+
+    at: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    machines: int = 0
+    log: str = ""
+
+
+class Site:
+    """A store, a text, an account at the stand-in whose machines are run for real."""
+
+    def __init__(
+        self, server: PrefectServer, vast: VastServer, repository: Path, folder: Path, name: str
+    ) -> None:
+        self.server, self.vast, self.name = server, vast, name
+        self.store = folder / "store"
+        self.text = make_text(folder / "text")
+        packages = sysconfig.get_path("purelib")
+        self.key = key = vast.reset(real=True, rate=1.0, strict=False, image=packages)
+        VastCredentials(api_key=SecretStr(key), server_url=vast.url).save(name, overwrite=True)
+        begin(open_store(self.store.as_uri()), f"{name}/first")
+        machines = {
+            "kind": "rented",
+            "request": {"max_hourly": 2.0, "max_total": 5.0, "disk": 10},
+            "vast": name,
+            "repo_url": repository.as_uri(),
+            "poll_interval": "PT1S",
+            "heartbeat_timeout": "PT2M",
+        }
+        self.log = folder / "leader.log"
+        self.plan = folder / "plan.json"
+        plan = plan_of(name, self.store.as_uri(), folder / "text", machines)
+        self.plan.write_text(json.dumps(plan))
+
+    def lead(self) -> "Leader":
+        """Start a leader."""
+        return Leader(self)
+
+    def judged(self, killed: Killed, shards: dict[str, tuple[int, int]]) -> Killed:
+        """What is wrong in the end, by the store and by the provider's books."""
+        killed.wrong += wrong_with(self.store, self.name, self.text)
+        if shards_of(self.store, f"{self.name}-text") != shards:
+            killed.wrong.append("a shard was made twice")
+        books = self.vast.books()
+        killed.machines = len(books)
+        if alive := [one["id"] for one in books if one["destroyed"] is None]:
+            killed.wrong.append(f"machines {alive} are left")
+        killed.log = self.log.read_text(errors="replace")
+        return killed
+
+
+class Leader:
+    """A process that leads the campaign, and is at a boundary, or has ended."""
+
+    def __init__(self, site: Site) -> None:
+        self._sink = site.log.open("ab")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.flows.campaign_child", str(site.plan)],
+            cwd=REPOSITORY,
+            env=site.server.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._sink,
+            start_new_session=True,
+        )
+
+    def boundaries(self) -> Iterator[str]:
+        """Where it is; asked for the next, it is let on. ``done`` is the last.
+
+        Raises:
+            RuntimeError: It ended otherwise.
+        """
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if not line.startswith(b"{"):
+                continue  # what a library prints
+            said = json.loads(line)
+            if "done" in said:
+                self.end()
+                yield "done"
+                return
+            yield said["at"]
+            self._let_on()
+        self.end()
+        raise RuntimeError(f"the leader ended with {self._process.returncode}")
+
+    def kill(self) -> None:
+        """SIGKILL it; what it has started in other processes is not touched."""
+        os.kill(self._process.pid, signal.SIGKILL)
+        self.end()
+
+    def end(self) -> None:
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._sink):
+            if pipe is not None:
+                pipe.close()
+
+    def _let_on(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"\n")
+        self._process.stdin.flush()
+
+
+def kill_and_go_on(site: Site, at: list[str]) -> Killed:
+    """Have the leader killed at each of these boundaries, and the next one go on.
+
+    Args:
+        site: Where.
+        at: The boundaries, each once, if it comes: see `tests.support.flows.campaign_child`.
+    """
+    killed, left = Killed(), list(at)
+    shards: dict[str, tuple[int, int]] = {}
+    while True:
+        leader = site.lead()
+        for where in leader.boundaries():
+            if not shards and where == "before rent_machines":
+                shards = shards_of(site.store, f"{site.name}-text")
+            if where == "done":
+                return site.judged(killed, shards)
+            if where in left:
+                left.remove(where)
+                killed.at.append(where)
+                leader.kill()
+                break

@@ -1,0 +1,84 @@
+"""What workers are sent, and what they reach."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from millrace.campaigns.worker import (
+    TrainingPlan,
+    WorkerSettings,
+    make_training_program,
+    render_worker_settings,
+)
+from millrace.gradients import RunSettings
+from millrace.keys import CampaignKeys
+from millrace.remote import CodeRepository
+from millrace.rentals import Instance, OfferRequest, RentalSettings, VastAccount, derive_node_key
+from millrace.settings import load_settings
+from millrace.storage import StoreSpec
+
+PLAN = TrainingPlan(
+    campaign="c", workers=3, run=RunSettings(run="c/run"), command=("true",), dataset="text",
+    prewarm_timeout=timedelta(minutes=5),
+)  # fmt: skip
+REPOSITORY = CodeRepository(repo_url="https://example.org/x")
+
+
+def rent(store: StoreSpec, key: str = "account", **more: str) -> RentalSettings:
+    program, storage_grants = make_training_program(PLAN, store, REPOSITORY)
+    return RentalSettings(
+        name="c", store=store, account=VastAccount(api_key=SecretStr(key)), program=program,
+        storage_grants=storage_grants, request=OfferRequest(max_hourly=1.0, max_total=1.0),
+        machines=3, **more,
+    )  # fmt: skip
+
+
+def test_machines_that_listen_have_a_port_that_is_open() -> None:
+    assert rent(StoreSpec(url="file:///x")).effective_request.ports == 1
+
+
+def test_the_key_of_an_agent_is_found_again_and_is_its_own() -> None:
+    one = derive_node_key(VastAccount(api_key=SecretStr("a")), "c", 0)
+    assert one == derive_node_key(VastAccount(api_key=SecretStr("a")), "c", 0)
+    assert one != derive_node_key(VastAccount(api_key=SecretStr("a")), "c", 1)
+    assert one != derive_node_key(VastAccount(api_key=SecretStr("a")), "d", 0)
+    assert one != derive_node_key(VastAccount(api_key=SecretStr("b")), "c", 0)
+
+
+def test_what_a_person_writes_is_filled_in_with_the_workers_number_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    command = ("bash", "-c", "echo ${HOME} $${X} {slot}")
+    plan = PLAN.model_copy(update={"command": command})
+    path = tmp_path / "worker.yaml"
+    path.write_text(render_worker_settings(plan, StoreSpec(url="file:///x"), 2))
+    settings = load_settings(path, WorkerSettings, {"MILLRACE_STORE": "file:///x"})
+    assert settings.command == ("bash", "-c", "echo ${HOME} $${X} 2")
+    assert (settings.uid, settings.number, settings.workers) == ("worker-2", 2, 3)
+
+
+@pytest.mark.parametrize("name", ["worker-0-b", "my-worker-01"])
+def test_a_campaign_may_be_called_as_a_worker_is(name: str) -> None:
+    keys = CampaignKeys(name)
+    assert keys.list_write_prefixes("{slot}")[0] == f"{name}/run/worker-{{slot}}/"
+
+
+@pytest.mark.parametrize(
+    ("ports", "asked", "found"),
+    [
+        ({"22/tcp": 40022, "8080/tcp": 40080}, 8080, "1.2.3.4:40080"),
+        ({"22/tcp": 40022}, 8080, ""),
+        ({"22/tcp": 40022, "41234/tcp": 41234}, 70000, "1.2.3.4:41234"),
+        ({"22/tcp": 22}, 70000, ""),
+        ({"41234/tcp": 41234, "41235/tcp": 41235}, 70000, ""),  # which, nobody says
+    ],
+)
+def test_where_a_machine_is_reached(ports: dict[str, int], asked: int, found: str) -> None:
+    row = {
+        "id": 1, "public_ipaddr": "1.2.3.4",
+        "ports": {name: [{"HostPort": str(port)}] for name, port in ports.items()},
+    }  # fmt: skip
+    assert Instance.from_row(row).find_address(asked) == found
+    assert Instance.from_row({**row, "public_ipaddr": None}).find_address(asked) == ""

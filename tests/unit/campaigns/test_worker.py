@@ -1,0 +1,172 @@
+"""What a training script is told, and what it says."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from millrace import errors
+from millrace.campaigns.worker import Worker, find_joined_workers, read_median_metric
+from millrace.checkpoints import load
+from millrace.gradients import TrainingWindow, begin_run, select_weights
+from millrace.records import commit_once, fetch
+from millrace.schemas.checkpoint import EpochRecord
+from millrace.schemas.gradient import StartWindow
+from millrace.storage import Store, put, read
+from tests.support.campaigns.workers import Make, finalize_dataset, owned
+
+
+def test_a_worker_has_its_share_of_the_shards_on_its_disk(store: Store, make: Make) -> None:
+    finalize_dataset(store, 5)
+    for number in range(2):
+        worker = Worker(make(number=number, workers=2))
+        mine = worker.fetch_shards("train", only_own=True)
+        assert [path.name for path in mine] == [
+            f"train-00000-{n:06d}.tar" for n in range(number, 5, 2)
+        ]
+    assert len(worker.fetch_shards("train")) == 5
+    (held,) = worker.fetch_shards("val")
+    assert held.stat().st_size > 100
+    few = Worker(make(number=7, workers=8))
+    assert len(few.fetch_shards("train", only_own=True)) == 5  # fewer than workers: all have all
+
+
+def test_what_was_brought_is_not_fetched_and_what_is_damaged_is_refused(
+    store: Store, make: Make
+) -> None:
+    finalize_dataset(store, 2)
+    worker = Worker(make())
+    first, second = worker.fetch_shards()
+    whole = second.read_bytes()
+    put(store, "text/shards/train-00000-000000.tar", b"x" * first.stat().st_size)
+    assert worker.fetch_shards() == [first, second]  # they are here: the store is not asked
+    second.write_bytes(b"y" * len(whole))  # whoever may bring files here
+    again = Worker(make())
+    assert again.fetch_shards()[1].read_bytes() == whole
+    first.unlink()
+    worker = Worker(make())
+    with pytest.raises(errors.CorruptError, match="not what its manifest says"):
+        worker.fetch_shards()
+    assert not first.exists()
+    assert [path.name for path in first.parent.iterdir()] == [second.name]
+
+
+def test_no_more_of_a_shard_is_written_than_the_manifest_says(store: Store, make: Make) -> None:
+    finalize_dataset(store, 1)
+    key = "text/shards/train-00000-000000.tar"
+    whole = read(store, key)
+    put(store, key, whole + b"x" * (32 << 20))
+    (path,) = Worker(make()).fetch_shards()
+    assert path.read_bytes() == whole
+
+
+def test_a_worker_without_a_dataset_says_so(make: Make) -> None:
+    with pytest.raises(errors.ConfigurationError, match="names no dataset"):
+        Worker(make(dataset=None)).fetch_shards()
+
+
+def test_a_script_that_no_worker_started_is_told_how() -> None:
+    with pytest.raises(errors.ConfigurationError, match="started by `millrace work"):
+        Worker.from_environment({})
+
+
+def test_an_epoch_ends_where_a_window_begins_that_follows_it(store: Store, make: Make) -> None:
+    model = torch.nn.Linear(3, 2)
+    settings = make()
+    with owned(store, epochs=2), Worker(settings) as worker:
+        worker.begin_window(TrainingWindow(1, 0, 5), model.state_dict(), loss=3.0)
+        worker.begin_window(TrainingWindow(2, 5, 5), model.state_dict(), loss=float("nan"))
+        with pytest.raises(errors.NotFoundError):
+            fetch(store, "small/model/epochs/000000.json", EpochRecord)
+        worker.begin_window(TrainingWindow(3, 10, 5), model.state_dict(), loss=2.0)
+        worker.begin_window(TrainingWindow(3, 10, 5), model.state_dict(), loss=9.0)  # started again
+        worker.begin_window(TrainingWindow(5, 20, 5), model.state_dict(), loss=1.0)
+    assert fetch(store, "small/model/epochs/000000.json", EpochRecord).step == 10
+    assert fetch(store, "small/model/epochs/000001.json", EpochRecord).step == 20
+    found = load(store, "small/model")
+    assert found.checkpoint.step == 20
+    keys = settings.run.gradients
+    said = {1: 3.0, 3: 2.0, 5: 1.0}
+    assert read_median_metric(store, keys, ["worker-0", "gone"], "loss", last_window=5) == said
+    assert read_median_metric(store, keys, ["worker-0"], "loss", last_window=4) == {1: 3.0, 3: 2.0}
+    assert (
+        read_median_metric(store, keys, ["worker-0", "gone", "too"], "loss", last_window=5) == {}
+    )  # one of three
+
+
+def test_what_a_worker_says_that_is_nothing_is_passed_over(store: Store, make: Make) -> None:
+    keys = make().run.gradients
+    uids = ["a", "b", "c", "d", "e", "f", "g"]
+    for uid, loss in zip(uids, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 1e300], strict=True):
+        said = StartWindow(uid=uid, window=1, step=0, measured={"loss": loss})
+        commit_once(store, keys.start_window(uid, 1), said)
+    folder = Path(store.url.removeprefix("file://"))
+    another = (folder / keys.start_window("a", 1)).read_bytes()
+    for uid, body in (
+        ("b", another), ("c", b"[" * 5000), ("d", b'{"kind":"start-window"}'),
+    ):  # fmt: skip
+        put(store, keys.start_window(uid, 1), body)
+    assert read_median_metric(store, keys, ["a", "b", "c", "d"], "loss", last_window=1) == {}
+    assert read_median_metric(store, keys, ["a", "b", "e", "f", "g"], "loss", last_window=1) == {
+        1: 5.0
+    }
+
+
+def test_a_member_that_writes_nonsense_stops_no_other(store: Store, make: Make) -> None:
+    put(store, "small/model/lease/members/liar/000000.json", b"nonsense")
+    put(store, "small/model/members/liar/cooldowns/000000/vote.json", b"nonsense")
+    with owned(store), Worker(make()) as worker:
+        worker.begin_window(TrainingWindow(3, 10, 5), torch.nn.Linear(3, 2).state_dict())
+    assert fetch(store, "small/model/epochs/000000.json", EpochRecord).step == 10
+
+
+def test_a_worker_waits_for_its_run_to_begin(store: Store, make: Make) -> None:
+    from datetime import timedelta
+
+    settings, model = make(), torch.nn.Linear(3, 2)
+    with pytest.raises(errors.UnavailableError, match="has not begun in 0:00:00"):
+        Worker(settings).join(timeout=timedelta(0))
+    begin_run(store, settings.run.chain, select_weights(model))
+    assert Worker(settings).join().turn == TrainingWindow(1, 0, 30)
+
+
+def test_who_has_joined_is_who_has_written_since_the_run_began(store: Store, make: Make) -> None:
+    settings, model = make(), torch.nn.Linear(3, 2)
+    uids = ["worker-0", "worker-1"]
+    with pytest.raises(errors.NotFoundError):
+        find_joined_workers(store, settings.run, uids)
+    put(store, settings.run.gradients.gradient("worker-1", 1), b"of a run before")
+    begin_run(store, settings.run.chain, select_weights(model))
+    assert find_joined_workers(store, settings.run, uids) == set()
+    with Worker(settings) as worker:
+        worker.begin_window(worker.join().turn, model.state_dict())
+    assert find_joined_workers(store, settings.run, uids) == {"worker-0"}
+
+
+OUTSIDE = [
+    "/{root}/evil", "text/shards/../../../evil", "../evil", "text/shards//evil", "text/shards/./x",
+    "text/shards/a\\..\\evil", "text/shards/a\nb", "other/shards/evil", "text/evil", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", OUTSIDE)
+def test_a_manifest_whose_keys_lead_out_of_the_root_is_refused(
+    store: Store, make: Make, tmp_path: Path, key: str
+) -> None:
+    finalize_dataset(store, 1)
+    path = Path(store.url.removeprefix("file://")) / "text/manifest.json"
+    written = json.loads(path.read_bytes())
+    written["record"]["shards"][0]["key"] = key.format(root=tmp_path)
+    put(store, "text/manifest.json", json.dumps(written).encode())
+    before = set(tmp_path.rglob("*"))
+    with pytest.raises(errors.CorruptError, match=r"text/manifest\.json is not a record"):
+        Worker(make()).fetch_shards()
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_manifest_of_another_dataset_is_refused(store: Store, make: Make) -> None:
+    finalize_dataset(store, 1)
+    put(store, "words/manifest.json", read(store, "text/manifest.json"))
+    with pytest.raises(errors.CorruptError, match="is the manifest of text"):
+        Worker(make(dataset="words")).fetch_shards()

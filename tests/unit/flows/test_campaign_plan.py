@@ -1,0 +1,101 @@
+"""What a person says to have a campaign run, and what is refused of it."""
+
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from flows.campaign_command import read_campaign_plan
+from flows.campaign_plan import CampaignPlan, RentedWorkers
+from millrace.campaigns.worker import TrainingPlan
+from millrace.errors import ConfigurationError, ConflictError
+from millrace.gradients import OuterOptimizer, RunSettings
+from millrace.storage import StoreSpec
+from millrace.testing.process import REPOSITORY
+from tasks.campaigning import check_plan, pin_plan
+from tests.support.flows.campaigns import here, plan_of
+
+
+def test_the_campaign_of_the_readme_is_one() -> None:
+    text = (REPOSITORY / "README.md").read_text()
+    found = re.search(r"```yaml\n(# campaign.yaml.*?)```", text, re.DOTALL)
+    assert found
+    data = yaml.safe_load(found[1])
+    hub = data["publish"].pop("hub")
+    assert hub["credentials"]["$ref"]["block_document_slug"].startswith("hugging-face-")
+    data["publish"]["bucket"] = "file:///x"
+    plan = CampaignPlan.model_validate(data)
+    assert plan.training is not None
+    assert isinstance(plan.training.machines, RentedWorkers)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"data": None}, "name the dataset"),
+        ({"training": None}, "`publish` requires `training`"),
+        ({"publish": {"job": "x"}}, "takes either `bucket` or `hub`"),
+        ({"name": "_rentals"}, "rental's name"),
+        ({"nmae": "x"}, "Extra inputs"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, object], said: str) -> None:
+    plan = plan_of("small", "file:///x", Path("/"), here()) | change
+    with pytest.raises((ValidationError, ConfigurationError), match=said):
+        CampaignPlan.model_validate(plan)
+
+
+def test_a_file_is_a_plan_and_a_wrong_one_says_where(tmp_path: Path) -> None:
+    path = tmp_path / "campaign.yaml"
+    path.write_text(yaml.safe_dump(plan_of("small", "file:///x", Path("/"), here())))
+    assert read_campaign_plan(path).name == "small"
+    path.write_text("name: small\nbucket: 3\n")
+    with pytest.raises(ConfigurationError, match=r"campaign\.yaml: bucket"):
+        read_campaign_plan(path)
+
+
+def pin(store: Path, **change: Any) -> None:
+    """Pin the plan of a training, as a campaign that begins it does."""
+    plan = TrainingPlan(
+        campaign="small",
+        command=("true",),
+        **{"workers": 2, "run": RUN, "dataset": "text", **change},
+    )
+    for check in (check_plan, pin_plan):
+        check.fn(StoreSpec(url=store.as_uri()), plan)
+
+
+RUN = RunSettings(run="small/run", windows=4, steps=30)
+
+
+def test_a_plan_that_has_changed_is_refused_with_its_fields_and_values(tmp_path: Path) -> None:
+    pin(tmp_path)
+    with pytest.raises(ConflictError) as refused:
+        pin(tmp_path, workers=3, windows_per_epoch=2, run=RUN.model_copy(update={"steps": 20}))
+    said = str(refused.value)
+    assert "training.workers was 2, and is 3 now" in said
+    assert "training.windows_per_epoch was 10, and is 2 now" in said
+    assert "training.run.steps was 30, and is 20 now" in said
+    with pytest.raises(ConflictError, match=r"data\.dataset was text, and is nothing now"):
+        pin(tmp_path, dataset=None)
+    outer = RUN.model_copy(update={"outer": OuterOptimizer(lr=0.5)})
+    with pytest.raises(ConflictError, match=r"training\.run\.outer\.lr was 1\.0, and is 0\.5 now"):
+        pin(tmp_path, run=outer)
+
+
+def test_what_may_change_during_a_run_is_no_other_plan(tmp_path: Path) -> None:
+    """The advice of docs/operations.md where nobody's gradient is taken."""
+    pin(tmp_path)
+    gather = RUN.gather.model_copy(update={"quorum": 0, "grace": timedelta(minutes=1)})
+    pin(tmp_path, run=RUN.model_copy(update={"window": timedelta(hours=1), "gather": gather}))
+
+
+def test_a_plan_is_held_against_the_pinned_one_before_anything_is_made(tmp_path: Path) -> None:
+    plan = TrainingPlan(campaign="small", command=("true",), workers=2, run=RUN)
+    store = tmp_path / "none"
+    check_plan.fn(StoreSpec(url=store.as_uri()), plan)
+    assert not store.exists()

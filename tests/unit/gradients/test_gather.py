@@ -1,0 +1,351 @@
+"""A window gathered from the workers' buckets: what is right is kept, what is not harms nobody."""
+
+import os
+import threading
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from millrace.errors import ConfigurationError, UnavailableError
+from millrace.gradients import GatherSettings, QuorumError, Refusal, Sender, Window, gather
+from millrace.gradients.codec.payload import Expected, Payload, read_payload
+from millrace.keys import GradientKeys
+from millrace.lease import StoreClock
+from millrace.progress import Event
+from millrace.storage import Stat, Store, open_store, put
+from tests.unit.gradients.test_payload import CODEC, SHAPES, as_torch, bodies, made
+
+KEYS = GradientKeys("runs/one", "1")
+NOW = datetime.now(UTC)
+QUICK = GatherSettings(look=timedelta(milliseconds=10))
+OPEN = Window(
+    keys=KEYS,
+    number=3,
+    base=120,
+    codec=CODEC,
+    shapes=SHAPES,
+    opens=NOW - timedelta(hours=1),
+    closes=NOW + timedelta(hours=1),
+)
+HEDGED = replace(OPEN, opens=NOW - timedelta(hours=9))
+OVER = replace(OPEN, closes=datetime.now(UTC) - timedelta(seconds=1))
+
+
+def now_over(window: Window = OPEN) -> Window:
+    """A window that ends now."""
+    return replace(window, closes=datetime.now(UTC))
+
+
+def body_of(uid: str, **more: object) -> bytes:
+    return made(uid=uid, bodies=bodies(seed=int(uid)), **more)
+
+
+def send(store: Store, uid: str, body: bytes | None = None, window: int = 3) -> None:
+    put(store, KEYS.gradient(uid, window), body_of(uid) if body is None else body)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store((tmp_path / "bucket").as_uri())
+
+
+def workers(store: Store, *uids: int) -> list[Sender]:
+    return [Sender(str(uid), store) for uid in uids]
+
+
+def age(store: Store, uid: str, at: datetime) -> None:
+    """Say when a gradient was written."""
+    path = Path(store.location.bucket) / KEYS.gradient(uid, 3)
+    os.utime(path, (at.timestamp(), at.timestamp()))
+
+
+def test_workers_have_buckets_of_their_own(tmp_path):
+    everybody = []
+    for uid in range(3):
+        store = open_store((tmp_path / str(uid)).as_uri())
+        send(store, str(uid))
+        everybody.append(Sender(str(uid), store))
+    assert set(gather(OPEN, everybody, QUICK).taken) == {"0", "1", "2"}
+
+
+def test_a_file_of_torchs_is_read_unless_the_worker_has_sent_the_other(store):
+    for uid in (0, 1):
+        key = KEYS.gradient(str(uid), 3).replace(".safetensors", ".pt")
+        put(store, key, as_torch(body_of(str(uid), tokens=1)))
+    send(store, "1")
+    found = gather(OPEN, workers(store, 0, 1), QUICK)
+    assert {uid: one.header.tokens for uid, one in found.taken.items()} == {"0": 1, "1": 0}
+
+
+BAD = {
+    Refusal.FORMAT: b"no gradient",
+    Refusal.UID: body_of("4"),
+    Refusal.WINDOW: body_of("1", window=2),
+    Refusal.RUN: body_of("1", run="runs/two"),
+    Refusal.BASE: body_of("1", base=90),
+    Refusal.DIGEST: body_of("1")[:-1] + bytes([body_of("1")[-1] ^ 1]),
+    Refusal.TOO_LARGE: body_of("1") + bytes(1 << 20),
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_one_that_is_bad_is_out_with_a_reason_and_touches_nobody_else(store, reason):
+    for uid in range(4):
+        send(store, str(uid))
+    send(store, "1", BAD[reason])
+    found = gather(now_over(), workers(store, *range(4)), QUICK)
+    assert set(found.taken) == {"0", "2", "3"}
+    assert found.out["1"].reason is reason
+    assert found.out["1"].sentence.endswith(".")
+
+
+@pytest.mark.parametrize("limit", [{"max_stored": 5000}, {"max_objects": 3}])
+@pytest.mark.parametrize("shared", [True, False])
+def test_who_stores_more_than_its_quota_is_named_and_its_gradient_is_taken(tmp_path, limit, shared):
+    stores = [open_store((tmp_path / ("all" if shared else uid)).as_uri()) for uid in "012"]
+    everybody = [Sender(uid, store) for uid, store in zip("012", stores, strict=True)]
+    for worker in everybody:
+        send(worker.store, worker.uid)
+    for number in range(3):
+        put(stores[1], f"{KEYS.worker('1')}a/b{number}", bytes(3000))
+    put(stores[0], "runs/one/10/x", bytes(9000))  # is nobody's that is asked
+    heard: list[Event] = []
+    settings = QUICK.model_copy(update=limit)
+    found = gather(OPEN, everybody, settings, progress=heard.append)
+    assert set(found.taken) == {"0", "1", "2"}
+    over = [event for event in heard if event.name == "quota.exceeded"]
+    stored = 9000 + len(body_of("1"))
+    assert over == [Event("quota.exceeded", "1", {"objects": 4, "bytes": stored})]
+
+
+def test_a_worker_over_its_quota_is_named_once_a_window_though_it_is_looked_at_again(store):
+    put(store, f"{KEYS.worker('1')}x", bytes(100))
+    heard: list[Event] = []
+    settings = QUICK.model_copy(update={"max_stored": 10, "quorum": 0})
+    gather(now_over(), workers(store, 0, 1), settings, progress=heard.append)
+    soon = replace(OPEN, closes=datetime.now(UTC) + timedelta(milliseconds=200))
+    gather(soon, workers(store, 0, 1), settings, progress=heard.append)
+    assert [event.subject for event in heard] == ["1", "1"]
+
+
+def test_who_sends_nothing_early_or_late_is_out(store):
+    for uid in (0, 1, 2):
+        send(store, str(uid))
+    age(store, "0", OVER.closes - timedelta(minutes=1))
+    age(store, "1", OVER.opens - timedelta(minutes=1))
+    age(store, "2", OVER.closes + timedelta(seconds=1))
+    found = gather(OVER, workers(store, 0, 1, 2, 3), QUICK)
+    assert set(found.taken) == {"0"}
+    reasons = {uid: out.reason for uid, out in found.out.items()}
+    assert reasons == {"1": Refusal.EARLY, "2": Refusal.LATE, "3": Refusal.MISSING}
+
+
+def test_who_sends_what_another_has_sent_is_out(store):
+    body = made(uid="1", bodies=bodies(seed=0))
+    send(store, "0")
+    send(store, "1", body)
+    age(store, "1", NOW - timedelta(minutes=5))  # it was first, and who came later has copied
+    found = gather(now_over(), workers(store, 0, 1), QUICK)
+    assert set(found.taken) == {"1"}
+    assert found.out["0"].reason is Refusal.DUPLICATE
+
+
+def test_reserves_stand_in_for_who_is_bad_without_waiting(store):
+    send(store, "0")
+    send(store, "1", b"bad")
+    for uid in (7, 8):
+        send(store, str(uid))
+    found = gather(OPEN, workers(store, 0, 1), QUICK, reserves=workers(store, 7, 8))
+    assert list(found.taken) == ["0", "7"]
+    assert found.out["1"].reason is Refusal.FORMAT
+
+
+def test_reserves_are_read_before_the_deadline_when_others_are_late(store):
+    for uid in (0, 8, 7):
+        send(store, str(uid))
+    found = gather(HEDGED, workers(store, 0, 1), QUICK, reserves=workers(store, 7, 8))
+    assert list(found.taken) == ["0", "7"]
+    assert found.spare == ("8",)
+
+
+def test_whoever_was_asked_first_counts_before_reserves(store):
+    for uid in (0, 1, 7):
+        send(store, str(uid))
+    found = gather(HEDGED, workers(store, 0, 1), QUICK, reserves=workers(store, 7))
+    assert list(found.taken) == ["0", "1"]
+
+
+def test_what_nobody_foresees_costs_a_gradient_its_place_when_it_happens_twice(store):
+    asked: list[str] = []
+
+    def reading(uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:
+        asked.append(uid)
+        if uid == "2" or (uid == "1" and asked.count(uid) == 1):
+            raise KeyError(uid)
+        return read_payload(store, stat, expected)
+
+    for uid in range(3):
+        send(store, str(uid))
+    found = gather(now_over(), workers(store, 0, 1, 2), QUICK, reading=reading)
+    assert set(found.taken) == {"0", "1"}
+    assert found.out["2"].reason is Refusal.FORMAT
+    assert found.out["2"].sentence.endswith("cannot be read (KeyError).")
+    assert sorted(asked) == ["0", "1", "1", "2", "2"]
+
+
+def test_without_a_quorum_it_has_failed(store):
+    send(store, "0")
+    closed = replace(OPEN, closes=datetime.now(UTC))
+    with pytest.raises(QuorumError, match="1 gradients of window 3 came in time, and 2 are") as one:
+        gather(closed, workers(store, 0, 1), GatherSettings(look=QUICK.look, quorum=2))
+    reasons = {uid: out.reason for uid, out in one.value.gathered.out.items()}
+    assert reasons == {"0": Refusal.QUORUM, "1": Refusal.MISSING}
+    assert not one.value.gathered.taken
+
+
+def test_as_many_as_the_quorum_are_waited_for(store):
+    for uid in (0, 1, 7):
+        send(store, str(uid))
+    few = GatherSettings(look=QUICK.look, wanted=2, quorum=3)
+    found = gather(OPEN, workers(store, 0, 1), few, reserves=workers(store, 7))
+    assert list(found.taken) == ["0", "1", "7"]
+
+
+def test_what_cannot_be_asked_is_refused(store):
+    with pytest.raises(ConfigurationError, match="named twice"):
+        gather(OPEN, workers(store, 0, 0), QUICK)
+    with pytest.raises(ConfigurationError, match="3 gradients are wanted of 2"):
+        gather(OPEN, workers(store, 0, 1), GatherSettings(wanted=3))
+
+
+@pytest.mark.parametrize("reason", [*BAD, Refusal.EARLY, Refusal.DUPLICATE])
+def test_a_right_gradient_that_overwrites_a_refused_one_counts(store, reason):
+    """As what an earlier run of the same name has left, until this run's workers have sent."""
+    heard: list[Event] = []
+
+    def sends_the_right_one(event: Event) -> None:
+        heard.append(event)
+        if event.figures.get("reason") is not None:
+            send(store, event.subject)
+        elif reason is Refusal.DUPLICATE and len(heard) == 2:
+            send(store, "1")
+
+    send(store, "0")
+    match reason:
+        case Refusal.EARLY:
+            send(store, "1")
+            age(store, "1", OPEN.opens - timedelta(days=1))
+        case Refusal.DUPLICATE:
+            send(store, "1", made(uid="1", bodies=bodies(seed=0)))
+        case _:
+            send(store, "1", BAD[reason])
+    found = gather(OPEN, workers(store, 0, 1), QUICK, progress=sends_the_right_one)
+    assert set(found.taken) == {"0", "1"}
+    assert found.out == {}
+
+
+def test_a_gradient_that_is_overwritten_again_and_again_is_read_three_times(store):
+    """Whoever overwrites before each look keeps no reader busy, and costs few bytes."""
+    asked: list[str] = []
+    heard: list[Event] = []
+    looks = 0
+
+    class Clock(StoreClock):
+        def now(self) -> datetime:
+            nonlocal looks
+            looks += 1
+            send(store, "1", f"wrong {looks}".encode())
+            reasons = [event.figures.get("reason") for event in heard]
+            over = Refusal.OVERWRITTEN in reasons or asked.count("1") > 3
+            return OPEN.closes + timedelta(seconds=1 if over else -1)
+
+    def reading(uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:
+        asked.append(uid)
+        return read_payload(store, stat, expected)
+
+    send(store, "0")
+    found = gather(
+        OPEN,
+        workers(store, 0, 1),
+        QUICK,
+        reading=reading,
+        clock=Clock(NOW, 0.0),
+        progress=heard.append,
+    )
+    assert asked.count("1") == 3
+    assert set(found.taken) == {"0"}
+    assert found.out["1"].reason is Refusal.OVERWRITTEN
+    assert "was overwritten after it was read 3 times" in found.out["1"].sentence
+
+
+def test_requests_that_fail_do_not_count_as_reads(store):
+    """A bucket that recovers costs its worker nothing."""
+    asked = 0
+
+    def reading(uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:
+        nonlocal asked
+        asked += 1
+        if asked < 6:
+            raise UnavailableError("503")
+        return read_payload(store, stat, expected)
+
+    send(store, "0")
+    found = gather(OPEN, workers(store, 0), QUICK, reading=reading)
+    assert set(found.taken) == {"0"}
+
+
+def test_what_an_earlier_run_has_left_does_not_end_a_window_before_its_time(store):
+    for uid in (0, 1):
+        send(store, str(uid))
+        age(store, str(uid), OPEN.opens - timedelta(days=1))
+    looks = 0
+
+    class Clock(StoreClock):
+        def now(self) -> datetime:
+            nonlocal looks
+            looks += 1
+            return OPEN.closes + timedelta(seconds=looks - 5)
+
+    clock = Clock(NOW, 0.0)
+    found = gather(
+        OPEN, workers(store, 0, 1), GatherSettings(look=QUICK.look, quorum=0), clock=clock
+    )
+    assert {out.reason for out in found.out.values()} == {Refusal.EARLY}
+    assert looks > 5
+
+
+def test_a_reserve_that_was_not_needed_is_not_missing(store):
+    for uid in (0, 1):
+        send(store, str(uid))
+    found = gather(now_over(), workers(store, 0, 1), QUICK, reserves=workers(store, 7))
+    assert (set(found.taken), found.out, found.spare) == ({"0", "1"}, {}, ())
+    found = gather(now_over(), workers(store, 0, 1, 2), QUICK, reserves=workers(store, 7))
+    reasons = {uid: out.reason for uid, out in found.out.items()}
+    assert reasons == {"2": Refusal.MISSING, "7": Refusal.MISSING}
+
+
+def test_the_grace_counts_once(store, monkeypatch):
+    """Whatever is waited for when time is up: a listing, another one, what is read."""
+    waited = 0.0
+
+    def wait(_futures: object, timeout: float, **_: object) -> None:
+        nonlocal waited
+        waited += timeout  # in no time, and nothing comes meanwhile
+
+    clock = SimpleNamespace(monotonic=lambda: waited, sleep=lambda _seconds: None)
+    monkeypatch.setattr("millrace.gradients.sync.gather.time", clock)
+    monkeypatch.setattr("millrace.gradients.sync.gather.wait", wait)
+    answered = threading.Event()
+
+    def hangs(uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:
+        answered.wait()
+        return read_payload(store, stat, expected)
+
+    send(store, "0")
+    grace = timedelta(seconds=10)
+    gather(now_over(), workers(store, 0, 1), GatherSettings(grace=grace, quorum=0), reading=hangs)
+    answered.set()
+    assert waited == grace.total_seconds()

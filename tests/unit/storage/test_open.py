@@ -1,0 +1,152 @@
+import os
+import pickle
+from datetime import timedelta
+
+import pytest
+from pydantic import SecretStr
+
+from millrace import errors
+from millrace.storage import (
+    Backend,
+    Credentials,
+    StoreSpec,
+    open_store,
+    put,
+    read,
+    read_spec_from_environment,
+)
+from millrace.storage.open import Location
+
+ACCOUNT = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("url", "backend", "bucket", "prefix"),
+    [
+        ("file:///data/sets", Backend.FILE, "/data/sets", ""),
+        ("s3://bucket/a/b/", Backend.S3, "bucket", "a/b"),
+        (f"r2://{ACCOUNT}/bucket/a", Backend.R2, "bucket", "a"),
+        (f"r2://{ACCOUNT}.eu/bucket", Backend.R2, "bucket", ""),
+        ("gs://bucket/a", Backend.GS, "bucket", "a"),
+        ("memory://name", Backend.MEMORY, "name", ""),
+    ],
+)
+def test_a_url_names_its_place(url, backend, bucket, prefix):
+    location = Location.parse(url)
+    assert (location.backend, location.bucket, location.prefix) == (backend, bucket, prefix)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "ftp://host/x", "s3://", f"r2://{ACCOUNT}", "r2://bucket/x", "file://host/x",
+     "s3://key:secret@bucket/x", "s3://bucket/x?secret=1"],
+)  # fmt: skip
+def test_what_is_no_place_is_refused_with_what_to_write(url, monkeypatch):
+    monkeypatch.delenv("R2_ACCOUNT_ID", raising=False)
+    with pytest.raises(errors.ConfigurationError) as refusal:
+        open_store(url)
+    assert "secret" not in str(refusal.value)
+
+
+def test_an_r2_account_leads_to_its_endpoint_and_region():
+    store = open_store(f"r2://{ACCOUNT}.eu/bucket/a")
+    assert store.endpoint == f"https://{ACCOUNT}.eu.r2.cloudflarestorage.com"
+    assert store.region == "auto"
+    assert store.url == f"r2://{ACCOUNT}.eu/bucket/a"
+    named = open_store("r2://bucket/a", account_id=ACCOUNT)
+    assert named.url == f"r2://{ACCOUNT}/bucket/a"
+
+
+def test_secrets_do_not_print_and_go_only_where_they_are_revealed():
+    spec = StoreSpec(
+        url="s3://bucket",
+        credentials=Credentials(
+            access_key_id="id",
+            secret_access_key=SecretStr("hush-hush"),
+            session_token=SecretStr("hush-token"),
+        ),
+    )
+    store = open_store(spec)
+    shown = f"{spec!r} {spec} {store!r} {store.raw!r} {spec.model_dump_json()}"
+    assert "hush" not in shown
+    assert StoreSpec.model_validate(spec.reveal_secrets()) == spec
+
+
+def test_a_store_can_be_sent_to_another_process_unless_it_is_in_the_memory_of_this(
+    tmp_path, monkeypatch
+):
+    store = open_store(tmp_path.as_uri())
+    put(store, "a", b"1")
+    assert read(pickle.loads(pickle.dumps(store)), "a") == b"1"
+    monkeypatch.setenv("R2_ACCOUNT_ID", ACCOUNT)
+    known = pickle.dumps(open_store("r2://bucket/below"))
+    monkeypatch.delenv("R2_ACCOUNT_ID")
+    assert pickle.loads(known).url == f"r2://{ACCOUNT}/bucket/below"
+    with pytest.raises(errors.ConfigurationError, match="in the memory of this process"):
+        pickle.dumps(open_store("memory://here"))
+
+
+def test_the_environment_names_a_folder(tmp_path):
+    spec = read_spec_from_environment(
+        {"STORAGE_BACKEND": "local", "LOCAL_STORAGE_PATH": str(tmp_path)}
+    )
+    assert open_store(spec).url == tmp_path.as_uri()
+
+
+def test_the_environment_names_a_bucket_and_its_credentials():
+    spec = read_spec_from_environment(
+        {
+            "STORAGE_BACKEND": "s3",
+            "CHECKPOINT_BUCKET": "bucket",
+            "AWS_ACCESS_KEY_ID": "id",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_ENDPOINT_URL": "http://127.0.0.1:1",
+            "AWS_REGION": "auto",
+        }
+    )
+    assert (spec.url, spec.endpoint, spec.region) == ("s3://bucket", "http://127.0.0.1:1", "auto")
+    assert spec.credentials.secret_access_key.get_secret_value() == "secret"
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({}, "LOCAL_STORAGE_PATH"),
+        ({"STORAGE_BACKEND": "s3"}, "CHECKPOINT_BUCKET"),
+        ({"STORAGE_BACKEND": "s3", "AWS_ACCESS_KEY_ID": "i"}, "CHECKPOINT_BUCKET and AWS_SECRET"),
+        ({"STORAGE_BACKEND": "", "LOCAL_STORAGE_PATH": ""}, "LOCAL_STORAGE_PATH"),
+        ({"STORAGE_BACKEND": "tape"}, "tape"),
+    ],
+)
+def test_what_the_environment_lacks_is_named_at_once(environ, named):
+    with pytest.raises(errors.ConfigurationError, match=named):
+        read_spec_from_environment(environ)
+
+
+@pytest.fixture
+def no_aws(monkeypatch):
+    """An environment that says nothing of S3."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_an_empty_variable_is_no_endpoint_no_region_and_no_key(no_aws):
+    for name in ("ENDPOINT_URL", "REGION", "ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN"):
+        no_aws.setenv(f"AWS_{name}", "")
+    no_aws.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # nothing leaves this machine
+    key = Credentials(access_key_id="id", secret_access_key=SecretStr("secret"))
+    store = open_store("s3://bucket", credentials=key, retry_timeout=timedelta(seconds=0.1))
+    assert (store.endpoint, store.region) == (None, None)
+    with pytest.raises(errors.UnavailableError, match=r"s3\.us-east-1\.amazonaws\.com"):
+        read(store, "a")  # obstore panicked at an empty endpoint
+    assert [name for name in os.environ if name.startswith("AWS_")] == []  # boto3 reads them too
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:9000", "minio.example.org", "https://", "s3://x"])
+def test_an_endpoint_that_is_no_url_is_refused_with_what_to_write(endpoint, no_aws):
+    no_aws.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(errors.ConfigurationError, match="write https://HOST"):
+        open_store("s3://bucket")
+    with pytest.raises(errors.ConfigurationError, match="write https://HOST"):
+        open_store(f"r2://{ACCOUNT}/bucket", endpoint=endpoint)

@@ -1,0 +1,158 @@
+"""What the driver reads itself, and what it makes of what the nodes say."""
+
+import hashlib
+
+import pytest
+
+from millrace import errors
+from millrace.swarm.driving.event_handler import EventHandler
+from millrace.swarm.driving.file_audits import FileAuditor
+from millrace.swarm.driving.own_reads import OwnReads
+from millrace.swarm.driving.reports import ProgressRecorder, report_nodes
+from millrace.swarm.driving.run_spec import list_unproven
+from millrace.swarm.nodes import AbsentNode
+from millrace.swarm.referee import FileAudit
+from millrace.swarm.transfer import FetchError
+from tests.unit.swarm.driving.runs import SIZE, Run, make_catalogue, make_file
+
+RIGHT = hashlib.sha256(b"right").hexdigest()
+
+
+def make_reads(run: Run, patience: float = 60.0) -> tuple[OwnReads, list[int]]:
+    read: list[int] = []
+    return OwnReads(run.state, make_catalogue(), patience, read.append), read
+
+
+def test_of_unproven_pieces_the_driver_reads_sixteen_mib():
+    run = Run("a", pieces=40)
+    reads, read = make_reads(run)
+    reads.select(list(range(40)), [SIZE] * 40)
+    assert len(read) == len(set(read)) == 16
+    assert all(reads.is_useful(number) for number in read)
+    assert not any(reads.is_useful(number) for number in set(range(40)) - set(read))
+
+
+def test_one_node_that_says_that_an_object_is_gone_makes_the_driver_look():
+    run = Run("ab")
+    reads, read = make_reads(run)
+    reads.note_failure(run["a"], 1, 503, "busy")
+    assert read == []
+    reads.note_failure(run["a"], 1, 404, "gone")
+    assert read == [1]
+    assert reads.is_useful(1)
+    reads.handle_digest(1, RIGHT)
+    assert "it cannot read s3://bucket/b from the store, and the driver can" in run["a"].why
+    assert not reads.is_useful(1)
+    assert run.state.fatal is None
+
+
+def test_an_object_that_the_driver_finds_gone_ends_the_run():
+    run = Run("a")
+    reads, _ = make_reads(run)
+    reads.handle_failure(0, FetchError("busy", 503))
+    assert run.state.fatal is None
+    reads.handle_failure(0, FetchError("gone", 404))
+    assert isinstance(run.state.fatal, errors.ChangedError)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(503, errors.UnavailableError), (403, errors.DeniedError)]
+)
+def test_a_store_that_fails_for_longer_than_patience_ends_the_run(status, kind):
+    run = Run("a")
+    reads, _ = make_reads(run, patience=-1.0)
+    reads.handle_failure(0, FetchError("no", status))
+    assert isinstance(run.state.fatal, kind)
+
+
+def make_auditor(run: Run, sha256: str = RIGHT, md5: str = "") -> tuple[FileAuditor, list[int]]:
+    audited: list[int] = []
+    catalogue = make_catalogue(make_file("a", sha256=sha256, md5=md5), make_file("b"))
+    return FileAuditor(run.state, catalogue, audited.append), audited
+
+
+def test_a_node_that_says_again_that_a_right_file_is_wrong_is_lost():
+    run = Run("ab")
+    auditor, audited = make_auditor(run)
+    auditor.note_mismatch(run["a"], 0, "other")
+    auditor.note_mismatch(run["b"], 1, "other")  # nothing says what that file is
+    assert audited == [0]
+    assert auditor.is_doubted(0)
+    assert run.take_events() == [("file.mismatch", "s3://bucket/a")]
+    auditor.handle_audit(FileAudit(0, RIGHT, "parts", {0: "x"}))
+    assert not auditor.is_doubted(0)
+    auditor.note_mismatch(run["b"], 0, "other")  # what differs is being replaced
+    assert run["b"].why == ""
+    auditor.note_mismatch(run["b"], 0, "parts")
+    assert "not those that the store has" in run["b"].why
+
+
+def test_an_object_that_is_not_what_its_sha256_says_ends_the_run():
+    run = Run("a")
+    auditor, _ = make_auditor(run)
+    auditor.handle_audit(FileAudit(0, "other", "parts", {0: "x"}))
+    assert isinstance(run.state.fatal, errors.CorruptError)
+
+
+def test_an_etag_that_is_no_md5_is_void_for_every_node():
+    run = Run("a")
+    auditor, _ = make_auditor(run, sha256="", md5="an-md5")
+    auditor.handle_audit(FileAudit(0, "other", "parts", {0: "x"}))
+    assert auditor.void == {0}
+    assert {"void": 0} in run.take_orders("a")
+    assert run.state.fatal is None
+
+
+def make_handler(run: Run) -> EventHandler:
+    reads, _ = make_reads(run)
+    auditor, _ = make_auditor(run)
+    return EventHandler(run.state, reads, auditor, files=2, began=0.0)
+
+
+def test_what_a_node_says_is_counted_until_it_is_lost():
+    run = Run("ab")
+    handler, state = make_handler(run), run.state
+    state.dispatch(state.tracker.begin(0.0))
+    done = {"e": "done", "p": 0, "s": "", "d": RIGHT, "b": SIZE}
+    handler.handle(run["a"], done)
+    assert state.held == SIZE
+    handler.handle(run["a"], {"e": "retry"})
+    handler.handle(run["a"], {"e": "files", "f": [0, 1]})
+    assert run["a"].ready
+    assert run.take_events() == [("node.ready", "a")]
+    counts = run["a"].counts
+    assert (counts.from_store, counts.failures, counts.moved) == (SIZE, 1, SIZE)
+    handler.handle(run["a"], {"e": "fault", "why": "full"})
+    handler.handle(run["a"], {"e": "retry"})
+    assert run["a"].why == "full"
+    assert counts.failures == 1
+
+
+def test_a_giver_is_reported_once_by_each_node_that_accuses_it():
+    run = Run("ab")
+    handler = make_handler(run)
+    failed = {"e": "failed", "p": 0, "s": "id-b", "why": "", "status": 0, "wrong": True}
+    for _ in range(3):
+        handler.handle(run["a"], failed)
+    assert run.take_events() == [("node.untrusted", "b")]
+
+
+def test_reports_name_every_node_and_the_bytes_that_all_have():
+    run = Run("ba")
+    run["a"].ready = True
+    run.state.members.add_absent(AbsentNode("c", "c", "gone"))
+    run.state.lose(run["b"], "broken")
+    reports = report_nodes(run.state.members, {"id-a"})
+    assert [(node.name, node.ready, node.why, node.trusted) for node in reports] == [
+        ("a", True, "", False),
+        ("b", False, "broken", True),
+        ("c", False, "gone", True),
+    ]
+    recorder = ProgressRecorder(2 * SIZE, 10.0)
+    figures = recorder.record(run.state, 12.0).figures
+    assert (figures["of"], figures["nodes"], figures["seconds"]) == (2 * SIZE, 1, 2.0)
+    assert recorder.curve == [(2.0, 0)]
+
+
+def test_pieces_of_files_without_a_digest_are_unproven():
+    assert list_unproven(make_catalogue(make_file("a", sha256=RIGHT), make_file("b"))) == [1]

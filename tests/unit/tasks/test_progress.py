@@ -1,0 +1,115 @@
+"""The engine's events, as one progress artifact."""
+
+import logging
+import threading
+
+import pytest
+from prefect.logging import disable_run_logger
+
+from millrace.progress import Event
+from tasks import progress as module
+from tasks.progress import ShardProgress, SwarmProgress, WindowProgress
+
+PLAN = Event("plan.committed", "words/plan.json", {"partitions": 4, "bytes": 4000, "files": 2})
+
+
+def commit(size: int, **figures: float | str) -> Event:
+    return Event("shard.committed", "words/shards/x", {"samples": 1, "bytes": size, **figures})
+
+
+@pytest.fixture
+def counting() -> ShardProgress:
+    """One that only counts: nothing is shown before its block is entered."""
+    with disable_run_logger():
+        return ShardProgress("progress-words")
+
+
+def test_it_counts_partitions_and_parts_of_open_ones(counting: ShardProgress) -> None:
+    assert counting.percent == 0
+    assert counting.sentence == "Reading the source's listing."
+    for event in (
+        PLAN,
+        Event("partition.opened", "train-00000", {"cursor": 0, "commits": 0, "through": 0.0}),
+        Event("partition.opened", "train-00001", {"cursor": 9, "commits": 1, "through": 0.5}),
+        commit(1_000, partition="train-00000", through=0.25),
+    ):
+        counting(event)
+    assert counting.percent == pytest.approx(100 * 0.75 / 4)
+    counting(Event("partition.ended", "train-00001", {"samples": 1, "bytes": 1, "quarantined": 0}))
+    assert counting.percent == pytest.approx(100 * 1.25 / 4)
+    assert counting.sentence.startswith(
+        "1 of 4 partitions ended; this run has made 1 shard, 1.0 kB"
+    )
+    assert sum(counting.pace.values()) == 1_000
+
+
+def test_a_resumed_run_begins_where_the_last_one_was(counting: ShardProgress) -> None:
+    counting(PLAN)
+    counting(Event("partitions.left", figures={"partitions": 1}))
+    assert counting.percent == 75
+
+
+def test_a_run_that_fails_ends_its_progress_with_the_reason(counting: ShardProgress) -> None:
+    counting(PLAN)
+    counting._thread = threading.Thread(target=str)  # shows nothing: what it would show counts
+    with pytest.raises(KeyError), counting:
+        raise KeyError("boom")
+    assert counting.sentence.endswith("Failed: 'boom'")
+
+
+def test_a_swarm_is_as_far_as_its_bytes() -> None:
+    with disable_run_logger():
+        counting = SwarmProgress("progress-prewarm")
+    assert counting.percent == 0
+    assert counting.sentence == "Looking for the files and the nodes."
+    figures = {"of": 4_000_000, "nodes": 2, "ready": 0, "seconds": 1.0}
+    counting(Event("swarm.progress", "", {"bytes": 1_000_000, "moved": 0, **figures}))
+    then = {"bytes": 3_000_000, "moved": 2_000_000, **figures, "ready": 1}
+    counting(Event("swarm.progress", "", then))
+    counting(Event("node.lost", "n1", {"why": "it no longer answers"}))
+    assert counting.percent == 75
+    assert counting.sentence.startswith("1 of 2 nodes ready; 3.0 MB of 4.0 MB there, at ")
+    assert counting.sentence.endswith(" to go.")
+    assert sum(counting.pace.values()) == 2_000_000  # what was there before took no time
+
+
+def test_windows_and_who_came_to_the_open_one_are_counted() -> None:
+    with disable_run_logger():
+        counting = WindowProgress("progress-aggregate", workers=3, windows=4)
+    for event in (
+        Event("chain.applied", "runs/one", {"window": 6, "step": 60}),
+        Event("gradient.taken", "a", {"bytes": 1000, "norm": 1.0}),
+        Event("gradient.refused", "b", {"reason": "late"}),
+    ):
+        counting(event)
+    assert counting.percent == 0
+    assert counting.sentence == (
+        "0 windows merged by this run, the last is 6; to the next 1 of 3 workers came, 1 refused."
+    )
+    counting(Event("window.merged", "runs/one", {"window": 7, "taken": 1, "out": 2}))
+    assert counting.percent == 25
+    assert counting.sentence == (
+        "1 window merged by this run, the last is 7; to the next 0 of 3 workers came."
+    )
+    assert sum(counting.pace.values()) == 1000
+
+
+def test_a_worker_that_stores_too_much_is_warned_of_once_until_it_is_twice_as_much(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("quota"))
+    counting = WindowProgress("progress-aggregate", workers=2)
+    for objects, stored in ((3, 1000), (4, 1500), (5, 2000), (6, 2500), (10, 2600)):
+        counting(Event("quota.exceeded", "a", {"objects": objects, "bytes": stored}))
+    counting(Event("quota.exceeded", "b", {"objects": 3, "bytes": 1000}))
+    assert [text.partition(", below")[0] for text in caplog.messages] == [
+        "a stores 3 objects, 1.0 kB", "a stores 5 objects, 2.0 kB", "a stores 10 objects, 2.6 kB",
+        "b stores 3 objects, 1.0 kB",
+    ]  # fmt: skip
+
+
+def test_of_a_run_without_end_the_open_window_is_shown() -> None:
+    with disable_run_logger():
+        counting = WindowProgress("progress-aggregate", workers=4)
+    counting(Event("gradient.taken", "a", {"bytes": 1000, "norm": 1.0}))
+    assert counting.percent == 25
