@@ -332,9 +332,15 @@ def race(members: int, size: int) -> float:
 
 
 def _member(host: Host, settings: dict[str, Any]) -> "subprocess.Popen[str]":
-    path = DISK / "cool-down.yaml"  # JSON is YAML
+    path = DISK / "cooldown.yaml"  # JSON is YAML
     host.call(path.write_text, json.dumps(settings))
-    command = [sys.executable, "-c", "from millrace.cli import main; main()", "cool-down"]
+    command = [
+        sys.executable,
+        "-c",
+        "from millrace.cli import main; main()",
+        "checkpoint",
+        "cooldown",
+    ]
     return host.popen(
         [*command, str(path), "--member", host.name], stdout=subprocess.PIPE, text=True
     )

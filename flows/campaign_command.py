@@ -1,4 +1,4 @@
-"""The command ``millrace campaign``: a campaign from a file, run here."""
+"""``millrace campaign run`` and ``init``: a campaign from a file, run here."""
 
 import logging
 from pathlib import Path
@@ -9,9 +9,17 @@ from prefect.blocks.core import Block
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from flows.local_server import start_local_server
-from millrace.cli import said, write_template
-from millrace.cli_rentals import release_on_signal
+from millrace.cli.common import (
+    CommandResult,
+    add_yes_option,
+    confirm,
+    print_result,
+    take_settings_file,
+    write_template,
+)
+from millrace.cli.machine import release_on_signal
 from millrace.errors import ConfigurationError
+from millrace.formatting import format_count
 from millrace.settings import read_settings_file, validate_settings
 from millrace.terminal import echo, echo_text
 
@@ -69,31 +77,18 @@ _HIDDEN_PREFIXES = (
 )
 
 
-class _CampaignGroup(click.Group):
-    """The group of commands. A first word that is no command is a file."""
+@click.command()
+@take_settings_file("campaign.yaml")
+@add_yes_option
+@print_result
+def run(settings: Path, *, yes: bool) -> CommandResult:
+    r"""Run a campaign here, or go on with one that was stopped.
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        helps = any(word in ctx.help_option_names for word in args[:1])
-        if not helps and (not args or args[0] not in self.commands):
-            args = ["run", *args]
-        return super().parse_args(ctx, args)
-
-
-@click.group(cls=_CampaignGroup, options_metavar="[FILE | COMMAND]", subcommand_metavar="")
-def campaign() -> None:
-    r"""Run a whole campaign from a file: shard, rent, train, release, publish, clean.
+    The command shows what it rents, and asks before it does.
 
     \b
-    millrace campaign init campaign.yaml    write a file to start from
-    millrace campaign campaign.yaml         run it; start it again to go on where it was stopped
+    Example: millrace campaign run campaign.yaml
     """
-
-
-@campaign.command()
-@click.argument("plan", type=click.Path(path_type=Path), default="campaign.yaml")
-@said
-def run(plan: Path) -> int:
-    """Run a campaign here, or go on with it."""
     from flows.campaign import run_campaign
     from tasks.campaigning import describe
     from tasks.renting import RentalSupervisor
@@ -101,22 +96,44 @@ def run(plan: Path) -> int:
     release_on_signal(RentalSupervisor.has_any_machines)
     for handler in _find_console_handlers():
         handler.addFilter(should_print)
-    data = read_settings_file(plan, template="millrace campaign init")
-    wanted = None if "$ref" in str(data) else read_campaign_plan(plan)  # blocks are on the server
+    data = read_settings_file(settings, template="millrace campaign init")
+    plan = None if "$ref" in str(data) else read_campaign_plan(settings)  # blocks: on the server
     with start_local_server(), temporary_settings({PREFECT_CLIENT_MAX_RETRIES: _MAX_RETRIES}):
-        found = run_campaign(wanted or read_campaign_plan(plan))
+        plan = plan or read_campaign_plan(settings)
+        if not _confirm_rental(plan, yes=yes):
+            return CommandResult({"campaign": plan.name}, 1)
+        found = run_campaign(plan)
     echo_text(describe(found, with_picture=False))
-    return 0
+    return CommandResult(found)
 
 
-@campaign.command()
+def _confirm_rental(plan: Any, *, yes: bool) -> bool:
+    """Ask whether the machines of a campaign are to be rented, if it rents any."""
+    from flows.campaign_plan import RentedWorkers
+
+    training = plan.training
+    if training is None or not isinstance(training.machines, RentedWorkers):
+        return True
+    limit = training.machines.request.max_total
+    return confirm(
+        f"Rent {format_count(training.workers, 'machine')} of Vast.ai for {plan.name}, for at most "
+        f"${limit:.2f} in all?",
+        yes=yes,
+    )
+
+
+@click.command()
 @click.argument("path", type=click.Path(path_type=Path), default="campaign.yaml")
-@said
-def init(path: Path) -> int:
-    """Write a file of a campaign to start from."""
+@print_result
+def init(path: Path) -> CommandResult:
+    r"""Write a campaign's file to start from.
+
+    \b
+    Example: millrace campaign init campaign.yaml
+    """
     write_template(path, _TEMPLATE)
-    echo(f"Wrote {path}. Set its source, script and checkpoint, then: millrace campaign {path}")
-    return 0
+    echo(f"Wrote {path}. Set its source, script and checkpoint, then: millrace campaign run {path}")
+    return CommandResult({"path": path})
 
 
 def _find_console_handlers() -> list[logging.Handler]:

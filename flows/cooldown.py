@@ -54,9 +54,9 @@ def run_cooldown(
     """End an epoch: the members upload its checkpoint together, and one of them commits it.
 
     Without `nodes`, members elsewhere end the epoch from their training loop or by
-    `millrace cool-down`. This run watches, finishes the commit of dead members, and reports. With
-    `nodes`, the nodes of a Ray cluster are the members. With `members`, this run owns the job and
-    commits what those members have uploaded.
+    `millrace checkpoint cooldown`. This run watches, finishes the commit of dead
+    members, and reports. With `nodes`, the nodes of a Ray cluster are the members. With
+    `members`, this run owns the job and commits what those members have uploaded.
 
     Args:
         bucket: A Millrace Bucket block with write credentials, its name, or a URL.

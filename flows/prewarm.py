@@ -74,7 +74,7 @@ class FilesRequest(InputLocation):
 
 
 class AgentHosts(BaseModel):
-    """Machines on which `millrace node` runs."""
+    """Machines on which `millrace swarm node` runs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -90,7 +90,7 @@ class AgentHosts(BaseModel):
 
 
 class RentedMachines(BaseModel):
-    """Rented machines that run `millrace work` or `millrace node` on port 70000."""
+    """Rented machines: `millrace campaign worker` or `millrace swarm node` on port 70000."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -127,7 +127,7 @@ class LocalWorkerProcesses:
             render_worker_settings(self._plan, self._write_spec, number), encoding="utf-8"
         )
         main = "from millrace.cli import main; main()"
-        command = [sys.executable, "-c", main, "work", str(file), "--attached"]
+        command = [sys.executable, "-c", main, "campaign", "worker", str(file), "--attached"]
         process = subprocess.Popen(
             command,
             cwd=self._folder,

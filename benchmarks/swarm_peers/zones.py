@@ -67,7 +67,7 @@ def run_zones(
     code = NODE if encrypted else f"{UNENCRYPTED}{NODE}"
     with ExitStack() as stack:
         for node in rig.nodes:
-            command = [sys.executable, "-c", code, "node"]
+            command = [sys.executable, "-c", code, "swarm", "node"]
             command += ["--root", str(destination), "--host", node.address, "--port", str(PORT)]
             agent = node.popen(command, env=secret, stdout=subprocess.PIPE, text=True)
             stack.enter_context(agent)

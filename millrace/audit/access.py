@@ -169,7 +169,7 @@ class AuditReport(BaseModel):
 
     @property
     def exit_code(self) -> int:
-        """Exit code of `millrace audit`: that of the gravest finding.
+        """Exit code of `millrace bucket audit`: that of the gravest finding.
 
         0 proven; 20 a forbidden operation is allowed; 21 a store does not do what it says; 22
         credentials are refused wholly, 23 in part; 24 no such bucket; 25 the store does not answer;

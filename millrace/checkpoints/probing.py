@@ -41,7 +41,7 @@ class ProbeVerdict(StrEnum):
 
     @property
     def exit_code(self) -> int:
-        """Exit code of `millrace probe`: 0 if it is ready, else from 11 on in this order."""
+        """Exit code of `millrace checkpoint probe`: 0 if ready, else from 11 on in this order."""
         return 0 if self is ProbeVerdict.READY else 10 + list(ProbeVerdict).index(self)
 
 

@@ -249,7 +249,8 @@ def _iterate_entries(
     if rented := [name for name, numbers in sorted(unreturned.items()) if numbers]:
         raise errors.HeldError(
             f"{store.url} holds the ledger of {', '.join(rented)}, whose machines are not "
-            "returned: release them, or let `millrace reap` close destroyed ones; then wipe."
+            "returned: release them, or let `millrace machine reap` close destroyed ones; then "
+            "wipe."
         )
 
 

@@ -82,7 +82,7 @@ def destroy_machines(
             raise errors.UnavailableError(
                 f"Whether {', '.join(sorted(remaining))} is given back is not known"
                 f"{f' ({last_error})' if last_error else ''}: look at the provider's page of "
-                "instances, and run `millrace reap`."
+                "instances, and run `millrace machine reap`."
             )
         if remaining:
             clock.sleep(3.0)

@@ -158,7 +158,7 @@ def release(
         attempts = list_attempts(store, rental)
         if not attempts:
             raise errors.NotFoundError(
-                f"{store.url} knows no rental {rental!r}: `millrace rentals` lists them."
+                f"{store.url} knows no rental {rental!r}: `millrace machine list` lists them."
             )
         own_account = vast.identify_account()
         unreturned = [

@@ -122,7 +122,7 @@ class RayNodes(_Settings):
 
 
 class Host(_Settings):
-    """A machine on which `millrace node` runs."""
+    """A machine on which `millrace swarm node` runs."""
 
     url: str = Field(
         description="URL of its agent: http://host:port. Except for loopback, the "
@@ -159,7 +159,7 @@ class Host(_Settings):
 
 
 class Hosts(_Settings):
-    """Machines on which `millrace node` runs, with the key that they were given."""
+    """Machines on which `millrace swarm node` runs, with the key that they were given."""
 
     kind: Literal["hosts"] = "hosts"
     hosts: tuple[Host, ...] = Field(min_length=1, description="The machines.")

@@ -170,7 +170,7 @@ class PinnedConnection(http.client.HTTPSConnection):
             if error.reason in _NOT_TLS:
                 raise TlsError(
                     f"what listens at {at} does not encrypt (TLS): it is no agent, or one of an "
-                    "older version. Start `millrace node` of this version there"
+                    "older version. Start `millrace swarm node` of this version there"
                 ) from error
             raise
         except BaseException:

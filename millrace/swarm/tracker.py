@@ -242,11 +242,12 @@ class Tracker:
                 self._unread.delay(number, now)
             if piece.holders:
                 self._waiting.enqueue(node, number)
-        if source != STORE:
-            if took is not None:
-                giver = self._nodes[source]
-                if took.seconds > self._givers.compute_timeout(giver, node, piece.size):
-                    self._note_refusal(node, giver)
+        if source != STORE and took is not None:
+            giver = self._nodes[source]
+            if took.seconds > self._givers.compute_timeout(giver, node, piece.size):
+                self._note_refusal(node, giver)
+        if source != STORE or node.have[number]:
+            # Nobody else was to read the piece meanwhile, and others may not fetch this copy.
             self._copies.offer_if_nobody_has(number)
         return self._fill_after(node, now)
 

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+from millrace.checkpoints import Saver, load
 from millrace.cli import main
 from millrace.datasets import PipelineSettings
 from millrace.progress import Event
 from millrace.progress_bar import BytesBar
 from millrace.settings import load_settings
+from millrace.storage import open_store
 from millrace.testing.process import REPOSITORY, free_ports
 
 
@@ -45,8 +48,75 @@ def settings(tmp_path):
 
 def test_help_names_every_command(run):
     shown = run("--help")
-    for command in ("init", "plan", "run", "verify", "status", "gc", "prewarm", "node", "setup"):
+    commands = ["init", "plan", "run", "status", "verify", "deploy", "setup"]
+    nouns = {
+        "dataset": ["init", "plan", "run", "status", "verify", "collect-garbage"],
+        "swarm": ["prewarm", "node"],
+        "checkpoint": ["list", "verify", "save", "retain", "probe", "cooldown"],
+        "gradient": ["aggregate", "catch-up"],
+        "machine": ["offers", "rent", "list", "release", "reap"],
+        "bucket": ["audit", "clean", "wipe", "abort-uploads"],
+        "campaign": ["init", "run", "worker"],
+    }
+    for command in [*commands, *nouns]:
         assert f"\n  {command} " in shown
+    for noun, verbs in nouns.items():
+        shown = run(noun, "--help")
+        assert "\n  Example:" in shown
+        for verb in verbs:
+            assert f"\n  {verb} " in shown
+            assert f"Example: millrace {verb if noun == 'dataset' else noun} " in run(
+                noun, verb, "--help"
+            ).replace("millrace dataset ", "millrace ")
+
+
+def test_json_has_standard_output_for_itself(settings):
+    done = CliRunner().invoke(main, ["run", "--config", str(settings), "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["samples"], found["new_shards"], found["quarantined"]) == (100, 1, 1)
+    assert "100 samples in 1 shard" in done.stderr
+    status = CliRunner().invoke(main, ["status", str(settings), "--json"])
+    (lines,) = json.loads(status.stdout)
+    assert (lines["dataset"], lines["partitions"][0]["state"]) == ("lines", "ended")
+    again = CliRunner().invoke(main, ["status", str(settings)])
+    assert "lines: complete" in again.stdout  # the next command prints for people again
+
+
+def test_a_settings_file_is_named_once(run, settings):
+    shown = run("plan", str(settings), "--config", str(settings), code=2)
+    assert "Name the settings file once" in shown
+
+
+def test_garbage_is_shown_and_deleted_only_after_a_yes(run, settings, tmp_path):
+    run("run", str(settings))
+    left = tmp_path / "store" / "lines" / "shards" / "train-00000-000009.tar"
+    left.write_bytes(b"left")
+    words = ["dataset", "collect-garbage", str(settings), "--min-age", "0s"]
+    shown = run(*words, "--dry-run")
+    assert left.as_uri() in shown
+    count = shown.splitlines()[-1].removeprefix("Would delete ").removesuffix(".")
+    no = CliRunner().invoke(main, words, input="n\n")
+    assert (no.exit_code, f"Delete {count}?" in no.stderr) == (1, True)
+    silent = CliRunner().invoke(main, words)
+    assert (silent.exit_code, "Add --yes" in silent.stderr) == (2, True)
+    assert left.exists()
+    assert f"Deleted {count}." in run(*words, "--yes")
+    assert not left.exists()
+
+
+def test_a_checkpoint_is_copied_and_verified(run, tmp_path):
+    disk, bucket = (tmp_path / "disk").as_uri(), (tmp_path / "bucket").as_uri()
+    with Saver(open_store(disk), "job") as saver:
+        for step in (1, 2):
+            saver.save({"w": torch.full((10,), float(step))}, step=step).result()
+    assert "Step 2 of job is in" in run("checkpoint", "save", disk, "job", bucket)
+    assert "verified" in run("checkpoint", "verify", bucket, "job")
+    assert "sent 0 bytes" in run("checkpoint", "save", disk, "job", bucket)
+    copy = run("checkpoint", "save", disk, "job", bucket, "--step", "1", "--as", "old")
+    assert "Step 1 of old is in" in copy
+    assert load(open_store(bucket), "old").checkpoint.step == 1
+    assert "has no" in run("checkpoint", "save", disk, "none", bucket, code=1)
 
 
 def test_init_writes_settings_that_are_read_back_and_never_overwrites(run, tmp_path, monkeypatch):
@@ -165,7 +235,7 @@ def test_run_verify_status_and_gc_speak_of_the_same_dataset(run, settings, tmp_p
     assert "1 shard of 1" in run("verify", store, "lines", "--quick")
     assert "lines: complete" in run("status", store)
     assert "lines: complete" in run("status", str(settings))
-    assert "Would delete" in run("gc", store, "lines")
+    assert "Would delete" in run("dataset", "collect-garbage", store, "lines", "--dry-run")
     shard = next((tmp_path / "store" / "lines" / "shards").iterdir())
     shard.write_bytes(b"other")
     assert "5 bytes, not" in run("verify", store, "lines", code=1)
@@ -260,7 +330,7 @@ def warm(tmp_path):
 
 
 def test_prewarm_shows_what_would_go_where(run, warm):
-    shown = run("prewarm", str(warm), "--dry-run")
+    shown = run("swarm", "prewarm", str(warm), "--dry-run")
     assert "/data/a.bin  2.0 MB  file://" in shown
     assert "1 file, 2.0 MB, in 2 pieces." in shown
 
@@ -270,19 +340,19 @@ def test_a_dry_run_says_where_prewarm_will_refuse(run, warm):
     (port,) = free_ports(1)
     nodes = f"nodes: {{kind: ray, address: '127.0.0.1:{port}'}}"
     warm.write_text(re.sub("^nodes: .*$", nodes, warm.read_text(), flags=re.MULTILINE))
-    shown = run("prewarm", str(warm), "--dry-run", code=1)
+    shown = run("swarm", "prewarm", str(warm), "--dry-run", code=1)
     assert "1 file, 2.0 MB, in 2 pieces." in shown
     said = f"There is no Ray cluster at 127.0.0.1:{port}"
-    assert f"`millrace prewarm` will refuse: {said}" in shown
-    assert said in run("prewarm", str(warm), code=2)
+    assert f"`millrace swarm prewarm` will refuse: {said}" in shown
+    assert said in run("swarm", "prewarm", str(warm), code=2)
 
 
 def test_prewarm_says_which_node_cannot_be_reached(run, warm):
-    said = run("prewarm", str(warm), code=1)
+    said = run("swarm", "prewarm", str(warm), code=1)
     assert "1 of 1 nodes are lost" in said
     assert "127.0.0.1:9: it cannot be reached" in said
 
 
 def test_a_node_wants_a_key(run, tmp_path, monkeypatch):
     monkeypatch.delenv("MILLRACE_NODE_KEY", raising=False)
-    assert "Set MILLRACE_NODE_KEY" in run("node", "--root", str(tmp_path), code=2)
+    assert "Set MILLRACE_NODE_KEY" in run("swarm", "node", "--root", str(tmp_path), code=2)

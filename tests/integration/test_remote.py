@@ -80,7 +80,7 @@ def test_run_use_vast_rents_and_gives_back(
     vast: VastServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The handlers would replace pytest's own.
-    monkeypatch.setattr("millrace.cli_rentals.release_on_signal", lambda: None)
+    monkeypatch.setattr("millrace.cli.machine.release_on_signal", lambda: None)
     key = vast.reset(rate=300.0, strict=False, program=100.0)
     (tmp_path / "store/raw").mkdir(parents=True)
     (tmp_path / "store/raw/a.jsonl").write_text('{"text": "x"}\n')
@@ -99,7 +99,13 @@ def test_run_use_vast_rents_and_gives_back(
         )
     )
     assert CliRunner().invoke(main, ["plan", str(path)]).exit_code == 0
-    done = CliRunner().invoke(main, ["run", str(path), "--use-vast"])
+    refused = CliRunner().invoke(main, ["run", str(path), "--use-vast"], input="n\n")
+    assert refused.exit_code == 1
+    assert "Rent 1 machine for shard/words, for at most $5.00 in all?" in refused.stderr
+    unanswered = CliRunner().invoke(main, ["run", str(path), "--use-vast"])
+    assert (unanswered.exit_code, "Add --yes" in unanswered.stderr) == (2, True)
+    assert vast.books() == []
+    done = CliRunner().invoke(main, ["run", str(path), "--use-vast", "--yes"])
     assert done.exit_code == 0, done.output
     assert "shard/words/0: given back (done: its program ended)" in done.output
     assert vast.alive() == []

@@ -58,7 +58,7 @@ class Swarm:
 
     def agent(self, host: Host, script: str = NODE) -> None:
         """Start the agent of a host; it ends with the host's processes."""
-        command = [sys.executable, "-c", script, "node", "--root", str(self.root)]
+        command = [sys.executable, "-c", script, "swarm", "node", "--root", str(self.root)]
         command += ["--host", host.address, "--port", str(PORT)]
         agent = host.popen(command, env={"MILLRACE_NODE_KEY": KEY}, stdout=subprocess.PIPE)
         assert agent.stdout is not None

@@ -201,7 +201,7 @@ ENDPOINT = {
 }
 WHOLE = {
     "millrace.yaml": (PipelineSettings, "source", {"dataset": "d", "source": {"kind": "files"}}),
-    "cool-down.yaml": (MemberSettings, "source", {"job": "j", "epoch": 0, "source": {"job": "j"}}),
+    "cooldown.yaml": (MemberSettings, "source", {"job": "j", "epoch": 0, "source": {"job": "j"}}),
     "aggregate.yaml": (
         AggregatorSettings,
         "begin",

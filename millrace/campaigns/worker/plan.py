@@ -67,7 +67,7 @@ def make_training_program(
         repo_ref=repository.repo_ref,
         extras=repository.extras,
         image=repository.image,
-        command=("millrace", "work", _SETTINGS_FILE),
+        command=("millrace", "campaign", "worker", _SETTINGS_FILE),
         files={_SETTINGS_FILE: render_worker_settings(plan, store, "{slot}")},
         ports=(NODE_PORT,) if plan.prewarm_timeout else (),
     )

@@ -59,7 +59,7 @@ class Worker:
     def from_environment(
         cls, environ: Mapping[str, str] | None = None, *, progress: Progress = ignore_event
     ) -> "Worker":
-        """Return the worker of this process, from the environment that `millrace work` sets.
+        """Return the worker of this process, from the environment of `millrace campaign worker`.
 
         Raises:
             ConfigurationError: The variable of the settings file is not set.
@@ -68,7 +68,7 @@ class Worker:
         if SETTINGS_VARIABLE not in environ:
             raise errors.ConfigurationError(
                 f"{SETTINGS_VARIABLE} is not set: a training script is started by "
-                "`millrace work SETTINGS`, or by a campaign."
+                "`millrace campaign worker SETTINGS`, or by a campaign."
             )
         return cls(
             load_settings(Path(environ[SETTINGS_VARIABLE]), WorkerSettings, environ),

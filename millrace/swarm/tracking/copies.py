@@ -94,8 +94,7 @@ class CopyTable:
         for number, piece in enumerate(self._pieces):
             if piece.holders:
                 node.queues.fetches.append(number)
-            else:
-                self.offer_if_nobody_has(number)
+            self.offer_if_nobody_has(number)  # those that have it may give nothing
 
     def note_copy(self, node: NodeState, number: int, digest: str, *, vote: bool) -> None:
         """Note that a node has a copy of a piece; `vote`: it did not get it from a node."""

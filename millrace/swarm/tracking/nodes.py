@@ -40,7 +40,8 @@ class NodeQueues:
 
     Attributes:
         fetches: Pieces that some node has, oldest first.
-        alone: Pieces that only shunned nodes have: the node reads them from the store itself.
+        alone: Pieces that only nodes have that this node asks no more: it reads them from the
+            store itself, unless they are read for all.
         votes: Pieces with too few votes: a read from the store by the node would be a further one.
     """
 

@@ -107,13 +107,22 @@ class ReadSelector:
                 number = waiting.pop()
                 if not node.needs(number):
                     continue
-                if not outrun and not node.trust.shunned.issuperset(self.copies[number].holders):
+                if not outrun and not node.trust.avoids_all(self.copies[number].holders):
                     queues.fetches.append(number)  # another node has it by now
                     continue
-                if self.reads.is_due(number, now):
+                if self.reads.is_due(number, now) and (outrun or self._is_alone(node, number)):
                     return number
-                waiting.appendleft(number)  # it failed a moment ago
+                waiting.appendleft(number)  # it failed a moment ago, or is read for all
         return None
+
+    def _is_alone(self, node: NodeState, number: int) -> bool:
+        """Tell whether nobody else will read a piece that a node can get from no other node.
+
+        What only slow nodes have is read for all. What others give well, though not to this node,
+        is not.
+        """
+        holders = self.copies[number].holders
+        return node.trust.shunned.issuperset(holders) or self.copies.is_well_held(number)
 
     def _take_vote(self, node: NodeState) -> int | None:
         """Return a piece with too few votes that this node lacks, and that nobody else reads."""

@@ -100,7 +100,7 @@ class SlotFiller:
                 self.order_fetch(node, number, giver, now)
                 continue
             holders = self._copies[number].holders
-            if not node.trust.shunned.issuperset(holders):
+            if not node.trust.avoids_all(holders):
                 queues.fetches.append(number)  # all are busy, or better left to a neighbour
             elif holders:
                 queues.alone.append(number)

@@ -5,6 +5,7 @@ This module owns the conduct of each node (`NodeTrust`) and the accusations of w
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 _MIN_ACCUSERS = 2  # nodes that must say that one gives wrong bytes; one alone may lie
@@ -55,6 +56,10 @@ class NodeTrust:
     def avoids(self, giver: str) -> bool:
         """Tell whether the node asks a giver no more."""
         return giver in self.shunned or self.refusals.get(giver, 0) >= _MAX_REFUSALS
+
+    def avoids_all(self, givers: Iterable[str]) -> bool:
+        """Tell whether the node asks none of these givers any more; of none at all, true."""
+        return all(self.avoids(giver) for giver in givers)
 
 
 class Accusations:

@@ -60,7 +60,14 @@ def test_a_script_that_fails_is_started_again(
 
 
 def started(file: Path, *options: str, **more: Any) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-c", "from millrace.cli import main; main()", "work", str(file)]
+    command = [
+        sys.executable,
+        "-c",
+        "from millrace.cli import main; main()",
+        "campaign",
+        "worker",
+        str(file),
+    ]
     return subprocess.Popen([*command, *options], start_new_session=True, **more)
 
 

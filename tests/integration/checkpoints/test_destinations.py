@@ -293,6 +293,6 @@ def test_the_command_probes_a_repository(
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
     monkeypatch.setenv("HF_TOKEN", WRITER)
-    said = CliRunner().invoke(main, ["probe", f"hf://{repo}", JOB])
+    said = CliRunner().invoke(main, ["checkpoint", "probe", f"hf://{repo}", JOB])
     assert said.exit_code == 0, said.output
     assert "ready: hf://" in said.output

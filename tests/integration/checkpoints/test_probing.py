@@ -101,11 +101,12 @@ def test_room_and_time_are_looked_at(tmp_path: Path) -> None:
 
 
 def test_the_command_says_it_by_its_exit_code(tmp_path: Path) -> None:
-    run = CliRunner().invoke(main, ["probe", tmp_path.as_uri(), "job", "--size", "1MB"])
+    words = ["checkpoint", "probe", tmp_path.as_uri(), "job", "--size"]
+    run = CliRunner().invoke(main, [*words, "1MB"])
     assert run.exit_code == 0, run.output
     assert run.output.startswith("ready: ")
-    run = CliRunner().invoke(main, ["probe", tmp_path.as_uri(), "job", "--size", "1EB"])
+    run = CliRunner().invoke(main, [*words, "1EB"])
     assert run.exit_code == ProbeVerdict.NO_SPACE.exit_code == 17
-    run = CliRunner().invoke(main, ["probe", tmp_path.as_uri(), "job", "--size", "much"])
+    run = CliRunner().invoke(main, [*words, "much"])
     assert run.exit_code == 2
     assert "write 80GB" in run.output

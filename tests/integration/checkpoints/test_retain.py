@@ -171,30 +171,30 @@ def test_the_commands_list_verify_and_retain(tmp_path):
     save(store, [1, 2, 3])
 
     def millrace(*words: str) -> tuple[int, str]:
-        done = CliRunner().invoke(main, [words[0], tmp_path.as_uri(), *words[1:]])
+        done = CliRunner().invoke(main, [*words[:2], tmp_path.as_uri(), *words[2:]])
         return done.exit_code, done.output
 
-    code, said = millrace("checkpoints", "job")
+    code, said = millrace("checkpoint", "list", "job")
     assert code == 0
     assert said.count("all files there") == 3
-    code, said = millrace("retain", "job", "--last", "1")
+    code, said = millrace("checkpoint", "retain", "job", "--last", "1", "--dry-run")
     assert code == 0
     assert "step 3 stays: the newest that is verified" in said
     assert "step 1 goes" in said
     assert "Would delete" in said
     assert kept(store) == [1, 2, 3]
-    code, said = millrace("retain", "job", "--last", "2", "--delete")
+    code, said = millrace("checkpoint", "retain", "job", "--last", "2", "--yes")
     assert code == 0
     assert "Deleted 6 objects" in said  # the metadata, four files of tensors, the skeleton
     assert kept(store) == [2, 3]
     part = next(iterate_checkpoints(store, "job")).parts[0]
     put(store, KEYS.part(3, part.sha256), b"x" * part.size)
-    assert millrace("checkpoints", "job")[0] == 0
-    code, said = millrace("checkpoints", "job", "--verify")
+    assert millrace("checkpoint", "list", "job")[0] == 0
+    code, said = millrace("checkpoint", "verify", "job")
     assert code == 1
     assert "damaged" in said
     assert "SHA-256 differs" in said
-    code, said = millrace("checkpoints", "other")
+    code, said = millrace("checkpoint", "list", "other")
     assert code == 1
     assert "has no checkpoint" in said
 

@@ -371,19 +371,19 @@ def test_the_command_shows_the_very_plan_that_it_executes(folder, tmp_path):
         "rules:\n  - {kinds: [gradients], older_than: 2d, keep_last: 1}\n"
         "  - {preset: clean_versions, current_version: 0.2.1}\n"
     )
-    told = CliRunner().invoke(main, ["clean", "plan", str(file), "--keys"])
+    told = CliRunner().invoke(main, ["bucket", "clean", str(file), "--keys", "--dry-run"])
     assert told.exit_code == 0, told.output
     assert "run/w1/gradient-000000000-w1-v0.2.1.safetensors  8 bytes  rule 1" in told.output
     name = re.search(r"--plan (\S+)", told.output)
     assert name is not None
     assert len(keys_of(folder)) == 5
-    done = CliRunner().invoke(main, ["clean", "run", str(file), "--plan", name[1]])
+    done = CliRunner().invoke(main, ["bucket", "clean", str(file), "--plan", name[1], "--yes"])
     assert done.exit_code == 0, done.output
     assert "Deleted 4 objects, 32 bytes" in done.output
     assert len(keys_of(folder)) == 1
-    again = CliRunner().invoke(main, ["clean", "run", str(file)])
+    again = CliRunner().invoke(main, ["bucket", "clean", str(file), "--yes"])
     assert "Deleted 0 objects" in again.output
-    wrong = CliRunner().invoke(main, ["clean", "run", str(file), "--plan", "none"])
+    wrong = CliRunner().invoke(main, ["bucket", "clean", str(file), "--plan", "none", "--yes"])
     assert wrong.exit_code == 1
 
 
@@ -398,7 +398,7 @@ def test_the_command_says_what_could_not_be_deleted(rgw, bucket, request, tmp_pa
         f"    secret_access_key: {rgw.full.secret_access_key}\n"
         "rules:\n  - {kinds: [gradients], older_than: 0h}\n"
     )
-    done = CliRunner().invoke(main, ["clean", "run", str(file)])
+    done = CliRunner().invoke(main, ["bucket", "clean", str(file), "--yes"])
     assert done.exit_code == 1
     assert key in done.output
     assert "1 could not be deleted" in done.output

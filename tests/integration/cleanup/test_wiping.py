@@ -156,18 +156,18 @@ def test_the_command_asks_for_the_name(tmp_path: Path):
     place = Place(open_store(folder.as_uri()))
     there = fill(place)
     for confirm in (["--confirm", "wrong"], ["--confirm", ""]):
-        told = CliRunner().invoke(main, ["clean", "wipe", str(folder), *confirm])
+        told = CliRunner().invoke(main, ["bucket", "wipe", str(folder), *confirm])
         assert told.exit_code == 2
     assert keys_of(place) == there  # not even a plan was made
-    told = CliRunner().invoke(main, ["clean", "wipe", str(folder)], input="bucke\n")
+    told = CliRunner().invoke(main, ["bucket", "wipe", str(folder)], input="bucke\n")
     assert told.exit_code == 2
     assert "Type bucket to go on" in told.output
     assert there <= keys_of(place)
-    shown = CliRunner().invoke(main, ["clean", "wipe", str(folder), "--dry-run"])
+    shown = CliRunner().invoke(main, ["bucket", "wipe", str(folder), "--dry-run"])
     assert shown.exit_code == 0
     assert "objects" in shown.output
     assert there <= keys_of(place)
-    done = CliRunner().invoke(main, ["clean", "wipe", str(folder)], input="bucket\n")
+    done = CliRunner().invoke(main, ["bucket", "wipe", str(folder)], input="bucket\n")
     assert done.exit_code == 0, done.output
     assert not keys_of(place)
 
@@ -182,7 +182,7 @@ def test_a_dry_run_of_wiping_writes_nothing(rgw, bucket, request, tmp_path):
         VersionCount(),
     )
     settings = settings_file(tmp_path, spec, rgw.full)
-    shown = CliRunner().invoke(main, ["clean", "wipe", str(settings), "--dry-run"])
+    shown = CliRunner().invoke(main, ["bucket", "wipe", str(settings), "--dry-run"])
     assert shown.exit_code == 0, shown.output
     assert f"holds {found.objects} objects" in shown.output
     asked = [line for line in rgw.requests()[before:] if bucket in line]
@@ -218,15 +218,15 @@ def test_a_versioned_bucket_is_not_called_emptied(rgw, bucket, versioned, tmp_pa
     found = survey_wipe(versioned)
     assert (found.objects, found.versions) == (1, VersionCount(14, 1, sum(range(13)) + 9))
     settings = settings_file(tmp_path, versioned, rgw.full)
-    wipe_here = ["clean", "wipe", str(settings), "--confirm", f"{bucket}/below/here"]
+    wipe_here = ["bucket", "wipe", str(settings), "--confirm", f"{bucket}/below/here"]
     done = CliRunner().invoke(main, wipe_here)
     assert done.exit_code == 0, done.output
-    assert "It keeps 14 older versions (87 bytes) and 1 delete markers beside them." in done.output
+    assert "It keeps 14 older versions (87 bytes) and 1 delete marker beside them." in done.output
     said = next(line for line in done.output.splitlines() if "are left, and billed" in line)
     versions, markers = count_versions_by_boto3(rgw, bucket)
     assert f"{versions} older versions" in said
     assert f"{markers} delete markers" in said
-    assert "`millrace clean wipe --versions` deletes them, too" in said
+    assert "`millrace bucket wipe --versions` deletes them, too" in said
     assert versions >= 15
 
     done = CliRunner().invoke(main, [*wipe_here, "--versions"])
@@ -306,8 +306,8 @@ def test_uploads_that_were_never_finished_are_found_and_aborted(rgw, bucket, req
     )
     assert len(list(list_uploads(open_store(spec)))) == 2
     file = settings_file(tmp_path, spec, rgw.full)
-    told = CliRunner().invoke(main, ["clean", "uploads", str(file)])
-    assert "Would abort (with --abort) 0 uploads, 0 bytes; 2 are younger than that." in told.output
+    told = CliRunner().invoke(main, ["bucket", "abort-uploads", str(file), "--dry-run"])
+    assert "Would abort 0 uploads, 0 bytes; 2 are younger than that." in told.output
     gone = abort_uploads(spec, older_than=timedelta(seconds=-60), prefix="b", dry_run=False)
     assert (dict(gone.uploads), gone.failures) == ({"b/c": 0}, ())
     assert [upload.key for upload in list_uploads(open_store(spec))] == ["a"]
@@ -328,7 +328,9 @@ def test_more_uploads_than_a_page_are_all_found(rgw, bucket, request):
 
 
 def test_a_wrong_time_is_said(tmp_path: Path):
-    told = CliRunner().invoke(main, ["clean", "uploads", str(tmp_path), "--older-than", "soon"])
+    told = CliRunner().invoke(
+        main, ["bucket", "abort-uploads", str(tmp_path), "--older-than", "soon"]
+    )
     assert told.exit_code == 2
     assert "'soon' is no duration: write 90s, 90m, 90h or 90d" in told.output
 

@@ -18,8 +18,9 @@ from prefect import flow, task
 
 from examples.tiny_lm.begin import begin
 from flows.campaign import run_campaign
-from flows.campaign_command import campaign, read_campaign_plan, should_print
+from flows.campaign_command import read_campaign_plan, should_print
 from flows.campaign_plan import LocalWorkers
+from millrace.cli import main
 from millrace.errors import UnavailableError
 from millrace.storage import open_store
 from millrace.testing.process import REPOSITORY
@@ -34,7 +35,7 @@ NOISE = (
 
 def started(plan: Path, environment: dict[str, str]) -> "subprocess.Popen[str]":
     """Start the command as a shell does: with a process group of its own."""
-    command = [str(Path(sys.executable).parent / "millrace"), "campaign", str(plan)]
+    command = [str(Path(sys.executable).parent / "millrace"), "campaign", "run", str(plan)]
     return subprocess.Popen(
         command, cwd=REPOSITORY, env=environment, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -52,8 +53,8 @@ def test_init_writes_a_campaign_that_is_valid(
 ) -> None:
     monkeypatch.delenv("LOCAL_STORAGE_PATH", raising=False)
     path = tmp_path / "campaign.yaml"
-    done = CliRunner().invoke(campaign, ["init", str(path)])
-    assert (done.exit_code, f"millrace campaign {path}" in done.output) == (0, True)
+    done = CliRunner().invoke(main, ["campaign", "init", str(path)])
+    assert (done.exit_code, f"millrace campaign run {path}" in done.output) == (0, True)
     plan = read_campaign_plan(path)
     assert isinstance(plan.training.machines, LocalWorkers)
     assert plan.bucket == plan.publish.bucket == "/tmp/millrace-campaign"
@@ -66,7 +67,7 @@ def test_init_writes_a_campaign_that_is_valid(
     named = set(re.findall(r"\$\{([A-Z0-9_]+)", path.read_text())) - {"NAME"}
     example = (REPOSITORY / ".env.example").read_text()
     assert named <= set(re.findall(r"^#? ?([A-Z0-9_]+)=", example, re.MULTILINE))
-    again = CliRunner().invoke(campaign, ["init", str(path)])
+    again = CliRunner().invoke(main, ["campaign", "init", str(path)])
     assert (again.exit_code, "already there" in again.output) == (2, True)
 
     # What is commented out is valid, too.
@@ -79,7 +80,7 @@ def test_init_writes_a_campaign_that_is_valid(
 
 
 def test_without_a_file_it_says_which_command_writes_one(tmp_path: Path) -> None:
-    done = CliRunner().invoke(campaign, [str(tmp_path / "none.yaml")])
+    done = CliRunner().invoke(main, ["campaign", "run", str(tmp_path / "none.yaml")])
     assert done.exit_code == 2
     assert "`millrace campaign init` writes one" in done.output
     assert len(done.output.splitlines()) == 1

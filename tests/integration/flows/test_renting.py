@@ -80,7 +80,7 @@ def test_a_campaign_that_is_hung_up_gives_back_however_often_it_is_interrupted(
     plan.write_text(json.dumps(plan_of("hung-up", store.as_uri(), tmp_path / "text", machines)))
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
-            [Path(sys.executable).parent / "millrace", "campaign", plan],
+            [Path(sys.executable).parent / "millrace", "campaign", "run", plan, "--yes"],
             env=prefect_api.environment, stdout=log, stderr=log, start_new_session=True,
             preexec_fn=_hear_signals,  # noqa: PLW1509 - it only sets signals
         )  # fmt: skip

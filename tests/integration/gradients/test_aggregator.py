@@ -272,19 +272,19 @@ def test_the_commands(store, begun, tmp_path):
         f"run: {{run: runs/one, window: 0.05s, gather: {{look: 0.01s}}}}\n"
         f"store: {{url: '{store.url}'}}\nworkers: [a, b]\n"
     )
-    run = CliRunner().invoke(main, ["aggregate", str(file), "--windows", "1"])
+    run = CliRunner().invoke(main, ["gradient", "aggregate", str(file), "--windows", "1"])
     assert run.exit_code == 0, run.output
     assert run.output.startswith("window 4, step 85: 0 in, 2 out (2 missing); 0 bytes merged")
 
     to = (tmp_path / "disk").as_uri()
-    run = CliRunner().invoke(main, ["catch-up", store.url, "runs/one", "--to", to])
+    run = CliRunner().invoke(main, ["gradient", "catch-up", store.url, "runs/one", "--to", to])
     assert run.exit_code == 0, run.output
     assert "runs/one is at step 85, after window 4" in run.output
     last = list(iterate_links(store, begun.run.chain))[-1]
     content = load(open_store(to), "runs/one").state
     assert WeightState(content["weights"], content["moments"]).digest() == last.state
 
-    run = CliRunner().invoke(main, ["catch-up", store.url, "runs/none", "--to", to])
+    run = CliRunner().invoke(main, ["gradient", "catch-up", store.url, "runs/none", "--to", to])
     assert run.exit_code == 1
     assert "the run has not begun" in run.output
 
@@ -407,7 +407,7 @@ def trickled(store: Store, begun: AggregatorSettings, trickle: Trickle, tmp_path
 
 def test_a_bucket_that_trickles_does_not_keep_the_process_alive(trickled):
     done = subprocess.run(
-        [*MILLRACE, "aggregate", str(trickled), "--windows", "1"],
+        [*MILLRACE, "gradient", "aggregate", str(trickled), "--windows", "1"],
         capture_output=True,
         text=True,
         timeout=60,  # of a request that would go on for half an hour
@@ -421,7 +421,7 @@ def test_an_interrupt_ends_the_aggregator_quietly(trickled, trickle):
     text = trickled.read_text().replace("PT0.1S", "PT1H")
     trickled.write_text(text)
     process = subprocess.Popen(
-        [*MILLRACE, "aggregate", str(trickled)],
+        [*MILLRACE, "gradient", "aggregate", str(trickled)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -21,8 +21,9 @@ WITHOUT_A_BUCKET = {
     "campaign init": "writes a settings file",
     "deploy": "talks to a Prefect server only",
     "setup": "talks to a Prefect server only; --check is the audit's engine",
-    "node": "is told by a driver what to read: the flow `prewarm` runs it",
-    "work": "starts a training script: `catch-up`, `cool-down` and `aggregate` are its engine",
+    "swarm node": "is told by a driver what to read: the flow `prewarm` runs it",
+    "campaign worker": "starts a training script: the commands of `gradient` are its engine",
+    **{f"dataset {name}": f"is `{name}`" for name in ("init", "plan", "run", "status", "verify")},
     "campaign run": "needs a Prefect server: its steps are flows that run alone",
 }
 
@@ -126,7 +127,7 @@ def _prewarm(site: Site) -> str:
 
 def _wipe(site: Site) -> list[str]:
     name = make_confirmation(site.store().location)
-    return ["clean", "wipe", _url(site), "--confirm", name]
+    return ["bucket", "wipe", _url(site), "--confirm", name]
 
 
 DATASETS: dict[str, Words] = {
@@ -134,20 +135,50 @@ DATASETS: dict[str, Words] = {
     "run": lambda site: ["run", _pipeline(site), "--repair"],
     "verify": lambda site: ["verify", _url(site, "dst"), "sets/words"],
     "status": lambda site: ["status", _url(site, "dst")],
-    "gc": lambda site: ["gc", _url(site, "dst"), "sets/words", "--delete", "--min-age", "0s"],
-    "prewarm": lambda site: ["prewarm", _prewarm(site), "--dry-run"],
+    "dataset collect-garbage": lambda site: [
+        "dataset",
+        "collect-garbage",
+        _url(site, "dst"),
+        "sets/words",
+        "--yes",
+        "--min-age",
+        "0s",
+    ],
+    "swarm prewarm": lambda site: ["swarm", "prewarm", _prewarm(site), "--dry-run"],
 }
 CHECKPOINTS: dict[str, Words] = {
-    "checkpoints": lambda site: ["checkpoints", _url(site), "runs/one", "--verify"],
-    "retain": lambda site: ["retain", _url(site), "runs/one", "--last", "1", "--delete"],
-    "probe": lambda site: ["probe", _url(site), "runs/one"],
+    "checkpoint list": lambda site: ["checkpoint", "list", _url(site), "runs/one"],
+    "checkpoint verify": lambda site: ["checkpoint", "verify", _url(site), "runs/one"],
+    "checkpoint retain": lambda site: [
+        "checkpoint",
+        "retain",
+        _url(site),
+        "runs/one",
+        "--last",
+        "1",
+        "--yes",
+    ],
+    "checkpoint save": lambda site: [
+        "checkpoint",
+        "save",
+        _url(site),
+        "runs/one",
+        (site.folder / "copy").as_uri(),
+    ],
+    "checkpoint probe": lambda site: ["checkpoint", "probe", _url(site), "runs/one"],
 }
 BUCKETS: dict[str, Words] = {
-    "audit": lambda site: ["audit", _audit(site)],
-    "clean plan": lambda site: ["clean", "plan", _rules(site), "--keys"],
-    "clean run": lambda site: ["clean", "run", _rules(site)],
-    "clean wipe": _wipe,
-    "clean uploads": lambda site: ["clean", "uploads", _url(site), "--older-than", "0s", "--abort"],
+    "bucket audit": lambda site: ["bucket", "audit", _audit(site)],
+    "bucket clean": lambda site: ["bucket", "clean", _rules(site), "--keys", "--yes"],
+    "bucket wipe": _wipe,
+    "bucket abort-uploads": lambda site: [
+        "bucket",
+        "abort-uploads",
+        _url(site),
+        "--older-than",
+        "0s",
+        "--yes",
+    ],
 }
 
 
@@ -165,7 +196,7 @@ def _catch_up(site: Site) -> list[str]:
     from tests.integration.hostile.flows import RUN
 
     to = (site.folder / "to").as_uri()
-    return ["catch-up", _url(site), RUN.run, "--version", RUN.version, "--to", to]
+    return ["gradient", "catch-up", _url(site), RUN.run, "--version", RUN.version, "--to", to]
 
 
 def _cool_down(site: Site) -> list[str]:
@@ -173,13 +204,13 @@ def _cool_down(site: Site) -> list[str]:
 
     source = {**_store(site), "job": "first"}
     file = settings(
-        site, "cool-down.yaml", store=_store(site), job=CAMPAIGN.job, epoch=1, source=source
+        site, "cooldown.yaml", store=_store(site), job=CAMPAIGN.job, epoch=1, source=source
     )
-    return ["cool-down", file, "--member", UIDS[0]]
+    return ["checkpoint", "cooldown", file, "--member", UIDS[0]]
 
 
 RUNS: dict[str, Words] = {
-    "aggregate": lambda site: ["aggregate", _aggregate(site)],
-    "catch-up": _catch_up,
-    "cool-down": _cool_down,
+    "gradient aggregate": lambda site: ["gradient", "aggregate", _aggregate(site)],
+    "gradient catch-up": _catch_up,
+    "checkpoint cooldown": _cool_down,
 }

@@ -314,14 +314,14 @@ def command(name: str) -> Callable[[Site], Any]:
                 program={"repo_url": "https://example.org/x", "command": ["true"]},
                 poll_interval="PT0.5S", heartbeat_timeout="PT30S", startup_timeout="PT30S",
             )  # fmt: skip
-            words = {"offers": [], "rent": [], "rentals": [], "release": ["fleet"], "reap": []}
+            words = {"rent": [file, "--yes"], "release": ["fleet", file]}
             codes: list[int] = []
             if name == "rent":
                 threading.Thread(target=_strike_soon, args=(world,), daemon=True).start()
             elif name != "offers":
-                codes.append(invoke(site, ["rent", file, "--detach"])[0])
+                codes.append(invoke(site, ["machine", "rent", file, "--detach", "--yes"])[0])
                 world.strike()
-            code, odd = invoke(site, [name, file, *words[name]])
+            code, odd = invoke(site, ["machine", name, *words.get(name, [file])])
             # A program that fails ends its rental with 1, unless junk is over what it has told.
             fine = {0, 1} if world.fate == "failing" else {0}
             wrong = [one for one in (*codes, code) if one not in fine]
@@ -333,7 +333,7 @@ def command(name: str) -> Callable[[Site], Any]:
     return act
 
 
-COMMANDS = ("offers", "rent", "rentals", "release", "reap")
+COMMANDS = ("offers", "rent", "list", "release", "reap")
 
 
 def _strike_soon(world: World) -> None:

@@ -46,37 +46,37 @@ poll_interval: PT0.5S
 
 
 def test_machines_are_looked_at_rented_and_given_back(run: Run, vast: VastServer) -> None:
-    shown = run("offers")
+    shown = run("machine", "offers")
     assert "1 x RTX 4090, 24 GB" in shown
     assert vast.books() == []
-    said = run("rent")
+    said = run("machine", "rent", "--yes")
     assert "fleet/0: takes RTX 4090" in said
     assert "fleet/0| the last words" in said
     assert "fleet/0: given back (done: its program ended)" in said
     assert "All is given back. It has cost about $" in said
-    assert "Rented: 0 machines" in run("rentals")
+    assert "Rented: 0 machines" in run("machine", "list")
     assert vast.alive() == []
 
 
 def test_what_is_left_running_is_listed_kept_and_released(run: Run, vast: VastServer) -> None:
-    said = run("rent", "--detach")
+    said = run("machine", "rent", "--detach", "--yes")
     assert "fleet/0 runs at 127.0.0.1." in said
-    assert "give them back with `millrace release rent.yaml fleet`" in said
+    assert "give them back with `millrace machine release fleet rent.yaml`" in said
     (one,) = vast.alive()
-    listed = run("rentals")
+    listed = run("machine", "list")
     assert f"fleet: instance {one['id']} is running, since " in listed
     assert "left until its time is over." in listed
-    assert "Given back: 0 machines. Stay: 1." in run("reap")
+    assert "Given back: 0 machines. Stay: 1." in run("machine", "reap")
     vast.advance(3 * 3600)
-    said = run("reap", "--dry-run")
+    said = run("machine", "reap", "--dry-run")
     assert "its program has ended.\nWould be given back: 1 machine. Stay: 0." in said
-    assert "knows no rental 'fleat'" in run("release", "rent.yaml", "fleat", code=1)
-    assert "Given back: 1 machine of fleet" in run("release", "rent.yaml", "fleet")
+    assert "knows no rental 'fleat'" in run("machine", "release", "fleat", code=1)
+    assert "Given back: 1 machine of fleet" in run("machine", "release", "fleet", "rent.yaml")
     assert vast.alive() == []
 
 
 def test_a_machine_that_nobody_can_afford_is_not_there(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "rent.yaml"
     path.write_text(path.read_text().replace("max_hourly: 1.0", "max_hourly: 0.01"))
-    assert "No offer fits" in run("offers", code=1)
-    assert "has no offer (any more) that fits fleet" in run("rent", code=1)
+    assert "No offer fits" in run("machine", "offers", code=1)
+    assert "has no offer (any more) that fits fleet" in run("machine", "rent", "--yes", code=1)

@@ -195,7 +195,7 @@ def test_a_release_that_failed_is_gone_on_with_by_the_reaper(world: Reset) -> No
     account = world()
     leave(account)
     account.server.fail_next(10_000, "error500", "delete")
-    with pytest.raises(errors.UnavailableError, match="millrace reap"):
+    with pytest.raises(errors.UnavailableError, match="millrace machine reap"):
         release(account.stand(), "fleet", vast=account.vast)
     account.server.fail_next(0, "error500", "delete")
     account.server.ask("calm", {})

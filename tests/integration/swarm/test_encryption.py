@@ -72,7 +72,7 @@ def rig() -> Iterator[Rig]:
 
 @contextmanager
 def started(machine: Machine, root: Path, code: str = "") -> Iterator[None]:
-    command = [sys.executable, "-c", f"{code}{NODE}", "node", "--root", str(root)]
+    command = [sys.executable, "-c", f"{code}{NODE}", "swarm", "node", "--root", str(root)]
     command += ["--host", machine.address, "--port", str(PORT)]
     node = machine.popen(command, env={"MILLRACE_NODE_KEY": KEY}, stdout=subprocess.PIPE)
     with node:
@@ -435,7 +435,7 @@ def test_an_agent_that_does_not_encrypt_is_a_sentence(far, nodes, tmp_path):
         server.shutdown()
     assert [node.ready for node in report.nodes] == [True, True, False]
     assert "does not encrypt (TLS)" in report.nodes[2].why
-    assert "Start `millrace node` of this version there" in report.nodes[2].why
+    assert "Start `millrace swarm node` of this version there" in report.nodes[2].why
 
 
 def test_loopback_stays_plain_and_makes_no_certificate(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 ALIKE = """
 import millrace.cluster
-millrace.cluster.name_of = lambda node: "node"
+millrace.cluster.make_node_name = lambda node: "node"
 """
 """Gives all nodes of the cluster the same name."""
 

@@ -23,7 +23,7 @@ KEY = secrets.token_hex(16)
 
 @dataclass
 class Agent:
-    """A running ``millrace node``."""
+    """A running ``millrace swarm node``."""
 
     name: str
     root: Path
@@ -165,7 +165,7 @@ run.ConnectionPool = ConnectionPool
 def start_agent(name: str, root: Path, *, port: int = 0, code: str = "") -> Agent:
     """Start a node; code may change what it does, as `LIE` and `TRICKLE` do."""
     command = [sys.executable, "-c", f"{code}from millrace.cli import main; main()"]
-    command.append("node")
+    command += ["swarm", "node"]
     process = subprocess.Popen(
         [*command, "--root", str(root), "--port", str(port)],
         env=os.environ | {"MILLRACE_NODE_KEY": KEY},

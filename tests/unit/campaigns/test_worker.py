@@ -67,7 +67,7 @@ def test_a_worker_without_a_dataset_says_so(make: Make) -> None:
 
 
 def test_a_script_that_no_worker_started_is_told_how() -> None:
-    with pytest.raises(errors.ConfigurationError, match="started by `millrace work"):
+    with pytest.raises(errors.ConfigurationError, match="started by `millrace campaign worker"):
         Worker.from_environment({})
 
 

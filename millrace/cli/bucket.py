@@ -1,0 +1,316 @@
+"""``millrace bucket``: prove what credentials can do, and delete what is not needed."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from millrace.cli.common import (
+    DURATION,
+    CommandResult,
+    NounGroup,
+    add_yes_option,
+    confirm,
+    format_size,
+    print_result,
+    read_store,
+    take_settings_file,
+)
+from millrace.formatting import clean_text, format_count
+from millrace.terminal import echo, make_console, make_table
+
+if TYPE_CHECKING:
+    from millrace.audit import Finding
+    from millrace.cleanup import CleanupPlan, CleanupResult, CleanupSettings, Rule, WorkerJunk
+    from millrace.storage import VersionCount
+
+
+@click.group(cls=NounGroup)
+def bucket() -> None:
+    r"""Prove what credentials can do, and delete what a bucket does not need.
+
+    \b
+    Example:
+      millrace bucket audit audit.yaml
+      millrace bucket clean clean.yaml --dry-run
+    """
+
+
+@bucket.command()
+@take_settings_file("audit.yaml")
+@print_result
+def audit(settings: Path) -> CommandResult:
+    r"""Prove that each credential can do what its role needs, and nothing else.
+
+    Exit code 0: proven. Else the gravest: 20 a forbidden operation is allowed, 21 a store does not
+    do what it says, 22 credentials are refused wholly, 23 in part, 24 no such bucket, 25 a store
+    does not answer, 26 a store asks to come later, 27 unproven for another reason.
+
+    \b
+    Example: millrace bucket audit audit.yaml --json > findings.json
+    """
+    from millrace.audit import AccessVerdict, AuditSettings
+    from millrace.audit import audit as audit_roles
+    from millrace.settings import load_settings
+
+    found = audit_roles(load_settings(settings, AuditSettings))
+    pairs = list(dict.fromkeys((one.role, one.right) for one in found.findings))
+    seen = {(one.role, one.right, one.operation): one for one in found.findings}
+    operations = dict.fromkeys(one.operation for one in found.findings)
+    table = make_table("operation", *(f"{role} {right}" for role, right in pairs))
+    for operation in operations:
+        cells = [seen.get((*pair, operation)) for pair in pairs]
+        table.add_row(operation, *(_format_finding(one) for one in cells))
+    make_console().print(table)
+    for message, names in _group_by_message(found.failures).items():
+        echo(f"{', '.join(names)}: {message}" if len(names) == 1 else message)
+    for note in found.notes:
+        echo(note)
+    kinds = Counter(one.verdict for one in found.failures)
+    wrong = "".join(f", {kinds[verdict]} {verdict}" for verdict in AccessVerdict if kinds[verdict])
+    right = len(found.findings) - len(found.failures)
+    echo(f"{right} of {len(found.findings)} operations are as they should be{wrong}.")
+    return CommandResult(found, found.exit_code)
+
+
+def _format_finding(one: "Finding | None") -> str:
+    """Return a cell of the table: the store's answer, or in capitals what is wrong."""
+    from millrace.audit import AccessVerdict
+
+    if one is None:
+        return "-"
+    return f"{one.actual}" if one.verdict is AccessVerdict.CORRECT else one.verdict.upper()
+
+
+def _group_by_message(failures: "Iterable[Finding]") -> dict[str, list[str]]:
+    """Group failures by the store's message: a dead endpoint has the same for all."""
+    found: dict[str, list[str]] = {}
+    for one in failures:
+        name = f"{one.role}, to {one.right}: {one.operation} is {one.verdict}"
+        found.setdefault(one.message, []).append(name)
+    return found
+
+
+@bucket.command()
+@take_settings_file("clean.yaml")
+@click.option("--plan", "name", metavar="NAME", help="Execute this plan instead of a new one.")
+@click.option("--keys", "with_keys", is_flag=True, help="Print each object that goes, too.")
+@click.option("--dry-run", is_flag=True, help="Write the plan into the store; delete nothing.")
+@add_yes_option
+@print_result
+def clean(
+    settings: Path, *, name: str | None, with_keys: bool, dry_run: bool, yes: bool
+) -> CommandResult:
+    r"""Delete the objects that rules select and that nothing protects.
+
+    The command plans first, shows the plan, and asks. Then it executes that very plan, but for what
+    was written since, or is protected by now. Exit code 1 if something could not be deleted. A
+    killed run goes on with `--plan NAME`.
+
+    \b
+    Example: millrace bucket clean clean.yaml --dry-run
+             millrace bucket clean clean.yaml --plan 20261124T031700-1f2e3d
+    """
+    from millrace.cleanup import CleanupSettings, execute, make_plan, read_plan
+    from millrace.progress_bar import ObjectsBar
+    from millrace.settings import load_settings
+    from millrace.storage import open_store
+
+    config = load_settings(settings, CleanupSettings)
+    if name:
+        plan = read_plan(open_store(config.store, make_folder=False), name)
+    else:
+        with ObjectsBar() as progress:
+            plan = make_plan(config, progress=progress)
+    if with_keys:
+        _show_keys(config, plan)
+    totals = plan.totals
+    _show_rules(plan.header.rules, totals.objects, totals.size, totals.kept)
+    _show_junk(totals.junk)
+    count = f"{format_count(plan.objects, 'object')}, {format_size(plan.size)}"
+    echo(f"Plan {plan.name}: {count}.")
+    data: dict[str, object] = {
+        "plan": plan.name, "objects": plan.objects, "bytes": plan.size, "kept": totals.kept,
+    }  # fmt: skip
+    if dry_run:
+        echo(f"Execute it with: millrace bucket clean {settings} --plan {plan.name}")
+        return CommandResult(data)
+    if plan.objects and not confirm(f"Delete {count}?", yes=yes):
+        return CommandResult(data, 1)
+    with ObjectsBar() as progress:
+        progress.start_deleting(plan.objects)
+        done = execute(config, plan.name, progress=progress)
+    return CommandResult(data | _describe(done), _show_result(done))
+
+
+def _show_keys(config: "CleanupSettings", plan: "CleanupPlan") -> None:
+    from millrace.cleanup.plans import open_plan
+    from millrace.storage import open_store
+
+    with open_plan(open_store(config.store), plan.name) as (_, entries):
+        for entry in entries:
+            size = format_size(entry.stat.size)
+            echo(f"{entry.stat.key}  {size}  rule {entry.rule_index + 1}")
+
+
+@bucket.command()
+@click.argument("location", metavar="URL|FILE")
+@click.option("--confirm", "typed", metavar="NAME", help="The bucket's name, instead of typing it.")
+@click.option("--versions", is_flag=True, help="Delete older versions and delete markers, too.")
+@click.option("--dry-run", is_flag=True, help="Show what is there; write nothing.")
+@print_result
+def wipe(location: str, *, typed: str | None, versions: bool, dry_run: bool) -> CommandResult:
+    r"""Delete all that is below a URL, or below the `store` of a settings file.
+
+    The command shows what is there, and asks for the bucket's name. Exit code 2, and nothing has
+    happened, if the name is another.
+
+    \b
+    Example: millrace bucket wipe r2://ACCOUNT/BUCKET --dry-run
+    """
+    from millrace.cleanup import make_confirmation, plan_wipe, survey_wipe
+    from millrace.cleanup import wipe as wipe_store
+    from millrace.cleanup.wiping import check_confirmation
+    from millrace.progress_bar import ObjectsBar
+    from millrace.storage import open_store
+
+    spec = read_store(location)
+    store = open_store(spec, make_folder=False)
+    if typed is not None:
+        check_confirmation(store.location, typed)
+    with ObjectsBar() as progress:
+        found = survey_wipe(spec, progress=progress)
+    echo(f"{store.url} holds {format_count(found.objects, 'object')}, {format_size(found.size)}.")
+    stays = "" if versions else " They stay, and are billed, unless --versions is given."
+    if found.versions is None:
+        echo("Whether it keeps older versions is not known: these keys may not list them.")
+    elif found.versions:
+        echo(f"It keeps {_format_versions(found.versions)} beside them.{stays}")
+    data: dict[str, object] = {"url": store.url, "objects": found.objects, "bytes": found.size}
+    if dry_run:
+        return CommandResult(data)
+    if typed is None:
+        typed = click.prompt(
+            f"All of it goes. Type {make_confirmation(store.location)} to go on", err=True
+        )
+        check_confirmation(store.location, typed)
+    with ObjectsBar() as progress:
+        plan = plan_wipe(spec)
+        progress.start_deleting(plan.objects)
+        done = wipe_store(spec, plan.name, confirm=typed, versions=versions, progress=progress)
+    code = _show_result(done)
+    if done.versions:
+        echo(
+            f"{_format_versions(done.versions)} are left, and billed"
+            + ("." if versions else ": `millrace bucket wipe --versions` deletes them, too.")
+        )
+    elif done.versions is None:
+        echo("Whether older versions are left is not known: these keys may not list them.")
+    return CommandResult(data | _describe(done), code)
+
+
+@bucket.command("abort-uploads")
+@click.argument("location", metavar="URL|FILE")
+@click.option(
+    "--older-than", type=DURATION, default="24h", show_default=True, help="Such as 90m, 24h, 3d."
+)
+@click.option("--prefix", default="", help="Only of keys that begin with this.")
+@click.option("--dry-run", is_flag=True, help="Show them; abort none.")
+@add_yes_option
+@print_result
+def abort_uploads(
+    location: str, *, older_than: timedelta, prefix: str, dry_run: bool, yes: bool
+) -> CommandResult:
+    r"""Abort uploads that were begun and never finished: no listing shows them, and they cost.
+
+    The command shows them, and asks before it aborts them.
+
+    \b
+    Example: millrace bucket abort-uploads r2://ACCOUNT/BUCKET --older-than 3d
+    """
+    from millrace.cleanup import abort_uploads as abort
+
+    spec = read_store(location)
+    found = abort(spec, older_than=older_than, prefix=prefix, dry_run=True)
+    for key, size in found.uploads:
+        echo(f"{key}  {format_size(size)}")
+    count = f"{format_count(len(found.uploads), 'upload')}, {format_size(found.size)}"
+    if dry_run or not found.uploads:
+        echo(f"Would abort {count}; {found.recent} are younger than that.")
+        return CommandResult(found)
+    if not confirm(f"Abort {count}?", yes=yes):
+        return CommandResult(found, 1)
+    found = abort(spec, older_than=older_than, prefix=prefix, dry_run=False)
+    for failure in found.failures:
+        echo(f"{failure.key}: {failure.reason}", err=True)
+    aborted = format_count(len(found.uploads) - len(found.failures), "upload")
+    echo(f"Aborted {aborted}, {format_size(found.size)}; {found.recent} are younger than that.")
+    return CommandResult(found, 1 if found.failures else 0)
+
+
+def _format_versions(found: "VersionCount") -> str:
+    return (
+        f"{format_count(found.versions, 'older version')} ({format_size(found.size)}) and "
+        f"{format_count(found.markers, 'delete marker')}"
+    )
+
+
+def _show_rules(
+    rules: "Sequence[Rule]",
+    keys: Mapping[int, int],
+    size: Mapping[int, int],
+    kept: Mapping[str, int],
+) -> None:
+    from millrace.cleanup import describe_rule, estimate_monthly_savings
+
+    table = make_table("rule", "objects", "bytes", "saves a month")
+    for index, rule in enumerate(rules):
+        own = size.get(index, 0)
+        table.add_row(
+            describe_rule(rule),
+            f"{keys.get(index, 0)}",
+            format_size(own),
+            f"${estimate_monthly_savings(own):.2f}",
+        )
+    make_console().print(table)
+    for reason, count in sorted(kept.items()):
+        echo(f"{count} stay: {reason}")
+
+
+def _show_junk(junk: "Sequence[WorkerJunk]") -> None:
+    for one in junk[:20]:
+        owner = f"{clean_text(one.worker)} of {clean_text(one.scope)}"
+        echo(f"{format_count(one.objects, 'object')}, {format_size(one.size)}, are junk of {owner}")
+    if len(junk) > 20:
+        echo(f"and junk of {len(junk) - 20} more workers")
+
+
+def _show_result(done: "CleanupResult") -> int:
+    """Show what was deleted, and return the exit code."""
+    for failure in done.failures[:20]:
+        echo(f"{failure.key}: {failure.reason}", err=True)
+    if len(done.failures) > 20:
+        echo(f"and {len(done.failures) - 20} more", err=True)
+    if done.has_given_up:
+        echo("So many could not be deleted that the rest was not tried.", err=True)
+    for reason, count in sorted(done.skipped.items()):
+        echo(f"{count} stay: {reason}")
+    missing = f"; {done.missing} were gone already" if done.missing else ""
+    echo(
+        f"Deleted {format_count(done.deleted_objects, 'object')}, "
+        f"{format_size(done.deleted_bytes)}, in {done.seconds:.1f} s{missing}; "
+        f"{len(done.failures)} could not be deleted."
+    )
+    return 1 if done.failures else 0
+
+
+def _describe(done: "CleanupResult") -> dict[str, object]:
+    """Return what `--json` prints of a deletion."""
+    return {
+        "deleted_objects": done.deleted_objects, "deleted_bytes": done.deleted_bytes,
+        "missing": done.missing, "skipped": done.skipped, "seconds": done.seconds,
+        "failures": [{"key": one.key, "reason": one.reason} for one in done.failures],
+    }  # fmt: skip

@@ -1,0 +1,243 @@
+"""``millrace checkpoint``: list, verify, copy and retain a job's checkpoints."""
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import click
+
+from millrace import errors
+from millrace.cli.common import (
+    DURATION,
+    SIZE,
+    CommandResult,
+    NounGroup,
+    add_yes_option,
+    confirm,
+    format_size,
+    print_result,
+    take_settings_file,
+)
+from millrace.formatting import format_count
+from millrace.terminal import echo, make_console, make_table
+
+
+@click.group(cls=NounGroup)
+def checkpoint() -> None:
+    r"""List, verify, copy and retain a job's checkpoints.
+
+    \b
+    Example:
+      millrace checkpoint list r2://ACCOUNT/BUCKET my-job
+      millrace checkpoint save file:///scratch my-job r2://ACCOUNT/BUCKET
+    """
+
+
+@checkpoint.command("list")
+@click.argument("url")
+@click.argument("job")
+@print_result
+def list_checkpoints(url: str, job: str) -> CommandResult:
+    r"""List a job's checkpoints, newest first. Exit code 1 if a file is missing.
+
+    \b
+    Example: millrace checkpoint list r2://ACCOUNT/BUCKET my-job
+    """
+    return _survey(url, job, with_digests=False)
+
+
+@checkpoint.command()
+@click.argument("url")
+@click.argument("job")
+@print_result
+def verify(url: str, job: str) -> CommandResult:
+    r"""Read every byte of a job's checkpoints. Exit code 1 if one is damaged.
+
+    \b
+    Example: millrace checkpoint verify r2://ACCOUNT/BUCKET my-job
+    """
+    return _survey(url, job, with_digests=True)
+
+
+def _survey(url: str, job: str, *, with_digests: bool) -> CommandResult:
+    from millrace.checkpoints import VerifyDepth, survey
+    from millrace.checkpoints import verify as verify_checkpoint
+    from millrace.storage import open_store
+
+    store = open_store(url, make_folder=False)
+    table = make_table("step", "files", "bytes", "saved", "run", "state")
+    faults: list[str] = []
+    rows: list[dict[str, object]] = []
+    depth = VerifyDepth.DIGESTS if with_digests else VerifyDepth.SIZES
+    for step, found in survey(store, job):
+        if isinstance(found, errors.CorruptError):
+            faults.append(str(found))
+            rows.append({"step": step, "state": "unreadable", "faults": [str(found)]})
+            table.add_row(str(step), "", "", "", "", "unreadable")
+            continue
+        damage = verify_checkpoint(store, found, check=depth)
+        faults += damage.values()
+        state = "damaged" if damage else "verified" if with_digests else "all files there"
+        files, saved = len(found.parts), f"{found.saved:%Y-%m-%d %H:%M}"
+        table.add_row(str(step), str(files), format_size(found.size), saved, found.run, state)
+        rows.append(
+            {
+                "step": step, "files": files, "bytes": found.size, "saved": found.saved,
+                "run": found.run, "state": state, "faults": list(damage.values()),
+            }
+        )  # fmt: skip
+    if not rows:
+        raise errors.NotFoundError(f"{store.make_url(job)} has no checkpoint.")
+    make_console().print(table)
+    for fault in faults:
+        echo(fault)
+    return CommandResult(rows, 1 if faults else 0)
+
+
+@checkpoint.command()
+@click.argument("source")
+@click.argument("job")
+@click.argument("destination")
+@click.option("--step", type=click.IntRange(0), help="Step to copy.  [default: the newest]")
+@click.option("--as", "new_job", metavar="JOB", help="Name of the job at the destination.")
+@print_result
+def save(
+    source: str, job: str, destination: str, *, step: int | None, new_job: str | None
+) -> CommandResult:
+    r"""Copy a checkpoint from a folder or a bucket into a bucket or the Hugging Face Hub.
+
+    Every file is verified on both sides. The checkpoint is committed once. A copy that was stopped
+    sends only what is missing when it is started again.
+
+    \b
+    Example: millrace checkpoint save file:///scratch my-job r2://ACCOUNT/BUCKET
+             millrace checkpoint save r2://ACCOUNT/BUCKET my-job hf://you/model
+    """
+    from millrace.checkpoints import SavedSource, open_destination
+    from millrace.checkpoints.destinations import StoreDestination, copy_checkpoint
+    from millrace.progress import Event
+
+    sent, began = 0, time.monotonic()
+
+    def count_bytes(event: Event) -> None:
+        nonlocal sent
+        if event.name == "checkpoint.part":
+            sent += int(event.figures["sent"])
+
+    origin, wanted = SavedSource(url=source, job=job, step=step).open()
+    target, name = open_destination(destination), new_job or job
+    found = target.probe(name)
+    if not found.is_ready:
+        raise errors.DeniedError(f"{target.url}: {found.verdict}: {found.reason}")
+    saved = copy_checkpoint(StoreDestination(origin), wanted, target, name, progress=count_bytes)
+    seconds = time.monotonic() - began
+    echo(
+        f"Step {saved.step} of {name} is in {target.url}: {format_size(saved.size)} in "
+        f"{format_count(len(saved.parts), 'file')}, every byte verified. This run sent "
+        f"{format_size(sent)} in {seconds:.1f} s."
+    )
+    data = {
+        "url": target.url, "job": name, "step": saved.step, "bytes": saved.size,
+        "files": len(saved.parts), "sent_bytes": sent, "seconds": seconds,
+    }  # fmt: skip
+    return CommandResult(data)
+
+
+@checkpoint.command()
+@click.argument("url")
+@click.argument("job")
+@click.option("--last", type=click.IntRange(1), default=3, show_default=True, help="Keep so many.")
+@click.option("--every", type=click.IntRange(1), help="And each whose step is a multiple of this.")
+@click.option("--dry-run", is_flag=True, help="Show what would be deleted; delete nothing.")
+@add_yes_option
+@print_result
+def retain(
+    url: str, job: str, *, last: int, every: int | None, dry_run: bool, yes: bool
+) -> CommandResult:
+    r"""Delete the checkpoints that no rule keeps. The newest verified one always stays.
+
+    The command shows what stays and what goes, and asks before it deletes.
+
+    \b
+    Example: millrace checkpoint retain r2://ACCOUNT/BUCKET my-job --last 3 --every 1000
+    """
+    from millrace.checkpoints import RetentionSettings, apply_retention, plan_retention
+    from millrace.storage import open_store
+
+    store = open_store(url, make_folder=False)
+    plan = plan_retention(store, job, RetentionSettings(last=last, every=every))
+    for step, reason in sorted(plan.kept.items(), reverse=True):
+        echo(f"step {step} stays: {reason}")
+    for step in reversed(plan.removed):
+        echo(f"step {step} goes")
+    count = f"{format_count(len(plan.removals), 'object')}, {format_size(plan.size)}"
+    data: dict[str, object] = {
+        "kept": plan.kept, "removed": plan.removed, "objects": len(plan.removals),
+        "bytes": plan.size,
+    }  # fmt: skip
+    if dry_run or not plan.removals:
+        echo(f"Would delete {count}.")
+        return CommandResult(data)
+    if not confirm(f"Delete {count}?", yes=yes):
+        return CommandResult(data, 1)
+    done = apply_retention(store, plan)
+    for failure in done.failures:
+        echo(f"{store.make_url(failure.key)}: {failure.reason}", err=True)
+    if done.skipped:
+        echo(f"{format_count(len(done.skipped), 'object')} stay: they are in use by now.")
+    echo(f"Deleted {format_count(done.removed, 'object')}, {format_size(done.size)}.")
+    data |= {"deleted_objects": done.removed, "deleted_bytes": done.size}
+    return CommandResult(data, 1 if done.failures else 0)
+
+
+@checkpoint.command()
+@click.argument("url")
+@click.argument("job")
+@click.option("--size", type=SIZE, default="0", help="Size of a checkpoint, such as 80GB.")
+@click.option("--within", type=DURATION, help="Longest time that a save may take, such as 20m.")
+@print_result
+def probe(url: str, job: str, *, size: int, within: timedelta | None) -> CommandResult:
+    r"""Find out whether a job could save its checkpoints there.
+
+    Exit code 0: ready. Else: 11 read only, 12 denied, 13 not found, 14 throttled, 15 unreachable,
+    16 wrong bytes, 17 no space, 18 too slow, 19 unknown.
+
+    \b
+    Example: millrace checkpoint probe r2://ACCOUNT/BUCKET my-job --size 80GB --within 20m
+    """
+    from millrace.checkpoints import open_destination
+
+    found = open_destination(url).probe(job, size=size, within=within)
+    echo(f"{found.verdict}: {found.reason}")
+    if found.rate:
+        echo(f"One upload: {found.rate / 1e6:.1f} MB/s.")
+    data = {"verdict": found.verdict, "reason": found.reason, "bytes_per_second": found.rate}
+    return CommandResult(data, found.verdict.exit_code)
+
+
+@checkpoint.command()
+@take_settings_file("cooldown.yaml")
+@click.option("--member", required=True, help="This member's name: no other has it.")
+@print_result
+def cooldown(settings: Path, *, member: str) -> CommandResult:
+    r"""End an epoch together with the other members, with the checkpoint on this machine's disk.
+
+    Exit code 0 if the epoch has a checkpoint by now, whoever saved it; 1 if not.
+
+    \b
+    Example: millrace checkpoint cooldown cooldown.yaml --member node-3
+    """
+    from millrace.checkpoints import MemberSettings, end_epoch
+    from millrace.settings import load_settings
+
+    ended = end_epoch(load_settings(settings, MemberSettings), member)
+    echo(
+        f"{member}: {ended.outcome}{ended.reason and f' ({ended.reason})'}; sent "
+        f"{format_size(ended.sent)}, verified {format_size(ended.checked)} of others, in "
+        f"{ended.seconds:.1f} s"
+    )
+    data = {
+        "member": member, "outcome": ended.outcome, "reason": ended.reason,
+        "sent_bytes": ended.sent, "verified_bytes": ended.checked, "seconds": ended.seconds,
+    }  # fmt: skip
+    return CommandResult(data, 0 if ended.is_durable else 1)

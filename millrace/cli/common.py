@@ -1,0 +1,246 @@
+"""Parts that all commands share: errors, exit codes, options, questions, JSON, and templates."""
+
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from millrace import errors
+from millrace.terminal import echo, echo_text, print_json, reserve_stdout
+
+if TYPE_CHECKING:
+    from millrace.storage import StoreSpec
+
+AnyFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """Result of a command.
+
+    Attributes:
+        data: Value that `--json` prints: records, dataclasses, and plain values.
+        exit_code: Exit code of the process.
+    """
+
+    data: object
+    exit_code: int = 0
+
+
+class _DurationOption(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - not in all versions
+    """A duration with its unit, such as 90s or 24h."""
+
+    name = "duration"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> timedelta:
+        from pydantic import TypeAdapter, ValidationError
+
+        from millrace.settings import Duration, parse_duration
+
+        try:
+            return TypeAdapter[timedelta](Duration).validate_python(parse_duration(value))
+        except ValidationError:
+            self.fail(f"{value!r} is no duration of ISO 8601, such as PT20M.", param, ctx)
+        except ValueError as error:
+            self.fail(f"{error}.", param, ctx)
+
+
+class _SizeOption(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - not in all versions
+    """A number of bytes with its unit, such as 80GB or 512MiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from pydantic import ByteSize, TypeAdapter, ValidationError
+
+        try:
+            return int(TypeAdapter(ByteSize).validate_python(value))
+        except ValidationError:
+            self.fail(f"{value!r} is no size: write 80GB, or 512MiB.", param, ctx)
+
+
+class NounGroup(click.Group):
+    """A group of commands whose docstring keeps the lines of its examples."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.help = _keep_lines(self.help)
+
+
+def _keep_lines(text: str | None) -> str | None:
+    r"""Return a raw docstring with click's marker for lines that are not wrapped, ``\b``."""
+    return text and text.replace("\\b\n", "\b\n")
+
+
+DURATION = _DurationOption()
+SIZE = _SizeOption()
+
+
+def handle_errors(command: Callable[..., int | None]) -> Callable[..., None]:
+    """Run a command for a terminal: print an error of Millrace as a sentence, and exit.
+
+    Exit codes: what the command returns; 1 failed, 2 wrong input, 130 Ctrl-C or SIGTERM.
+    """
+
+    @wraps(command)
+    def run(*args: Any, **options: Any) -> None:
+        _end_on_sigterm()
+        try:
+            code = command(*args, **options)
+            sys.stdout.flush()
+        except errors.ConfigurationError as error:
+            echo_text(f"millrace: {error}", err=True)
+            sys.exit(2)
+        except errors.MillraceError as error:
+            echo_text(f"millrace: {error}", err=True)
+            sys.exit(1)
+        except KeyboardInterrupt:
+            echo_text("\nStopped. Run it again: it goes on where it was.", err=True)
+            sys.exit(130)
+        except OSError as error:
+            if error.errno == errno.EPIPE or _can_print():
+                raise
+            echo(f"millrace: the output could not be written: {error.strerror}.", err=True)
+            sys.exit(1)
+        sys.exit(code or 0)
+
+    run.__doc__ = _keep_lines(command.__doc__)
+    return run
+
+
+def print_result(command: Callable[..., CommandResult]) -> Callable[..., None]:
+    """Run a command for a terminal, as `handle_errors` does, and add its option `--json`.
+
+    With `--json`, standard output has the result as JSON, and standard error what people read.
+    """
+
+    @wraps(command)
+    def run(*args: Any, as_json: bool, **options: Any) -> int:
+        with reserve_stdout(as_json):
+            result = command(*args, **options)
+        if as_json:
+            print_json(result.data)
+        return result.exit_code
+
+    option = click.option(
+        "--json", "as_json", is_flag=True, help="Print the result as JSON, for programs."
+    )
+    return option(handle_errors(run))
+
+
+def take_settings_file(default: str) -> Callable[[AnyFunction], AnyFunction]:
+    """Return a decorator: the command takes a settings file as FILE or with `--config FILE`.
+
+    Args:
+        default: Name of the file that is read if neither is given.
+    """
+
+    def decorate(command: AnyFunction) -> AnyFunction:
+        @wraps(command)
+        def run(*args: Any, settings: Path | None, config: Path | None, **options: Any) -> Any:
+            if settings and config:
+                raise click.UsageError("Name the settings file once: as FILE, or with --config.")
+            return command(*args, settings=settings or config or Path(default), **options)
+
+        option = click.option(
+            "--config",
+            metavar="FILE",
+            type=click.Path(path_type=Path),
+            help=f"Settings file; the same as FILE.  [default: {default}]",
+        )
+        argument = click.argument(
+            "settings", metavar="[FILE]", required=False, type=click.Path(path_type=Path)
+        )
+        return argument(option(run))
+
+    return decorate
+
+
+def add_yes_option(command: AnyFunction) -> AnyFunction:
+    """Add the option `--yes`, which skips the question of `confirm`."""
+    return click.option("--yes", "-y", is_flag=True, help="Go on without a question.")(command)
+
+
+def confirm(question: str, *, yes: bool) -> bool:
+    """Ask a question that is answered with yes or no, on standard error.
+
+    Raises:
+        ConfigurationError: Standard input has no answer.
+    """
+    if yes:
+        return True
+    try:
+        if click.confirm(question, err=True):
+            return True
+    except click.Abort:
+        raise errors.ConfigurationError(
+            "Nothing was done, as the question has no answer. Add --yes to go on without it."
+        ) from None
+    echo("Nothing was done.", err=True)
+    return False
+
+
+def write_template(path: Path, text: str) -> None:
+    """Write a settings file to start from.
+
+    Raises:
+        ConfigurationError: A file of this name exists, or none can be written there.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise errors.ConfigurationError(
+            f"{path} is already there. Move it away, or name another file."
+        ) from None
+    except OSError as error:
+        raise errors.ConfigurationError(f"{path} cannot be written: {error.strerror}.") from None
+
+
+def format_size(size: float) -> str:
+    """Return a number of bytes with its unit, such as ``2.0 MB``."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def read_store(location: str) -> "StoreSpec":
+    """Return the store of a URL, a folder, or a settings file."""
+    from millrace.cleanup.rules import StoreOnlySettings
+    from millrace.settings import load_settings
+    from millrace.storage import StoreSpec
+
+    if "://" in location or Path(location).is_dir():
+        return StoreSpec(url=location)
+    return load_settings(Path(location), StoreOnlySettings).store
+
+
+def _end_on_sigterm() -> None:
+    """End on SIGTERM as on Ctrl-C, unless the process was told to treat SIGTERM otherwise."""
+    here = threading.current_thread() is threading.main_thread()
+    if here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def _can_print() -> bool:
+    """Print an empty line, and return whether standard output takes it; if not, close it."""
+    try:
+        print(flush=True)
+    except OSError:
+        # The interpreter would write the rest at its end, and fail with a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True

@@ -1,0 +1,406 @@
+"""``millrace dataset``: shard a source, and look after the shards."""
+
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from millrace import errors
+from millrace.cli.common import (
+    DURATION,
+    CommandResult,
+    NounGroup,
+    add_yes_option,
+    confirm,
+    format_size,
+    print_result,
+    take_settings_file,
+    write_template,
+)
+from millrace.formatting import format_count
+from millrace.terminal import echo, make_console, make_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from millrace.datasets import DatasetStatus, PipelineSettings, ShardReport
+    from millrace.schemas.dataset import DatasetPlan
+    from millrace.storage import Store
+
+_FILE = "millrace.yaml"
+_TEMPLATE = """\
+# A dataset, from its source to its shards. `millrace run THIS_FILE` shards it, and goes on where
+# it was stopped. ${NAME} is filled in from the environment, ${NAME:-value} with a default.
+
+dataset: my-dataset             # a prefix below the store's URL
+
+source:
+  url: file:///path/to/a/folder # or s3://bucket/prefix, r2://account/bucket/prefix, gs://
+  kind: jsonl                   # a sample a line; `files` makes one of each file
+  include: ["*.jsonl"]
+  columns: {txt: text}          # field: column; leave it out to keep each row whole, as json
+  # credentials:                # left out: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY
+  #   access_key_id: ${R2_DATASET_READ_ACCESS_KEY_ID}
+  #   secret_access_key: ${R2_DATASET_READ_SECRET_ACCESS_KEY}
+
+# Where the shards go. Left out: what STORAGE_BACKEND and its companions say (.env.example):
+# LOCAL_STORAGE_PATH, or with STORAGE_BACKEND=s3 CHECKPOINT_BUCKET.
+# store:
+#   url: r2://${R2_DATASET_ACCOUNT_ID}/${R2_DATASET_BUCKET_NAME}
+#   credentials:
+#     access_key_id: ${R2_DATASET_WRITE_ACCESS_KEY_ID}
+#     secret_access_key: ${R2_DATASET_WRITE_SECRET_ACCESS_KEY}
+
+sharding:                       # pinned by the plan: cannot change under the same name
+  shard_bytes: 64MiB
+  partition_bytes: 512MiB       # one worker at a time works on a partition
+  # partition_files: 10000      # of kind files: at most about so many files a partition
+  seed: 0                       # of the shuffle; null keeps the source's order
+  holdout: 0.0                  # the share held out as the split `val`
+
+execution:                      # never changes what comes out
+  workers: 2                    # memory: shard_bytes * (uploads + 1) * workers
+  uploads: 2
+  # max_quarantined: 0.01       # share of rows that may make no sample; above it the run fails
+  # allow_empty: false          # true completes a dataset that has no samples
+"""
+
+_prefix = click.option("--prefix", metavar="NAME", help="Another dataset name than the file's.")
+
+
+@click.group(cls=NounGroup)
+def dataset() -> None:
+    r"""Shard a source into WebDataset shards, each sample exactly once.
+
+    `init`, `plan`, `run`, `status` and `verify` are also commands of `millrace` itself.
+
+    \b
+    Example:
+      millrace dataset run job.yaml
+      millrace dataset verify r2://ACCOUNT/BUCKET my-dataset
+    """
+
+
+@dataset.command()
+@click.argument("path", type=click.Path(path_type=Path), default=_FILE)
+@print_result
+def init(path: Path) -> CommandResult:
+    r"""Write a settings file to start from.
+
+    \b
+    Example: millrace init job.yaml
+    """
+    write_template(path, _TEMPLATE)
+    echo(f"Wrote {path}. Set its source and store, then: millrace plan {path}")
+    return CommandResult({"path": path})
+
+
+@dataset.command()
+@take_settings_file(_FILE)
+@_prefix
+@print_result
+def plan(settings: Path, prefix: str | None) -> CommandResult:
+    r"""Show how a dataset would be sharded, and where to. Writes nothing.
+
+    With a part `vast` in the file, also the offers that `run --use-vast` would take. Exit code 1 if
+    `run` would refuse.
+
+    \b
+    Example: millrace plan job.yaml
+    """
+    from millrace.datasets import check_destination
+
+    config = _read_settings(settings, prefix)
+    plan, found = check_destination(config)
+    _show_plan(plan, config, found.largest_sample)
+    echo(f"Goes to {found.url}{found.state and f' ({found.state})'}.")
+    for sentence in found.unchecked:
+        echo(sentence)
+    if config.vast is not None:
+        _show_offers(settings, config)
+    for sentence in found.refusals:
+        echo(f"`millrace run` will refuse: {sentence}", err=True)
+    data = {
+        "dataset": plan.dataset,
+        "url": found.url,
+        "state": found.state,
+        "files": plan.source.files,
+        "bytes": plan.source.size,
+        "partitions": [
+            {"name": one.name, "split": one.split, "bytes": one.source_range.size}
+            for one in plan.partitions
+        ],
+        "refusals": found.refusals,
+    }
+    return CommandResult(data, 1 if found.refusals else 0)
+
+
+@dataset.command()
+@take_settings_file(_FILE)
+@_prefix
+@click.option("--use-vast", is_flag=True, help="On rented machines, as the file's `vast` says.")
+@click.option("--repair", is_flag=True, help="Then verify, and make missing or damaged shards.")
+@add_yes_option
+@print_result
+def run(
+    settings: Path, prefix: str | None, *, use_vast: bool, repair: bool, yes: bool
+) -> CommandResult:
+    r"""Shard a dataset, or go on where a run was stopped.
+
+    With --use-vast, the command shows what it rents, and asks before it does.
+
+    \b
+    Example: millrace run job.yaml
+    """
+    from millrace.datasets import repair_dataset, shard_dataset
+    from millrace.progress_bar import PartitionsBar
+
+    config = _read_settings(settings, prefix)
+    if use_vast and repair:
+        raise errors.ConfigurationError(
+            "--repair works on this machine, and --use-vast on rented ones. Shard with --use-vast "
+            "first, then run --repair alone."
+        )
+    if use_vast:
+        from millrace.cli.machine import run_rental
+        from millrace.remote import VastFileSettings, make_sharding_rental
+        from millrace.settings import load_settings
+
+        vast = load_settings(settings, VastFileSettings).vast
+        return run_rental(make_sharding_rental(config, vast), yes=yes)
+    with PartitionsBar() as progress:
+        report = shard_dataset(config, progress=progress, repair=repair)
+    _show_report(report)
+    data: dict[str, object] = {
+        "url": report.url,
+        "manifest": report.manifest_key,
+        "samples": report.samples,
+        "shards": len(report.manifest.shards),
+        "bytes": report.manifest.size,
+        "quarantined": report.manifest.quarantined,
+        "new_shards": report.new_shards,
+        "new_bytes": report.new_bytes,
+        "seconds": report.seconds,
+    }
+    if repair:
+        repaired = repair_dataset(config)
+        for key in repaired.remade_keys:
+            echo(f"Made again: {key}")
+        echo(
+            f"{format_count(repaired.shards, 'shard')} verified, {len(repaired.remade_keys)} made "
+            "again."
+        )
+        data["remade"] = repaired.remade_keys
+    return CommandResult(data)
+
+
+def _take_dataset(command: "Callable[..., Any]") -> "Callable[..., Any]":
+    """Add the arguments that name a complete or unfinished dataset."""
+    name = click.argument("name", metavar="[DATASET]", required=False)
+    target = click.argument("target", metavar="[FILE|URL]", default=_FILE)
+    return target(name(command))
+
+
+@dataset.command()
+@_take_dataset
+@click.option("--quick", is_flag=True, help="Only sizes: reads no shard.")
+@print_result
+def verify(target: str, name: str | None, *, quick: bool) -> CommandResult:
+    r"""Compare every shard with the manifest. Exit code 1 if one is missing or differs.
+
+    \b
+    Example: millrace verify r2://ACCOUNT/BUCKET my-dataset
+    """
+    from millrace.datasets import verify_dataset
+
+    store, found_name = _open_dataset(target, name)
+    result = verify_dataset(store, found_name, digests=not quick)
+    for fault in result.faults:
+        echo(f"{store.make_url(fault.key)}: {fault.reason}")
+    compared = "sizes and SHA-256" if result.includes_digests else "sizes"
+    echo(
+        f"{format_count(result.shards - len(result.faults), 'shard')} of {result.shards} "
+        f"as the manifest says ({compared}, {format_size(result.size)})."
+    )
+    return CommandResult(result, 0 if result.is_intact else 1)
+
+
+@dataset.command()
+@_take_dataset
+@print_result
+def status(target: str, name: str | None) -> CommandResult:
+    r"""Show the progress of a dataset, from the bucket alone. Without DATASET: all below the URL.
+
+    \b
+    Example: millrace status r2://ACCOUNT/BUCKET
+    """
+    from millrace.datasets import find_datasets, read_status
+
+    if name is None and "://" in target:
+        from millrace.storage import open_store
+
+        store = open_store(target, make_folder=False)
+        names = find_datasets(store)
+        if not names:
+            raise errors.NotFoundError(f"There is no dataset below {store.url}.")
+    else:
+        store, found_name = _open_dataset(target, name)
+        names = [found_name]
+    found: list[DatasetStatus] = []
+    for each in names:
+        try:
+            found.append(read_status(store, each))
+            _show_status(found[-1])
+        except errors.CorruptError as error:
+            if len(names) == 1:
+                raise
+            echo(f"{each} cannot be read: {error}", err=True)  # hides no other one
+    return CommandResult(found)
+
+
+@dataset.command("collect-garbage")
+@_take_dataset
+@click.option(
+    "--min-age", type=DURATION, default="1h", show_default=True, help="Only what is older."
+)
+@click.option("--dry-run", is_flag=True, help="Show what would be deleted; delete nothing.")
+@add_yes_option
+@print_result
+def collect_garbage(
+    target: str, name: str | None, *, min_age: timedelta, dry_run: bool, yes: bool
+) -> CommandResult:
+    r"""Delete objects that no record of a dataset names: leftovers of runs that were killed.
+
+    The command shows them, and asks before it deletes them.
+
+    \b
+    Example: millrace dataset collect-garbage r2://ACCOUNT/BUCKET my-dataset
+    """
+    from millrace.datasets import collect_garbage as collect
+
+    store, found_name = _open_dataset(target, name)
+    found = collect(store, found_name, dry_run=True, min_age=min_age)
+    for key in found.keys:
+        echo(store.make_url(key))
+    count = f"{format_count(len(found.keys), 'object')}, {format_size(found.size)}"
+    if dry_run or not found.keys:
+        echo(f"Would delete {count}.")
+        return CommandResult(found)
+    if not confirm(f"Delete {count}?", yes=yes):
+        return CommandResult(found, 1)
+    found = collect(store, found_name, dry_run=False, min_age=min_age)
+    for failure in found.failures:
+        echo(f"{store.make_url(failure.key)}: {failure.reason}", err=True)
+    echo(f"Deleted {format_count(len(found.keys), 'object')}, {format_size(found.size)}.")
+    return CommandResult(found, 1 if found.failures else 0)
+
+
+def _read_settings(path: Path, prefix: str | None) -> "PipelineSettings":
+    from millrace.datasets import PipelineSettings
+    from millrace.settings import load_settings
+
+    config = load_settings(path, PipelineSettings)
+    return config.model_copy(update={"dataset": prefix}) if prefix else config
+
+
+def _open_dataset(target: str, name: str | None) -> "tuple[Store, str]":
+    """Open the store of a settings file, URL or folder; return the name of the dataset, too."""
+    from millrace.storage import open_store
+
+    if Path(target).is_dir():
+        target = Path(target).absolute().as_uri()
+    if "://" not in target:
+        config = _read_settings(Path(target), name)
+        return open_store(config.store, make_folder=False), config.dataset
+    if not name:
+        raise errors.ConfigurationError("After a URL, name the dataset: URL DATASET.")
+    return open_store(target, make_folder=False), name
+
+
+def _show_plan(plan: "DatasetPlan", config: "PipelineSettings", largest: int | None) -> None:
+    table = make_table("split", "partitions", "source bytes")
+    for split in sorted({partition.split for partition in plan.partitions}):
+        own = [partition for partition in plan.partitions if partition.split == split]
+        size = sum(partition.source_range.size for partition in own)
+        table.add_row(split, str(len(own)), format_size(size))
+    echo(
+        f"{plan.dataset}: {format_count(plan.source.files, 'file')}, "
+        f"{format_size(plan.source.size)} of {plan.source.kind} at {plan.source.url}"
+    )
+    if plan.source.markers:
+        markers = format_count(plan.source.markers, "empty object")
+        echo(f"Skipped: {markers} that only show folders.")
+    make_console().print(table)
+    workers = max(1, config.execution.workers)
+    memory = plan.layout.shard_bytes * (config.execution.uploads + 1) * workers
+    echo(
+        f"Shards of at most {format_size(plan.layout.shard_bytes)}; "
+        f"at most {format_size(memory)} of them in the memory of "
+        f"{format_count(workers, 'worker')}."
+    )
+    if largest is None:
+        echo("A larger row is a shard of its own: each worker may hold one, five times.")
+    elif largest > plan.layout.shard_bytes:
+        echo(
+            f"The largest sample has {format_size(largest)}, and is a shard of its own: with one "
+            f"such in each worker it is at most {format_size(memory + workers * largest)}."
+        )
+
+
+def _show_offers(settings: Path, config: "PipelineSettings") -> None:
+    """Show the offers that `run --use-vast` would take."""
+    if find_spec("vastai") is None:
+        echo("`run --use-vast` needs the extra vast: pip install 'millrace[vast]'.")
+        return
+    from millrace.cli.machine import show_offers
+    from millrace.remote import VastFileSettings, make_sharding_rental
+    from millrace.settings import load_settings
+
+    vast = load_settings(settings, VastFileSettings).vast
+    show_offers(make_sharding_rental(config, vast))
+
+
+def _show_report(report: "ShardReport") -> None:
+    manifest = report.manifest
+    rate = report.new_bytes / report.seconds / 1e6
+    echo(
+        f"{report.url}: {format_count(report.samples, 'sample')} in "
+        f"{format_count(len(manifest.shards), 'shard')}, {format_size(manifest.size)}, from "
+        f"{format_count(report.partitions, 'partition')}."
+    )
+    echo(
+        f"This run made {format_count(report.new_shards, 'shard')}, "
+        f"{format_size(report.new_bytes)} in {report.seconds:.1f} s ({rate:.0f} MB/s)."
+    )
+    if manifest.quarantined:
+        echo(
+            f"{format_count(manifest.quarantined, 'row')} made no sample, and every such "
+            f"row is kept with its reason below {report.url}/quarantine/."
+        )
+    echo(f"Finalized by {report.manifest_key}.")
+
+
+def _show_status(found: "DatasetStatus") -> None:
+    partitions = format_count(len(found.partitions), "partition")
+    state = "complete" if found.is_complete else f"{found.ended_partitions} of {partitions} ended"
+    echo(f"{found.dataset}: {state}, from {found.source}")
+    table = make_table("partition", "state", "shards", "samples", "bytes", "quarantined", "held by")
+    for one in found.partitions:
+        table.add_row(
+            one.name,
+            one.state,
+            str(one.shards),
+            str(one.samples),
+            format_size(one.size),
+            str(one.quarantined),
+            f"{one.host} until {one.until:%H:%M:%S}" if one.until else "",
+        )
+    make_console().print(table)
+    if found.damaged_records:
+        damaged = format_count(len(found.damaged_records), "record")
+        echo(f"{damaged} of its ledger cannot be read:")
+        for sentence in found.damaged_records[:10]:
+            echo(f"  {sentence}")

@@ -1,0 +1,99 @@
+"""``millrace gradient``: merge the pseudo-gradients of a run, and follow what was merged."""
+
+from pathlib import Path
+
+import click
+
+from millrace.cli.common import (
+    CommandResult,
+    NounGroup,
+    format_size,
+    print_result,
+    take_settings_file,
+)
+from millrace.terminal import echo
+
+
+@click.group(cls=NounGroup)
+def gradient() -> None:
+    r"""Merge the pseudo-gradients of a run, and follow what was merged.
+
+    \b
+    Example:
+      millrace gradient aggregate aggregate.yaml
+      millrace gradient catch-up r2://ACCOUNT/BUCKET runs/one --to file:///scratch/weights
+    """
+
+
+@gradient.command()
+@take_settings_file("aggregate.yaml")
+@click.option("--windows", type=click.IntRange(min=1), help="Stop after so many.")
+@print_result
+def aggregate(settings: Path, *, windows: int | None) -> CommandResult:
+    r"""Merge the pseudo-gradients of a run, window after window, until the run is over.
+
+    \b
+    Example: millrace gradient aggregate aggregate.yaml
+    """
+    from millrace.gradients import AggregatorSettings, aggregate_run
+    from millrace.schemas.chain import count_reasons
+    from millrace.settings import load_settings
+
+    config = load_settings(settings, AggregatorSettings)
+    if windows is not None:
+        config = config.model_copy(update={"windows": windows})
+    merged: list[dict[str, object]] = []
+    for link in aggregate_run(config):
+        out = count_reasons(link.out.values())
+        sent = sum(one.size for one in link.taken.values())
+        echo(
+            f"window {link.window}, step {link.step}: {len(link.taken)} in, {len(link.out)} out"
+            f"{out and f' ({out})'}; {format_size(sent)} merged into {format_size(link.size)}, "
+            f"after {link.seconds:.1f} s"
+        )
+        merged.append(
+            {
+                "window": link.window, "step": link.step, "taken": sorted(link.taken),
+                "out": {uid: str(one.reason) for uid, one in link.out.items()},
+                "received_bytes": sent, "merged_bytes": link.size, "seconds": link.seconds,
+            }
+        )  # fmt: skip
+    return CommandResult(merged)
+
+
+@gradient.command("catch-up")
+@click.argument("url")
+@click.argument("run")
+@click.option("--version", default="1", show_default=True, help="Version that the workers run.")
+@click.option("--to", required=True, metavar="URL", help="Where the weights are saved.")
+@print_result
+def catch_up(url: str, run: str, version: str, to: str) -> CommandResult:
+    r"""Save the newest weights of a run: a checkpoint that the chain proves, and what came after.
+
+    They are saved as a checkpoint of the job RUN below the URL of --to. Its tensors are in
+    `weights` and, of an outer step with momentum, in `moments`.
+
+    \b
+    Example: millrace gradient catch-up r2://ACCOUNT/BUCKET runs/one --to file:///scratch/weights
+    """
+    from millrace.gradients import ChainLink, load_newest_state
+    from millrace.gradients import catch_up as replay_chain
+    from millrace.gradients.sync.chain import read_link
+    from millrace.gradients.weights import save_weights
+    from millrace.keys import ChainKeys
+    from millrace.storage import open_store
+
+    store, keys = open_store(url, make_folder=False), ChainKeys(run, version)
+    state, window = load_newest_state(store, keys)
+    last = replay_chain(store, keys, state, after=window) or read_link(store, keys, window)
+    now = last.window if isinstance(last, ChainLink) else 0
+    saved = save_weights(state, open_store(to), run, step=last.step, window=now)
+    echo(
+        f"{run} is at step {last.step}, after window {now}: the checkpoint of window {window}, and "
+        f"{now - window} replayed. {format_size(saved.size)} in {to}, as job {run}."
+    )
+    data = {
+        "run": run, "step": last.step, "window": now, "replayed": now - window,
+        "bytes": saved.size, "url": to,
+    }  # fmt: skip
+    return CommandResult(data)

@@ -1,0 +1,295 @@
+"""``millrace machine``: rent machines of Vast.ai, and give them back."""
+
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import click
+
+from millrace.cli.common import (
+    CommandResult,
+    NounGroup,
+    add_yes_option,
+    confirm,
+    print_result,
+    take_settings_file,
+)
+from millrace.formatting import format_count
+from millrace.progress import Event
+from millrace.terminal import echo, echo_text
+
+if TYPE_CHECKING:
+    from millrace.rentals import MachineStatus, Offer, RentalSettings
+
+_take_settings = take_settings_file("rent.yaml")
+
+
+@click.group(cls=NounGroup)
+def machine() -> None:
+    r"""Rent machines of Vast.ai, run a program on each, and give them back.
+
+    \b
+    Example:
+      millrace machine offers rent.yaml
+      millrace machine rent rent.yaml
+      millrace machine list rent.yaml
+    """
+
+
+@machine.command()
+@_take_settings
+@print_result
+def offers(settings: Path) -> CommandResult:
+    r"""Show the offers that `rent` would take, cheapest in all first. Rents nothing.
+
+    Exit code 1 if no offer fits.
+
+    \b
+    Example: millrace machine offers rent.yaml
+    """
+    from millrace.rentals import RentalSettings
+    from millrace.settings import load_settings
+
+    found = show_offers(load_settings(settings, RentalSettings))
+    return CommandResult(found, 0 if found else 1)
+
+
+@machine.command()
+@_take_settings
+@click.option("--detach", is_flag=True, help="Leave the machines when all of their programs run.")
+@add_yes_option
+@print_result
+def rent(settings: Path, *, detach: bool, yes: bool) -> CommandResult:
+    r"""Rent machines, run a program on each, and give them back when it has ended.
+
+    The command shows the offers, and asks before it rents.
+
+    \b
+    Example: millrace machine rent rent.yaml --detach
+    """
+    from millrace.rentals import Rental, RentalSettings
+    from millrace.settings import load_settings
+
+    rental_settings = load_settings(settings, RentalSettings)
+    if not detach:
+        return run_rental(rental_settings, yes=yes)
+    if not _confirm_rental(rental_settings, yes=yes):
+        return CommandResult({"rental": rental_settings.name, "dollars": 0.0}, 1)
+    release_on_signal()
+    with Rental(rental_settings, detached=True, progress=_EventPrinter()) as rental:
+        for one in rental.wait_until_ready():
+            address = one.instance.address if one.instance else ""
+            echo(f"{rental_settings.name}/{one.slot} runs at {address or 'no address'}.")
+        cost = rental.cost
+    release_command = f"millrace machine release {rental_settings.name} {settings}"
+    echo(f"It has cost about ${cost:.2f} so far; give them back with `{release_command}`.")
+    return CommandResult({"rental": rental_settings.name, "dollars": cost})
+
+
+@machine.command("list")
+@_take_settings
+@print_result
+def list_machines(settings: Path) -> CommandResult:
+    r"""List what is rented, for how long, and what it has cost.
+
+    \b
+    Example: millrace machine list rent.yaml
+    """
+    from millrace.rentals import LedgerSettings, list_rentals
+    from millrace.settings import load_settings
+
+    found = list_rentals(load_settings(settings, LedgerSettings))
+    for one in found:
+        echo(describe_machine(one))
+    count = format_count(len(found), "machine")
+    echo(f"Rented: {count}, ${sum(one.cost for one in found):.2f} so far.")
+    return CommandResult([_describe_fields(one) for one in found])
+
+
+@machine.command()
+@click.argument("rental")
+@_take_settings
+@print_result
+def release(settings: Path, rental: str) -> CommandResult:
+    r"""Give back all machines of a rental, and see that they are gone.
+
+    \b
+    Example: millrace machine release wiki rent.yaml
+    """
+    from millrace.rentals import LedgerSettings
+    from millrace.rentals import release as release_rental
+    from millrace.settings import load_settings
+
+    count = release_rental(load_settings(settings, LedgerSettings), rental)
+    echo(f"Given back: {format_count(count, 'machine')} of {rental}; a listing shows none.")
+    return CommandResult({"rental": rental, "returned": count})
+
+
+@machine.command()
+@_take_settings
+@click.option("--dry-run", is_flag=True, help="Show what would be given back; do nothing.")
+@print_result
+def reap(settings: Path, *, dry_run: bool) -> CommandResult:
+    r"""Give back machines that have no living owner, or are over their time.
+
+    Machines of others are never touched.
+
+    \b
+    Example: millrace machine reap rent.yaml --dry-run
+    """
+    from millrace.rentals import LedgerSettings
+    from millrace.rentals import reap as reap_machines
+    from millrace.settings import load_settings
+
+    result = reap_machines(load_settings(settings, LedgerSettings), dry_run=dry_run)
+    for one in result.returned:
+        echo(describe_machine(one))
+    verb = "Would be given back" if dry_run else "Given back"
+    count = format_count(len(result.returned), "machine")
+    echo(f"{verb}: {count}. Stay: {len(result.kept)}.")
+    if result.closed_attempts:
+        echo(f"Closed: {result.closed_attempts}, of which nothing was left.")
+    if result.foreign_attempts:
+        echo(f"Another account pays for {result.foreign_attempts} more: look with its API key.")
+    data = {
+        "returned": [_describe_fields(one) for one in result.returned],
+        "kept": [_describe_fields(one) for one in result.kept],
+        "closed_attempts": result.closed_attempts,
+        "foreign_attempts": result.foreign_attempts,
+    }
+    return CommandResult(data)
+
+
+def show_offers(settings: "RentalSettings") -> "list[Offer]":
+    """Print the offers that fit a rental, and return them."""
+    from millrace.rentals import find_offers, open_account
+
+    found = find_offers(open_account(settings.account), settings.effective_request)
+    if found:
+        echo_text(format_offers(found))
+    else:
+        echo("No offer fits: ask for less, or grant more dollars an hour.", err=True)
+    return found
+
+
+def run_rental(settings: "RentalSettings", *, yes: bool) -> CommandResult:
+    """Rent machines until all of their programs have ended."""
+    from millrace.rentals import Rental
+
+    if not _confirm_rental(settings, yes=yes):
+        return CommandResult({"rental": settings.name, "dollars": 0.0}, 1)
+    release_on_signal()
+    with Rental(settings, progress=_EventPrinter()) as rental:
+        rental.wait_until_done()
+        cost = rental.cost
+    echo(f"All is given back. It has cost about ${cost:.2f}.")
+    return CommandResult({"rental": settings.name, "dollars": cost})
+
+
+def _confirm_rental(settings: "RentalSettings", *, yes: bool) -> bool:
+    """Show the offers, and ask whether machines are to be rented."""
+    if yes:
+        return True
+    show_offers(settings)
+    limit = f"${settings.request.max_total:.2f} in all"
+    count = format_count(settings.machines, "machine")
+    return confirm(f"Rent {count} for {settings.name}, for at most {limit}?", yes=yes)
+
+
+def release_on_signal(has_machines: Callable[[], bool] = lambda: True) -> None:
+    """End this process by giving back what it rents, however often it is asked to end.
+
+    Args:
+        has_machines: Whether it has machines now. While it has, only the first request interrupts:
+            a second one, wherever it hits, could end the process before its machines are back.
+    """
+    was_interrupted = False
+
+    def handle_signal(_: int, __: FrameType | None) -> None:
+        nonlocal was_interrupted
+        if was_interrupted and has_machines():
+            echo("Machines are being given back: wait, or they are billed on.", err=True)
+            return
+        was_interrupted = True
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, handle_signal)
+
+
+def format_offers(offers: "Sequence[Offer]") -> str:
+    """Return offers as a table, a line each."""
+    lines = [f"{'offer':>10}  {'gpu':24}  {'$/h':>7}  {'in all':>8}  {'reliable':>8}  location"]
+    for one in offers:
+        gpu = f"{one.gpus} x {one.gpu}, {one.gpu_memory:.0f} GB"
+        lines.append(
+            f"{one.id:>10}  {gpu:24}  {one.hourly_price:7.3f}  {one.expected_cost:8.2f}  "
+            f"{one.reliability:8.3f}  {one.location}"
+        )
+    return "\n".join(lines)
+
+
+def describe_machine(machine: "MachineStatus") -> str:
+    """Describe a rented machine in a sentence."""
+    instance = machine.instance
+    status = f"{machine.rental or instance.label}: instance {instance.id} is {instance.status}"
+    owner = machine.return_reason or (
+        f"held by {machine.owner}" if machine.owner else "left until its time is over"
+    )
+    if machine.attempt is None:
+        owner = machine.return_reason or "its label cannot be parsed"
+        return f"{status}; {owner}."
+    intent = machine.attempt.intent
+    return (
+        f"{status}, since {intent.begun:%Y-%m-%d %H:%M} until {intent.until:%Y-%m-%d %H:%M} UTC, "
+        f"${instance.hourly_price:.3f} an hour, ${machine.cost:.2f} so far; {owner}."
+    )
+
+
+def _describe_fields(one: "MachineStatus") -> dict[str, object]:
+    """Return what `--json` prints of a machine."""
+    intent = one.attempt.intent if one.attempt else None
+    return {
+        "rental": one.rental,
+        "label": one.instance.label,
+        "instance": one.instance.id,
+        "status": one.instance.status,
+        "since": intent and intent.begun,
+        "until": intent and intent.until,
+        "hourly_price": one.instance.hourly_price,
+        "dollars": one.cost,
+        "owner": one.owner,
+        "return_reason": one.return_reason,
+    }
+
+
+class _EventPrinter:
+    """Says each thing that happens to a machine, and what it prints."""
+
+    def __call__(self, event: Event) -> None:
+        figures = event.figures
+        match event.name:
+            case "machine.printed":
+                echo(f"{event.subject}| {figures['text']}")
+            case "rental.offer":
+                price = f"{figures['gpu']} in {figures['place']} for ${figures['dph']:.3f} an hour"
+                echo(f"{event.subject}: takes {price}.")
+            case "rental.raised":
+                prices = f"${figures['dph']:.3f} an hour, and was offered for"
+                echo(f"{event.subject}: costs {prices} ${figures['offered']:.3f}.", err=True)
+            case "rental.rented":
+                echo(f"{event.subject}: rented, instance {figures['instance']}.")
+            case "rental.ready":
+                echo(f"{event.subject}: its program runs.")
+            case "rental.missing":
+                echo(f"{event.subject}: not replaced yet: {figures['why']}", err=True)
+            case "rental.returned":
+                echo(
+                    f"{event.subject}: given back ({figures['why']}: {figures['said']}), "
+                    f"${figures['dollars']:.2f}."
+                )
+            case _:
+                pass
