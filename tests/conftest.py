@@ -6,9 +6,11 @@ import pytest
 # The stand-in of the Hub speaks Git LFS; the library would offer it Xet. Read when it is imported.
 os.environ["HF_HUB_DISABLE_XET"] = os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
-# How long an example takes says more about what else the machine does.
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
+# The examples of a property are the same in every run, and `--hypothesis-profile random` draws new
+# ones. How long an example takes says more about what else the machine does.
+hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("random", deadline=None)
+hypothesis.settings.load_profile("fixed")
 
 pytest_plugins = ["tests.prefect_server", "tests.ray_cluster", "tests.server_fixtures"]
 

@@ -118,11 +118,13 @@ class ReadSelector:
     def _is_alone(self, node: NodeState, number: int) -> bool:
         """Tell whether nobody else will read a piece that a node can get from no other node.
 
-        What only slow nodes have is read for all. What others give well, though not to this node,
-        is not.
+        What only slow nodes have is read for all, by a trusted node that lacks it. What others give
+        well, though not to this node, is not.
         """
         holders = self.copies[number].holders
-        return node.trust.shunned.issuperset(holders) or self.copies.is_well_held(number)
+        if node.trust.shunned.issuperset(holders) or self.copies.is_well_held(number):
+            return True
+        return not node.trust.is_trusted and self._is_left_to_untrusted(number)
 
     def _take_vote(self, node: NodeState) -> int | None:
         """Return a piece with too few votes that this node lacks, and that nobody else reads."""
@@ -148,7 +150,7 @@ class ReadSelector:
         return found
 
     def _is_left_to_untrusted(self, number: int) -> bool:
-        """Tell whether no trusted node lacks a piece, so that nobody will vote for it any more."""
+        """Tell whether no trusted node lacks a piece, so that none will read it any more."""
         living = self.nodes.iterate_living()
         return all(node.have[number] for node in living if node.trust.is_trusted)
 

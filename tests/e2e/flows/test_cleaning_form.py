@@ -88,7 +88,7 @@ def test_a_dry_run_is_started_from_the_form_and_its_plan_is_seen(
     keys = {Place(store).gradient("run", "w1", window, "0.2.1") for window in range(3)}
     started = open_form(deployed, page, "clean-bucket")
     expect(field(page, "dry_run")).to_contain_text("Only show what would be deleted")
-    expect(field(page, "What")).to_contain_text("what an aggregator has merged")
+    expect(field(page, "Kinds")).to_contain_text("links and updates of an aggregator")
     field(page, "bucket").get_by_role("textbox").fill(given)
     field(page, "Older Than").get_by_role("textbox").fill("0h")
     press(page, "Submit", lambda: started.runs, started.refused)

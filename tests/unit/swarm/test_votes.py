@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millrace.swarm.tracker import STORE, Order, Tracker
@@ -23,6 +23,7 @@ class Votes:
         alike: Whether all wrong copies of a piece are the same.
         gives_wrong: Nodes that give wrong bytes of what they have right.
         gives_nothing: Nodes that give nothing, whatever they say that they have.
+        gives_only: Node → the only nodes that it gives anything.
         own: Pieces that the owner reads in any case.
         has: Node → piece → digest of its copy.
         inbox: Node → orders that it has not seen yet.
@@ -35,6 +36,7 @@ class Votes:
     alike: bool = False
     gives_wrong: set[str] = field(default_factory=set)
     gives_nothing: set[str] = field(default_factory=set)
+    gives_only: dict[str, set[str]] = field(default_factory=dict)
     now: float = 0.0
     has: dict[str, dict[int, str]] = field(default_factory=dict)
     inbox: dict[str, deque[Order]] = field(default_factory=dict)
@@ -104,7 +106,9 @@ class Votes:
             lied = self.rng.random() < self.lies.get(name, 0.0)
             got = self.wrong(name, piece) if lied else f"d{piece}"
         else:
-            given = None if source in self.gives_nothing else self.has.get(source, {}).get(piece)
+            given = self.has.get(source, {}).get(piece)
+            if source in self.gives_nothing or name not in self.gives_only.get(source, {name}):
+                given = None
             bad = given is not None and (given != order.digest or source in self.gives_wrong)
             if given is None or bad:
                 tell(lambda: tracker.fail_transfer(name, piece, source, self.now, wrong=bad))
@@ -132,6 +136,8 @@ class Votes:
     deaths=st.integers(0, 3),
     late=st.integers(0, 2),
 )
+# A node that is not trusted gets from a dead one what it was to read for all.
+@example(seed=241, honest=3, liars=3, needs=1, pieces=23, deaths=1, late=1)
 def test_nodes_that_lie_each_for_itself_give_nobody_wrong_bytes(
     seed, honest, liars, needs, pieces, deaths, late
 ):
@@ -164,6 +170,40 @@ def test_nodes_that_lie_each_for_itself_give_nobody_wrong_bytes(
         if needs == 2:  # where one vote is enough, the node sees that the whole is wrong
             assert swarm.has[name] == {p: f"d{p}" for p in range(pieces)}
     assert not {name for name in swarm.tracker.quarantined if name not in swarm.lies}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    honest=st.integers(1, 3),
+    liars=st.integers(1, 5),
+    needs=st.integers(1, 2),
+    pieces=st.integers(1, 20),
+    late=st.integers(0, 2),
+)
+@example(seed=6082, honest=1, liars=2, needs=1, pieces=19, late=1)
+@example(seed=18087, honest=1, liars=5, needs=2, pieces=8, late=1)
+def test_nodes_that_give_only_to_some_hold_nobody_up(seed, honest, liars, needs, pieces, late):
+    rng = random.Random(seed)
+    swarm = Votes(Tracker([100] * pieces, needs=[needs] * pieces, seed=seed), rng)
+    names = [f"h{i}" for i in range(honest)] + [f"liar{i}" for i in range(liars)]
+    rng.shuffle(names)
+    for name in names:
+        right = {}
+        if name.startswith("liar"):
+            swarm.lies[name] = rng.choice([0.0, 0.0, 0.1, 1.0])
+            swarm.gives_only[name] = {other for other in names if rng.random() < 0.3}
+            right = {p: f"d{p}" for p in range(pieces) if rng.random() < 0.9}
+        swarm.join(name, right)
+    swarm.give(swarm.tracker.begin(swarm.now))
+    for i in range(late):
+        for _ in range(rng.randrange(400)):
+            swarm.step()
+        swarm.join(f"late{i}")
+        swarm.lose(next(name for name in swarm.has if not name.startswith("liar")))
+    swarm.finish()
+    for name in swarm.has.keys() - swarm.lies.keys():
+        assert swarm.has[name].keys() == set(range(pieces))
 
 
 @settings(max_examples=100, deadline=None)
@@ -306,3 +346,50 @@ def test_of_two_nodes_neither_is_distrusted_at_the_others_word():
             swarm.give(swarm.tracker.fail_transfer("liar", order.piece, "a", 0.0, wrong=True))
     assert not swarm.tracker.quarantined
     assert len(swarm.has["a"]) == 4
+
+
+def test_what_a_node_that_is_not_trusted_was_to_read_and_got_elsewhere_is_read_by_another():
+    tracker = Tracker([100] * 3)
+    tracker.add_node("liar", [(1, "x1"), (2, "x2")], 0.0)
+    tracker.add_node("b", [(1, "d1"), (2, "d2")], 0.0)
+    tracker.add_node("a", [(0, "d0")], 0.0)
+    tracker.begin(0.0)
+    orders = tracker.remove_node("a", 1.0)
+    assert [(order.node, order.piece, order.source) for order in orders] == [("liar", 0, STORE)]
+    for piece in (1, 2):
+        tracker.settle_piece(piece, f"d{piece}", 1.0)
+    assert tracker.quarantined == ["liar"]
+    tracker.complete_transfer("liar", 0, "a", "d0", 2.0)
+    orders = tracker.cancel_transfer("liar", 0, STORE, 2.0)
+    assert Order("b", 0, STORE) in orders
+
+
+def test_who_comes_late_reads_what_only_a_node_has_that_is_known_to_give_nothing():
+    have = {p: f"d{p}" for p in range(10)}
+    swarm = Votes(Tracker([100] * 10), random.Random(0), gives_nothing={"liar"})
+    swarm.join("liar", have)
+    swarm.join("a")
+    swarm.give(swarm.tracker.begin(0.0))
+    swarm.finish()
+    swarm.lose("a")
+    swarm.join("b")
+    swarm.finish()
+    assert swarm.has["b"] == have
+
+
+def test_a_node_that_others_slander_reads_itself_what_they_do_not_give():
+    have = {p: f"d{p}" for p in range(20)}
+    liars = {"liar0", "liar1"}
+    swarm = Votes(Tracker([100] * 20), random.Random(0), gives_nothing=set(liars))
+    swarm.join("a", {p: f"d{p}" for p in range(2)})
+    for name in sorted(liars):
+        swarm.join(name, {p: f"d{p}" for p in range(2, 20)})
+    for order in swarm.tracker.begin(0.0):
+        if order.source == "a":
+            swarm.give(swarm.tracker.fail_transfer(order.node, order.piece, "a", 0.0, wrong=True))
+        else:
+            swarm.give([order])
+    assert swarm.tracker.quarantined == ["a"]
+    for _ in range(20_000):
+        swarm.step()
+    assert swarm.has["a"] == have
