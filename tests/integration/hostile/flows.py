@@ -643,7 +643,7 @@ FLOWS: dict[str, Flow] = {
         Flow("list-machines", HOST, _nothing, renting.list_machines, RENTED),
         Flow("cooldown", WORKER, _nothing, _cool_down, EPOCH),
         Flow("prewarm", NODE, _sharded, _prewarm, DATASETS),
-        *(Flow(f"millrace {name}", HOST, _nothing, renting.command(name), RENTED)
+        *(Flow(f"millrace machine {name}", HOST, _nothing, renting.command(name), RENTED)
           for name in renting.COMMANDS),
         *(Flow(f"millrace {name}", WORKER, _merged, commands.command(words), CHAIN)
           for name, words in commands.RUNS.items()),
