@@ -16,6 +16,7 @@ help:
 	@echo "make unit    run the tests that need no server (under a minute)"
 	@echo "make test    run all tests (root and Debian: installs what they need with apt)"
 	@echo "make lint    ruff, pyright, import-linter"
+	@echo "make docs    write docs/reference from the code"
 	@echo "make bench   print the benchmarks' tables"
 	@echo "make soak    run the long kill and fault matrices"
 
@@ -48,6 +49,9 @@ lint: .venv/dev
 format: .venv/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: .venv/dev
+	$(BIN)/python -m docs.generate
 
 unit: .venv/dev
 	$(BIN)/python -m pytest tests/unit --numprocesses 2

@@ -24,7 +24,7 @@ _DEPLOYMENTS_FILE = Path("prefect.yaml")
 def deploy() -> None:
     """Deploy all flows of prefect.yaml to the Prefect server at PREFECT_API_URL.
 
-    Creates the missing types of blocks, the limits and the work pool first. Blocks hold
+    The command first creates missing types of blocks, limits and the work pool. Blocks hold
     credentials: `millrace setup` creates them, before or after.
     """
     try:

@@ -74,21 +74,22 @@ class SetupOutcome(StrEnum):
     "roles",
     type=click.Choice([role.value for role in BucketRole]),
     multiple=True,
-    help="Only this bucket. May be given several times; all three otherwise.",
+    help="Make the block of this bucket only. May be given several times. By default all three.",
 )
-@click.option("--without-buckets", is_flag=True, help="Only objects without credentials.")
+@click.option("--without-buckets", is_flag=True, help="Make no blocks of buckets.")
 @click.option(
     "--right",
     "rights",
     type=click.Choice([right.value for right in Right]),
     multiple=True,
-    help="Only these credentials, for a user without write access, say. Both otherwise.",
+    help="Make credentials for this right only, such as `read` for a user without write access. "
+    "By default both.",
 )
 @click.option(
     "--uploads",
     type=click.IntRange(min=1),
-    help=f"Shards that all runs together upload at once (the limit {UPLOAD_LIMIT}); "
-    f"{_DEFAULT_SLOTS} when the limit is created.",
+    help=f"Number of shards that all runs together upload at once (the limit {UPLOAD_LIMIT}). By "
+    f"default the limit stays as it is; a new one is {_DEFAULT_SLOTS}.",
 )
 @click.option("--check", is_flag=True, help="Check the rights of the credentials.")
 @click.option("--dry-run", is_flag=True, help="Show the changes, and change nothing.")
@@ -105,12 +106,15 @@ def setup(
 
     For each role (gradients, dataset, aggregator) the variables R2_ROLE_ACCOUNT_ID,
     R2_ROLE_BUCKET_NAME, R2_ROLE_READ_ACCESS_KEY_ID, R2_ROLE_READ_SECRET_ACCESS_KEY,
-    R2_ROLE_WRITE_ACCESS_KEY_ID and R2_ROLE_WRITE_SECRET_ACCESS_KEY make a block that is called
-    as the role. R2_ENDPOINT is another S3 endpoint than R2's own. R2_DATASET_BUCKET_LIST names
-    further buckets with the same datasets: a JSON list of URLs, or of {"account_id", "name",
-    "credentials": {"read": {"access_key_id", "secret_access_key"}}}, or a file with one.
-    VAST_API_KEY and HF_TOKEN make blocks if they are set. MILLRACE_NOTIFY_URL is a webhook of
-    Slack's kind: an automation calls it when an audit or a cleaning fails.
+    R2_ROLE_WRITE_ACCESS_KEY_ID and R2_ROLE_WRITE_SECRET_ACCESS_KEY make a block with the
+    name of the role. R2_ENDPOINT names another S3 endpoint than that of R2.
+
+    R2_DATASET_BUCKET_LIST names further buckets with the same datasets: a JSON list, or the path of
+    a file with one. An item is a URL, or {"account_id", "name", "credentials": {"read":
+    {"access_key_id", "secret_access_key"}}}.
+
+    VAST_API_KEY and HF_TOKEN make blocks if they are set. MILLRACE_NOTIFY_URL is a webhook that
+    takes messages as Slack does: an automation calls it when an audit or a cleaning fails.
     """
     chosen_roles = (
         [] if without_buckets else [BucketRole(role) for role in roles] or list(BucketRole)

@@ -25,8 +25,8 @@ from millrace.terminal import echo, echo_text
 
 _TEMPLATE = """\
 # A campaign: a dataset is sharded, workers train on it together, and the weights are published.
-# `millrace campaign THIS_FILE` runs it, and goes on where it was stopped. ${NAME} is filled in from
-# the environment, ${NAME:-value} with a default.
+# `millrace campaign run THIS_FILE` runs it, and goes on where it was stopped. ${NAME} is filled in
+# from the environment, ${NAME:-value} with a default.
 
 name: my-campaign               # a prefix below the bucket's URL
 # Where all of it is written: a folder of this machine to try it in. Elsewhere `dataset`, the block
@@ -84,7 +84,7 @@ _HIDDEN_PREFIXES = (
 def run(settings: Path, *, yes: bool) -> CommandResult:
     r"""Run a campaign here, or go on with one that was stopped.
 
-    The command shows what it rents, and asks before it does.
+    Before the command rents machines, it shows the limit of their costs, and asks.
 
     \b
     Example: millrace campaign run campaign.yaml
@@ -126,7 +126,7 @@ def _confirm_rental(plan: Any, *, yes: bool) -> bool:
 @click.argument("path", type=click.Path(path_type=Path), default="campaign.yaml")
 @print_result
 def init(path: Path) -> CommandResult:
-    r"""Write a campaign's file to start from.
+    r"""Write a settings file of a campaign to start from.
 
     \b
     Example: millrace campaign init campaign.yaml

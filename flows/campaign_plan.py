@@ -43,7 +43,7 @@ class DataSettings(_PlanModel):
 class RentedWorkers(CodeRepository, RentalTimeouts):
     """Each worker on a rented machine of its own."""
 
-    kind: Literal["rented"] = "rented"
+    kind: Literal["rented"] = Field(default="rented", description="Kind of the machines.")
     request: OfferRequest = Field(
         description="Requirements of each machine, and its highest price."
     )
@@ -55,18 +55,18 @@ class RentedWorkers(CodeRepository, RentalTimeouts):
     )
     retry_failed: bool = Field(
         default=True,
-        description="Try a worker that fails again and again on another machine.",
+        description="Run a worker that fails again and again on another machine.",
     )
     prewarm: bool = Field(
         default=True,
-        description="Copy the dataset to all machines, each byte out of the store once.",
+        description="Copy the dataset to all machines, reading each byte from the store once.",
     )
 
 
 class LocalWorkers(_PlanModel):
     """The workers as processes of the machine that runs the campaign."""
 
-    kind: Literal["local"] = "local"
+    kind: Literal["local"] = Field(default="local", description="Kind of the machines.")
     folder: str = Field(default=".", description="Folder in which the workers run.")
     data_folder: Path = Field(
         default=Path(".millrace/data"), description="Folder in which the workers keep the dataset."
@@ -136,7 +136,8 @@ class PublishSettings(_PlanModel):
     job: str = Field(description="Job of the checkpoint.")
     bucket: BucketLocation | None = Field(
         default=None,
-        description="A Millrace Bucket block, its name, or a URL; empty with `hub`.",
+        description="A Millrace Bucket block with write credentials, its name, or a URL; empty "
+        "with `hub`.",
     )
     hub: HubRepository | None = Field(
         default=None, description="Or a repository of the Hugging Face Hub."

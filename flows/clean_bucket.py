@@ -42,7 +42,7 @@ def clean_bucket(
     plan: str = "",
     verify_depth: VerifyDepth = VerifyDepth.DIGESTS,
 ) -> CleanupResult | CleanupPlan | None:
-    """Delete what the rules take, except what a live run or the newest weights need.
+    """Delete the objects that rules select, except what a live run or the newest weights need.
 
     A dry run writes the plan into the bucket and shows the plan. A later run can execute it.
 
@@ -55,7 +55,7 @@ def clean_bucket(
             protect objects here.
         pins: Keys and folders that are never deleted, with all that is below them.
         plan: Name of an earlier plan to execute. The rules are then those of the plan.
-        verify_depth: Check of the newest checkpoint; without a verified one, none is deleted.
+        verify_depth: Check of the newest checkpoint. If it fails, no older checkpoint is deleted.
             `digests` reads all of its bytes, `sizes` takes one request per file.
     """
     if isinstance(rules, CleaningRules):

@@ -63,7 +63,7 @@ def run_cooldown(
         job: Job of the checkpoints: a prefix below the bucket's URL.
         epoch: Number of the epoch that ends.
         nodes: Nodes of a Ray cluster that have the checkpoint on their disks.
-        cooldown: Choice of the checkpointers, and what happens after a timeout. For `nodes` only:
+        cooldown: Choice of the checkpointers, and the action after a timeout. For `nodes` only:
             members elsewhere have their own settings.
         timeout: Longest time that this run waits.
         members: Names of members that write below their own prefixes only, such as a campaign's

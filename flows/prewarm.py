@@ -32,30 +32,39 @@ class FilesRequest(InputLocation):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     key: str | None = Field(
-        default=None, description="One object, below the location. By default all objects there."
+        default=None,
+        description="Key of one object, below the location; by default all objects there.",
     )
     dataset: str | None = Field(
         default=None,
-        description="Or a dataset below the location: the shards that its manifest names, verified "
-        "by their digests, and nothing else.",
+        description="Or a dataset below the location: the shards that its manifest names. Each "
+        "shard is verified by its digest in the manifest.",
     )
     destination: str | None = Field(
         default=None,
-        description="The file, or without a key the folder, below the root. By default the key, "
-        "the keys of the shards, or the root itself.",
+        description="Path below the root: of the file, or without a key of the folder. By default "
+        "the key, the keys of the shards, or the root itself.",
     )
     unpack: Unpacking | None = Field(
         default=None,
-        description="With a key: unpack the archive while it arrives; auto goes by its name.",
+        description="With a key: unpack the archive while it arrives. `auto` goes by its name, "
+        "then by its content. `gz` and `zst` are for one compressed file.",
     )
     into: str | None = Field(
-        default=None, description="Folder that the archive is unpacked into, below the root."
+        default=None,
+        description="Folder below the root that the archive is unpacked into; by default the "
+        "destination without its ending.",
     )
-    mode: int = Field(default=0o644, ge=0, le=0o777, description="Permission bits, as a number.")
+    mode: int = Field(
+        default=0o644,
+        ge=0,
+        le=0o777,
+        description="Permission bits of the files, as a decimal number: 420 is `rw-r--r--`.",
+    )
     sha256: str | None = Field(
         default=None,
         pattern="^[0-9a-f]{64}$",
-        description="With a key: expected digest of the object, where the store does not keep it.",
+        description="With a key: expected SHA-256 of the object, if the store does not keep it.",
     )
 
     def make_request(self, store: str) -> Request:
@@ -78,7 +87,7 @@ class AgentHosts(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    hosts: list[Host] = Field(min_length=1, description="The machines.")
+    hosts: list[Host] = Field(min_length=1, description="Machines with an agent.")
     # Bare: Prefect takes Secret[str] for a block type of its own.
     node_key: Secret = Field(  # pyright: ignore[reportMissingTypeArgument, reportUnknownVariableType]
         description="A Secret block with the key of all machines (MILLRACE_NODE_KEY)."
@@ -90,7 +99,7 @@ class AgentHosts(BaseModel):
 
 
 class RentedMachines(BaseModel):
-    """Rented machines: `millrace campaign worker` or `millrace swarm node` on port 70000."""
+    """Rented machines on which `millrace campaign worker` or `millrace swarm node` runs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -108,16 +117,20 @@ class RentedMachines(BaseModel):
 
 
 class PrewarmOptions(BaseModel):
-    """Limits and checks."""
+    """Checks, and limits on concurrent work."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     cache_check: CacheCheck = Field(
         default=CacheCheck.SAMPLED,
-        description="Check of files from an earlier run: by sampled digests, or by all.",
+        description="Check of files from an earlier run: by `sampled` digests, or by the digests "
+        "of all bytes (`full`).",
     )
     min_live_share: float = Field(
-        default=0.5, gt=0.0, le=1.0, description="Share of the nodes that must live."
+        default=0.5,
+        gt=0.0,
+        le=1.0,
+        description="Least share of the nodes that must live. With fewer nodes, the run fails.",
     )
     limits: LimitSettings = Field(default=LimitSettings(), description="Limits on concurrent work.")
 
@@ -129,15 +142,16 @@ def prewarm(
     cluster: RayNodes | AgentHosts | RentedMachines = RayNodes(),  # noqa: B008 - frozen
     options: PrewarmOptions = PrewarmOptions(),  # noqa: B008 - frozen
 ) -> PrewarmReport:
-    """Put the same files on every node of a cluster, each byte out of the store once.
+    """Put the same files on every node of a cluster, reading each byte from the store once.
 
-    The rest goes from node to node. A run that was stopped fetches only missing pieces when it is
-    started again. The worker must reach the machines; a Ray cluster, from a machine of it.
+    The nodes copy the files from each other. A run that was stopped fetches only missing pieces
+    when it is started again. The Prefect worker must reach the machines. For a Ray cluster, the
+    worker runs on a machine of the cluster.
 
     Args:
         files: Files to put on every node.
         root: Folder on every node; `$NAME` is filled in from the node's own environment.
-        cluster: Machines: a Ray cluster's, rented ones, or hosts with an agent.
+        cluster: Machines: those of a Ray cluster, rented ones, or hosts with an agent.
         options: Checks, and limits on concurrent work.
     """
     if not files:

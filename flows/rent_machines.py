@@ -64,7 +64,7 @@ def rent_machines(
     Args:
         name: Name of the rental, for `release-machines` and to continue a stopped run.
         bucket: A Millrace Bucket block with write credentials, its name, or a URL. It holds the
-            ledger of rentals, and the machines reach parts of it.
+            ledger of rentals. The machines can access the parts in `storage_grants`.
         vast: The Vast.ai Credentials block that pays, or its name.
         request: Requirements of each machine, and its highest price.
         program: Program that runs on each machine.

@@ -20,23 +20,26 @@ class CodeRepository(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     repo_url: str = Field(
-        description="A public repository: a Python project that has, or requires, Millrace."
+        description="URL of a public repository: a Python project that contains or requires "
+        "Millrace."
     )
-    repo_ref: str = Field(default="main", description="A branch, a tag or a commit of it.")
+    repo_ref: str = Field(default="main", description="Branch, tag or commit of the repository.")
     extras: tuple[str, ...] = Field(
         default=(), description="Extras of the project to install, such as `gradients`."
     )
     image: str = Field(
         default=Program.model_fields["image"].default,
-        description="A Docker image with python3 (3.11 or newer), its venv, and git.",
+        description="Docker image with python3 (3.11 or newer), its module venv, and git.",
     )
 
 
 class VastSettings(CodeRepository):
-    """Section `vast` of a settings file, for `millrace run --use-vast`."""
+    """Rented machines of `millrace run --use-vast`."""
 
-    account: VastAccount
-    request: OfferRequest
+    account: VastAccount = Field(description="Account that pays for the machines.")
+    request: OfferRequest = Field(
+        description="Requirements of each machine, and its highest price."
+    )
     machines: int = Field(
         default=1, ge=1, le=256, description="Number of machines, which share the work."
     )

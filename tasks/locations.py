@@ -216,9 +216,12 @@ class InputLocation(BaseModel):
     )
     bucket: BucketLocation | None = Field(
         default=None,
-        description="Or a Millrace Bucket block, or its name, opened for reading.",
+        description="Or a Millrace Bucket block with read credentials, its name, or a URL.",
     )
-    prefix: str = Field(default="", description="With a bucket: prefix of the files in it.")
+    prefix: str = Field(
+        default="",
+        description="Prefix of the files in the bucket; only with `bucket`.",
+    )
 
     @model_validator(mode="after")
     def _check_one_location(self) -> "InputLocation":

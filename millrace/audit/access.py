@@ -83,11 +83,11 @@ class AuditedRole(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     store: StoreSpec = Field(
-        description="Location of the bucket; its own credentials are not used."
+        description="Location of the bucket. Its own credentials are not used."
     )
     prefix: str = Field(
         default="",
-        description="Prefix in the store that the credentials are for; left out, the whole store.",
+        description="Prefix in the store that the credentials are for; by default the whole store.",
     )
     read_credentials: Credentials | None = Field(
         default=None, description="Credentials that may read in the store."
@@ -106,7 +106,7 @@ class AuditSettings(BaseModel):
     retry_timeout: Duration = Field(
         default=timedelta(seconds=10),
         gt=timedelta(0),
-        description="Longest time that each request is tried.",
+        description="Longest time that each request is retried.",
     )
     expiry_warning: Duration = Field(
         default=timedelta(days=1),

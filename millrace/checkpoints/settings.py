@@ -19,20 +19,22 @@ class SaveSettings(BaseModel):
         default=ByteSize(64 << 20),
         ge=1024,
         le=1 << 30,
-        description="A file of tensors is closed before it would be larger, such as 64MiB. What is "
-        "read in part is read by whole files, for only those can be verified.",
+        description="Largest size of a file of tensors, such as 64MiB. A partial load reads whole "
+        "files, because only whole files can be verified.",
     )
-    uploads: int = Field(default=4, ge=1, le=64, description="Files that are uploaded at once.")
+    uploads: int = Field(
+        default=4, ge=1, le=64, description="Number of files that are uploaded at once."
+    )
     refer: bool = Field(
         default=False,
-        description="Refer to files of the job's newest checkpoint whose bytes are the same, "
-        "instead of uploading them again. Retention keeps what is referred to.",
+        description="Refer to files of the job's newest checkpoint that have the same bytes, "
+        "instead of uploading them again. Retention keeps files that are referred to.",
     )
     ranks_within: Duration = Field(
         default=timedelta(minutes=10),
         gt=timedelta(0),
-        description="If several ranks save one checkpoint together: how long one that is ready "
-        "waits for the others.",
+        description="Longest wait of a rank for the others, if several ranks save one checkpoint "
+        "together.",
     )
 
 
@@ -41,14 +43,14 @@ class RetentionSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    last: int = Field(default=3, ge=1, description="The newest so many that are complete.")
+    last: int = Field(default=3, ge=1, description="Number of newest complete checkpoints to keep.")
     every: int | None = Field(
-        default=None, ge=1, description="And each whose step is a multiple of this."
+        default=None, ge=1, description="Also keep checkpoints whose step is a multiple of this."
     )
     grace: Duration = Field(
         default=timedelta(days=1),
-        description="Files that no checkpoint names are removed when they are older than this: "
-        "until then somebody may still be saving.",
+        description="Age after which files that no checkpoint names are removed. Younger files "
+        "may belong to a save that is under way.",
     )
 
 
@@ -62,45 +64,43 @@ class OnTimeout(StrEnum):
 
 
 class CooldownSettings(BaseModel):
-    """Settings of the end of an epoch: who saves, and for how long the others wait."""
+    """Settings of the end of an epoch: its checkpointers, and the waits of the others."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     time: Duration = Field(
         default=timedelta(minutes=2),
         gt=timedelta(0),
-        description="Longest time for the checkpoint, from when the first member was there.",
+        description="Longest time for the checkpoint, from the arrival of the first member.",
     )
     choice: SelectionRule = Field(
         default=SelectionRule.SPREAD,
-        description="Rule by which checkpointers are chosen: `spread` has at least two and "
-        "replaces who is gone at once; "
-        "`psyche` is Psyche's selection.",
+        description="Rule by which checkpointers are chosen: `spread` chooses at least two and "
+        "replaces a lost one at once; `psyche` is the selection of Psyche.",
     )
     on_timeout: OnTimeout = Field(
         default=OnTimeout.EXTEND,
-        description="Action when the checkpoint is not there in time: `extend` the wait, `elect` "
-        "more checkpointers, "
-        "go on in the `background`, or `advance` without.",
+        description="Action when the checkpoint is not complete in time: `extend` waits once "
+        "more, `elect` waits once more with additional checkpointers, `background` "
+        "trains on during the upload, `advance` trains on without a checkpoint.",
     )
     extensions: int = Field(
         default=2,
         ge=0,
-        description="Number of times that it is extended, or more are elected, before the epoch "
-        "goes on "
+        description="Number of times that `extend` or `elect` acts before the epoch goes on "
         "without a checkpoint.",
     )
     without: int = Field(
         default=2,
         ge=0,
-        description="Number of epochs in a row that may go on without a checkpoint. After so many "
-        "the members are told not to train on.",
+        description="Number of epochs in a row that may go on without a checkpoint. After that, "
+        "the members are told to stop training.",
     )
     check: VerifyDepth = Field(
         default=VerifyDepth.DIGESTS,
-        description="Check of files that another member uploaded, before the commit: by "
-        "their `digests`, asked of the store where it keeps them and read back elsewhere; or by "
-        "their `sizes`.",
+        description="Check of files that another member uploaded, before the commit. `digests` "
+        "asks the store for the digests that it keeps, and reads other files back. "
+        "`sizes` compares sizes only.",
     )
     save: SaveSettings = Field(
         default=SaveSettings(), description="Settings of the files and their upload."

@@ -74,29 +74,29 @@ class _StrictSettings(BaseModel):
 
 
 class Rule(_StrictSettings):
-    """Conditions for deletion: an object that meets all is deleted, unless it is protected."""
+    """Conditions for deletion. An object that meets all of them is deleted, unless protected."""
 
     kinds: tuple[CleanupKind, ...] = Field(
         min_length=1,
-        description="`gradients`, `start windows`, `gathers` (links and updates of an aggregator), "
-        "`checkpoints`, `checkpoint orphans` (files that no checkpoint names), `datasets` (whole), "
-        "`dataset orphans` (objects that a complete dataset's ledger does not name), `temporary` "
-        "(probes, old plans, reports of rented machines), `junk` (keys below the prefix of a "
-        "training worker or member that Millrace does not name), `other` (objects that Millrace "
-        "did not write).",
+        description="Kinds of objects. `gathers`: links and updates of an aggregator. `checkpoint "
+        "orphans`: files that no checkpoint names. `datasets`: whole datasets. "
+        "`dataset orphans`: objects that a complete dataset's ledger does not name. "
+        "`temporary`: probes, old plans, reports of rented machines. `junk`: keys "
+        "below the prefix of a training worker or member that Millrace does not name. "
+        "`other`: objects that Millrace did not write.",
     )
     older_than: Age = Field(
         default=timedelta(hours=48),
-        description="Age by the store's clock: `48h`, `2d`, `90m`; `0h` takes all. A checkpoint "
-        "is as old as its metadata, a dataset as its youngest object.",
+        description="Least age by the store's clock, such as `48h`, `2d` or `90m`; `0h` for any. "
+        "A checkpoint is as old as its metadata, a dataset as its youngest object.",
     )
-    name: str = Field(default="", description="Only of this run, job or dataset.")
-    prefix: str = Field(default="", description="Only keys that begin with this.")
-    suffix: str = Field(default="", description="Only keys that end with this.")
+    name: str = Field(default="", description="Only objects of this run, job or dataset.")
+    prefix: str = Field(default="", description="Only keys that begin with this text.")
+    suffix: str = Field(default="", description="Only keys that end with this text.")
     version: str = Field(
         default="",
-        description="Only of this version, such as `0.2.1`, or of a range, such as "
-        "`>=0.2,<0.3` or `!=0.2.11`: compared as versions.",
+        description="Only objects of this version, such as `0.2.1`, or of a range of versions, "
+        "such as `>=0.2,<0.3` or `!=0.2.11`.",
     )
     keep_last: int = Field(
         default=0, ge=0, description="Number of the newest windows or steps of each run to keep."
@@ -173,12 +173,16 @@ def _is_same_version(one: str, other: str) -> bool:
 class CleanupBucketPreset(_StrictSettings):
     """Preset: delete gradients, start windows, orphans and temporary objects."""
 
-    preset: Literal["cleanup_bucket"] = "cleanup_bucket"
-    older_than: Age = Field(default=timedelta(hours=48), description="Age by the store's clock.")
+    preset: Literal["cleanup_bucket"] = Field(
+        default="cleanup_bucket", description="Name of the preset."
+    )
+    older_than: Age = Field(
+        default=timedelta(hours=48), description="Least age by the store's clock."
+    )
     keep_checkpoints: int | None = Field(
         default=None,
         ge=1,
-        description="Number of checkpoints of each job to keep; left out, all stay.",
+        description="Number of newest checkpoints of each job to keep; by default all.",
     )
 
     def make_rules(self) -> tuple[Rule, ...]:
@@ -204,10 +208,12 @@ class CleanupBucketPreset(_StrictSettings):
 class DeleteGatherPreset(_StrictSettings):
     """Preset: delete the merged gradients of one version, up to the newest checkpoint."""
 
-    preset: Literal["delete_gather"] = "delete_gather"
+    preset: Literal["delete_gather"] = Field(
+        default="delete_gather", description="Name of the preset."
+    )
     version: str = Field(min_length=1, description="Version, or a range of versions.")
-    name: str = Field(default="", description="Only of this run.")
-    older_than: Age = Field(default=timedelta(0), description="Age by the store's clock.")
+    name: str = Field(default="", description="Only objects of this run.")
+    older_than: Age = Field(default=timedelta(0), description="Least age by the store's clock.")
 
     def make_rules(self) -> tuple[Rule, ...]:
         """Return the rules of the preset."""
@@ -224,12 +230,15 @@ class DeleteGatherPreset(_StrictSettings):
 class CleanVersionsPreset(_StrictSettings):
     """Preset: delete the objects of every version but the current one."""
 
-    preset: Literal["clean_versions"] = "clean_versions"
-    current_version: str = Field(
-        pattern=f"^{_VERSION.pattern}$", description="Version whose objects stay; no range."
+    preset: Literal["clean_versions"] = Field(
+        default="clean_versions", description="Name of the preset."
     )
-    name: str = Field(default="", description="Only of this run.")
-    older_than: Age = Field(default=timedelta(0), description="Age by the store's clock.")
+    current_version: str = Field(
+        pattern=f"^{_VERSION.pattern}$",
+        description="Version whose objects stay. A range is not allowed.",
+    )
+    name: str = Field(default="", description="Only objects of this run.")
+    older_than: Age = Field(default=timedelta(0), description="Least age by the store's clock.")
 
     def make_rules(self) -> tuple[Rule, ...]:
         """Return the rules of the preset."""
@@ -246,12 +255,13 @@ class CleanVersionsPreset(_StrictSettings):
 class S3ManagerPreset(_StrictSettings):
     """Preset: delete objects of Millrace by age, prefix and suffix."""
 
-    preset: Literal["s3_manager"] = "s3_manager"
+    preset: Literal["s3_manager"] = Field(default="s3_manager", description="Name of the preset.")
     older_than: Age = Field(
-        default=timedelta(hours=48), description="Age by the store's clock: `48h`; `0h` takes all."
+        default=timedelta(hours=48),
+        description="Least age by the store's clock, such as `48h`; `0h` for any.",
     )
-    prefix: str = Field(default="", description="Only keys that begin with this.")
-    suffix: str = Field(default="", description="Only keys that end with this.")
+    prefix: str = Field(default="", description="Only keys that begin with this text.")
+    suffix: str = Field(default="", description="Only keys that end with this text.")
 
     def make_rules(self) -> tuple[Rule, ...]:
         """Return the rules of the preset."""
@@ -308,10 +318,11 @@ class CleanupSettings(BaseModel):
         "gradients. Leases in them protect the objects of this store.",
     )
     rules: tuple[RuleOrPreset, ...] = Field(
-        min_length=1, description="Rules in order: the first that fits an object takes it."
+        min_length=1, description="Rules in order. The first rule that fits an object decides."
     )
     pins: tuple[Pin, ...] = Field(
-        default=(), description="Keys and folders that stay, with all that is below them."
+        default=(),
+        description="Keys and folders that are never deleted, with all that is below them.",
     )
     check: VerifyDepth = Field(
         default=VerifyDepth.DIGESTS,

@@ -38,7 +38,7 @@ class _Nouns(NounGroup):
 @click.version_option(package_name="millrace")
 @click.option("-v", "--verbose", is_flag=True, help="Print the log of the engine.")
 def main(*, verbose: bool) -> None:
-    r"""Run what surrounds the object store that training on rented GPUs depends on.
+    r"""Run everything around the object store, for training on rented GPUs.
 
     Datasets have short commands: `millrace run` is `millrace dataset run`.
 

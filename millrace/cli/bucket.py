@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @click.group(cls=NounGroup)
 def bucket() -> None:
-    r"""Prove what credentials can do, and delete what a bucket does not need.
+    r"""Prove what credentials can do, and delete unneeded objects of a bucket.
 
     \b
     Example:
@@ -45,9 +45,10 @@ def bucket() -> None:
 def audit(settings: Path) -> CommandResult:
     r"""Prove that each credential can do what its role needs, and nothing else.
 
-    Exit code 0: proven. Else the gravest: 20 a forbidden operation is allowed, 21 a store does not
-    do what it says, 22 credentials are refused wholly, 23 in part, 24 no such bucket, 25 a store
-    does not answer, 26 a store asks to come later, 27 unproven for another reason.
+    Exit code 0: proven. Otherwise that of the gravest finding: 20 a forbidden operation is allowed,
+    21 a store returns wrong bytes or confirms an operation that it has not done, 22 credentials are
+    refused for all operations, 23 for a required one, 24 there is no such bucket, 25 a store does
+    not answer, 26 a store is throttling, 27 unproven for another reason.
 
     \b
     Example: millrace bucket audit audit.yaml --json > findings.json
@@ -97,7 +98,7 @@ def _group_by_message(failures: "Iterable[Finding]") -> dict[str, list[str]]:
 @bucket.command()
 @take_settings_file("clean.yaml")
 @click.option("--plan", "name", metavar="NAME", help="Execute this plan instead of a new one.")
-@click.option("--keys", "with_keys", is_flag=True, help="Print each object that goes, too.")
+@click.option("--keys", "with_keys", is_flag=True, help="Print each object of the plan, too.")
 @click.option("--dry-run", is_flag=True, help="Write the plan into the store; delete nothing.")
 @add_yes_option
 @print_result
@@ -106,9 +107,9 @@ def clean(
 ) -> CommandResult:
     r"""Delete the objects that rules select and that nothing protects.
 
-    The command plans first, shows the plan, and asks. Then it executes that very plan, but for what
-    was written since, or is protected by now. Exit code 1 if something could not be deleted. A
-    killed run goes on with `--plan NAME`.
+    The command writes a plan, shows the plan, and asks. Then it executes the plan, except for
+    objects that were written again or are protected since. Exit code 1 if an object could not be
+    deleted. A killed run is continued with `--plan NAME`.
 
     \b
     Example: millrace bucket clean clean.yaml --dry-run
@@ -160,13 +161,13 @@ def _show_keys(config: "CleanupSettings", plan: "CleanupPlan") -> None:
 @click.argument("location", metavar="URL|FILE")
 @click.option("--confirm", "typed", metavar="NAME", help="The bucket's name, instead of typing it.")
 @click.option("--versions", is_flag=True, help="Delete older versions and delete markers, too.")
-@click.option("--dry-run", is_flag=True, help="Show what is there; write nothing.")
+@click.option("--dry-run", is_flag=True, help="Show the number of objects; write nothing.")
 @print_result
 def wipe(location: str, *, typed: str | None, versions: bool, dry_run: bool) -> CommandResult:
-    r"""Delete all that is below a URL, or below the `store` of a settings file.
+    r"""Delete all objects below a URL, or below the `store` of a settings file.
 
-    The command shows what is there, and asks for the bucket's name. Exit code 2, and nothing has
-    happened, if the name is another.
+    The command shows the number of objects, and asks for the bucket's name. If another name is
+    typed, nothing is deleted, and the exit code is 2.
 
     \b
     Example: millrace bucket wipe r2://ACCOUNT/BUCKET --dry-run
@@ -215,18 +216,18 @@ def wipe(location: str, *, typed: str | None, versions: bool, dry_run: bool) -> 
 @bucket.command("abort-uploads")
 @click.argument("location", metavar="URL|FILE")
 @click.option(
-    "--older-than", type=DURATION, default="24h", show_default=True, help="Such as 90m, 24h, 3d."
+    "--older-than", type=DURATION, default="24h", show_default=True, help="Least age of an upload."
 )
-@click.option("--prefix", default="", help="Only of keys that begin with this.")
-@click.option("--dry-run", is_flag=True, help="Show them; abort none.")
+@click.option("--prefix", default="", help="Only uploads of keys that begin with this text.")
+@click.option("--dry-run", is_flag=True, help="Show the uploads; abort none.")
 @add_yes_option
 @print_result
 def abort_uploads(
     location: str, *, older_than: timedelta, prefix: str, dry_run: bool, yes: bool
 ) -> CommandResult:
-    r"""Abort uploads that were begun and never finished: no listing shows them, and they cost.
+    r"""Abort unfinished uploads, which no listing shows and the store bills.
 
-    The command shows them, and asks before it aborts them.
+    The command shows the uploads, and asks before it aborts them.
 
     \b
     Example: millrace bucket abort-uploads r2://ACCOUNT/BUCKET --older-than 3d

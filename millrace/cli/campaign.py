@@ -40,10 +40,10 @@ def campaign() -> None:
 
 @campaign.command()
 @click.argument("settings", type=click.Path(path_type=Path))
-@click.option("--attached", is_flag=True, help="End with the process that feeds standard input.")
+@click.option("--attached", is_flag=True, help="End when standard input ends.")
 @handle_errors
 def worker(settings: Path, *, attached: bool) -> int:
-    r"""Run a worker of a campaign: its training script, as its settings say.
+    r"""Run a worker of a campaign: its training script, by the worker's settings file.
 
     A campaign starts this command on each of its machines.
 

@@ -107,7 +107,7 @@ def save(
     r"""Copy a checkpoint from a folder or a bucket into a bucket or the Hugging Face Hub.
 
     Every file is verified on both sides. The checkpoint is committed once. A copy that was stopped
-    sends only what is missing when it is started again.
+    sends only missing files when it is started again.
 
     \b
     Example: millrace checkpoint save file:///scratch my-job r2://ACCOUNT/BUCKET
@@ -146,8 +146,18 @@ def save(
 @checkpoint.command()
 @click.argument("url")
 @click.argument("job")
-@click.option("--last", type=click.IntRange(1), default=3, show_default=True, help="Keep so many.")
-@click.option("--every", type=click.IntRange(1), help="And each whose step is a multiple of this.")
+@click.option(
+    "--last",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="Number of newest checkpoints to keep.",
+)
+@click.option(
+    "--every",
+    type=click.IntRange(1),
+    help="Also keep checkpoints whose step is a multiple of this.",
+)
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted; delete nothing.")
 @add_yes_option
 @print_result
@@ -197,10 +207,10 @@ def retain(
 @click.option("--within", type=DURATION, help="Longest time that a save may take, such as 20m.")
 @print_result
 def probe(url: str, job: str, *, size: int, within: timedelta | None) -> CommandResult:
-    r"""Find out whether a job could save its checkpoints there.
+    r"""Find out whether a job could save its checkpoints at a URL.
 
-    Exit code 0: ready. Else: 11 read only, 12 denied, 13 not found, 14 throttled, 15 unreachable,
-    16 wrong bytes, 17 no space, 18 too slow, 19 unknown.
+    Exit code 0: ready. Otherwise: 11 read only, 12 denied, 13 not found, 14 throttled, 15
+    unreachable, 16 wrong bytes, 17 no space, 18 too slow, 19 unknown.
 
     \b
     Example: millrace checkpoint probe r2://ACCOUNT/BUCKET my-job --size 80GB --within 20m
@@ -217,12 +227,12 @@ def probe(url: str, job: str, *, size: int, within: timedelta | None) -> Command
 
 @checkpoint.command()
 @take_settings_file("cooldown.yaml")
-@click.option("--member", required=True, help="This member's name: no other has it.")
+@click.option("--member", required=True, help="Unique name of this member.")
 @print_result
 def cooldown(settings: Path, *, member: str) -> CommandResult:
     r"""End an epoch together with the other members, with the checkpoint on this machine's disk.
 
-    Exit code 0 if the epoch has a checkpoint by now, whoever saved it; 1 if not.
+    Exit code 0 if a member has saved the checkpoint of the epoch; otherwise 1.
 
     \b
     Example: millrace checkpoint cooldown cooldown.yaml --member node-3

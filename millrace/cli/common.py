@@ -169,7 +169,7 @@ def take_settings_file(default: str) -> Callable[[AnyFunction], AnyFunction]:
 
 def add_yes_option(command: AnyFunction) -> AnyFunction:
     """Add the option `--yes`, which skips the question of `confirm`."""
-    return click.option("--yes", "-y", is_flag=True, help="Go on without a question.")(command)
+    return click.option("--yes", "-y", is_flag=True, help="Continue without asking.")(command)
 
 
 def confirm(question: str, *, yes: bool) -> bool:

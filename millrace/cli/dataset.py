@@ -68,7 +68,9 @@ execution:                      # never changes what comes out
   # allow_empty: false          # true completes a dataset that has no samples
 """
 
-_prefix = click.option("--prefix", metavar="NAME", help="Another dataset name than the file's.")
+_prefix = click.option(
+    "--prefix", metavar="NAME", help="Name of the dataset, instead of the name in the file."
+)
 
 
 @click.group(cls=NounGroup)
@@ -103,10 +105,10 @@ def init(path: Path) -> CommandResult:
 @_prefix
 @print_result
 def plan(settings: Path, prefix: str | None) -> CommandResult:
-    r"""Show how a dataset would be sharded, and where to. Writes nothing.
+    r"""Show the partitions and the destination of a dataset. Writes nothing.
 
-    With a part `vast` in the file, also the offers that `run --use-vast` would take. Exit code 1 if
-    `run` would refuse.
+    If the file has a section `vast`, the command also shows the offers that `run --use-vast` would
+    take. Exit code 1 if `run` would refuse the settings.
 
     \b
     Example: millrace plan job.yaml
@@ -141,16 +143,20 @@ def plan(settings: Path, prefix: str | None) -> CommandResult:
 @dataset.command()
 @take_settings_file(_FILE)
 @_prefix
-@click.option("--use-vast", is_flag=True, help="On rented machines, as the file's `vast` says.")
-@click.option("--repair", is_flag=True, help="Then verify, and make missing or damaged shards.")
+@click.option(
+    "--use-vast", is_flag=True, help="Shard on rented machines, by the section `vast` of the file."
+)
+@click.option(
+    "--repair", is_flag=True, help="Then verify all shards, and make missing or damaged ones again."
+)
 @add_yes_option
 @print_result
 def run(
     settings: Path, prefix: str | None, *, use_vast: bool, repair: bool, yes: bool
 ) -> CommandResult:
-    r"""Shard a dataset, or go on where a run was stopped.
+    r"""Shard a dataset, or continue a run that was stopped.
 
-    With --use-vast, the command shows what it rents, and asks before it does.
+    With --use-vast, the command shows the offers, and asks before it rents.
 
     \b
     Example: millrace run job.yaml
@@ -206,7 +212,7 @@ def _take_dataset(command: "Callable[..., Any]") -> "Callable[..., Any]":
 
 @dataset.command()
 @_take_dataset
-@click.option("--quick", is_flag=True, help="Only sizes: reads no shard.")
+@click.option("--quick", is_flag=True, help="Compare sizes only; read no shard.")
 @print_result
 def verify(target: str, name: str | None, *, quick: bool) -> CommandResult:
     r"""Compare every shard with the manifest. Exit code 1 if one is missing or differs.
@@ -232,7 +238,7 @@ def verify(target: str, name: str | None, *, quick: bool) -> CommandResult:
 @_take_dataset
 @print_result
 def status(target: str, name: str | None) -> CommandResult:
-    r"""Show the progress of a dataset, from the bucket alone. Without DATASET: all below the URL.
+    r"""Show the progress of a dataset, or of all datasets below a URL, from the bucket alone.
 
     \b
     Example: millrace status r2://ACCOUNT/BUCKET
@@ -264,7 +270,7 @@ def status(target: str, name: str | None) -> CommandResult:
 @dataset.command("collect-garbage")
 @_take_dataset
 @click.option(
-    "--min-age", type=DURATION, default="1h", show_default=True, help="Only what is older."
+    "--min-age", type=DURATION, default="1h", show_default=True, help="Least age of an object."
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted; delete nothing.")
 @add_yes_option
@@ -272,9 +278,9 @@ def status(target: str, name: str | None) -> CommandResult:
 def collect_garbage(
     target: str, name: str | None, *, min_age: timedelta, dry_run: bool, yes: bool
 ) -> CommandResult:
-    r"""Delete objects that no record of a dataset names: leftovers of runs that were killed.
+    r"""Delete objects that no record of a dataset names, such as leftovers of killed runs.
 
-    The command shows them, and asks before it deletes them.
+    The command shows the objects, and asks before it deletes them.
 
     \b
     Example: millrace dataset collect-garbage r2://ACCOUNT/BUCKET my-dataset

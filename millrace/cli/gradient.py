@@ -16,7 +16,7 @@ from millrace.terminal import echo
 
 @click.group(cls=NounGroup)
 def gradient() -> None:
-    r"""Merge the pseudo-gradients of a run, and follow what was merged.
+    r"""Merge the pseudo-gradients of a run, and save its newest weights.
 
     \b
     Example:
@@ -27,7 +27,7 @@ def gradient() -> None:
 
 @gradient.command()
 @take_settings_file("aggregate.yaml")
-@click.option("--windows", type=click.IntRange(min=1), help="Stop after so many.")
+@click.option("--windows", type=click.IntRange(min=1), help="Number of windows to merge.")
 @print_result
 def aggregate(settings: Path, *, windows: int | None) -> CommandResult:
     r"""Merge the pseudo-gradients of a run, window after window, until the run is over.
@@ -65,13 +65,13 @@ def aggregate(settings: Path, *, windows: int | None) -> CommandResult:
 @click.argument("url")
 @click.argument("run")
 @click.option("--version", default="1", show_default=True, help="Version that the workers run.")
-@click.option("--to", required=True, metavar="URL", help="Where the weights are saved.")
+@click.option("--to", required=True, metavar="URL", help="URL of the store for the weights.")
 @print_result
 def catch_up(url: str, run: str, version: str, to: str) -> CommandResult:
-    r"""Save the newest weights of a run: a checkpoint that the chain proves, and what came after.
+    r"""Save the newest weights of a run: a checkpoint of its chain, and all later merges.
 
-    They are saved as a checkpoint of the job RUN below the URL of --to. Its tensors are in
-    `weights` and, of an outer step with momentum, in `moments`.
+    The weights are saved as a checkpoint of the job RUN below the URL of --to. Its tensors are in
+    `weights` and, if the outer optimizer has momentum, in `moments`.
 
     \b
     Example: millrace gradient catch-up r2://ACCOUNT/BUCKET runs/one --to file:///scratch/weights

@@ -28,7 +28,7 @@ _take_settings = take_settings_file("rent.yaml")
 
 @click.group(cls=NounGroup)
 def machine() -> None:
-    r"""Rent machines of Vast.ai, run a program on each, and give them back.
+    r"""Rent machines of Vast.ai, run a program on each, and release them.
 
     \b
     Example:
@@ -42,7 +42,7 @@ def machine() -> None:
 @_take_settings
 @print_result
 def offers(settings: Path) -> CommandResult:
-    r"""Show the offers that `rent` would take, cheapest in all first. Rents nothing.
+    r"""Show the offers that `rent` would take, by expected cost. Rents nothing.
 
     Exit code 1 if no offer fits.
 
@@ -58,11 +58,13 @@ def offers(settings: Path) -> CommandResult:
 
 @machine.command()
 @_take_settings
-@click.option("--detach", is_flag=True, help="Leave the machines when all of their programs run.")
+@click.option(
+    "--detach", is_flag=True, help="Exit when all programs run, and leave the machines rented."
+)
 @add_yes_option
 @print_result
 def rent(settings: Path, *, detach: bool, yes: bool) -> CommandResult:
-    r"""Rent machines, run a program on each, and give them back when it has ended.
+    r"""Rent machines, run a program on each, and release them when all programs have ended.
 
     The command shows the offers, and asks before it rents.
 
@@ -92,7 +94,7 @@ def rent(settings: Path, *, detach: bool, yes: bool) -> CommandResult:
 @_take_settings
 @print_result
 def list_machines(settings: Path) -> CommandResult:
-    r"""List what is rented, for how long, and what it has cost.
+    r"""List the rented machines, with their times and their costs.
 
     \b
     Example: millrace machine list rent.yaml
@@ -113,7 +115,7 @@ def list_machines(settings: Path) -> CommandResult:
 @_take_settings
 @print_result
 def release(settings: Path, rental: str) -> CommandResult:
-    r"""Give back all machines of a rental, and see that they are gone.
+    r"""Release all machines of a rental, and check that they are gone.
 
     \b
     Example: millrace machine release wiki rent.yaml
@@ -129,12 +131,14 @@ def release(settings: Path, rental: str) -> CommandResult:
 
 @machine.command()
 @_take_settings
-@click.option("--dry-run", is_flag=True, help="Show what would be given back; do nothing.")
+@click.option(
+    "--dry-run", is_flag=True, help="Show the machines that would be released; release none."
+)
 @print_result
 def reap(settings: Path, *, dry_run: bool) -> CommandResult:
-    r"""Give back machines that have no living owner, or are over their time.
+    r"""Release machines that have no living owner, or have passed their deadline.
 
-    Machines of others are never touched.
+    Only machines with this installation's label are touched.
 
     \b
     Example: millrace machine reap rent.yaml --dry-run

@@ -35,12 +35,13 @@ def swarm() -> None:
 
 @swarm.command()
 @take_settings_file("prewarm.yaml")
-@click.option("--dry-run", is_flag=True, help="Show what would go where; start nothing.")
+@click.option("--dry-run", is_flag=True, help="Show each file and its destination; copy nothing.")
 @print_result
 def prewarm(settings: Path, *, dry_run: bool) -> CommandResult:
     r"""Copy the same files to every node of a cluster.
 
-    Exit code 1 if a node is not ready at the end, or, of a dry run, if the run would refuse.
+    Exit code 1 if a node is not ready at the end. A dry run has exit code 1 if the settings would
+    be refused.
 
     \b
     Example: millrace swarm prewarm prewarm.yaml --dry-run
@@ -67,13 +68,15 @@ def prewarm(settings: Path, *, dry_run: bool) -> CommandResult:
 
 
 @swarm.command()
-@click.option("--root", type=click.Path(path_type=Path), required=True, help="Files go below it.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option(
+    "--root", type=click.Path(path_type=Path), required=True, help="Folder for the files."
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     default=0,
-    help="The port; 0 takes a free one, and says which.",
+    help="Port to listen on; 0 takes a free port, and prints its number.",
 )
 @handle_errors
 def node(root: Path, host: str, port: int) -> int:

@@ -14,7 +14,7 @@ MAX_SHARD_BYTES = 1 << 30
 
 
 class ShardingSettings(BaseModel):
-    """Settings of the sharding. The plan pins them: they cannot change under the same name."""
+    """Settings of the shards. They cannot change under the same dataset name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -22,22 +22,23 @@ class ShardingSettings(BaseModel):
         default=ByteSize(64 << 20),
         ge=10240,
         le=MAX_SHARD_BYTES,
-        description="A shard is closed before it would be larger, such as 64MiB; at most 1GiB. "
-        "Memory follows it: shard_bytes * (uploads + 1) * workers, and the samples that are "
-        "larger: one for each worker, of JSON lines up to five times.",
+        description="Largest size of a shard, such as 64MiB. A larger sample is a shard of its "
+        "own. Memory grows with it: shard_bytes * (uploads + 1) * workers, and one "
+        "larger sample for each worker (of JSON lines up to five times its size).",
     )
     shard_samples: int = Field(
-        default=100_000, ge=1, description="A shard is closed when it has as many samples."
+        default=100_000, ge=1, description="Largest number of samples in a shard."
     )
     partition_bytes: ByteSize = Field(
         default=ByteSize(512 << 20),
         ge=1024,
-        description="About how many bytes of the source one worker takes at a time.",
+        description="Approximate size of a partition, in bytes of the source. One worker at a "
+        "time works on a partition.",
     )
     partition_files: int = Field(
         default=10_000,
         ge=1,
-        description="Number of files, about, that one worker takes at a time (`files` only).",
+        description="Approximate number of files in a partition (`files` only).",
     )
     seed: int | None = Field(
         default=0, description="Seed of the shuffle; null keeps the source's own order."
@@ -59,25 +60,28 @@ class ExecutionSettings(BaseModel):
         default_factory=lambda: len(os.sched_getaffinity(0)),
         ge=0,
         le=256,
-        description="Worker processes that run at once; 0 works in the main process.",
+        description="Number of worker processes; by default one for each CPU. 0 works in the main "
+        "process.",
     )
     uploads: int = Field(
-        default=2, ge=1, le=32, description="Shards that each worker uploads at once."
+        default=2, ge=1, le=32, description="Number of shards that each worker uploads at once."
     )
     lease_timeout: Duration = Field(
         default=timedelta(seconds=30),
         ge=timedelta(seconds=3),
-        description="Time after which another machine takes over the partition of a silent one.",
+        description="Time without a heartbeat after which another machine takes over a partition.",
     )
     max_quarantined: float = Field(
         default=0.01,
         ge=0.0,
         le=1.0,
-        description="Share of the rows that may make no sample, from 0 to 1. A run above it "
-        "fails with the first reasons. Ten rows are always allowed, unless it is 0.",
+        description="Largest share of rows that cannot be made into samples, from 0 to 1. A run "
+        "with a larger share fails with the first reasons. Ten rows are always "
+        "allowed, unless the share is 0.",
     )
     allow_empty: bool = Field(
-        default=False, description="Complete a dataset that has no samples; otherwise it fails."
+        default=False,
+        description="Complete a dataset that has no samples. Otherwise the run fails.",
     )
 
 
@@ -88,22 +92,27 @@ class SourceLocation(SourceSettings, StoreSettings):
 
 
 class PipelineSettings(BaseModel):
-    """Settings of one dataset, from its source to its shards: the FILE of `millrace run FILE`."""
+    """Settings of one dataset, from its source to its shards."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     dataset: str = Field(description="Name of the dataset: a prefix below the store's URL.")
-    source: SourceLocation
+    source: SourceLocation = Field(description="Location of the samples, and the files to take.")
     store: StoreSpec = Field(
         default_factory=read_spec_from_environment,
-        description="Destination of the shards. Default: the store that STORAGE_BACKEND and its "
+        description="Destination of the shards; by default the store that STORAGE_BACKEND and its "
         "companions describe.",
     )
-    sharding: ShardingSettings = ShardingSettings()
-    execution: ExecutionSettings = ExecutionSettings()
+    sharding: ShardingSettings = Field(
+        default=ShardingSettings(), description="Settings of the shards."
+    )
+    execution: ExecutionSettings = Field(
+        default=ExecutionSettings(), description="Settings of the execution."
+    )
     vast: Any = Field(
         default=None,
         exclude=True,
         repr=False,
-        description="Machines of `millrace run --use-vast`. Other commands ignore it.",
+        description="Rented machines for `millrace run --use-vast`. Other commands ignore this "
+        "section.",
     )

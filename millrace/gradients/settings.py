@@ -42,33 +42,36 @@ class MergeSettings(BaseModel):
 
     rule: MergeRule = Field(
         default=MergeRule.MEAN,
-        description="`mean` over all workers; over the `senders` of each value; by `tokens`; the "
-        "`sign` of most; `centered clip` and `multi-krum` bear Byzantine workers; `median` and "
-        "`trimmed mean` only where all workers send the same indices (`support: shared`).",
+        description="`mean` averages over all workers; `senders` over the workers that sent a "
+        "value; `tokens` weighs workers by their tokens; `sign` takes the sign of the "
+        "majority. `centered clip` and `multi-krum` tolerate Byzantine workers. "
+        "`median` and `trimmed mean` need the same indices from all workers "
+        "(`support: shared`).",
     )
     clip: bool = Field(
         default=True,
         description="Before the rule, scale gradients with an L2 norm above the lower median down "
-        "to it; with `faulty`, to a norm that so many workers cannot choose.",
+        "to it. With `faulty`, scale them to a norm that so many workers cannot "
+        "choose.",
     )
     faulty: int = Field(
         default=0,
         ge=0,
-        description="Number of Byzantine workers that the merge bears: for `clip`, `multi-krum`, "
-        "`trimmed mean`, and the averages of buffers.",
+        description="Number of Byzantine workers that the merge tolerates: for `clip`, "
+        "`multi-krum`, `trimmed mean`, and the averages of buffers.",
     )
     radius: float | None = Field(
         default=None,
         gt=0,
-        description="Distance from the centre up to which `centered clip` counts a gradient "
-        "wholly; left out, the median distance.",
+        description="Distance from the centre within which `centered clip` counts a gradient "
+        "fully; by default the median distance.",
     )
     steps: int = Field(default=20, ge=1, le=1000, description="Iterations of `centered clip`.")
     values: int = Field(
         default=1 << 28,
         ge=1,
-        description="Number of weights whose merged gradients are one object: those of a larger "
-        "model are several.",
+        description="Number of weights whose merged gradients are one object. A larger model has "
+        "several objects.",
     )
 
     @property
@@ -100,49 +103,54 @@ class GatherSettings(BaseModel):
     wanted: int | None = Field(
         default=None,
         ge=1,
-        description="Number of gradients that make a window whole; left out, one of each worker "
-        "that is no reserve.",
+        description="Number of gradients that complete a window; by default the number of workers "
+        "that are no reserves.",
     )
     quorum: int = Field(
         default=1,
         ge=0,
-        description="With fewer gradients at the deadline none is taken; 0 lets a window be empty.",
+        description="Least number of gradients at the deadline. With fewer, none is merged. 0 "
+        "allows an empty window.",
     )
     hedge: float = Field(
         default=0.5,
         ge=0,
         le=1,
-        description="Share of the window after which reserves are read, too; they are read earlier "
-        "if all other workers have sent.",
+        description="Share of the window after which reserves are read, too. They are read "
+        "earlier if all other workers have sent.",
     )
     look: Duration = Field(
         default=timedelta(seconds=2),
         gt=timedelta(0),
-        description="Time from one listing of the buckets to the next.",
+        description="Interval between two listings of the buckets.",
     )
     grace: Duration = Field(
         default=timedelta(seconds=10),
         ge=timedelta(0),
-        description="Longest wait for all pending answers, once, when the window is over or whole.",
+        description="Longest wait for pending answers, once, when the window is over or complete.",
     )
-    at_once: int = Field(default=8, ge=1, le=256, description="Gradients that are read at once.")
+    at_once: int = Field(
+        default=8, ge=1, le=256, description="Number of gradients that are read at once."
+    )
     max_norm: float | None = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="Largest L2 norm of a gradient, without its buffers: a larger one is refused. "
-        "Left out, only norms that float32 cannot bear are.",
+        description="Largest L2 norm of a gradient, without its buffers. A gradient with a larger "
+        "norm is refused. By default, only norms that overflow float32 are refused.",
     )
     max_stored: ByteSize | None = Field(
         default=None,
         gt=0,
-        description="Bytes that a worker should store below its prefix at most, all of its "
-        "gradients included: a warning names who stores more. Left out, nobody is named.",
+        description="Most bytes that a worker should store below its prefix, its gradients "
+        "included. A warning names workers that store more. By default there is no "
+        "warning.",
     )
     max_objects: int | None = Field(
         default=None,
         ge=1,
-        description="Objects that a worker should store below its prefix at most, likewise.",
+        description="Most objects that a worker should store below its prefix. A warning names "
+        "workers that store more. By default there is no warning.",
     )
 
 
@@ -178,24 +186,26 @@ class WindowOpening(Record, WindowRules):
 
 
 class RunRules(WindowRules):
-    """Settings of the windows of a run, whatever its name and the number of its windows."""
+    """Settings of a run, except its name and the number of its windows."""
 
     version: str = Field(
-        default="1", description="Version of the workers' program; other versions are not read."
+        default="1",
+        description="Version of the workers' program. Gradients of other versions are ignored.",
     )
     codec: Codec = Field(default=Codec(), description="Settings of the compression of gradients.")
     decay: float = Field(
         default=1.0,
         ge=0,
         le=1,
-        description="Factor of the values that a worker has not sent, from one window to the next.",
+        description="Factor of the error feedback (the values that a worker has not sent) from "
+        "one window to the next.",
     )
     outer: OuterOptimizer = Field(
         default=OuterOptimizer(),
         description="Settings of the optimizer that applies merged gradients.",
     )
     merge: MergeSettings = Field(default=MergeSettings(), description="Settings of the merge.")
-    steps: int = Field(default=30, ge=1, description="Steps of a worker in each window.")
+    steps: int = Field(default=30, ge=1, description="Number of steps of a worker in each window.")
 
     @model_validator(mode="after")
     def _merge_can_work(self) -> Self:
@@ -234,7 +244,7 @@ class RunSettings(RunRules):
     windows: int | None = Field(
         default=None,
         ge=1,
-        description="Number of windows after which the run is over; left out, it has no end.",
+        description="Number of windows after which the run is over; by default the run has no end.",
     )
 
     @property
@@ -255,23 +265,24 @@ class WeightsSource(BaseModel):
 
     job: str = Field(description="Job that the checkpoint belongs to.")
     step: int | None = Field(
-        default=None, description="Step of the checkpoint; left out, the newest."
+        default=None, description="Step of the checkpoint; by default the newest."
     )
     tensors: str = Field(
         default="",
-        description="Prefix of the weights' names in the checkpoint, such as `model.`; the "
-        "workers' names of them are without it.",
+        description="Prefix of the weights' names in the checkpoint, such as `model.`. The "
+        "workers use the names without it.",
     )
 
 
 class InitialWeights(WeightsSource, StoreSettings):
-    """The checkpoint whose weights a run begins with, and the store that it is in."""
+    """Checkpoint with the weights that a run begins with, and the store that holds it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     url: str = Field(
         default="",
-        description="URL of the store that has the checkpoint; left out, the aggregator's bucket.",
+        description="URL of the store with the checkpoint; by default that of the aggregator's "
+        "bucket.",
     )
 
     @model_validator(mode="after")
@@ -289,7 +300,7 @@ class InitialWeights(WeightsSource, StoreSettings):
 
 
 class FollowRules(BaseModel):
-    """Settings of an aggregator: when its run is over, and which checkpoints it keeps."""
+    """Settings of an aggregator: the end of its run, and the checkpoints to keep."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -298,11 +309,14 @@ class FollowRules(BaseModel):
         ge=1,
         description="Number of consecutive windows without a gradient after which the run is over.",
     )
-    every: int = Field(default=10, ge=1, description="Windows from one checkpoint to the next.")
+    every: int = Field(
+        default=10, ge=1, description="Number of windows from one checkpoint to the next."
+    )
     keep: int = Field(
         default=3,
         ge=1,
-        description="Checkpoints that are kept, besides the one that the run begins with.",
+        description="Number of newest checkpoints to keep, besides the one that the run begins "
+        "with.",
     )
     lease: Duration = Field(
         default=timedelta(minutes=1),
@@ -312,8 +326,9 @@ class FollowRules(BaseModel):
     threads: int = Field(default=2, ge=1, le=64, description="Number of threads.")
     ray: str | None = Field(
         default=None,
-        description="Address of a Ray cluster, `auto` for the one that this machine is in: weights "
-        "and merging are spread over its nodes. Left out, this machine does all of it.",
+        description="Address of a Ray cluster, or `auto` for the cluster of this machine. The "
+        "weights and the merge are distributed over its nodes. By default this "
+        "machine does all the work.",
     )
 
 
@@ -323,7 +338,7 @@ class FollowSettings(FollowRules):
     windows: int | None = Field(
         default=None,
         ge=1,
-        description="Number of windows to merge; left out, until the run is over.",
+        description="Number of windows to merge; by default all until the run is over.",
     )
     until: int | None = Field(default=None, ge=1, description="Number of the last window to merge.")
 
@@ -331,25 +346,27 @@ class FollowSettings(FollowRules):
 class AggregatorSettings(FollowSettings):
     """Settings of an aggregator: the run, the workers, and their buckets."""
 
-    run: RunSettings = Field(description="Settings that all workers of the run have in common.")
+    run: RunSettings = Field(description="Settings that all workers of the run share.")
     store: StoreSpec = Field(description="Bucket of the aggregator: the chain is written there.")
     gradients: StoreSpec | None = Field(
         default=None,
-        description="Bucket that the workers share, to be read; left out, the aggregator's.",
+        description="Bucket that the workers share, with credentials to read; by default the "
+        "aggregator's.",
     )
     workers: tuple[str, ...] = Field(
-        min_length=1, description="Workers that are read first in each window."
+        min_length=1, description="Names of the workers that are read first in each window."
     )
     reserves: tuple[str, ...] = Field(
-        default=(), description="Workers that replace others, in this order."
+        default=(), description="Names of the workers that replace missing ones, in this order."
     )
     buckets: dict[str, StoreSpec] = Field(
         default_factory=dict[str, StoreSpec],
-        description="Buckets of workers that have one of their own.",
+        description="Buckets of workers that have a bucket of their own, by the workers' names.",
     )
     begin: InitialWeights | None = Field(
         default=None,
-        description="Weights that the run begins with; left out, the run must have begun.",
+        description="Checkpoint with the weights that the run begins with. Without it, the run "
+        "must have begun.",
     )
 
     @property

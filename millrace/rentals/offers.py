@@ -25,48 +25,69 @@ class OfferRequest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     gpu: str = Field(
-        default="", description="As Vast.ai calls it, `RTX 4090` or `RTX_4090`; empty for any."
+        default="",
+        description="Name of the GPU at Vast.ai, such as `RTX 4090` or `RTX_4090`; empty for any.",
     )
     gpus: int = Field(default=1, ge=1, le=64, description="Number of GPUs in each machine.")
-    gpu_memory: float = Field(default=0.0, ge=0, description="GB of each GPU, at least.")
-    disk: float = Field(default=40.0, ge=8, description="GB; it cannot be changed later.")
-    down: float = Field(default=100.0, ge=0, description="Mbit/s that it receives, at least.")
-    up: float = Field(default=100.0, ge=0, description="Mbit/s that it sends, at least.")
-    reliability: float = Field(default=0.95, ge=0, le=1, description="At least, of 1.")
-    regions: tuple[CountryCode, ...] = Field(
-        default=(), description="Only in these countries, by two letters: `US`, `DE`."
+    gpu_memory: float = Field(default=0.0, ge=0, description="Least memory of each GPU, in GB.")
+    disk: float = Field(
+        default=40.0, ge=8, description="Size of the disk, in GB. It cannot be changed later."
     )
-    verified: bool = Field(default=True, description="Only machines that Vast.ai has verified.")
-    ports: int = Field(default=0, ge=0, description="Ports that others can reach, at least.")
+    down: float = Field(default=100.0, ge=0, description="Least download speed, in Mbit/s.")
+    up: float = Field(default=100.0, ge=0, description="Least upload speed, in Mbit/s.")
+    reliability: float = Field(
+        default=0.95, ge=0, le=1, description="Least reliability of the host, from 0 to 1."
+    )
+    regions: tuple[CountryCode, ...] = Field(
+        default=(),
+        description="Countries of the hosts, by two letters, such as `US` or `DE`; empty for any.",
+    )
+    verified: bool = Field(
+        default=True, description="Rent only machines that Vast.ai has verified."
+    )
+    ports: int = Field(
+        default=0, ge=0, description="Least number of ports that are open to other machines."
+    )
     interruptible: bool = Field(
-        default=False, description="A cheaper machine, that goes to whoever pays more."
+        default=False,
+        description="Rent a cheaper machine, which goes to another user who bids more.",
     )
     bid: float | None = Field(
         default=None,
         gt=0,
-        description="Dollars an hour that are bid for an interruptible one; left out: a tenth "
-        "more than is asked.",
+        description="Bid for an interruptible machine, in dollars an hour; by default a tenth "
+        "more than the lowest bid.",
     )
     max_hourly: float = Field(
-        gt=0, le=128, description="Dollars an hour that one machine may cost, its disk included."
+        gt=0, le=128, description="Highest price of one machine with its disk, in dollars an hour."
     )
     max_traffic: float = Field(
-        default=0.1, ge=0, le=10, description="Dollars a GB that it may cost to receive, or send."
+        default=0.1,
+        ge=0,
+        le=10,
+        description="Highest price of a download or an upload, in dollars a GB.",
     )
     max_total: float = Field(
-        gt=0, description="Dollars that all machines may cost together: then they are given back."
+        gt=0,
+        description="Highest cost of all machines together, in dollars. All machines are released "
+        "when they have cost as much.",
     )
     max_lifetime: Duration = Field(
         default=timedelta(hours=24),
         gt=timedelta(minutes=1),
         le=MAX_LIFETIME,
-        description="Then a machine is given back, whatever it does.",
+        description="Longest lifetime of a machine. It is then released, whatever its program "
+        "does.",
     )
     hours: float = Field(
-        default=1.0, gt=0, description="Hours that it is likely to be needed: to compare offers."
+        default=1.0, gt=0, description="Expected hours of use, to compare the costs of offers."
     )
-    download: float = Field(default=0.0, ge=0, description="GB that it will receive, likewise.")
-    upload: float = Field(default=0.0, ge=0, description="GB that it will send, likewise.")
+    download: float = Field(
+        default=0.0, ge=0, description="Expected download in GB, to compare the costs of offers."
+    )
+    upload: float = Field(
+        default=0.0, ge=0, description="Expected upload in GB, to compare the costs of offers."
+    )
 
     @model_validator(mode="after")
     def _check_bid(self) -> Self:

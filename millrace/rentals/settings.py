@@ -21,12 +21,14 @@ GrantPrefix = Annotated[str, StringConstraints(pattern=r"^[^/_].*/$")]
 
 
 class VastAccount(BaseModel):
-    """Account that pays."""
+    """Account at Vast.ai that pays for machines."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    api_key: SecretStr = Field(description="Key from the account's page of keys at Vast.ai.")
-    server_url: str | None = Field(default=None, description="Another address of Vast's API.")
+    api_key: SecretStr = Field(description="API key of the account at Vast.ai.")
+    server_url: str | None = Field(
+        default=None, description="URL of another server of the Vast.ai API."
+    )
 
 
 def open_account(settings: VastAccount) -> VastClient:
@@ -40,11 +42,11 @@ class StorageGrant(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     prefix: GrantPrefix = Field(
-        description="A folder below the store's URL, such as `wiki/`; `{slot}` is the machine's "
-        "number."
+        description="Folder below the store's URL, such as `wiki/`. `{slot}` stands for the "
+        "machine's number."
     )
     access: Right = Field(
-        default=Right.READ, description="`read`, or `write`, which includes `read`."
+        default=Right.READ, description="Right of the machine. `write` includes `read`."
     )
 
 
@@ -53,31 +55,38 @@ class Program(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    repo_url: str = Field(description="Repository to clone: a public one that has Millrace.")
-    repo_ref: str = Field(default="main", description="A branch, a tag or a commit of it.")
+    repo_url: str = Field(
+        description="URL of a public repository: a Python project that contains or requires "
+        "Millrace."
+    )
+    repo_ref: str = Field(default="main", description="Branch, tag or commit of the repository.")
     extras: tuple[str, ...] = Field(
-        default=(), description="Extras of the package to install, such as `gradients`."
+        default=(), description="Extras of the project to install, such as `gradients`."
     )
     command: tuple[str, ...] = Field(
         min_length=1,
-        description="Command to run, such as `millrace run settings.yaml`, in the folder of the "
-        "clone; `{slot}` is the machine's number, `{slots}` how many there are.",
+        description="Command to run in the folder of the clone, such as `millrace run "
+        "settings.yaml`. `{slot}` stands for the machine's number, and `{slots}` for "
+        "the number of machines.",
     )
     files: dict[str, str] = Field(
         default_factory=dict[str, str],
-        description="Text files to write beside it, such as settings; no secrets.",
+        description="Text files to write into the folder of the clone, such as settings. Do not "
+        "put secrets here.",
     )
     environment: dict[str, str] = Field(
-        default_factory=dict[str, str], description="Variables for it; no secrets."
+        default_factory=dict[str, str],
+        description="Environment variables of the program. Do not put secrets here.",
     )
     ports: tuple[int, ...] = Field(
         default=(),
-        description="On which it listens. 70000 stands for one that is the same inside and out; "
-        "the program finds it as `VAST_TCP_PORT_70000`.",
+        description="Ports that the program listens on. 70000 stands for a port that has the same "
+        "number inside and outside of the container. The program finds this number in "
+        "`VAST_TCP_PORT_70000`.",
     )
     image: str = Field(
         default="pytorch/pytorch:2.6.0-cuda12.4-cudnn9-runtime",
-        description="A Docker image with python3 (3.11 or newer), its venv, and git.",
+        description="Docker image with python3 (3.11 or newer), its module venv, and git.",
     )
 
     @model_validator(mode="after")
@@ -115,12 +124,14 @@ class RentalTimeouts(BaseModel):
         description="Interval at which the machines are checked.",
     )
     max_attempts: int = Field(
-        default=5, ge=1, description="Most machines that are rented, one after another, for a slot."
+        default=5,
+        ge=1,
+        description="Largest number of machines that are rented for a slot, one after another.",
     )
     retry_failed: bool = Field(
         default=False,
-        description="Whether a program that fails runs again on another machine, up to "
-        "`max_attempts`. If not, all machines are given back.",
+        description="Run a failed program again on another machine, up to `max_attempts` machines. "
+        "Otherwise a failure releases all machines.",
     )
 
 
@@ -128,23 +139,25 @@ class RentalSettings(RentalTimeouts):
     """Settings of a rental: its machines, their program, and limits."""
 
     name: str = Field(
-        description="Name of the rental. A next owner continues it under the same name."
+        description="Name of the rental. Another run with the same name continues the rental."
     )
     store: StoreSpec = Field(
-        description="Store of the ledger and of the machines' data: R2, or S3 with `role_arn`. A "
-        "folder is for tests, whose machines are local processes."
+        description="Store of the ledger and of the machines' data: R2, or S3 with `role_arn`. "
+        "With a folder, for tests, the machines are local processes."
     )
-    account: VastAccount
-    request: OfferRequest
-    program: Program
+    account: VastAccount = Field(description="Account that pays for the machines.")
+    request: OfferRequest = Field(
+        description="Requirements of each machine, and its highest price."
+    )
+    program: Program = Field(description="Program that runs on each machine.")
     machines: int = Field(default=1, ge=1, le=256, description="Number of machines.")
     storage_grants: tuple[StorageGrant, ...] = Field(
         default=(), description="Prefixes of the store that the machines may use."
     )
     role_arn: str | None = Field(
         default=None,
-        description="ARN of the role whose credentials machines get (S3 only). Its sessions have "
-        "to last as long as `max_lifetime`.",
+        description="ARN of the role whose credentials machines get (S3 only). Its sessions must "
+        "last as long as `max_lifetime`.",
     )
 
     @property

@@ -20,7 +20,7 @@ class OuterKind(StrEnum):
 
 
 class OuterOptimizer(RecordPart):
-    """The outer step: the same for all who apply it."""
+    """Optimizer that applies merged gradients to the weights, the same for all workers."""
 
     kind: OuterKind = Field(
         default=OuterKind.SGD, description="`sgd`, `nesterov` (DiLoCo) or `sign` (DeMo)."

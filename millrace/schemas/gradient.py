@@ -34,32 +34,37 @@ class Support(StrEnum):
 class Codec(RecordPart):
     """Settings of the compression of a gradient.
 
-    Buffers are sent whole, in float32: their values, and not how they have changed. Of each 4096
-    values of the other tensors ``k`` are sent: each its place, its sign and one of
-    ``2 ** (bits - 1)`` magnitudes between two that are the chunk's own.
+    Buffers are sent whole, as float32 values and not as changes. Of each chunk of 4096 values of
+    another tensor, ``k`` values are sent: each as its index, its sign and one of
+    ``2 ** (bits - 1)`` magnitudes. Each chunk has its own smallest and largest magnitude.
     """
 
     transform: Transform = Field(
         default=Transform.NONE,
-        description="`dct` sends the coefficients of tiles of at most 64 by 64 (DeMo); `none` the "
-        "values themselves (SparseLoCo).",
+        description="`dct` sends the coefficients of tiles of at most 64 by 64 (DeMo). `none` "
+        "sends the values themselves (SparseLoCo).",
     )
     support: Support = Field(
         default=Support.LARGEST,
-        description="`largest` sends the largest of each chunk; `shared` places that are drawn for "
-        "the window, the same for all workers, and need not be sent: for `median` and `trimmed "
-        "mean`.",
+        description="`largest` sends the largest values of each chunk. `shared` sends values at "
+        "indices that are drawn for the window, the same for all workers: for "
+        "`median` and `trimmed mean`.",
     )
-    k: int = Field(default=64, ge=1, le=CHUNK_SIZE, description="Values that are sent, of 4096.")
+    k: int = Field(
+        default=64,
+        ge=1,
+        le=CHUNK_SIZE,
+        description="Number of values that are sent, of each chunk of 4096.",
+    )
     bits: Literal[2, 4, 8, 16, 32] = Field(
         default=2,
-        description="Bits of each, its sign among them; 16 are a float16, 32 a float32.",
+        description="Bits of each value, its sign included. 16 is a float16, 32 is a float32.",
     )
     buffers: tuple[str, ...] = Field(
         default=BUFFER_NAMES,
-        description="Names of the model's buffers, or the last parts of their names: by default "
-        "those of BatchNorm. Buffers are sent whole and averaged; neither the feedback nor the "
-        "outer step changes them.",
+        description="Names of the model's buffers, or the last parts of their names; by default "
+        "those of BatchNorm. Buffers are sent whole and averaged. Neither the error "
+        "feedback nor the outer step changes them.",
     )
 
     def is_buffer(self, name: str) -> bool:

@@ -37,47 +37,52 @@ class Backend(StrEnum):
 
 
 class Credentials(BaseModel):
-    """A key pair of S3's kind, and the token that goes with a temporary one."""
+    """An access key of S3, and the token of a temporary one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    access_key_id: str = Field(description="The access key's id.")
-    secret_access_key: SecretStr = Field(description="The access key's secret.")
+    access_key_id: str = Field(description="Id of the access key.")
+    secret_access_key: SecretStr = Field(description="Secret of the access key.")
     session_token: SecretStr | None = Field(
-        default=None, description="The token of a temporary credential."
+        default=None, description="Token of a temporary access key."
     )
     expires_at: datetime | None = Field(
-        default=None, description="End of a temporary credential (with its time zone)."
+        default=None, description="End of a temporary access key, with its time zone."
     )
 
 
 class StoreSpec(BaseModel):
-    """URL and credentials of a store. Can be written in a settings file."""
+    """URL and credentials of a store."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     url: str = Field(
-        description="file:///folder, s3://bucket/prefix, r2://account/bucket/prefix, "
-        "gs://bucket/prefix or memory://name."
+        description="URL of the store: `file:///folder`, `s3://bucket/prefix`, "
+        "`r2://account/bucket/prefix`, `gs://bucket/prefix` or `memory://name`."
     )
     credentials: Credentials | None = Field(
-        default=None, description="Left out: the environment (AWS_*, GOOGLE_*) is asked."
+        default=None,
+        description="Access key; by default that of the environment (`AWS_*`, `GOOGLE_*`).",
     )
     endpoint: str | None = Field(
         default=None,
-        description="URL of an S3 endpoint other than Amazon's or R2's: of Ceph, MinIO, Backblaze "
-        "B2, Wasabi. Left out, AWS_ENDPOINT_URL for an `s3://` URL.",
+        description="URL of another S3 endpoint than those of Amazon and R2, such as of Ceph, "
+        "MinIO, Backblaze B2 or Wasabi. By default AWS_ENDPOINT_URL for an `s3://` "
+        "URL.",
     )
-    region: str | None = Field(default=None, description="The S3 region; R2's is always auto.")
+    region: str | None = Field(
+        default=None, description="Region of S3. That of R2 is always `auto`."
+    )
     account_id: str | None = Field(
-        default=None, description="The R2 account, where the URL does not name it."
+        default=None, description="Account of R2, if the URL does not name it."
     )
     ca_file: Path | None = Field(
-        default=None, description="A PEM file of certificate authorities to trust for TLS."
+        default=None, description="PEM file of certificate authorities that are trusted for TLS."
     )
     options: dict[str, SecretStr] = Field(
         default_factory=dict[str, SecretStr],
-        description="Further settings for obstore's store, by its names. Kept as secrets.",
+        description="Further options of the store, by the names of obstore. They are kept as "
+        "secrets.",
     )
     retry_timeout: Duration = Field(
         default=timedelta(minutes=2),

@@ -28,41 +28,48 @@ class _Settings(BaseModel):
 
 
 class Request(_Settings):
-    """An object, or every object below a prefix, and where it goes."""
+    """Files to copy: an object, all below a prefix, or the shards of a dataset."""
 
-    key: str | None = Field(default=None, description="The object's key, below the store's URL.")
+    key: str | None = Field(default=None, description="Key of one object, below the store's URL.")
     prefix: str | None = Field(
-        default=None, description="Or: every object below this folder; empty takes the whole store."
+        default=None, description="Or a folder: all objects below it; empty for the whole store."
     )
     dataset: str | None = Field(
         default=None,
-        description="Or: the shards that the manifest of this dataset names, each verified by its "
-        "digest there, and nothing else.",
+        description="Or a dataset: the shards that its manifest names. Each shard is verified by "
+        "its digest in the manifest.",
     )
     destination: str | None = Field(
         default=None,
-        description="The file, or for a prefix or a dataset the folder, below the root. Left out: "
-        "the key, the keys of the shards, or the root itself.",
+        description="Path below the root: of the file, or for a prefix or a dataset of the "
+        "folder. By default the key, the keys of the shards, or the root itself.",
     )
-    store: str = Field(default="", description="Name of the store, if there are several.")
+    store: str = Field(
+        default="", description="Name of the store in `stores`, if there are several."
+    )
     unpack: Unpacking | None = Field(
-        default=None, description="Unpack it while it arrives: auto goes by name, then by content."
+        default=None,
+        description="Unpack the archive while it arrives. `auto` goes by its name, then by its "
+        "content. `gz` and `zst` are for one compressed file.",
     )
     into: str | None = Field(
         default=None,
-        description="The folder it is unpacked into, below the root. Left out: the destination "
-        "without its ending.",
+        description="Folder below the root that the archive is unpacked into; by default the "
+        "destination without its ending.",
     )
     mode: int = Field(
-        default=0o644, ge=0, le=0o777, description="Permission bits of the files, as a number."
+        default=0o644,
+        ge=0,
+        le=0o777,
+        description="Permission bits of the files, as a decimal number: 420 is `rw-r--r--`.",
     )
     owner: tuple[int, int] | None = Field(
-        default=None, description="User and group id to give the files to; needs root."
+        default=None, description="User id and group id of the files. Needs root."
     )
     sha256: str | None = Field(
         default=None,
         pattern="^[0-9a-f]{64}$",
-        description="Digest of the object, if you know it better than the store.",
+        description="Expected SHA-256 of the object, if the store does not keep it.",
     )
 
     @field_validator("destination", "into")
@@ -80,62 +87,83 @@ class Request(_Settings):
 
 
 class LimitSettings(_Settings):
-    """Limits on what goes on at once."""
+    """Limits on concurrent work."""
 
-    store: int = Field(default=64, ge=1, description="Reads from the store, of all nodes together.")
+    store: int = Field(
+        default=64,
+        ge=1,
+        description="Largest number of concurrent reads from the store, by all nodes together.",
+    )
     node_store: int = Field(
         default=8,
         ge=1,
         le=64,
-        description="Reads from the store, a node, at most: fewer where more bring nothing.",
+        description="Largest number of concurrent reads from the store by one node. The node "
+        "makes fewer if more are not faster.",
     )
-    down: int = Field(default=8, ge=1, le=64, description="Pieces a node fetches from others.")
-    up: int = Field(default=8, ge=1, le=64, description="Pieces a node gives to others.")
+    down: int = Field(
+        default=8,
+        ge=1,
+        le=64,
+        description="Number of pieces that a node fetches from other nodes at once.",
+    )
+    up: int = Field(
+        default=8,
+        ge=1,
+        le=64,
+        description="Number of pieces that a node sends to other nodes at once.",
+    )
     stall_timeout: Duration = Field(
         default=timedelta(seconds=60),
         gt=timedelta(0),
-        description="Longest time that a node may receive no byte, once half of the nodes are "
-        "ready, before "
-        "the run ends without it. A slow node that goes on receiving is waited for, down to "
-        "100 kB/s and a hundredth of what the others receive.",
+        description="Longest time without a byte for a node, once half of the nodes are ready. "
+        "The run then ends without the node. A slow node is waited for, down to 100 "
+        "kB/s and a hundredth of the rate of the others.",
     )
     direct: bool = Field(
         default=True,
-        description="Let nodes read from the store what others have, where it proves to give a "
-        "node at least twice what the other nodes give it. Turn it off if bytes out of it are "
-        "dear.",
+        description="Let nodes read pieces from the store that other nodes have, if this is at "
+        "least twice as fast. Turn it off if traffic out of the store is expensive.",
     )
 
 
 class RayNodes(_Settings):
-    """The living nodes of a Ray cluster: each gets an agent."""
+    """All living nodes of a Ray cluster. The run starts an agent on each."""
 
-    kind: Literal["ray"] = "ray"
+    kind: Literal["ray"] = Field(default="ray", description="Kind of the nodes.")
     address: str | None = Field(
         default=None,
-        description="Address of the Ray cluster; left out, the one we are in or `RAY_ADDRESS`.",
+        description="Address of the Ray cluster; by default the current one or `RAY_ADDRESS`.",
     )
     zone_label: str = Field(
-        default="", description="The node label that names its zone or rack: one copy a zone."
+        default="",
+        description="Label of the Ray nodes that names their zone or rack. Each piece enters a "
+        "zone once.",
     )
-    keep: bool = Field(default=False, description="Leave the agents running for the next time.")
+    keep: bool = Field(
+        default=False, description="Keep the agents running after the run, for the next run."
+    )
 
 
 class Host(_Settings):
     """A machine on which `millrace swarm node` runs."""
 
     url: str = Field(
-        description="URL of its agent: http://host:port. Except for loopback, the "
-        "connection is encrypted all the same."
+        description="URL of the machine's agent: `http://host:port`. The connection is encrypted, "
+        "except on loopback."
     )
     name: str = Field(
         default="",
         validate_default=True,
-        description="Its name in the report; left out, host:port.",
+        description="Name of the machine in the report; by default `host:port`.",
     )
-    zone: str = Field(default="", description="Its zone or rack: one copy a zone, then local.")
+    zone: str = Field(
+        default="", description="Zone or rack of the machine. Each piece enters a zone once."
+    )
     key: SecretStr | None = Field(
-        default=None, min_length=16, description="MILLRACE_NODE_KEY, if it has one of its own."
+        default=None,
+        min_length=16,
+        description="MILLRACE_NODE_KEY of this machine, if it has a key of its own.",
     )
 
     @field_validator("name")
@@ -159,12 +187,14 @@ class Host(_Settings):
 
 
 class Hosts(_Settings):
-    """Machines on which `millrace swarm node` runs, with the key that they were given."""
+    """Machines on which `millrace swarm node` runs, and the secret that they share."""
 
-    kind: Literal["hosts"] = "hosts"
-    hosts: tuple[Host, ...] = Field(min_length=1, description="The machines.")
+    kind: Literal["hosts"] = Field(default="hosts", description="Kind of the nodes.")
+    hosts: tuple[Host, ...] = Field(min_length=1, description="Machines with an agent.")
     key: SecretStr | None = Field(
-        default=None, min_length=16, description="MILLRACE_NODE_KEY of those that have no own."
+        default=None,
+        min_length=16,
+        description="MILLRACE_NODE_KEY of the machines that have no key of their own.",
     )
 
     @model_validator(mode="after")
@@ -192,41 +222,43 @@ class PrewarmSettings(_Settings):
     stores: dict[str, StoreSpec] = Field(
         min_length=1, description="Stores by the names that requests use."
     )
-    root: Path = Field(description="The folder on every node that nothing is written outside of.")
+    root: Path = Field(description="Folder on every node. Nothing is written outside of it.")
     nodes: Annotated[RayNodes | Hosts, Field(discriminator="kind")] = Field(
-        default=RayNodes(), description="The machines."
+        default=RayNodes(), description="Nodes of the cluster."
     )
     check: CacheCheck = Field(
         default=CacheCheck.SAMPLED,
-        description="Check of files from an earlier run: by sampled digests, or by all.",
+        description="Check of files from an earlier run: by `sampled` digests, or by the digests "
+        "of all bytes (`full`).",
     )
     piece_size: ByteSize | None = Field(
         default=None,
         ge=64 * 1024,
         le=MAX_PIECE_SIZE,
-        description="1 to 4 MiB by the amount of data.",
+        description="Size of a piece; by default 1 to 4 MiB, by the amount of data.",
     )
-    limits: LimitSettings = Field(
-        default=LimitSettings(), description="Limits on what goes on at once."
-    )
+    limits: LimitSettings = Field(default=LimitSettings(), description="Limits on concurrent work.")
     least: float = Field(
         default=0.5,
         gt=0.0,
         le=1.0,
-        description="The share of the nodes that must live: with fewer the run fails.",
+        description="Least share of the nodes that must live. With fewer nodes, the run fails.",
     )
     arrival: Duration = Field(
         default=timedelta(seconds=30),
-        description="Longest time that nodes may look at what they have before the others begin "
-        "without them, and how long hosts may take to come before the run ends without them.",
+        description="Longest time that nodes check their own files before the others begin "
+        "without them. Hosts that do not answer within this time are left out.",
     )
     patience: Duration = Field(
-        default=timedelta(minutes=2), description="Longest time that the store may keep failing."
+        default=timedelta(minutes=2),
+        description="Longest time that reads from the store may keep failing.",
     )
     unpacked_bytes: ByteSize = Field(
-        default=ByteSize(1 << 40), description="Most bytes that one archive may unpack to."
+        default=ByteSize(1 << 40), description="Largest size of the unpacked content of an archive."
     )
-    unpacked_members: int = Field(default=1_000_000, ge=1, description="And how many files.")
+    unpacked_members: int = Field(
+        default=1_000_000, ge=1, description="Largest number of files in an archive."
+    )
 
 
 assert MIN_PIECE_SIZE <= MAX_PIECE_SIZE

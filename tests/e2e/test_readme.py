@@ -1,4 +1,4 @@
-"""README's paths by the letter, on a fresh environment that README's own line makes.
+"""The paths of README and of the guide to datasets by the letter, where README's line installs.
 
 Each test runs the commands of a code block as they stand there. Only what a reader substitutes is
 substituted: accounts, folders and ports.
@@ -18,7 +18,8 @@ from tests.oracle import Folder, S3Bucket
 from tests.support.flows.fixtures import jsonl, texts, texts_in
 from tests.support.readme import Clone, block, make_clone
 
-INSTALL = "pip install -c constraints.txt .\n"
+INSTALL = block("Install", "console")
+FIVE_MINUTES = "Five minutes to a sharded dataset in your own bucket"
 ACCOUNT = "0123456789abcdef0123456789abcdef"
 
 # What a person does in an editor: fill in the values. Meanwhile the server starts.
@@ -60,14 +61,38 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_terminal_path(clone: Clone, source: Path, tmp_path: Path) -> None:
-    commands = block("Use it", "console")
-    assert commands.startswith(INSTALL)
-    store = tmp_path / "store"
+def edit_job(clone: Clone, commands: str, source: Path) -> str:
+    """Return commands that also edit the settings which they write: a person names the source."""
+    (clone.folder / "job.yaml").unlink(missing_ok=True)
     edit = f"sed -i 's#file:///path/to/a/folder#{source.as_uri()}#' job.yaml"
     script, edited = re.subn(r"^millrace init .*$", rf"\g<0>\n{edit}", commands, flags=re.MULTILINE)
     assert edited == 1
-    script = script.removeprefix(INSTALL).replace("r2://ACCOUNT/BUCKET", store.as_uri())
+    return script
+
+
+def test_the_five_minutes(clone: Clone, source: Path, rgw: RGW, bucket: str) -> None:
+    commands = block(FIVE_MINUTES, "console")
+    key = rgw.full
+    for written, meant in (("r2://ACCOUNT/BUCKET", f"s3://{bucket}"),
+                           ("=KEY", f"={key.access_key_id}"),
+                           ("=SECRET", f"={key.secret_access_key}")):  # fmt: skip
+        assert written in commands
+        commands = commands.replace(written, meant)
+
+    read = f"cat > read.py <<'END'\n{block(FIVE_MINUTES, 'python')}END\npython read.py\n"
+    script = edit_job(clone, commands, source) + read
+    shown = clone.run(script, AWS_ENDPOINT_URL=rgw.endpoint)
+
+    assert texts_in(S3Bucket(rgw.client(key), bucket, "my-dataset")) == Counter(texts())
+    assert "my-dataset: complete" in shown
+    assert "1 shard of 1 as the manifest says" in shown
+    assert shown.splitlines()[-1] == "{'train': 4000}"
+
+
+def test_the_terminal_path(clone: Clone, source: Path, tmp_path: Path) -> None:
+    commands = block("Shard a dataset", "console", file="docs/guides/datasets.md")
+    store = tmp_path / "store"
+    script = edit_job(clone, commands, source).replace("r2://ACCOUNT/BUCKET", store.as_uri())
     where = {"STORAGE_BACKEND": "local", "LOCAL_STORAGE_PATH": str(store)}
 
     shown = clone.run(script, **where)
@@ -75,14 +100,15 @@ def test_the_terminal_path(clone: Clone, source: Path, tmp_path: Path) -> None:
     assert texts_in(Folder(store / "my-dataset")) == Counter(texts())
     assert "my-dataset: complete" in shown
     assert "1 shard of 1 as the manifest says" in shown
-    (clone.folder / "read.py").write_text(block("Use it", "python"))
+    code = block("Shard a dataset", "python", file="docs/guides/datasets.md")
+    (clone.folder / "read.py").write_text(code)
     assert clone.run("python read.py", **where).splitlines()[-1] == "{'train': 4000}"
 
 
 def test_the_prefect_path(
     clone: Clone, source: Path, rgw: RGW, bucket: str, tmp_path: Path
 ) -> None:
-    commands = block("Use it", "console", 1)
+    commands = block("Terminal or Prefect", "console")
     assert commands.startswith(INSTALL)
     (port,) = free_ports(1)
     values = {

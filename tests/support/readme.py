@@ -1,4 +1,4 @@
-"""A clone of the project, and the code blocks of its README, run in the clone by the letter."""
+"""A clone of the project, and the code blocks of its docs, run in the clone by the letter."""
 
 import contextlib
 import os
@@ -13,13 +13,13 @@ import psutil
 
 from millrace.testing.process import REPOSITORY
 
-README = (REPOSITORY / "README.md").read_text()
 LONGEST = 900  # seconds for a block of commands, on a busy machine
 
 
-def block(heading: str, language: str, number: int = 0) -> str:
-    """Return a code block of a section; of a console, the commands alone."""
-    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)
+def block(heading: str, language: str, number: int = 0, *, file: str = "README.md") -> str:
+    """Return a code block of a section of a file; of a console, the commands alone."""
+    page = (REPOSITORY / file).read_text()
+    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
     text = re.findall(rf"^```{language}\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[number]
     return re.sub(r"^\$ ", "", text, flags=re.MULTILINE) if language == "console" else text
 

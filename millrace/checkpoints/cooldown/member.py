@@ -17,11 +17,11 @@ from millrace.storage import Store, StoreSettings, StoreSpec, open_store
 
 
 class SavedSource(StoreSettings):
-    """A saved checkpoint: the store that it is in, such as a folder of this machine, and which."""
+    """A saved checkpoint, and the store that holds it, such as a folder of this machine."""
 
     job: str = Field(description="Job that the checkpoint belongs to.")
     step: int | None = Field(
-        default=None, description="Step of the checkpoint; left out, the newest."
+        default=None, description="Step of the checkpoint; by default the newest."
     )
 
     def open(self) -> tuple[Store, Checkpoint]:
@@ -45,23 +45,23 @@ class MemberSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    store: StoreSpec = Field(description="The bucket that the members meet in, and save to.")
-    job: str = Field(description="Job of the checkpoints; a prefix below the store's URL.")
-    epoch: int = Field(ge=0, description="The epoch that ends.")
-    source: SavedSource = Field(
-        description="Checkpoint that this member has: the same on all members."
+    store: StoreSpec = Field(
+        description="Bucket that all members share. The checkpoint is saved there."
     )
-    members: int = Field(default=1, ge=1, description="Wait until so many members are there.")
+    job: str = Field(description="Job of the checkpoints; a prefix below the store's URL.")
+    epoch: int = Field(ge=0, description="Number of the epoch that ends.")
+    source: SavedSource = Field(description="Checkpoint of this member, the same on all members.")
+    members: int = Field(default=1, ge=1, description="Number of members to wait for.")
     arrival: Duration = Field(
         default=timedelta(minutes=5), description="Longest wait for the other members."
     )
     ttl: Duration = Field(
         default=timedelta(seconds=30),
-        description="A member that was not heard of for so long is taken for dead.",
+        description="Time without a heartbeat after which a member is taken for dead.",
     )
     seed: int | None = Field(
         default=None,
-        description="Seed of the order of the checkpointers; left out, one is drawn.",
+        description="Seed of the order of the checkpointers; by default a random one.",
     )
     cooldown: CooldownSettings = Field(
         default=CooldownSettings(), description="Settings of the end of the epoch."

@@ -62,8 +62,8 @@ class SourceSettings(BaseModel):
 
     kind: SourceKind = Field(
         default=SourceKind.JSONL,
-        description="`jsonl`: a sample a line. `files`: a sample a file, or a group of files that "
-        "share their name up to the first dot.",
+        description="`jsonl` makes a sample of each line. `files` makes a sample of each file, or "
+        "of each group of files that share their name up to the first dot.",
     )
     include: list[str] = Field(
         default=["*"], description="Patterns of the files to take, such as `*.jsonl`."
@@ -71,8 +71,8 @@ class SourceSettings(BaseModel):
     exclude: list[str] = Field(default=[], description="Patterns of the files to leave out.")
     columns: dict[str, str] | None = Field(
         default=None,
-        description="Column of each field, as `{txt: text}` (`jsonl` only). Left out, "
-        "each row is kept whole as `json`.",
+        description="Column of each field, such as `{txt: text}` (`jsonl` only). By default each "
+        "row is kept whole as `json`.",
     )
 
     @field_validator("columns")

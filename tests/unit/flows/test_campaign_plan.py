@@ -20,8 +20,8 @@ from tasks.campaigning import check_plan, pin_plan
 from tests.support.flows.campaigns import here, plan_of
 
 
-def test_the_campaign_of_the_readme_is_one() -> None:
-    text = (REPOSITORY / "README.md").read_text()
+def test_the_campaign_of_the_guide_is_one() -> None:
+    text = (REPOSITORY / "docs/guides/campaigns.md").read_text()
     found = re.search(r"```yaml\n(# campaign.yaml.*?)```", text, re.DOTALL)
     assert found
     data = yaml.safe_load(found[1])
@@ -88,7 +88,7 @@ def test_a_plan_that_has_changed_is_refused_with_its_fields_and_values(tmp_path:
 
 
 def test_what_may_change_during_a_run_is_no_other_plan(tmp_path: Path) -> None:
-    """The advice of docs/operations.md where nobody's gradient is taken."""
+    """The advice of docs/guides/campaigns.md where nobody's gradient is taken."""
     pin(tmp_path)
     gather = RUN.gather.model_copy(update={"quorum": 0, "grace": timedelta(minutes=1)})
     pin(tmp_path, run=RUN.model_copy(update={"window": timedelta(hours=1), "gather": gather}))

@@ -1,0 +1,1 @@
+"""Documentation of Millrace, and the generator of its reference."""
