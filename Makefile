@@ -1,6 +1,6 @@
 # Each target makes .venv by itself, with what it needs and no more.
 .DEFAULT_GOAL := help
-.PHONY: help demo unit test lint bench soak ui format
+.PHONY: help demo unit test lint bench soak ui format docs
 SHELL := /bin/bash
 
 PYTHON ?= python3

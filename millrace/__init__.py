@@ -9,7 +9,7 @@ __all__ = ["PipelineSettings", "run_from_file", "run_pipeline"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when asked for: a worker that needs one room should not wait for the others.
+    # Imported on first use: a worker that needs one package does not import the others.
     if name in __all__:
         from millrace import datasets  # noqa: PLC0415
 

@@ -1,8 +1,181 @@
-"""The reference in docs/ is what the code says."""
+"""The reference in docs/ says what the code says."""
 
-from docs.generate import find_stale_pages
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from pydantic import BaseModel
+
+import flows.campaign_command
+import millrace.cli.dataset
+from docs.generate import REFERENCE, ROOT, find_stale_pages, generate_pages
+from docs.generator.flows import describe_cron
+from docs.generator.schemas import make_schema
+from docs.generator.settings_files import FILES, SettingsFile
+from millrace import keys
+
+PAGES = sorted(REFERENCE.glob("*.md"))
+SHA256 = "0" * 64
 
 
-def test_the_reference_is_that_of_the_code() -> None:
-    stale = find_stale_pages()
-    assert stale == [], "docs/reference is stale: run make docs"
+def test_no_page_is_stale():
+    assert find_stale_pages() == [], "docs/reference is stale: run make docs"
+
+
+def test_a_page_that_differs_or_is_missing_is_named(tmp_path: Path):
+    pages = generate_pages()
+    (tmp_path / "schemas").mkdir()
+    for name, text in pages.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "cli.md").write_text("old")
+    (tmp_path / "schemas/rent.schema.json").unlink()
+    assert find_stale_pages(tmp_path) == ["cli.md", "schemas/rent.schema.json"]
+
+
+def test_every_command_option_setting_and_parameter_has_a_description():
+    rows = [
+        f"{page.name}: {line}"
+        for page in PAGES
+        for line in page.read_text().splitlines()
+        if re.search(r"(?<!\\)\|\s*\|$", line)
+    ]
+    assert rows == []
+
+
+def test_every_link_leads_to_a_heading():
+    for page in PAGES:
+        text = re.sub(r"`[^`\n]*`", "", page.read_text())
+        for target in re.findall(r"\]\(([^)]+)\)", text):
+            name, _, anchor = target.partition("#")
+            file = page.parent / name if name else page
+            assert file.is_file(), target
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
+            anchors = {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
+            assert not anchor or anchor in anchors, target
+
+
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [
+        ("millrace.yaml", millrace.cli.dataset._TEMPLATE),
+        ("campaign.yaml", flows.campaign_command._TEMPLATE),
+    ],
+)
+def test_a_template_fits_its_schema_with_and_without_variables(name: str, template: str):
+    schema = make_schema(find_model(name))
+    settings = yaml.safe_load(template)
+    jsonschema.validate(settings, schema)
+    jsonschema.validate(replace_scalars(settings), schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(settings | {"unknown": 1}, schema)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_a_schema_is_valid_and_its_defaults_fit_it(file: SettingsFile):
+    schema = make_schema(file.model)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    checked = 0
+    for definition in [schema, *schema["$defs"].values()]:
+        for name, field in definition.get("properties", {}).items():
+            if "default" in field:
+                jsonschema.validate(field["default"], field | {"$defs": schema["$defs"]})
+                checked += 1
+            assert "description" in field or name == "$ref", name
+    assert checked > 5
+
+
+def test_a_schedule_in_words():
+    assert describe_cron("*/10 * * * *", "UTC") == "every 10 minutes"
+    assert describe_cron("47 5 * * 1", "UTC") == "every Monday at 05:47 UTC"
+    assert describe_cron("7 2 * * *", "UTC") == "every day at 02:07 UTC"
+    with pytest.raises(ValueError, match="no words"):
+        describe_cron("0 0 1 * *", "UTC")
+
+
+def test_every_name_that_the_code_builds_is_documented():
+    text = (REFERENCE / "object-names.md").read_text()
+    names = re.findall(r"^\| `(.+?)` \|", text, re.M)
+    patterns = [
+        re.compile(re.sub(r"\\{\w+\\}", ".+", re.escape(name)) + (".*" if name[-1] == "/" else ""))
+        for name in names
+    ]
+    built = list(build_names())
+    unknown = [key for key in built if not any(each.fullmatch(key) for each in patterns)]
+    assert unknown == []
+    unused = [
+        name
+        for name, each in zip(names, patterns, strict=True)
+        if not any(each.fullmatch(key) for key in built)
+    ]
+    assert unused == []
+
+
+def test_every_name_of_the_glossary_is_in_the_code():
+    text = (REFERENCE / "glossary.md").read_text()
+    source = "\n".join(
+        file.read_text()
+        for top in ("millrace", "flows", "blocks", "tasks")
+        for file in (ROOT / top).rglob("*.py")
+    )
+    cells = re.findall(r"\| ([^|]+) \|$", text, re.M)
+    found = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    assert len(found) > 60
+    for name in found:
+        if name.startswith("millrace."):
+            path = ROOT / name.replace(".", "/")
+            assert path.is_dir() or path.with_suffix(".py").is_file(), name
+        elif " " not in name:
+            assert re.search(rf"\b{name.rpartition('.')[2]}\b", source), name
+
+
+def find_model(name: str) -> type[BaseModel]:
+    return next(file.model for file in FILES if file.name == name)
+
+
+def replace_scalars(value: object) -> object:
+    """The same settings with a variable for each number."""
+    match value:
+        case dict():
+            return {name: replace_scalars(each) for name, each in value.items()}
+        case list():
+            return [replace_scalars(each) for each in value]
+        case int() | float():
+            return "${NUMBER:-1}"
+        case _:
+            return value
+
+
+def build_names():
+    """Each name that `millrace.keys` builds."""
+    dataset, name = keys.DatasetKeys("data/wiki"), keys.ShardName("train-00000", 3)
+    lease = keys.LeaseKeys(dataset.dataset, "train-00000")
+    yield from (dataset.plan, dataset.plan_removed, dataset.manifest, dataset.index)
+    yield from (dataset.listing("train-00000", SHA256), dataset.shard(name, "tar"))
+    yield from (dataset.commit(name), dataset.end("train-00000"), dataset.quarantine(name))
+    yield from (lease.epoch(1), lease.beat(1), lease.end(1))
+    job = keys.CheckpointKeys("jobs/one")
+    yield from (job.part(1, SHA256), job.metadata(1), job.share(1, "a", 0), job.pin(1))
+    yield from (job.quarantine(1, SHA256), job.damaged(1, SHA256), job.epoch(1))
+    cooldown = keys.CooldownKeys("jobs/one", 1)
+    yield from (cooldown.roster, cooldown.vote("a"), cooldown.late("a"), cooldown.result("a"))
+    yield from (cooldown.draft("a"), cooldown.part("a", SHA256))
+    yield keys.member_lease("jobs/one", "a").epoch(1)
+    gradients, chain = keys.GradientKeys("runs/one", "1"), keys.ChainKeys("runs/one", "1")
+    yield from (gradients.gradient("w", 1), gradients.start_window("w", 1))
+    yield from (chain.link(1), chain.opening(1), chain.update(1, SHA256))
+    yield keys.CheckpointKeys(chain.job).metadata(1)
+    yield keys.LeaseKeys(chain.job, "aggregator").beat(1)
+    campaign = keys.CampaignKeys("camp")
+    yield from (campaign.plan, campaign.warming, campaign.lease.epoch(1))
+    yield from (f"{campaign.run}/w/x", f"{campaign.job}/epochs/000001.json")
+    rental = keys.RentalKeys("fleet")
+    yield from (keys.INSTALLATION, rental.owner, rental.lease.epoch(1), rental.intent(1))
+    yield from (rental.contract(1), rental.detached(1), rental.returned(1))
+    machine = keys.MachineKeys(rental.machine(1))
+    yield from (machine.files, machine.setup, machine.heartbeat, machine.program_exit)
+    yield machine.log(1)
+    yield from (keys.cleaning_plan_key("20261124-ab"), keys.cleaning_outcome_key("20261124-ab"))
+    yield keys.clock_probe_key("data/wiki", "h")
+    yield from (keys.write_probe_key("a", "b"), keys.audit_probe_key("a", "b", "get"))
