@@ -49,7 +49,7 @@ class ModelTables:
         """Yield the description of a model, and the table of its fields."""
         yield from describe_model(model)
         if issubclass(model, StoreSpec) and model is not StoreSpec:
-            yield f"It also has the settings of {self.link(StoreSpec)}."
+            yield f"This section also has the settings of {self.link(StoreSpec)}."
         yield self.format_fields(model)
 
     def write_waiting(self, heading: str = "###") -> Iterator[str]:

@@ -84,10 +84,9 @@ def find_default(field: FieldInfo) -> tuple[bool, Any]:
     """Return whether a field has a constant default, and the default."""
     if field.is_required():
         return False, None
-    factory = field.default_factory
-    if factory is None:
+    if field.default_factory is None:
         return True, field.default
-    container = get_origin(factory) or factory
+    container: Any = get_origin(field.default_factory) or field.default_factory
     return (True, container()) if container in {dict, list, tuple} else (False, None)
 
 

@@ -26,7 +26,7 @@ def test_a_run_is_started_from_the_form(
     described = field(page, "destination")
     expect(described).to_contain_text("A Millrace Bucket block with write credentials")
     expect(described.get_by_role("button", name="Add")).to_be_visible()  # a picker of blocks
-    expect(field(page, "Kind")).to_contain_text("a sample a line")
+    expect(field(page, "Kind")).to_contain_text("a sample of each line")
 
     field(page, "dataset").get_by_role("textbox").fill("words")
     for label, url in (("URL", folder_source["url"]), ("destination", out.as_uri())):
