@@ -35,12 +35,17 @@ class StragglerFinder:
         self._files, self._size = files, size
         self._stall_timeout, self._began = stall_timeout, began
         self._until: dict[str, float] = {}  # none until half of the nodes are ready
+        self._half_ready_at: float | None = None
 
     def find(self, now: float) -> list[tuple[Member, str]]:
         """Return the members that are waited for no longer, each with the reason."""
         members = self._state.members.list_living()
         done = [member.seconds for member in members if member.ready]
         compared = len(done) >= max(1, len(members) // 2)
+        if not compared:
+            self._half_ready_at = None
+        elif self._half_ready_at is None:
+            self._half_ready_at = now
         # How long it takes to be done with the files is no one node's word.
         working = _STRAGGLER * max(done) if len(done) > 1 else self._size / _SLOW_DISK_RATE
         found: list[tuple[Member, str]] = []
@@ -59,14 +64,18 @@ class StragglerFinder:
         quiet, stalled, identity = now - member.moved, self._stall_timeout, member.node.id
         if compared and member.joined and identity not in self._until:
             self._until[identity] = now + stalled + self._compute_time_limit(member)
+        lacks = member.joined and self._state.tracker.lacks(identity)
+        # Before, it may have waited for what the nodes that are ready now have since then.
+        since = now if self._half_ready_at is None else self._half_ready_at
+        if lacks and compared and min(quiet, now - since) > stalled:
+            return f"it received no byte for {quiet:.0f} s"
         if now > self._until.get(identity, now):
             return (
                 f"it goes on, and is not ready {now - self._began:.0f} s after the start, the "
                 f"others after {max(done, default=0.0):.0f} s"
             )
-        if member.joined and self._state.tracker.lacks(identity):
-            stopped = compared and quiet > stalled
-            return f"it received no byte for {quiet:.0f} s" if stopped else ""
+        if lacks:
+            return ""
         if (member.joined or compared) and quiet > max(stalled, working):
             others = f", the others after {max(done):.0f} s in all" if done else ""
             return f"it was not ready {quiet:.0f} s after its last byte{others}"
