@@ -157,7 +157,7 @@ def learn(merge: MergeSettings, windows: int, liars: int = 0, lie: str = "") -> 
         codec=CODEC,
         decay=0.95,
         merge=merge,
-        gather=GatherSettings(look=timedelta(milliseconds=5)),
+        gather=GatherSettings(poll_interval=timedelta(milliseconds=5)),
         steps=STEPS,
     )
     state = select_weights(teachers.first)

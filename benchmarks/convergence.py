@@ -45,7 +45,7 @@ SETTINGS = RunSettings(
     codec=Codec(k=112),
     decay=0.95,
     outer=OuterOptimizer(kind=OuterKind.SGD, lr=1.9),
-    gather=GatherSettings(quorum=WORKERS, look=timedelta(milliseconds=10)),
+    gather=GatherSettings(quorum=WORKERS, poll_interval=timedelta(milliseconds=10)),
     steps=5,
 )
 

@@ -137,7 +137,7 @@ def plan_of(name: str) -> dict[str, Any]:
                 "outer": {"lr": 1.9},
                 "steps": STEPS,
                 "window": "PT10M",
-                "gather": {"quorum": 2, "look": "PT0.3S"},
+                "gather": {"quorum": 2, "poll_interval": "PT0.3S"},
             },
         },
         "publish": {"job": f"{name}/final", "bucket": STORE.as_uri()},

@@ -89,7 +89,7 @@ def aggregate_gradients(
         buckets={
             each.uid: make_store_spec(each.bucket, Right.READ) for each in worker_buckets or ()
         },
-        begin=initial_weights and initial_weights.make_initial_weights(),
+        initial_weights=initial_weights and initial_weights.make_initial_weights(),
         **aggregation.model_dump(),
     )
     check_right(bucket, Right.WRITE, run.chain.job)

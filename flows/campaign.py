@@ -238,7 +238,7 @@ def _begin_run(
             run=context.make_run_settings(training),
             store=context.write_spec,
             workers=uids,
-            begin=_make_initial_weights(context, training).make_initial_weights(),
+            initial_weights=_make_initial_weights(context, training).make_initial_weights(),
             **training.aggregation.model_dump(),
         )
     )

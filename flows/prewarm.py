@@ -126,7 +126,7 @@ class PrewarmOptions(BaseModel):
         description="Check of files from an earlier run: by `sampled` digests, or by the digests "
         "of all bytes (`full`).",
     )
-    min_live_share: float = Field(
+    min_node_share: float = Field(
         default=0.5,
         gt=0.0,
         le=1.0,
@@ -162,7 +162,7 @@ def prewarm(
         root=Path(root),
         nodes=cluster if isinstance(cluster, RayNodes) else cluster.find_hosts(),
         check=options.cache_check,
-        least=options.min_live_share,
+        min_node_share=options.min_node_share,
         limits=options.limits,
     )
     for each in files:

@@ -148,9 +148,9 @@ class Lease:
         """
         return _find_newest(self.keys, list_objects(self.store, self.keys.prefix))[0] > self.epoch
 
-    def with_timeout(self, patience: timedelta) -> "Lease":
+    def with_timeout(self, timeout: timedelta) -> "Lease":
         """Return the same lease with short retries, for requests that come again soon."""
-        return replace(self, store=self.store.with_retry_timeout(patience))
+        return replace(self, store=self.store.with_retry_timeout(timeout))
 
     def release(self) -> None:
         """Give it back, so that the next one need not wait."""

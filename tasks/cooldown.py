@@ -82,7 +82,7 @@ def _watch_with_progress(
     clock = StoreClock.read(store, job, Holder.this_process())
     with CheckpointProgress(make_artifact_key("progress", "cooldown")) as progress:
         return watch_epoch_end(
-            store, job, epoch, patience=timeout, members=members, clock=clock, progress=progress
+            store, job, epoch, timeout=timeout, members=members, clock=clock, progress=progress
         )
 
 

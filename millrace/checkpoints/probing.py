@@ -74,7 +74,7 @@ def probe(
     *,
     size: int = 0,
     within: timedelta | None = None,
-    patience: timedelta = REQUEST_TIMEOUT,
+    timeout: timedelta = REQUEST_TIMEOUT,
 ) -> ProbeResult:
     """Try what a save does, and leave nothing behind.
 
@@ -83,10 +83,10 @@ def probe(
         job: Whose checkpoints they would be.
         size: Bytes of one, if the time and the room for it shall be looked at.
         within: The time that it may take, such as the cooldown.
-        patience: How long each request is tried.
+        timeout: How long each request is tried.
     """
     key = write_probe_key(CheckpointKeys(job).job, secrets.token_hex(8))
-    hurried = store.with_retry_timeout(patience)
+    hurried = store.with_retry_timeout(timeout)
     folder = store.location.bucket if store.location.backend is Backend.FILE else None
     tried = _try_save_at_google if store.location.backend is Backend.GS else _try_save
     return run_probe(

@@ -48,7 +48,7 @@ def verify_dataset(
     dataset: str,
     *,
     digests: bool = True,
-    at_once: int = 4,
+    concurrency: int = 4,
     progress: Progress = ignore_event,
 ) -> Verification:
     """Check every shard of a complete dataset.
@@ -58,7 +58,7 @@ def verify_dataset(
         dataset: Name of the dataset.
         digests: Whether every byte is read and digests are compared. Otherwise one HEAD for each
             shard compares sizes.
-        at_once: Number of shards that are read concurrently; 24 MiB of memory each.
+        concurrency: Number of shards that are read concurrently; 24 MiB of memory each.
         progress: Called for every shard.
 
     Raises:
@@ -67,7 +67,7 @@ def verify_dataset(
     keys = DatasetKeys(dataset)
     manifest = read_manifest(store, keys)
     faults: list[ShardFault] = []
-    with ThreadPoolExecutor(at_once, thread_name_prefix="verify") as pool:
+    with ThreadPoolExecutor(concurrency, thread_name_prefix="verify") as pool:
         for shard, fault in _check_shards(pool, store, manifest, digests=digests):
             progress(Event("shard.verified", shard.key, {"bytes": shard.size, "good": not fault}))
             if fault:

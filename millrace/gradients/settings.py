@@ -119,17 +119,17 @@ class GatherSettings(BaseModel):
         description="Share of the window after which reserves are read, too. They are read "
         "earlier if all other workers have sent.",
     )
-    look: Duration = Field(
+    poll_interval: Duration = Field(
         default=timedelta(seconds=2),
         gt=timedelta(0),
         description="Interval between two listings of the buckets.",
     )
-    grace: Duration = Field(
+    grace_period: Duration = Field(
         default=timedelta(seconds=10),
         ge=timedelta(0),
         description="Longest wait for pending answers, once, when the window is over or complete.",
     )
-    at_once: int = Field(
+    concurrency: int = Field(
         default=8, ge=1, le=256, description="Number of gradients that are read at once."
     )
     max_norm: float | None = Field(
@@ -363,7 +363,7 @@ class AggregatorSettings(FollowSettings):
         default_factory=dict[str, StoreSpec],
         description="Buckets of workers that have a bucket of their own, by the workers' names.",
     )
-    begin: InitialWeights | None = Field(
+    initial_weights: InitialWeights | None = Field(
         default=None,
         description="Checkpoint with the weights that the run begins with. Without it, the run "
         "must have begun.",

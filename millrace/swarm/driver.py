@@ -53,7 +53,7 @@ def prewarm(settings: PrewarmSettings, *, progress: Progress = ignore_event) -> 
         ChangedError: One was replaced meanwhile: nothing of it was mixed, and it has no final name.
         CorruptError: One is not what its digest says, however often it is read.
         UnavailableError, DeniedError: The store kept failing or refusing for longer than
-            ``patience``.
+            ``store_timeout``.
         WorkerError: Fewer than the stated share of the nodes live; each one's reason is named.
     """
     began = time.monotonic()
@@ -71,7 +71,7 @@ class _PrewarmDriver:
         sizes, files = catalogue.list_piece_sizes(), len(catalogue.files)
         self._state = self._make_state(sizes)
         self._reads = OwnReads(
-            self._state, catalogue, settings.patience.total_seconds(), self._read_piece
+            self._state, catalogue, settings.store_timeout.total_seconds(), self._read_piece
         )
         self._audits = FileAuditor(self._state, catalogue, self._audit_file)
         sources = found.make_sources(_URL_TTL)
@@ -98,7 +98,9 @@ class _PrewarmDriver:
             ).handle,
             list_void=lambda: self._audits.void,
         )
-        self._quorum = Quorum(members, settings.least, settings.arrival.total_seconds(), began)
+        self._quorum = Quorum(
+            members, settings.min_node_share, settings.start_timeout.total_seconds(), began
+        )
         self._stragglers = StragglerFinder(
             self._state, files, catalogue.size, settings.limits.stall_timeout.total_seconds(), began
         )

@@ -238,18 +238,18 @@ class PrewarmSettings(_Settings):
         description="Size of a piece; by default 1 to 4 MiB, by the amount of data.",
     )
     limits: LimitSettings = Field(default=LimitSettings(), description="Limits on concurrent work.")
-    least: float = Field(
+    min_node_share: float = Field(
         default=0.5,
         gt=0.0,
         le=1.0,
         description="Least share of the nodes that must live. With fewer nodes, the run fails.",
     )
-    arrival: Duration = Field(
+    start_timeout: Duration = Field(
         default=timedelta(seconds=30),
         description="Longest time that nodes check their own files before the others begin "
         "without them. Hosts that do not answer within this time are left out.",
     )
-    patience: Duration = Field(
+    store_timeout: Duration = Field(
         default=timedelta(minutes=2),
         description="Longest time that reads from the store may keep failing.",
     )

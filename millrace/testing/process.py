@@ -71,12 +71,12 @@ class Child:
         """The last lines that it printed, for an error message."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def stop(self, patience: float = 10.0) -> None:
-        """Ask it to end, and after ``patience`` seconds ask no longer."""
+    def stop(self, timeout: float = 10.0) -> None:
+        """Ask it to end, and after ``timeout`` seconds ask no longer."""
         if self.running():
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(patience)
+                self._process.wait(timeout)
         self.kill()
 
     def kill(self) -> None:

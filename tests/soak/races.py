@@ -194,8 +194,8 @@ class _Race:
         deadline = time.monotonic() + _HANGS
         while len(census.find_holders()) < len(self._names) and time.monotonic() < deadline:
             time.sleep(0.1)
-        patience = timedelta(seconds=2 * _HANGS)
-        watch_epoch_end(store, self.job, 0, patience=patience, members=self._names, clock=clock)
+        timeout = timedelta(seconds=2 * _HANGS)
+        watch_epoch_end(store, self.job, 0, timeout=timeout, members=self._names, clock=clock)
 
     def _run(self) -> None:
         store = open_store(self._place)

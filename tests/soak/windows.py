@@ -184,12 +184,12 @@ class _Run:
             run=f"windows/w{number:04d}",
             codec=Codec(k=256, bits=4),
             outer=OuterOptimizer(kind=OuterKind.NESTEROV, lr=0.7),
-            gather=GatherSettings(quorum=len(UIDS), look=timedelta(milliseconds=50)),
+            gather=GatherSettings(quorum=len(UIDS), poll_interval=timedelta(milliseconds=50)),
             window=timedelta(minutes=3),
             steps=5,
         )
         self.settings = AggregatorSettings(
-            run=run, store=place, workers=UIDS, begin=begin, until=WINDOWS, every=2,
+            run=run, store=place, workers=UIDS, initial_weights=begin, until=WINDOWS, every=2,
             lease=timedelta(seconds=3),
         )  # fmt: skip
         self._context, self._blows = context, blows

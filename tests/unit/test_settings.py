@@ -204,8 +204,8 @@ WHOLE = {
     "cooldown.yaml": (MemberSettings, "source", {"job": "j", "epoch": 0, "source": {"job": "j"}}),
     "aggregate.yaml": (
         AggregatorSettings,
-        "begin",
-        {"run": {"run": "r"}, "workers": ["a"], "begin": {"job": "j"}},
+        "initial_weights",
+        {"run": {"run": "r"}, "workers": ["a"], "initial_weights": {"job": "j"}},
     ),
 }
 
@@ -235,7 +235,12 @@ def test_a_part_with_a_nested_store_is_refused_with_the_shape_to_write(name, tmp
 def test_weights_without_a_url_are_in_the_aggregators_bucket(tmp_path):
     model, part, data = WHOLE["aggregate.yaml"]
     data = {"store": {"url": "memory://x"}, **data}
-    assert load_settings(written(tmp_path, "a.yaml", yaml.safe_dump(data)), model).begin.url == ""
+    assert (
+        load_settings(written(tmp_path, "a.yaml", yaml.safe_dump(data)), model).initial_weights.url
+        == ""
+    )
     data[part] = {**data[part], "endpoint": ENDPOINT["endpoint"]}
-    with pytest.raises(errors.ConfigurationError, match=r"begin: endpoint .*: write its url, too"):
+    with pytest.raises(
+        errors.ConfigurationError, match=r"initial_weights: endpoint .*: write its url, too"
+    ):
         load_settings(written(tmp_path, "a.yaml", yaml.safe_dump(data)), model)

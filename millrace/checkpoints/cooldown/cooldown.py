@@ -242,7 +242,7 @@ class _MemberCooldown:
 
     def _run_until_over(self) -> EpochResult:
         """Look again and again, until it is over."""
-        patience = self._store.spec.retry_timeout.total_seconds()
+        timeout = self._store.spec.retry_timeout.total_seconds()
         heard = time.monotonic()
         while True:
             self._news.clear()
@@ -250,7 +250,7 @@ class _MemberCooldown:
                 cooled = self._check_abort() or self._poll()
                 heard = time.monotonic()
             except errors.UnavailableError as error:
-                gone = time.monotonic() - heard > patience
+                gone = time.monotonic() - heard > timeout
                 cooled = self._make_result(CooldownOutcome.FAILED, str(error)) if gone else None
             except errors.MillraceError as error:
                 cooled = self._make_result(CooldownOutcome.FAILED, str(error))

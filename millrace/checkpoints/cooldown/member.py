@@ -52,7 +52,7 @@ class MemberSettings(BaseModel):
     epoch: int = Field(ge=0, description="Number of the epoch that ends.")
     source: SavedSource = Field(description="Checkpoint of this member, the same on all members.")
     members: int = Field(default=1, ge=1, description="Number of members to wait for.")
-    arrival: Duration = Field(
+    join_timeout: Duration = Field(
         default=timedelta(minutes=5), description="Longest wait for the other members."
     )
     ttl: Duration = Field(
@@ -87,7 +87,7 @@ def end_epoch(
     """
     source, checkpoint = settings.source.open()
     with Membership(open_store(settings.store), settings.job, member, settings.ttl) as one:
-        one.wait_for_members(settings.members, settings.epoch, settings.arrival)
+        one.wait_for_members(settings.members, settings.epoch, settings.join_timeout)
         cooled = cool_down(
             one,
             content_of(source, checkpoint),

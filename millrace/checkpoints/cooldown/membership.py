@@ -98,7 +98,7 @@ class Membership:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def wait_for_members(self, members: int, epoch: int, patience: timedelta) -> None:
+    def wait_for_members(self, members: int, epoch: int, timeout: timedelta) -> None:
         """Wait until so many members are there, this one among them.
 
         Once somebody has seen them and written down who ends the epoch, nobody waits any more:
@@ -107,12 +107,12 @@ class Membership:
         Args:
             members: How many.
             epoch: The epoch that they are to end.
-            patience: For how long.
+            timeout: For how long.
 
         Raises:
             UnavailableError: They are not.
         """
-        deadline = time.monotonic() + patience.total_seconds()
+        deadline = time.monotonic() + timeout.total_seconds()
         roster = CooldownKeys(self.job, epoch).roster
         while (there := len(self.census.find_holders())) < members and not exists(
             self.reads, roster
@@ -120,7 +120,7 @@ class Membership:
             if time.monotonic() > deadline:
                 raise errors.UnavailableError(
                     f"{there} of {members} members of {self.job} are there after "
-                    f"{patience.total_seconds():g} s: start the others, or ask for fewer."
+                    f"{timeout.total_seconds():g} s: start the others, or ask for fewer."
                 )
             time.sleep(_POLL_INTERVAL)
 

@@ -52,7 +52,7 @@ def watch_epoch_end(
     job: str,
     epoch: int,
     *,
-    patience: timedelta,
+    timeout: timedelta,
     members: Collection[str] = (),
     clock: StoreClock | None = None,
     progress: Progress = ignore_event,
@@ -64,13 +64,13 @@ def watch_epoch_end(
 
     With ``members``, this is the owner of a job whose members write below their own prefixes only:
     it writes the roster, copies and verifies what they upload, and commits the checkpoint and the
-    epoch. An epoch that has not ended when ``patience`` is over goes on without a checkpoint.
+    epoch. An epoch that has not ended when ``timeout`` is over goes on without a checkpoint.
 
     Args:
         store: Where the members meet.
         job: Which job.
         epoch: Which epoch.
-        patience: For how long.
+        timeout: For how long.
         members: Names of members that this commits for; of them the living take part.
         clock: The store's, by which the living are told from the dead; by default this machine's.
         progress: Told ``cooldown.progress`` with ``bytes`` that are there ``of`` all, and
@@ -83,12 +83,12 @@ def watch_epoch_end(
     watched = _EpochWatcher(store, job, epoch, clock or StoreClock.of_this_machine(), members)
     while True:
         spent = time.monotonic() - began
-        seen = watched.poll(spent, last=spent > patience.total_seconds())
+        seen = watched.poll(spent, last=spent > timeout.total_seconds())
         there, of = watched.measure_progress()
         figures = {"bytes": there, "of": of, "members": len(seen.ended)}
         progress(Event("cooldown.progress", job, figures))
         over = seen.epoch is not None and not seen.living
-        if over or spent > patience.total_seconds():
+        if over or spent > timeout.total_seconds():
             watched.delete_uploads()
             return seen
         time.sleep(_POLL_INTERVAL)

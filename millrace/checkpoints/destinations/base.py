@@ -25,7 +25,7 @@ class Destination(Protocol):
         *,
         size: int = 0,
         within: timedelta | None = None,
-        patience: timedelta = REQUEST_TIMEOUT,
+        timeout: timedelta = REQUEST_TIMEOUT,
     ) -> ProbeResult:
         """Try what a save does, and leave nothing behind. As of `millrace.checkpoints.probing`."""
         ...

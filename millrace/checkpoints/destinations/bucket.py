@@ -37,10 +37,10 @@ class StoreDestination:
         *,
         size: int = 0,
         within: timedelta | None = None,
-        patience: timedelta = REQUEST_TIMEOUT,
+        timeout: timedelta = REQUEST_TIMEOUT,
     ) -> ProbeResult:
         """Tell whether a job could save here."""
-        return probe(self.store, job, size=size, within=within, patience=patience)
+        return probe(self.store, job, size=size, within=within, timeout=timeout)
 
     def iterate_checkpoints(self, job: str) -> Iterator[Checkpoint]:
         """Yield the complete checkpoints of a job, newest first."""

@@ -186,11 +186,11 @@ class HubDestination:
         *,
         size: int = 0,
         within: timedelta | None = None,
-        patience: timedelta = REQUEST_TIMEOUT,
+        timeout: timedelta = REQUEST_TIMEOUT,
     ) -> ProbeResult:
         """As of `millrace.checkpoints.probing`, on a branch of its own, which is deleted again."""
         key = write_probe_key(CheckpointKeys(job).job, secrets.token_hex(8)) + ".bin"
-        spec = self._spec.model_copy(update={"retry_timeout": patience})
+        spec = self._spec.model_copy(update={"retry_timeout": timeout})
         hurried = HubDestination(spec)
         return run_probe(self.url, lambda: hurried.measure_rate(key), size=size, within=within)
 

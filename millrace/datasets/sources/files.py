@@ -77,7 +77,7 @@ def read_file(store: Store, file: FileRef) -> bytes:
     return data
 
 
-def read_ahead(store: Store, files: Iterable[FileRef], *, at_once: int = 16) -> Iterator[bytes]:
+def read_ahead(store: Store, files: Iterable[FileRef], *, concurrency: int = 16) -> Iterator[bytes]:
     """Yield the contents of files in order; from a store, several are fetched at once.
 
     Memory: 64 MiB, or the largest of the files.
@@ -91,11 +91,11 @@ def read_ahead(store: Store, files: Iterable[FileRef], *, at_once: int = 16) -> 
     remaining = deque(files)
     waiting: deque[tuple[int, Future[bytes]]] = deque()
     bytes_left = _READ_AHEAD_BYTES
-    with ThreadPoolExecutor(at_once, thread_name_prefix="files") as pool:
+    with ThreadPoolExecutor(concurrency, thread_name_prefix="files") as pool:
         while remaining or waiting:
             while (
                 remaining
-                and len(waiting) < at_once
+                and len(waiting) < concurrency
                 and (not waiting or remaining[0].size <= bytes_left)
             ):
                 file = remaining.popleft()

@@ -151,17 +151,17 @@ def open_newest_weights(
         ChainError: No checkpoint of the chain is there and undamaged.
     """
     place = place or place_here()
-    keys, begin = settings.run.chain, settings.begin
+    keys, initial = settings.run.chain, settings.initial_weights
     if find_newest_window(store, keys) >= 0:
         return load_newest_weights(store, keys, place, progress=progress)
-    if begin is None:
+    if initial is None:
         raise errors.NotFoundError(
             f"{store.make_url(keys.links)} has no link: the run has not begun. Say with which "
             "checkpoint it begins."
         )
-    origin = open_store(begin.store, make_folder=False) if begin.url else store
+    origin = open_store(initial.store, make_folder=False) if initial.url else store
     model, step = load_checkpoint_weights(
-        origin, begin.job, place, step=begin.step, tensors=begin.tensors
+        origin, initial.job, place, step=initial.step, tensors=initial.tensors
     )
     begin_run(store, keys, model, step=step)
     return model, 0

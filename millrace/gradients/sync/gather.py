@@ -244,16 +244,16 @@ class _Gathering:
         began = time.monotonic()
         window, settings = self._window, self._settings
         hedged_at = window.opens + settings.hedge * (window.closes - window.opens)
-        reading = DaemonThreadPool(settings.at_once, "gradient")
+        reading = DaemonThreadPool(settings.concurrency, "gradient")
         # A thread for each, as some buckets may hang.
         listing = DaemonThreadPool(max(1, len(self._group_by_bucket(self._order))), "listing")
         try:
             while (now := clock.now()) <= window.closes:
                 hedged = now >= hedged_at or self._first <= self._read.keys()
                 left = max((window.closes - now).total_seconds(), 0.0) + 0.01
-                pause = min(settings.look.total_seconds(), left)
+                pause = min(settings.poll_interval.total_seconds(), left)
                 looked = time.monotonic()
-                self._until = looked + left + settings.grace.total_seconds()
+                self._until = looked + left + settings.grace_period.total_seconds()
                 self._ask(listing, everybody=hedged)
                 wait(self._listings.values(), pause)
                 self._read_listings(reading)
@@ -263,7 +263,7 @@ class _Gathering:
                 time.sleep(max(0.0, looked + pause - time.monotonic()))
             else:
                 self._over = True
-            self._until = time.monotonic() + settings.grace.total_seconds()
+            self._until = time.monotonic() + settings.grace_period.total_seconds()
             self._finish(listing, reading)
         finally:  # nobody waits for those that hang
             reading.shutdown()

@@ -293,27 +293,27 @@ class Participant:
         put(self._store, self._settings.gradients.gradient(self._uid, number), body)
         return [len(body), compute_identity(body)]
 
-    def apply(self, model: torch.nn.Module, *, patience: timedelta | None = None) -> ChainLink:
+    def apply(self, model: torch.nn.Module, *, timeout: timedelta | None = None) -> ChainLink:
         """Wait until this window is merged, and give the model the weights of all.
 
         Args:
             model: Its weights are overwritten, and its buffers by their averages.
-            patience: How long; by default twice as long as the window lasts.
+            timeout: How long; by default twice as long as the window lasts.
 
         Raises:
             UnavailableError: It was not merged by then.
             ChainError: The chain is broken.
         """
-        self._wait(patience)
+        self._wait(timeout)
         self.load(model)
         assert isinstance(self._before, ChainLink)
         return self._before
 
-    def _wait(self, patience: timedelta | None = None) -> None:
+    def _wait(self, timeout: timedelta | None = None) -> None:
         """Wait until this window is merged, and apply it.
 
         Args:
-            patience: How long; by default twice as long as the window lasts.
+            timeout: How long; by default twice as long as the window lasts.
         """
         number, keys = self._number + 1, self._settings.chain
         began = time.monotonic()
@@ -322,11 +322,11 @@ class Participant:
             if exists(self._aggregator, keys.link(number)):
                 return True
             waited = time.monotonic() - began
-            usual = 2 * self._settings.window if patience is None else patience
+            usual = 2 * self._settings.window if timeout is None else timeout
             if waited <= usual.total_seconds():
                 return False
             last = (
-                usual if patience is not None else max(usual, 2 * self._read_window_length(number))
+                usual if timeout is not None else max(usual, 2 * self._read_window_length(number))
             )
             if waited > last.total_seconds():
                 raise errors.UnavailableError(
@@ -336,7 +336,7 @@ class Participant:
             return False
 
         while not self._ranks.run_on_first(merged):  # a collective does not wait for ever
-            time.sleep(self._settings.gather.look.total_seconds())
+            time.sleep(self._settings.gather.poll_interval.total_seconds())
         self.catch_up()
 
     def _read_window_length(self, number: int) -> timedelta:

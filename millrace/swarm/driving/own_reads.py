@@ -24,14 +24,19 @@ class OwnReads:
     Args:
         state: Members and tracker of the run.
         catalogue: Files of the run.
-        patience: Seconds that the store may fail.
+        store_timeout: Seconds that the store may fail.
         read: Begins to read a piece, if it is of use (`is_useful`).
     """
 
     def __init__(
-        self, state: RunState, catalogue: Catalogue, patience: float, read: Callable[[int], None]
+        self,
+        state: RunState,
+        catalogue: Catalogue,
+        store_timeout: float,
+        read: Callable[[int], None],
     ) -> None:
-        self._state, self._catalogue, self._patience, self._read = state, catalogue, patience, read
+        self._state, self._catalogue = state, catalogue
+        self._store_timeout, self._read = store_timeout, read
         self._selected: set[int] = set()  # pieces that are read in any case
         self._failing: dict[int, float] = {}  # piece → since when the store has failed it
         self._blaming: dict[int, dict[str, str]] = {}  # piece → node → why it cannot read it
@@ -67,7 +72,7 @@ class OwnReads:
         """
         now = time.monotonic()
         since = self._failing.setdefault(number, now)
-        if status in FINAL_STATUSES or now - since > self._patience:
+        if status in FINAL_STATUSES or now - since > self._store_timeout:
             self._blaming.setdefault(number, {})[member.node.id] = why
             self._read(number)
 
@@ -111,7 +116,7 @@ class OwnReads:
             )
         now = time.monotonic()
         since = self._failing.setdefault(number, now)
-        if now - since <= self._patience:
+        if now - since <= self._store_timeout:
             return None
         kind = errors.DeniedError if status in _DENIED_STATUSES else errors.UnavailableError
         return kind(

@@ -14,30 +14,32 @@ class Quorum:
 
     Args:
         members: Nodes of the run.
-        least: Share of the expected nodes that must live.
-        arrival: Seconds that nodes are waited for.
+        min_share: Share of the expected nodes that must live.
+        start_timeout: Seconds that nodes are waited for.
         began: Time of the call.
 
     Attributes:
         expected: Number of nodes that are expected; 0 until that is known.
     """
 
-    def __init__(self, members: RunMembers, least: float, arrival: float, began: float) -> None:
+    def __init__(
+        self, members: RunMembers, min_share: float, start_timeout: float, began: float
+    ) -> None:
         self._members = members
-        self._least, self._arrival, self._began = least, arrival, began
+        self._min_share, self._start_timeout, self._began = min_share, start_timeout, began
         self.expected = 0
 
     def can_start(self, now: float) -> bool:
         """Tell whether to begin: all are there or known not to be, or long enough was waited."""
         joined = sum(member.joined or bool(member.why) for member in self._members)
-        enough = joined >= self._least * self.expected
+        enough = joined >= self._min_share * self.expected
         if enough and joined + len(self._members.absent) >= self.expected > 0:
             return True
         return bool(joined) and self._is_arrival_over(now)
 
     def awaits_latecomers(self, now: float) -> bool:
         """Tell whether to wait for a missing node though all others are ready."""
-        limit = min(_LATECOMER_TIMEOUT, self._arrival)
+        limit = min(_LATECOMER_TIMEOUT, self._start_timeout)
         return self._members.has_awaited() and now - self._began <= limit
 
     def check(self, now: float) -> None:
@@ -52,13 +54,13 @@ class Quorum:
         for absent in members.absent.values():
             if over or not members.is_awaited(absent):
                 lost[members.format_name(absent)] = absent.why
-        if not self.expected or len(lost) > (1 - self._least) * self.expected + 1e-9:
+        if not self.expected or len(lost) > (1 - self._min_share) * self.expected + 1e-9:
             reasons = "; ".join(f"{name}: {why}" for name, why in sorted(lost.items())[:5])
             raise errors.WorkerError(
                 f"{len(lost)} of {self.expected} nodes are lost, and at least "
-                f"{self._least:.0%} must live ({reasons or 'the cluster has none'}). Run "
+                f"{self._min_share:.0%} must live ({reasons or 'the cluster has none'}). Run "
                 "it again when they are back: what the others have stays."
             )
 
     def _is_arrival_over(self, now: float) -> bool:
-        return now - self._began > self._arrival
+        return now - self._began > self._start_timeout

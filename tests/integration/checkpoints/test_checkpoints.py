@@ -407,8 +407,8 @@ def test_a_damaged_file_of_an_earlier_step_is_not_referred_to(store, kind):
 
 
 def test_a_save_that_fails_is_heard_of(tmp_path):
-    patience = timedelta(seconds=0.1)
-    folder = open_store(StoreSpec(url=tmp_path.as_uri(), retry_timeout=patience))
+    timeout = timedelta(seconds=0.1)
+    folder = open_store(StoreSpec(url=tmp_path.as_uri(), retry_timeout=timeout))
     (tmp_path / "runs").write_text("a file where the folder should be")
     saver = Saver(folder, KEYS.job, SMALL)
     saver.save(state_of(1), step=1)

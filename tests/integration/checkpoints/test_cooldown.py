@@ -383,17 +383,17 @@ def test_junk_where_an_epoch_ends_or_its_roster_stands_costs_the_members_nothing
     assert count_epochs_without_checkpoint(folder, JOB, 1) == 0
     kept = plan_retention(folder, JOB, RetentionSettings(last=1)).kept
     assert list(kept) == [5]
-    assert watch_epoch_end(folder, JOB, 0, patience=timedelta(0)).members == ()
+    assert watch_epoch_end(folder, JOB, 0, timeout=timedelta(0)).members == ()
 
 
 def test_an_epoch_that_names_no_checkpoint_has_not_ended(folder, members) -> None:
     bogus = EpochRecord(job=JOB, epoch=0, step=77, root="f" * 64, member="x")
     commit_once(folder, KEYS.epoch(0), bogus)
     made = members(folder, ["a", "b"])
-    assert watch_epoch_end(folder, JOB, 0, patience=timedelta(0)).epoch is None
+    assert watch_epoch_end(folder, JOB, 0, timeout=timedelta(0)).epoch is None
     cooled = made.end()
     assert {one.epoch.step for one in cooled.values()} == {5}
-    assert watch_epoch_end(folder, JOB, 0, patience=timedelta(0)).checkpoint is not None
+    assert watch_epoch_end(folder, JOB, 0, timeout=timedelta(0)).checkpoint is not None
 
 
 def test_a_checkpoint_stays_that_the_votes_of_a_damaged_epoch_name(folder, members) -> None:
@@ -463,7 +463,7 @@ class Confined:
             while True:
                 try:
                     return watch_epoch_end(
-                        owner, JOB, 0, patience=timedelta(minutes=1), members=names
+                        owner, JOB, 0, timeout=timedelta(minutes=1), members=names
                     )
                 except KeyboardInterrupt:  # an owner that was killed is followed by the next
                     continue
@@ -611,7 +611,7 @@ def test_an_owner_that_is_killed_anywhere_is_followed_by_one_that_ends_the_epoch
 def test_an_epoch_that_ends_while_no_member_lives_holds_up_none_that_comes_back(
     folder, confined
 ) -> None:
-    watch_epoch_end(folder, JOB, 0, patience=timedelta(0), members=["a"])
+    watch_epoch_end(folder, JOB, 0, timeout=timedelta(0), members=["a"])
     made = confined(folder, {"a": folder})
     with EpochSaver(made.memberships["a"], QUICK) as saver:
         cooled = saver.end(state_of(0), epoch=0, step=5)
@@ -627,7 +627,7 @@ def test_late_votes_of_most_members_end_a_confined_epoch_without(folder, confine
         vote = Vote(member=name, step=5, root=name * 64, rest="", size=1)
         commit_once(folder, keys.vote(name), vote)
         commit_once(folder, keys.late(name), LateVote(member=name, why="no time"))
-    seen = watch_epoch_end(folder, JOB, 0, patience=timedelta(0), members=["a", "b"])
+    seen = watch_epoch_end(folder, JOB, 0, timeout=timedelta(0), members=["a", "b"])
     assert seen.epoch is not None
     assert (seen.epoch.root, seen.checkpoint) == (None, None)
 

@@ -274,7 +274,7 @@ def test_a_probe_of_the_hub_tells_refusals_apart(
     if verdict is ProbeVerdict.THROTTLED:
         hub.fail_next(1000, 429, f"/api/models/{repo}/commit/.*")
     spec = hub_spec(hub, repo).model_copy(update=changes)
-    found = HubDestination(spec).probe(JOB, patience=SHORT)
+    found = HubDestination(spec).probe(JOB, timeout=SHORT)
     assert found.verdict is verdict, found.reason
     assert hub.branches(repo) == ["main"]
     assert hub.commits(repo) == 1

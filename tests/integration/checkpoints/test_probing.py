@@ -47,7 +47,7 @@ def test_each_refusal_is_told_apart(rgw, r2, request) -> None:
         ProbeVerdict.THROTTLED: failing,
         ProbeVerdict.UNREACHABLE: other(spec, endpoint=f"http://127.0.0.1:{port}"),
     }
-    found = {verdict: probe(store, "job", patience=SHORT) for verdict, store in places.items()}
+    found = {verdict: probe(store, "job", timeout=SHORT) for verdict, store in places.items()}
     r2.reset()
     assert {verdict: one.verdict for verdict, one in found.items()} == {v: v for v in places}
     assert len({one.verdict.exit_code for one in found.values()}) == len(places)
@@ -73,7 +73,7 @@ def denying(gcs):
 def test_google_says_which_permission_is_missing(permission, verdict, denying, request) -> None:
     store = open_store(spec_of("gcs", request))
     denying.deny(permission)
-    found = probe(store, "job", patience=SHORT)
+    found = probe(store, "job", timeout=SHORT)
     assert found.verdict is verdict
     assert f"lack {permission}: grant" in found.reason
 
@@ -82,7 +82,7 @@ def test_a_grant_on_a_prefix_is_proven_by_the_trial_alone(denying, request, monk
     store = open_store(spec_of("gcs", request))
     name = "millrace.storage.permissions.query_permissions"
     monkeypatch.setattr(name, lambda _: frozenset[str]())
-    assert probe(store, "job", patience=SHORT).is_ready
+    assert probe(store, "job", timeout=SHORT).is_ready
 
 
 def test_google_credentials_that_are_missing_are_no_yes(gcs, tmp_path, monkeypatch) -> None:

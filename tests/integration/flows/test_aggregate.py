@@ -39,7 +39,7 @@ WINDOWS = 3
 RUN = RunSettings(
     run="runs/one",
     codec=Codec(k=256, bits=4),
-    gather=GatherSettings(look=timedelta(milliseconds=50), quorum=2, wanted=3),
+    gather=GatherSettings(poll_interval=timedelta(milliseconds=50), quorum=2, wanted=3),
     window=timedelta(minutes=5),
     steps=5,
 )
@@ -65,7 +65,7 @@ def take_part(store: Store, chain: Store, uid: str, windows: int, broken: int = 
             put(store, RUN.gradients.gradient(uid, broken), b"no gradient")
         else:
             participant.submit(mine, tokens=100)
-        link = participant.apply(mine, patience=timedelta(minutes=2))
+        link = participant.apply(mine, timeout=timedelta(minutes=2))
         if turn.number == windows:
             return link
     raise AssertionError

@@ -23,7 +23,7 @@ from tests.ranks import leave
 SETTINGS = RunSettings(
     run="runs/one",
     codec=Codec(k=256, bits=4),
-    gather=GatherSettings(look=timedelta(milliseconds=20)),
+    gather=GatherSettings(poll_interval=timedelta(milliseconds=20)),
     window=timedelta(minutes=1),
     windows=2,
 )

@@ -63,7 +63,7 @@ def settings_of(store: Store, **changes: object) -> AggregatorSettings:
         run="runs/one",
         codec=Codec(k=256, bits=4),
         outer=OuterOptimizer(kind=OuterKind.NESTEROV, lr=0.5),
-        gather=GatherSettings(look=timedelta(milliseconds=20), quorum=len(UIDS)),
+        gather=GatherSettings(poll_interval=timedelta(milliseconds=20), quorum=len(UIDS)),
         window=timedelta(minutes=1),
         steps=5,
     )
@@ -96,7 +96,7 @@ def take_part(settings: AggregatorSettings, store: Store, uid: str, windows: int
             for weight in mine.parameters():
                 weight.add_(torch.randn(weight.shape, generator=dice), alpha=0.01)
         participant.submit(mine, tokens=8)
-        participant.apply(mine, patience=timedelta(minutes=1))
+        participant.apply(mine, timeout=timedelta(minutes=1))
         if count == windows:
             break
     participant.load(mine)
@@ -147,7 +147,9 @@ def test_a_run_begins_with_a_checkpoint_and_goes_on_from_its_own(store, begun):
 def test_it_begins_with_any_checkpoint_once(store, trained):
     begin = InitialWeights(job=trained, tensors="model.")
     alone = RunSettings(run="runs/two", window=timedelta(milliseconds=50), gather=QUICK)
-    settings = AggregatorSettings(run=alone, store=store.spec, workers=("a",), begin=begin)
+    settings = AggregatorSettings(
+        run=alone, store=store.spec, workers=("a",), initial_weights=begin
+    )
     made = list(aggregate_run(settings))
     assert [link.window for link in made] == [1, 2, 3]  # nobody came, so it was over
     assert {one.reason for link in made for one in link.out.values()} == {Refusal.MISSING}
@@ -158,18 +160,18 @@ def test_it_begins_with_any_checkpoint_once(store, trained):
     assert [link.window for link in again] == [4]
 
 
-QUICK = GatherSettings(look=timedelta(milliseconds=10))
+QUICK = GatherSettings(poll_interval=timedelta(milliseconds=10))
 
 
 def test_without_weights_nothing_begins(store, trained):
     settings = settings_of(store)
     with pytest.raises(errors.NotFoundError, match="Say with which checkpoint"):
         list(aggregate_run(settings))
-    nothing = settings_of(store, begin=InitialWeights(job=trained, tensors="weights."))
+    nothing = settings_of(store, initial_weights=InitialWeights(job=trained, tensors="weights."))
     with pytest.raises(errors.ConfigurationError, match=r"no weights whose names begin with"):
         list(aggregate_run(nothing))
     with pytest.raises(errors.NotFoundError):
-        list(aggregate_run(settings_of(store, begin=InitialWeights(job="nobody"))))
+        list(aggregate_run(settings_of(store, initial_weights=InitialWeights(job="nobody"))))
 
 
 def test_one_that_lives_is_left_alone_until_it_is_gone(store, begun):
@@ -249,7 +251,7 @@ def take_part_in(settings: AggregatorSettings, bucket: Store, chain: Store, uid:
         for weight in mine.parameters():
             weight.mul_(1.01 + 0.01 * ord(uid))
     participant.submit(mine)
-    return participant.apply(mine, patience=timedelta(minutes=1)).state
+    return participant.apply(mine, timeout=timedelta(minutes=1)).state
 
 
 def test_a_run_of_so_many_windows_is_over_for_all(store):
@@ -269,7 +271,7 @@ def test_the_commands(store, begun, tmp_path):
     run_windows(store, 3, begun)
     file = tmp_path / "aggregate.yaml"
     file.write_text(
-        f"run: {{run: runs/one, window: 0.05s, gather: {{look: 0.01s}}}}\n"
+        f"run: {{run: runs/one, window: 0.05s, gather: {{poll_interval: 0.01s}}}}\n"
         f"store: {{url: '{store.url}'}}\nworkers: [a, b]\n"
     )
     run = CliRunner().invoke(main, ["gradient", "aggregate", str(file), "--windows", "1"])
@@ -396,7 +398,7 @@ def trickled(store: Store, begun: AggregatorSettings, trickle: Trickle, tmp_path
         "credentials": {"access_key_id": "key", "secret_access_key": "secret"},
     }
     settings = {
-        "run": {"run": "runs/one", "window": "PT0.1S", "gather": {"grace": "PT0.5S"}},
+        "run": {"run": "runs/one", "window": "PT0.1S", "gather": {"grace_period": "PT0.5S"}},
         "store": {"url": store.url},
         "workers": ["a", "b"],
         "buckets": {"b": bucket},

@@ -55,7 +55,7 @@ def test_a_bucket_that_hangs_costs_its_own_workers_only(what, store, request):
     proxy.fail_next(Fault.STALL, 100, "GET", what, stall_seconds=600)
     try:
         some = [Sender("0", store), Sender("1", hanging), Sender("2", store)]
-        brief = GatherSettings(look=QUICK.look, grace=timedelta(seconds=1))
+        brief = GatherSettings(poll_interval=QUICK.poll_interval, grace_period=timedelta(seconds=1))
         found = gather(replace(OPEN, closes=datetime.now(UTC)), some, brief)
     finally:
         proxy.reset()

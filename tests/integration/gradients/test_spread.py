@@ -67,7 +67,7 @@ def settings_of(rule: MergeRule, outer: OuterKind, codec: Codec) -> RunSettings:
         codec=codec,
         outer=OuterOptimizer(kind=outer, lr=0.5),
         merge=MergeSettings(rule=rule, faulty=1, values=VALUES),
-        gather=GatherSettings(look=timedelta(milliseconds=10), quorum=0, wanted=len(UIDS)),
+        gather=GatherSettings(poll_interval=timedelta(milliseconds=10), quorum=0, wanted=len(UIDS)),
         window=timedelta(hours=1),
         steps=5,
     )

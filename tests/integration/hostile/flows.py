@@ -332,7 +332,7 @@ RUN = RunSettings(
     run=CAMPAIGN.run,
     codec=Codec(k=256, bits=4),
     outer=OuterOptimizer(kind=OuterKind.NESTEROV, lr=0.7),
-    gather=GatherSettings(wanted=2, quorum=2, look=timedelta(milliseconds=50)),
+    gather=GatherSettings(wanted=2, quorum=2, poll_interval=timedelta(milliseconds=50)),
     window=timedelta(minutes=4),
     steps=5,
 )
@@ -356,7 +356,7 @@ def _change(model: torch.nn.Module, window: int, uid: str) -> None:
 def aggregator(site: Site) -> AggregatorSettings:
     begin = InitialWeights(**dict(site.spec()), job="first")
     return AggregatorSettings(
-        run=RUN, store=site.spec(), workers=UIDS, begin=begin, until=LAST, every=1
+        run=RUN, store=site.spec(), workers=UIDS, initial_weights=begin, until=LAST, every=1
     )
 
 
@@ -559,7 +559,7 @@ def _prewarm(site: Site) -> Any:
             agents.append(start_agent(f"n{number}", root, code=code if number == 2 else ""))
             stack.callback(stop, agents[-1])
         wanted = settings_of(
-            site.spec("dst"), agents, requests=[Request(dataset="sets/words")], least=0.5
+            site.spec("dst"), agents, requests=[Request(dataset="sets/words")], min_node_share=0.5
         )
         report = prewarm(wanted, progress=site.heard)
         site.said += [

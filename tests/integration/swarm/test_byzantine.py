@@ -84,7 +84,7 @@ class Start:
 def test_a_node_that_lies_about_the_store_gives_others_no_wrong_byte(spec, start, codes):
     nodes = start(*codes)
     heard = Heard()
-    report = prewarm(settings_of(spec, nodes, requests=ALL, least=0.1), progress=heard)
+    report = prewarm(settings_of(spec, nodes, requests=ALL, min_node_share=0.1), progress=heard)
     for node, code, seen in zip(nodes, codes, report.nodes, strict=True):
         if not code:
             assert (seen.why, seen.ready, seen.trusted) == ("", True, True)
@@ -111,7 +111,7 @@ def test_a_node_that_says_that_an_object_is_gone_ends_no_run(spec, start, status
     ]
     nodes = start(forging(forged), "", "")
     limits = LimitSettings(stall_timeout=timedelta(seconds=10))
-    report = prewarm(settings_of(spec, nodes, requests=ALL, least=0.5, limits=limits))
+    report = prewarm(settings_of(spec, nodes, requests=ALL, min_node_share=0.5, limits=limits))
     assert [files_below(node.root) for node in nodes[1:]] == [CONTENTS] * 2
     assert [seen.ready for seen in report.nodes[1:]] == [True, True]
     if status != 503:

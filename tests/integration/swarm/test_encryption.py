@@ -294,7 +294,7 @@ def test_who_answers_in_between_is_refused_and_hears_only_a_nonce(far, nodes, tm
         assert f"what answers at 127.0.0.1:{thief.port} cannot prove" in report.nodes[1].why
         assert "something else answers there" in report.nodes[1].why
         with pytest.raises(errors.WorkerError, match="something else answers there"):
-            prewarm(settings_of(tmp_path, nodes, nodes=chosen, least=1.0))
+            prewarm(settings_of(tmp_path, nodes, nodes=chosen, min_node_share=1.0))
         assert b"GET /agent?nonce=" in thief.heard
         assert [line for line in thief.heard.split(b"\r\n") if b"HTTP/1.1" in line] == [
             line for line in thief.heard.split(b"\r\n") if line.startswith(b"GET /agent?nonce=")
@@ -529,7 +529,7 @@ def test_an_agent_that_falls_silent_in_the_handshake_is_given_up(far, nodes, tmp
     with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts
         host = Host(url=f"http://127.0.0.1:{server.getsockname()[1]}", name="silent")
         hosts = Hosts(hosts=(nodes[0].host, host), key=SecretStr(KEY))
-        settings = settings_of(tmp_path, nodes, nodes=hosts, arrival=timedelta(seconds=2))
+        settings = settings_of(tmp_path, nodes, nodes=hosts, start_timeout=timedelta(seconds=2))
         report = prewarm(settings)
     assert [node.ready for node in report.nodes] == [True, False]
     assert "did not answer for" in report.nodes[1].why

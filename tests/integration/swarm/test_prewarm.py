@@ -412,9 +412,9 @@ def test_a_store_that_fails_for_a_while_is_asked_again(store, nodes, fault):
 def test_a_store_that_keeps_refusing_is_said(store, nodes):
     fill(store, "refuses")
     store.order(Fault(FaultKind.DENY, key="refuses/large.bin", times=None))
-    patience = timedelta(seconds=1)
+    store_timeout = timedelta(seconds=1)
     with pytest.raises(errors.DeniedError, match=r"refuses/large\.bin could not be read"):
-        prewarm(settings_of(store, nodes, patience=patience, **below("refuses")))
+        prewarm(settings_of(store, nodes, store_timeout=store_timeout, **below("refuses")))
 
 
 def test_a_wrong_read_of_an_object_with_a_digest_is_found_and_read_again(store, nodes):
@@ -556,9 +556,9 @@ def test_too_few_nodes_are_an_error_that_says_why(store, nodes):
     fill(store, "few")
     nodes[0].kill()
     nodes[1].kill()
-    arrival = timedelta(seconds=1)
+    start_timeout = timedelta(seconds=1)
     with pytest.raises(errors.WorkerError, match=r"2 of 3 nodes are lost.*cannot be reached"):
-        prewarm(settings_of(store, nodes, arrival=arrival, **below("few")))
+        prewarm(settings_of(store, nodes, start_timeout=start_timeout, **below("few")))
 
 
 def tarred(members: dict[str, bytes], mode: str = "w:gz") -> bytes:
@@ -596,7 +596,7 @@ def test_an_unpacked_folder_is_mended_and_replaced_while_all_of_it_is_ours(store
         return {"a.txt": name.encode(), "b/c.txt": b"c"}
 
     settings = settings_of(
-        store, nodes[:1], requests=[Request(key="d.tar", unpack=Unpacking.AUTO)], least=1.0
+        store, nodes[:1], requests=[Request(key="d.tar", unpack=Unpacking.AUTO)], min_node_share=1.0
     )
     root = nodes[0].root
     store.put("d.tar", tarred(members("old"), "w"))
@@ -621,7 +621,7 @@ def test_an_unpacked_folder_is_mended_and_replaced_while_all_of_it_is_ours(store
 def test_an_unpacked_folder_that_is_not_all_ours_is_not_replaced(store, nodes, change):
     store.put("d.tar", tarred({"a.txt": b"a", "b.txt": b"b"}, "w"))
     request = Request(key="d.tar", unpack=Unpacking.AUTO, into="in/here")
-    settings = settings_of(store, nodes[:1], requests=[request], least=1.0)
+    settings = settings_of(store, nodes[:1], requests=[request], min_node_share=1.0)
     prewarm(settings)
     mine = nodes[0].root / "in/here" / ("mine.txt" if change == "added" else "a.txt")
     mine.write_text("mine")
@@ -875,7 +875,7 @@ def test_a_second_driver_is_refused_while_the_first_one_works(store, nodes):
 
     def come() -> None:
         with pytest.raises(errors.WorkerError) as error:
-            prewarm(settings.model_copy(update={"arrival": timedelta(seconds=1)}))
+            prewarm(settings.model_copy(update={"start_timeout": timedelta(seconds=1)}))
         refused.append(str(error.value))
 
     report = prewarm(settings, progress=Heard(0.05, come))
@@ -888,9 +888,9 @@ def test_a_missing_host_does_not_hold_up_the_others(store, nodes):
     fill(store, "missing")
     settings = settings_of(store, nodes, **below("missing"))
     stop(nodes[2])
-    report = prewarm(settings.model_copy(update={"arrival": timedelta(minutes=5)}))
+    report = prewarm(settings.model_copy(update={"start_timeout": timedelta(minutes=5)}))
     assert [node.ready for node in report.nodes] == [True, True, False]
-    assert report.seconds < settings.arrival.total_seconds()
+    assert report.seconds < settings.start_timeout.total_seconds()
 
 
 def replaced_by_slow(node: Agent, pause: float, stops_after: float) -> Agent:
@@ -928,7 +928,7 @@ def test_a_node_that_is_frozen_before_its_start_is_noticed(store, nodes, monkeyp
     nodes[2].process.send_signal(signal.SIGSTOP)
     try:
         settings = settings_of(store, nodes, **below("frozen"))
-        report = prewarm(settings.model_copy(update={"arrival": timedelta(minutes=5)}))
+        report = prewarm(settings.model_copy(update={"start_timeout": timedelta(minutes=5)}))
     finally:
         nodes[2].kill()
     assert [node.ready for node in report.nodes] == [True, True, False]
@@ -972,7 +972,7 @@ def test_a_node_that_freezes_while_it_looks_at_what_it_has_is_noticed(store, nod
             store, nodes, nodes=Hosts(hosts=tuple(hosts), key=SecretStr(KEY)), **below("freezes")
         )
         try:
-            report = prewarm(settings.model_copy(update={"arrival": timedelta(minutes=5)}))
+            report = prewarm(settings.model_copy(update={"start_timeout": timedelta(minutes=5)}))
         finally:
             Freezing.thawed.set()
             server.shutdown()
@@ -1118,7 +1118,9 @@ def test_a_node_that_forges_what_it_tells_harms_only_itself(store, nodes, tmp_pa
     stop(nodes.pop())
     nodes.append(start_agent("liar", tmp_path / "liar", code=forging(forged)))
     limits = {"stall_timeout": timedelta(seconds=10)}  # one of them lets a node do nothing more
-    report = prewarm(settings_of(store, nodes, requests=requests, least=0.5, limits=limits))
+    report = prewarm(
+        settings_of(store, nodes, requests=requests, min_node_share=0.5, limits=limits)
+    )
     whole = {f"forged/{name}": body for name, body in contents.items()}
     assert [files_below(node.root) for node in nodes[:2]] == [whole] * 2
     by_name = {node.name: node for node in report.nodes}
@@ -1154,7 +1156,7 @@ def test_a_node_cannot_put_what_does_not_print_into_an_error(store, nodes, tmp_p
     fault = '__import__("json").loads(\'[{"e": "fault", "why": "a\\\\ud800b\\\\u001b[2Jc"}]\')'
     nodes.append(start_agent("liar", tmp_path / "liar", code=forging(fault)))
     with pytest.raises(errors.WorkerError) as caught:
-        prewarm(settings_of(store, nodes, least=1.0, **below("odd")))
+        prewarm(settings_of(store, nodes, min_node_share=1.0, **below("odd")))
     assert "a\ufffdb\ufffd[2Jc" in str(caught.value)
 
 

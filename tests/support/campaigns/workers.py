@@ -55,7 +55,7 @@ def owned(store: Store, epochs: int = 1) -> Generator[None]:
     def own() -> None:
         for epoch in range(epochs):
             watch_epoch_end(
-                store, "small/model", epoch, patience=timedelta(minutes=1), members=["worker-0"]
+                store, "small/model", epoch, timeout=timedelta(minutes=1), members=["worker-0"]
             )
 
     with ThreadPoolExecutor(1) as pool:

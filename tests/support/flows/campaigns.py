@@ -48,7 +48,7 @@ def plan_of(name: str, bucket: Any, text: Path, machines: dict[str, Any]) -> dic
                 "codec": {"k": 112},
                 "steps": 3,
                 "window": "PT10M",
-                "gather": {"look": "PT0.1S", "quorum": WORKERS},
+                "gather": {"poll_interval": "PT0.1S", "quorum": WORKERS},
             },
             "cooldown": {"time": "PT1M"},
             "aggregation": {"lease": "PT5S"},

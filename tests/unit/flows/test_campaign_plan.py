@@ -90,7 +90,7 @@ def test_a_plan_that_has_changed_is_refused_with_its_fields_and_values(tmp_path:
 def test_what_may_change_during_a_run_is_no_other_plan(tmp_path: Path) -> None:
     """The advice of docs/guides/campaigns.md where nobody's gradient is taken."""
     pin(tmp_path)
-    gather = RUN.gather.model_copy(update={"quorum": 0, "grace": timedelta(minutes=1)})
+    gather = RUN.gather.model_copy(update={"quorum": 0, "grace_period": timedelta(minutes=1)})
     pin(tmp_path, run=RUN.model_copy(update={"window": timedelta(hours=1), "gather": gather}))
 
 

@@ -47,7 +47,7 @@ SETTINGS = RunSettings(
     run="runs/one",
     codec=Codec(k=512, bits=4),
     outer=OuterOptimizer(kind=OuterKind.NESTEROV, lr=0.7),
-    gather=GatherSettings(look=timedelta(milliseconds=20), quorum=2, wanted=2),
+    gather=GatherSettings(poll_interval=timedelta(milliseconds=20), quorum=2, wanted=2),
     window=timedelta(minutes=1),
     steps=2,
 )
@@ -85,7 +85,7 @@ def aggregator(store: Store, **changes: object) -> AggregatorSettings:
         "run": SETTINGS,
         "store": StoreSpec(url=store.url),
         "workers": UIDS,
-        "begin": InitialWeights(job="trained", tensors="model."),
+        "initial_weights": InitialWeights(job="trained", tensors="model."),
         "windows": 1,
         **changes,
     }
@@ -126,7 +126,7 @@ def test_the_buffers_of_a_batchnorm_reach_late_joiners_and_the_checkpoint(store)
     assert merged[COUNT] == 2
     assert (merged[VAR] >= 0).all()
     for participant, mine in workers:
-        participant.apply(mine, patience=timedelta(0))
+        participant.apply(mine, timeout=timedelta(0))
         for name, value in buffers_of(mine).items():
             assert torch.equal(value, merged[name])
         for name, value in mine.state_dict().items():
@@ -143,13 +143,13 @@ def test_buffers_are_averaged_anew_in_each_window(store):
     workers = [submitted(store, uid, seed) for seed, uid in enumerate(UIDS)]
     next(merged)
     for number, (participant, mine) in enumerate(workers):
-        participant.apply(mine, patience=timedelta(0))
+        participant.apply(mine, timeout=timedelta(0))
         train(mine, 5 + number)
         participant.submit(mine)
     sent = [buffers_of(mine) for _, mine in workers]
     next(merged)
     for participant, mine in workers:
-        participant.apply(mine, patience=timedelta(0))
+        participant.apply(mine, timeout=timedelta(0))
         for name, value in buffers_of(mine).items():
             torch.testing.assert_close(value, (sent[0][name] + sent[1][name]) / 2)
 
@@ -169,7 +169,7 @@ def test_other_buffers_are_averaged_if_the_settings_name_them(store):
 
     codec = Codec(buffers=("scale",))
     settings = SETTINGS.model_copy(
-        update={"codec": codec, "gather": GatherSettings(look=timedelta(milliseconds=20))}
+        update={"codec": codec, "gather": GatherSettings(poll_interval=timedelta(milliseconds=20))}
     )
     begin_run(store, settings.chain, select_weights(Averaged(), buffers=("scale",)))
     mine = Averaged()
@@ -177,9 +177,9 @@ def test_other_buffers_are_averaged_if_the_settings_name_them(store):
     participant.load(mine)
     mine.scale += torch.tensor([1.0, -2.0, 1e-30])
     participant.submit(mine)
-    list(aggregate_run(aggregator(store, run=settings, workers=("a",), begin=None)))
+    list(aggregate_run(aggregator(store, run=settings, workers=("a",), initial_weights=None)))
     mine.scale.zero_()
-    participant.apply(mine, patience=timedelta(0))
+    participant.apply(mine, timeout=timedelta(0))
     assert mine.scale.tolist() == torch.tensor([1.0, -2.0, 1e-30]).tolist()
 
 
@@ -276,7 +276,7 @@ def test_buffers_that_are_wrong_cost_their_sender_only(what):
 
 
 def test_a_window_with_a_wrong_buffer_is_merged_without_its_sender(store):
-    few = GatherSettings(look=timedelta(milliseconds=20), quorum=0)
+    few = GatherSettings(poll_interval=timedelta(milliseconds=20), quorum=0)
     short = {"window": timedelta(seconds=1), "gather": few}
     settings = begun(store, run=SETTINGS.model_copy(update=short))
     _, mine = submitted(store, "a", 1)

@@ -54,7 +54,7 @@ SHAPES = {"embed": (50, 30), "layer.bias": (17,), "layer.weight": (70, 65), "sca
 KEYS = ChainKeys("runs/one", "1")
 START = ChainStart(run="runs/one", job="job", step=0, root="r", state="")
 NOW = datetime.now(UTC)
-QUICK = GatherSettings(look=timedelta(milliseconds=10), quorum=0)
+QUICK = GatherSettings(poll_interval=timedelta(milliseconds=10), quorum=0)
 
 
 def weights() -> WeightState:

@@ -20,7 +20,7 @@ from tests.unit.gradients.test_payload import CODEC, SHAPES, as_torch, bodies, m
 
 KEYS = GradientKeys("runs/one", "1")
 NOW = datetime.now(UTC)
-QUICK = GatherSettings(look=timedelta(milliseconds=10))
+QUICK = GatherSettings(poll_interval=timedelta(milliseconds=10))
 OPEN = Window(
     keys=KEYS,
     number=3,
@@ -200,7 +200,11 @@ def test_without_a_quorum_it_has_failed(store):
     send(store, "0")
     closed = replace(OPEN, closes=datetime.now(UTC))
     with pytest.raises(QuorumError, match="1 gradients of window 3 came in time, and 2 are") as one:
-        gather(closed, workers(store, 0, 1), GatherSettings(look=QUICK.look, quorum=2))
+        gather(
+            closed,
+            workers(store, 0, 1),
+            GatherSettings(poll_interval=QUICK.poll_interval, quorum=2),
+        )
     reasons = {uid: out.reason for uid, out in one.value.gathered.out.items()}
     assert reasons == {"0": Refusal.QUORUM, "1": Refusal.MISSING}
     assert not one.value.gathered.taken
@@ -209,7 +213,7 @@ def test_without_a_quorum_it_has_failed(store):
 def test_as_many_as_the_quorum_are_waited_for(store):
     for uid in (0, 1, 7):
         send(store, str(uid))
-    few = GatherSettings(look=QUICK.look, wanted=2, quorum=3)
+    few = GatherSettings(poll_interval=QUICK.poll_interval, wanted=2, quorum=3)
     found = gather(OPEN, workers(store, 0, 1), few, reserves=workers(store, 7))
     assert list(found.taken) == ["0", "1", "7"]
 
@@ -311,7 +315,10 @@ def test_what_an_earlier_run_has_left_does_not_end_a_window_before_its_time(stor
 
     clock = Clock(NOW, 0.0)
     found = gather(
-        OPEN, workers(store, 0, 1), GatherSettings(look=QUICK.look, quorum=0), clock=clock
+        OPEN,
+        workers(store, 0, 1),
+        GatherSettings(poll_interval=QUICK.poll_interval, quorum=0),
+        clock=clock,
     )
     assert {out.reason for out in found.out.values()} == {Refusal.EARLY}
     assert looks > 5
@@ -346,6 +353,11 @@ def test_the_grace_counts_once(store, monkeypatch):
 
     send(store, "0")
     grace = timedelta(seconds=10)
-    gather(now_over(), workers(store, 0, 1), GatherSettings(grace=grace, quorum=0), reading=hangs)
+    gather(
+        now_over(),
+        workers(store, 0, 1),
+        GatherSettings(grace_period=grace, quorum=0),
+        reading=hangs,
+    )
     answered.set()
     assert waited == grace.total_seconds()

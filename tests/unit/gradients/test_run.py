@@ -41,7 +41,7 @@ def settings_of(workers: int = 3) -> RunSettings:
         run="runs/one",
         codec=Codec(k=512, bits=4),
         outer=OuterOptimizer(kind=OuterKind.NESTEROV, lr=0.7),
-        gather=GatherSettings(look=timedelta(milliseconds=20), quorum=workers),
+        gather=GatherSettings(poll_interval=timedelta(milliseconds=20), quorum=workers),
         window=timedelta(minutes=1),
         steps=2,
     )
@@ -86,7 +86,7 @@ def take_part(store: Store, uid: int, windows: int) -> torch.nn.Module:
         participant.load(mine)
         train(mine, window.steps, 100 * window.number + uid)
         participant.submit(mine, tokens=32)
-        participant.apply(mine, patience=timedelta(minutes=1))
+        participant.apply(mine, timeout=timedelta(minutes=1))
         if window.number == windows:
             return mine
     raise AssertionError
@@ -148,7 +148,7 @@ def test_what_is_not_trained_or_has_two_names_is_carried_along(tmp_path):
     moved = mine[1].running_mean.clone()
     participant.submit(mine)
     list(follow(store, settings, [Sender("0", store)], first, until=1))
-    participant.apply(mine, patience=timedelta(0))
+    participant.apply(mine, timeout=timedelta(0))
     assert torch.equal(mine[2].weight, mine[0].weight)
     assert torch.equal(mine[1].running_mean, moved)
     assert mine[1].num_batches_tracked == 1
@@ -222,7 +222,7 @@ def test_a_window_that_too_few_came_to_is_over_and_nothing_that_was_sent_is_lost
     (link,) = follow(store, settings, everybody(store), select_weights(model()), until=1)
     reasons = {uid: out.reason for uid, out in link.out.items()}
     assert reasons == {"0": Refusal.QUORUM, "1": Refusal.MISSING, "2": Refusal.MISSING}
-    participant.apply(mine, patience=timedelta(0))
+    participant.apply(mine, timeout=timedelta(0))
     assert select_weights(mine).digest() == select_weights(model()).digest()
     kept = participant.state_dict()["kept"]
     for name, whole in change.items():
@@ -265,7 +265,7 @@ def test_without_an_aggregator_a_worker_says_so(store):
     next(participant.iterate_windows())
     participant.submit(mine)
     with pytest.raises(errors.UnavailableError, match="Window 1 of runs/one was not merged"):
-        participant.apply(mine, patience=timedelta(0))
+        participant.apply(mine, timeout=timedelta(0))
 
 
 def test_another_model_is_refused(store):
@@ -312,7 +312,7 @@ def test_a_gradient_above_the_runs_largest_norm_is_refused_and_the_window_goes_o
         (free,) = follow(store, alone, everybody(store)[:2], state, until=1)
     norms = sorted((one.norm, uid) for uid, one in free.taken.items())
     limit = sum(norm for norm, _ in norms) / 2
-    gather = GatherSettings(look=timedelta(milliseconds=20), max_norm=limit)
+    gather = GatherSettings(poll_interval=timedelta(milliseconds=20), max_norm=limit)
     delete(store, [alone.chain.link(1), alone.chain.opening(1)])
     bounded = alone.model_copy(update={"gather": gather, "window": timedelta(seconds=1)})
     (link,) = follow(store, bounded, everybody(store)[:2], select_weights(model()), until=1)

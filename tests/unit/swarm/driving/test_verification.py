@@ -18,9 +18,9 @@ from tests.unit.swarm.driving.runs import SIZE, Run, make_catalogue, make_file
 RIGHT = hashlib.sha256(b"right").hexdigest()
 
 
-def make_reads(run: Run, patience: float = 60.0) -> tuple[OwnReads, list[int]]:
+def make_reads(run: Run, store_timeout: float = 60.0) -> tuple[OwnReads, list[int]]:
     read: list[int] = []
-    return OwnReads(run.state, make_catalogue(), patience, read.append), read
+    return OwnReads(run.state, make_catalogue(), store_timeout, read.append), read
 
 
 def test_of_unproven_pieces_the_driver_reads_sixteen_mib():
@@ -60,7 +60,7 @@ def test_an_object_that_the_driver_finds_gone_ends_the_run():
 )
 def test_a_store_that_fails_for_longer_than_patience_ends_the_run(status, kind):
     run = Run("a")
-    reads, _ = make_reads(run, patience=-1.0)
+    reads, _ = make_reads(run, store_timeout=-1.0)
     reads.handle_failure(0, FetchError("no", status))
     assert isinstance(run.state.fatal, kind)
 
