@@ -3,7 +3,8 @@
 Each is imported where it is asked for: most processes need neither, and should start quickly.
 """
 
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from millrace.errors import ConfigurationError
 from millrace.storage.open import Backend, Store
@@ -11,6 +12,10 @@ from millrace.storage.open import Backend, Store
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem  # pyright: ignore[reportMissingTypeStubs]
     from mypy_boto3_s3 import S3Client
+
+
+MAX_ANSWER_SIZE = 32 << 20
+"""Bytes of an answer that is not a stream. A page of 1,000 keys has 4 MB at most."""
 
 
 class KeyPair(TypedDict, total=False):
@@ -45,7 +50,7 @@ def make_boto3_client(store: Store, *, max_attempts: int = 5) -> "S3Client":
         retries={"mode": "standard", "total_max_attempts": max_attempts},
         s3={"addressing_style": "path"} if store.endpoint else {},
     )
-    return boto3.client(  # pyright: ignore[reportUnknownMemberType]
+    client = boto3.client(  # pyright: ignore[reportUnknownMemberType]
         "s3",
         endpoint_url=store.endpoint,
         region_name=store.region,
@@ -53,6 +58,49 @@ def make_boto3_client(store: Store, *, max_attempts: int = 5) -> "S3Client":
         config=config,
         **make_key_pair(store),
     )
+    _limit_answers(client)
+    return client
+
+
+def _limit_answers(client: "S3Client") -> None:
+    """Have a client read `MAX_ANSWER_SIZE` bytes of an answer at most.
+
+    botocore reads listings and the bodies of errors whole, however long they are.
+    """
+    from botocore import awsrequest  # noqa: PLC0415
+    from botocore.exceptions import HTTPClientError  # noqa: PLC0415
+
+    make_response: Any = awsrequest.AWSResponse
+    events: Any = client.meta.events
+    session = cast("Any", client)._endpoint.http_session  # noqa: SLF001
+
+    def send(request: Any, **_: object) -> object:
+        is_streamed, request.stream_output = request.stream_output, True
+        response = session.send(request)
+        if is_streamed and response.status_code < 300:
+            return response
+        parts, size = list[bytes](), 0
+        for part in response.raw.stream(1 << 20):
+            parts.append(part)
+            size += len(part)
+            if size > MAX_ANSWER_SIZE:
+                response.raw.close()
+                raise HTTPClientError(error=f"an answer of more than {MAX_ANSWER_SIZE} bytes")
+        body = _ReadBody(parts)
+        return make_response(response.url, response.status_code, response.headers, body)
+
+    events.register_last("before-send.s3", send)
+
+
+class _ReadBody:
+    """Body that was read already."""
+
+    def __init__(self, parts: list[bytes]) -> None:
+        self._parts = parts
+
+    def stream(self) -> Iterator[bytes]:
+        """Return the parts of the body."""
+        return iter(self._parts)
 
 
 def make_full_key(store: Store, key: str) -> str:

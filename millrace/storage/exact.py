@@ -59,14 +59,25 @@ class ExactListing:
             MillraceError: As the other verbs of a store.
         """
 
-        def fetch(client: "S3Client") -> "ET.Element":
+        def fetch(client: "S3Client") -> tuple[list[Stat], list[str], str]:
             try:
                 answer: Any = client.list_objects_v2(**self._parameters)
-                return ET.fromstring(answer["Body"])  # noqa: S314 - as botocore itself does
-            except (ET.ParseError, HTTPError) as error:  # it was cut off: it is asked for again
+                return self._parse_page(answer["Body"])
+            except (ET.ParseError, HTTPError, KeyError, ValueError) as error:
+                # The answer was cut off, or is nonsense: the page is asked for again.
                 raise GenericError(f"{type(error).__name__}: {error}") from error
 
-        page = call_boto3(self._store, self._prefix, fetch, client=self._client)
+        objects, folders, token = call_boto3(self._store, self._prefix, fetch, client=self._client)
+        self._parameters["ContinuationToken"] = token
+        return objects, folders, bool(token)
+
+    def _parse_page(self, body: bytes) -> tuple[list[Stat], list[str], str]:
+        """Return objects, grouped prefixes, and the token of the next page, if there is one.
+
+        Raises:
+            ParseError, KeyError, ValueError: The body is no page of a listing.
+        """
+        page = ET.fromstring(body)  # noqa: S314 - as botocore itself does
         space = page.tag.rpartition("}")[0] + "}" if "}" in page.tag else ""
         encoded = page.findtext(f"{space}EncodingType") == "url"
         decode: Callable[[str], str] = unquote_plus if encoded else str
@@ -75,18 +86,20 @@ class ExactListing:
             decode(item.findtext(f"{space}Prefix") or "").removeprefix(self._root)
             for item in page.iter(f"{space}CommonPrefixes")
         ]
-        token = page.findtext(f"{space}NextContinuationToken") or ""
-        self._parameters["ContinuationToken"] = token
-        return objects, folders, page.findtext(f"{space}IsTruncated") == "true" and bool(token)
+        is_last = page.findtext(f"{space}IsTruncated") != "true"
+        return (
+            objects,
+            folders,
+            "" if is_last else page.findtext(f"{space}NextContinuationToken") or "",
+        )
 
     def _parse_stat(self, item: "ET.Element", space: str, decode: Callable[[str], str]) -> Stat:
         found = {child.tag.removeprefix(space): child.text or "" for child in item}
-        return Stat(
-            key=decode(found["Key"]).removeprefix(self._root),
-            size=int(found["Size"]),
-            etag=found.get("ETag"),
-            last_modified=datetime.fromisoformat(found["LastModified"]),
-        )
+        size, modified = int(found["Size"]), datetime.fromisoformat(found["LastModified"])
+        if size < 0 or modified.tzinfo is None:
+            raise ValueError(f"{size} bytes, last modified at {found['LastModified']}")
+        key = decode(found["Key"]).removeprefix(self._root)
+        return Stat(key, size, found.get("ETag"), modified)
 
 
 def _bypass_parser(

@@ -34,7 +34,7 @@ def list_objects(
         DeniedError: The credentials may not list.
         UnavailableError: The store failed for longer than its time budget.
     """
-    if exact and store.is_s3_compatible:
+    if (exact or store.is_foreign) and store.is_s3_compatible:
         yield from _list_exact_keys(store, prefix, after)
         return
     folder = prefix.rpartition("/")[0]
@@ -93,11 +93,12 @@ def list_folders(store: Store, prefix: str = "") -> list[str]:
         )
         return [name.rpartition("/")[2] for name in found["common_prefixes"]]
 
-    try:
-        return call_with_retries(store, prefix, fetch_names)
-    except errors.ConfigurationError:  # obstore refuses a key
-        if not store.is_s3_compatible:
-            raise
+    if not (store.is_foreign and store.is_s3_compatible):
+        try:
+            return call_with_retries(store, prefix, fetch_names)
+        except errors.ConfigurationError:  # obstore refuses a key
+            if not store.is_s3_compatible:
+                raise
     from millrace.storage.exact import ExactListing  # noqa: PLC0415 - imports boto3
 
     pages, more, names = ExactListing(store, prefix, delimiter="/"), True, list[str]()

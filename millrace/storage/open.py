@@ -225,6 +225,9 @@ class Store:
         raw: obstore's store that tries once: our verbs try again themselves.
         retrying: obstore's store that tries again by itself: for what takes several requests
             (multipart uploads, pages of a listing).
+        is_foreign: Whether the endpoint is not trusted. `list_objects`, `list_folders` and
+            `read_range` then read its answers up to a limit, by boto3: obstore allocates whatever
+            length a listing or an error announces, and an absurd one ends the process.
     """
 
     spec: StoreSpec
@@ -232,8 +235,9 @@ class Store:
     raw: ObjectStore
     retrying: ObjectStore
     throttle: ThrottleState = field(default_factory=ThrottleState, repr=False)
+    is_foreign: bool = False
 
-    def __reduce__(self) -> "tuple[Callable[[StoreSpec], Store], tuple[StoreSpec]]":
+    def __reduce__(self) -> "tuple[Callable[[StoreSpec, bool], Store], tuple[StoreSpec, bool]]":
         """Pickle a store as its spec, credentials included, so that another machine can open it."""
         if self.location.backend is Backend.MEMORY:
             raise ConfigurationError(
@@ -241,7 +245,7 @@ class Store:
                 "a bucket, or a folder that all share."
             )
         # What the environment of this process said of the place goes along, its credentials do not.
-        return _reopen_store, (self.spec.model_copy(update={"url": self.url}),)
+        return _reopen_store, (self.spec.model_copy(update={"url": self.url}), self.is_foreign)
 
     @property
     def url(self) -> str:
@@ -282,6 +286,7 @@ def open_store(
     ca_file: Path | None = None,
     retry_timeout: timedelta | None = None,
     make_folder: bool = True,
+    is_foreign: bool = False,
 ) -> Store:
     """Open the store at a URL. Nothing is sent until a verb is called.
 
@@ -295,6 +300,7 @@ def open_store(
         ca_file: Certificate authorities to trust, PEM.
         retry_timeout: How long a request is tried again before its error is raised.
         make_folder: Make the folder of a ``file://`` URL, if it is not there.
+        is_foreign: Whether the endpoint is not trusted; see `Store`.
 
     Raises:
         NotFoundError: There is no such folder, and it is not to be made.
@@ -335,7 +341,7 @@ def open_store(
             raw, retrying = (
                 _open_s3(spec, location, retry) for retry in _make_retry_configs(spec.retry_timeout)
             )
-    return Store(spec=spec, location=location, raw=raw, retrying=retrying)
+    return Store(spec, location, raw, retrying, is_foreign=is_foreign)
 
 
 def _apply_environment(spec: StoreSpec, location: Location) -> StoreSpec:
@@ -356,8 +362,8 @@ def _apply_environment(spec: StoreSpec, location: Location) -> StoreSpec:
     return spec
 
 
-def _reopen_store(spec: StoreSpec) -> Store:
-    return open_store(spec, make_folder=False)
+def _reopen_store(spec: StoreSpec, is_foreign: bool) -> Store:  # noqa: FBT001 - of a pickle
+    return open_store(spec, make_folder=False, is_foreign=is_foreign)
 
 
 def read_spec_from_environment(environ: Mapping[str, str] | None = None) -> StoreSpec:

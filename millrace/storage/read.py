@@ -1,7 +1,7 @@
 """Read objects: whole, by range, as a stream of blocks, or only their descriptions."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
@@ -131,6 +131,10 @@ def read_range(store: Store, key: str, start: int, end: int, *, etag: str | None
     """
     if start >= end:
         return b""
+    if store.is_foreign and store.is_s3_compatible:
+        from millrace.storage.foreign import read_foreign_range  # noqa: PLC0415 - imports boto3
+
+        return read_foreign_range(store, key, start, end, etag=etag)
     options: GetOptions = {**_make_match_options(etag), "range": (start, end)}
 
     def fetch() -> bytes:
@@ -145,10 +149,20 @@ def _read_body(store: Store, key: str, found: "GetResult", max_size: int) -> byt
     Raises:
         CorruptError: The body is longer.
     """
+    blocks = found.stream(min_chunk_size=min(max_size + 1, BLOCK_SIZE))
+    return join_blocks(store, key, map(bytes, blocks), max_size)
+
+
+def join_blocks(store: Store, key: str, blocks: Iterable[bytes], max_size: int) -> bytes:
+    """Join the blocks of an object's body up to a limit.
+
+    Raises:
+        CorruptError: The body is longer.
+    """
     parts: list[bytes] = []
     size = 0
-    for part in found.stream(min_chunk_size=min(max_size + 1, BLOCK_SIZE)):
-        parts.append(bytes(part))
+    for part in blocks:
+        parts.append(part)
         size += len(part)
         if size > max_size:
             raise errors.CorruptError(

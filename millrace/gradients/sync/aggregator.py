@@ -51,7 +51,7 @@ def aggregate_run(
     run, keys = settings.run, settings.run.chain
     shared = settings.gradients or settings.store
     opened = {"": open_store(shared)}  # many in one bucket are listed as one
-    opened |= {uid: open_store(spec) for uid, spec in settings.buckets.items()}
+    opened |= {uid: open_store(spec, is_foreign=True) for uid, spec in settings.buckets.items()}
     store = open_store(settings.store)
 
     def worker(uid: str) -> Sender:

@@ -12,6 +12,7 @@ from typing import Any
 from millrace import errors
 from millrace.formatting import clean_text
 from millrace.swarm.events import EventChecker, ProtocolError
+from millrace.swarm.messages import NodeEvent, Order, encode_message
 from millrace.swarm.nodes import Node
 from millrace.swarm.protocol import (
     AUTH_HEADER,
@@ -54,6 +55,7 @@ class AgentClient:
 
         Raises:
             ProtocolError: It states no identity.
+            VersionError: It has another version of the protocol.
             TlsError: It does not prove that it has the key.
             OSError, http.client.HTTPException: It cannot be reached.
         """
@@ -104,15 +106,20 @@ class AgentClient:
             opened.set()
             connections.close()
 
-    def send_orders(self, node: Node, orders: list[dict[str, Any]]) -> None:
+    def send_orders(self, node: Node, orders: list[Order]) -> None:
         """Send orders to a node.
 
         Raises:
             HttpStatusError, ProtocolError, OSError, http.client.HTTPException: It took none.
         """
-        self._send(node, "POST", "/orders", json.dumps(orders).encode())
+        self._send(
+            node,
+            "POST",
+            "/orders",
+            json.dumps([encode_message(order) for order in orders]).encode(),
+        )
 
-    def poll_events(self, node: Node, after: int) -> list[dict[str, Any]]:
+    def poll_events(self, node: Node, after: int) -> list[NodeEvent]:
         """Wait a while for what has happened on a node since so many events.
 
         Raises:

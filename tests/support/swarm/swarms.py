@@ -100,6 +100,12 @@ def forging(events: object) -> str:
     return FORGE.replace("{forged}", events if isinstance(events, str) else repr(events))
 
 
+def make_failed(piece: int = 0, **fields: object) -> dict[str, object]:
+    """Make the JSON object of a failed fetch from the store, with other fields where given."""
+    usual = {"piece": piece, "source": "", "reason": "x", "status": 0, "is_wrong": False}
+    return {"type": "piece-failed", **usual, **fields}
+
+
 DAWDLE = """
 import time
 import millrace.swarm.agent as agent
