@@ -1171,7 +1171,7 @@ def test_a_driver_and_an_agent_of_different_versions_refuse_each_other(
 ):
     contents = fill(store, "versions")
     stop(nodes.pop())
-    code = f"import millrace.swarm.{module}, millrace.swarm.protocol as wire\n"
+    code = "import millrace.swarm.agent, millrace.swarm.run, millrace.swarm.protocol as wire\n"
     code += f"wire.VERSION = millrace.swarm.{module}.VERSION = 2\n"
     nodes.append(start_agent("later", tmp_path / "later", code=code))
     report = prewarm(settings_of(store, nodes, min_node_share=0.5, **below("versions")))
