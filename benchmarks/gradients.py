@@ -48,7 +48,7 @@ from millrace.gradients import (
 from millrace.gradients.codec.tensors import decode_values, unpack_tensor
 from millrace.gradients.codec.transform import forward
 from millrace.gradients.sync.merge import make_dense
-from millrace.keys import GradientKeys
+from millrace.keys.gradients import GradientKeys
 from millrace.storage import list_objects, open_store, put
 
 CODEC = Codec()

@@ -21,7 +21,7 @@ from typing import ClassVar
 from pydantic import BaseModel, ConfigDict
 
 from millrace import errors
-from millrace.keys import LeaseKeys, clock_probe_key, lease_prefix, parse_lease
+from millrace.keys.leases import LeaseKeys, make_clock_probe_key, make_lease_prefix, parse_lease
 from millrace.processes import read_start_time
 from millrace.records import Record, commit_once, fetch
 from millrace.settings import Duration
@@ -94,7 +94,7 @@ class StoreClock:
     @classmethod
     def read(cls, store: Store, scope: str, holder: Holder) -> "StoreClock":
         """Read the clock. Three requests, that leave nothing behind."""
-        key = clock_probe_key(scope, holder.id)
+        key = make_clock_probe_key(scope, holder.id)
         put(store, key, b"")
         # Written at the latest now, perhaps after many tries. A clock that is slow waits for a
         # lease's end; one that is fast takes leases from those who hold them.
@@ -264,7 +264,7 @@ class Census:
         self, store: Store, scope: str, group: str, clock: StoreClock, *, strict: bool = True
     ) -> None:
         self._store, self._scope, self._clock, self._strict = store, scope, clock, strict
-        self._prefix = f"{lease_prefix(scope)}{group}/" if group else lease_prefix(scope)
+        self._prefix = f"{make_lease_prefix(scope)}{group}/" if group else make_lease_prefix(scope)
         self._records: dict[str, LeaseEpoch] = {}
 
     def find_holders(self) -> dict[str, HeldLease]:

@@ -11,7 +11,7 @@ import orjson
 from millrace import errors
 from millrace.checkpoints.find import root_of, with_digest
 from millrace.digest import compute_sha256
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.memory import map_anonymous
 from millrace.schemas.checkpoint import Checkpoint, Part, TensorRecord
 from millrace.storage import Store, read_into

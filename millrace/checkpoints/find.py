@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from millrace import errors
 from millrace.digest import compute_sha256, dump_canonical_json
-from millrace.keys import CHECKPOINTS, CheckpointKeys
+from millrace.keys.checkpoints import CHECKPOINTS, CheckpointKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import Commit, commit_once, decode_record, fetch
 from millrace.schemas.checkpoint import Checkpoint, Part, Quarantine, TensorRecord

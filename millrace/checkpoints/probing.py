@@ -16,7 +16,8 @@ from datetime import timedelta
 from enum import StrEnum
 
 from millrace import errors
-from millrace.keys import CheckpointKeys, write_probe_key
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.probes import make_write_probe_key
 from millrace.storage import Backend, Store, classify_error, create, delete, list_objects, put, read
 
 SAMPLE_SIZE = 4 << 20
@@ -85,7 +86,7 @@ def probe(
         within: The time that it may take, such as the cooldown.
         timeout: How long each request is tried.
     """
-    key = write_probe_key(CheckpointKeys(job).job, secrets.token_hex(8))
+    key = make_write_probe_key(CheckpointKeys(job).job, secrets.token_hex(8))
     hurried = store.with_retry_timeout(timeout)
     folder = store.location.bucket if store.location.backend is Backend.FILE else None
     tried = _try_save_at_google if store.location.backend is Backend.GS else _try_save

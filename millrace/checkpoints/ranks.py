@@ -22,7 +22,8 @@ from millrace.checkpoints.find import (
 )
 from millrace.checkpoints.tensor_shards import is_covered_once
 from millrace.checkpoints.tree import parse_own_name
-from millrace.keys import CheckpointKeys, check_name
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.names import check_name
 from millrace.records import commit_same, iterate_records, require_intact
 from millrace.schemas.checkpoint import Checkpoint, Part, RankShare, TensorRecord
 from millrace.storage import Store, list_objects

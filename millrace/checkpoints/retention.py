@@ -13,7 +13,7 @@ from millrace import errors
 from millrace.checkpoints.cooldown.membership import derive_epoch, read_epoch
 from millrace.checkpoints.find import VerifyDepth, read_checkpoint, survey, verify
 from millrace.checkpoints.settings import RetentionSettings
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.records import commit_once, iterate_records
 from millrace.schemas.checkpoint import Checkpoint, Pin
 from millrace.storage import DeleteFailure, Stat, Store, delete, list_objects

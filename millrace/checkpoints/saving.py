@@ -21,7 +21,7 @@ from millrace.checkpoints.ranks import Ranks, commit_together, has_share, merge_
 from millrace.checkpoints.settings import SaveSettings
 from millrace.checkpoints.snapshot import Snapshot, SnapshotBuffers
 from millrace.digest import compute_sha256
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint, Part, RankShare
 from millrace.storage import (

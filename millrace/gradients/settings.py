@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
-from millrace.keys import ChainKeys, GradientKeys
+from millrace.keys.gradients import ChainKeys, GradientKeys
 from millrace.records import Record
 from millrace.schemas.chain import OuterOptimizer
 from millrace.schemas.gradient import CHUNK_SIZE, Codec, Support

@@ -32,7 +32,7 @@ from millrace.gradients.backends.weight_shard import KINDS, WINDOW
 from millrace.gradients.codec.payload import Shapes
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.chain import ChainError, read_link, start_chain
-from millrace.keys import ChainKeys
+from millrace.keys.gradients import ChainKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.chain import ChainLink, ChainStart
 from millrace.schemas.checkpoint import Checkpoint

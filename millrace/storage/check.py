@@ -4,7 +4,7 @@ import secrets
 from enum import StrEnum
 
 from millrace import errors
-from millrace.keys import write_probe_key
+from millrace.keys.probes import make_write_probe_key
 from millrace.storage.list import list_objects
 from millrace.storage.open import Store
 from millrace.storage.read import head
@@ -71,7 +71,7 @@ def check_access(store: Store, right: Right, scope: str = "") -> None:
 
 
 def _check_write(store: Store, scope: str) -> None:
-    probe = write_probe_key(scope, secrets.token_hex(8))
+    probe = make_write_probe_key(scope, secrets.token_hex(8))
     try:
         create(store, probe, b"")
     except errors.DeniedError as error:

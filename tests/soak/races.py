@@ -42,7 +42,7 @@ from millrace.checkpoints import (
     watch_epoch_end,
 )
 from millrace.checkpoints.cooldown.membership import make_census
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.lease import Holder, StoreClock
 from millrace.records import fetch
 from millrace.schemas.checkpoint import EpochRecord

@@ -28,7 +28,8 @@ from millrace.checkpoints.cooldown.membership import (
 )
 from millrace.checkpoints.find import commit_checkpoint, root_of
 from millrace.digest import compute_sha256, dump_canonical_json
-from millrace.keys import CheckpointKeys, CooldownKeys
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.cooldowns import CooldownKeys
 from millrace.records import commit_once, decode_record, encode_record
 from millrace.schemas.checkpoint import Checkpoint, EpochRecord, Part, Roster, Vote
 from millrace.storage import (

@@ -41,7 +41,8 @@ from millrace.checkpoints.cooldown.shared_upload import SharedUpload
 from millrace.checkpoints.find import commit_checkpoint, read_checkpoint
 from millrace.checkpoints.settings import CooldownSettings, OnTimeout
 from millrace.digest import compute_sha256, dump_canonical_json
-from millrace.keys import CheckpointKeys, CooldownKeys
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.cooldowns import CooldownKeys
 from millrace.progress import Event, Figure, Progress, ignore_event
 from millrace.records import commit_once
 from millrace.schemas.checkpoint import (

@@ -16,13 +16,9 @@ from typing import Self, TypeVar
 from millrace import errors
 from millrace.checkpoints.find import read_checkpoint
 from millrace.digest import compute_sha256
-from millrace.keys import (
-    CheckpointKeys,
-    CooldownKeys,
-    check_member_name,
-    member_lease,
-    member_scope,
-)
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.cooldowns import CooldownKeys
+from millrace.keys.members import check_member_name, make_member_lease, make_member_scope
 from millrace.lease import Census, Heartbeat, HeldLease, Holder, Lease, StoreClock, await_lease
 from millrace.records import commit_once, fetch
 from millrace.schemas.checkpoint import (
@@ -75,7 +71,7 @@ class Membership:
     ) -> None:
         self.store, self.job, self.member, self.ttl = store, job, member, ttl
         self.reads, self.confined = reads or store, reads is not None
-        self._keys = member_lease(job, member)
+        self._keys = make_member_lease(job, member)
         self._stack = ExitStack()
         self.holder = Holder.this_process()
 
@@ -87,7 +83,7 @@ class Membership:
             DeniedError: The credentials may not write here.
         """
         with ExitStack() as stack:
-            scope = member_scope(self.job, self.member)
+            scope = make_member_scope(self.job, self.member)
             self.clock = StoreClock.read(self.store, scope, self.holder)
             self.census = make_census(self.reads, self.job, self.clock)
             lease = self._acquire_lease()

@@ -17,7 +17,8 @@ from millrace.checkpoints.cooldown.membership import (
     read_roster,
 )
 from millrace.checkpoints.find import read_checkpoint
-from millrace.keys import CheckpointKeys, CooldownKeys
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.cooldowns import CooldownKeys
 from millrace.lease import StoreClock
 from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint, CooldownRecord, EpochRecord, Roster

@@ -10,7 +10,7 @@ from millrace.checkpoints.contents import Content, content_of
 from millrace.checkpoints.cooldown.shared_upload import SharedUpload
 from millrace.checkpoints.find import VerifyDepth
 from millrace.checkpoints.probing import REQUEST_TIMEOUT, ProbeResult, probe
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Store, list_objects

@@ -41,7 +41,8 @@ from millrace.checkpoints.probing import (
     translate_errors,
 )
 from millrace.digest import compute_sha256
-from millrace.keys import CheckpointKeys, write_probe_key
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.probes import make_write_probe_key
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import decode_record, encode_record
 from millrace.schemas.checkpoint import Checkpoint, Part
@@ -189,7 +190,7 @@ class HubDestination:
         timeout: timedelta = REQUEST_TIMEOUT,
     ) -> ProbeResult:
         """As of `millrace.checkpoints.probing`, on a branch of its own, which is deleted again."""
-        key = write_probe_key(CheckpointKeys(job).job, secrets.token_hex(8)) + ".bin"
+        key = make_write_probe_key(CheckpointKeys(job).job, secrets.token_hex(8)) + ".bin"
         spec = self._spec.model_copy(update={"retry_timeout": timeout})
         hurried = HubDestination(spec)
         return run_probe(self.url, lambda: hurried.measure_rate(key), size=size, within=within)

@@ -26,7 +26,7 @@ from millrace.gradients.state import WeightState, combine_digests
 from millrace.gradients.sync.chain import check_state, check_tensors
 from millrace.gradients.sync.gather import Window
 from millrace.gradients.sync.merge import Gradients, MergeWeights, Vector, group_tensors
-from millrace.keys import ChainKeys
+from millrace.keys.gradients import ChainKeys
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink, ChainStart, OuterOptimizer, Update
 from millrace.schemas.checkpoint import Checkpoint

@@ -31,7 +31,7 @@ from millrace.gradients.sync.merge import (
     group_tensors,
     merge_tensor,
 )
-from millrace.keys import ChainKeys
+from millrace.keys.gradients import ChainKeys
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink, OuterOptimizer, Update
 from millrace.schemas.checkpoint import Checkpoint

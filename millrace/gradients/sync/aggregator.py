@@ -20,7 +20,8 @@ from millrace.gradients.sync.chain import find_newest_window
 from millrace.gradients.sync.follow import follow
 from millrace.gradients.sync.gather import Sender
 from millrace.gradients.weights import begin_run, load_checkpoint_weights, load_newest_weights
-from millrace.keys import ChainKeys, LeaseKeys
+from millrace.keys.gradients import ChainKeys
+from millrace.keys.leases import LeaseKeys
 from millrace.lease import Heartbeat, HeldLease, Holder, Lease, StoreClock, await_lease
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink

@@ -20,7 +20,8 @@ from millrace.digest import compute_sha256, dump_canonical_json
 from millrace.gradients.codec.chunks import Chunks, make_chunks
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.merge import MergedRun
-from millrace.keys import ChainKeys, is_plain
+from millrace.keys.gradients import ChainKeys
+from millrace.keys.names import is_plain
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import commit_once, fetch
 from millrace.schemas.chain import ChainLink, ChainStart, Update

@@ -29,7 +29,7 @@ from millrace.gradients.codec.payload import (
     read_payload,
 )
 from millrace.gradients.settings import GatherSettings
-from millrace.keys import GradientKeys
+from millrace.keys.gradients import GradientKeys
 from millrace.lease import StoreClock
 from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.gradient import Codec, Refusal

@@ -16,7 +16,7 @@ from millrace.gradients.sync.merge import (
     compute_merge_weights,
     find_deviating_workers,
 )
-from millrace.keys import ChainKeys
+from millrace.keys.gradients import ChainKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import commit_once
 from millrace.schemas.chain import (

@@ -12,7 +12,7 @@ from millrace.gradients import (
     iterate_links,
 )
 from millrace.gradients.sync.chain import find_newest_window
-from millrace.keys import LeaseKeys
+from millrace.keys.leases import LeaseKeys
 from millrace.storage import exists, open_store
 from tests.integration.flows.test_aggregate import RUN, UIDS, model, take_part
 from tests.prefect_server import PrefectServer, Worker, until

@@ -26,7 +26,7 @@ from millrace.checkpoints import (
 from millrace.checkpoints.find import quarantine
 from millrace.checkpoints.tree import SKELETON
 from millrace.digest import compute_sha256
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.progress import Event
 from millrace.records import fetch
 from millrace.schemas.checkpoint import Checkpoint, Quarantine

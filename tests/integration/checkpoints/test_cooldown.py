@@ -29,7 +29,9 @@ from millrace.checkpoints.cooldown.checkpointers import SelectionRule, order_che
 from millrace.checkpoints.cooldown.membership import commit_roster, obtain_roster
 from millrace.checkpoints.snapshot import SnapshotBuffers
 from millrace.digest import compute_sha256, dump_canonical_json
-from millrace.keys import CheckpointKeys, CooldownKeys, member_lease
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.cooldowns import CooldownKeys
+from millrace.keys.members import make_member_lease
 from millrace.lease import Holder, StoreClock, acquire
 from millrace.records import commit_once, encode_record, fetch
 from millrace.schemas.checkpoint import (
@@ -175,7 +177,7 @@ def dead(store: Store, name: str) -> None:
     """A member that was killed: its lease stands, and its process is gone."""
     holder = Holder.this_process().model_copy(update={"pid": 2**22 - 1})
     clock = StoreClock.read(store, JOB, holder)
-    acquire(store, member_lease(JOB, name), holder, timedelta(minutes=1), clock)
+    acquire(store, make_member_lease(JOB, name), holder, timedelta(minutes=1), clock)
 
 
 def test_who_is_dead_is_replaced_by_the_next(folder, members) -> None:

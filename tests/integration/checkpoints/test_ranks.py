@@ -26,7 +26,7 @@ from millrace.checkpoints import (
 )
 from millrace.checkpoints.tensor_shards import is_covered_once
 from millrace.checkpoints.tree import flatten_state
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.schemas.checkpoint import Chunk
 from millrace.storage import Store, list_objects, open_store, put
 from tests.ranks import run_ranks

@@ -24,7 +24,7 @@ from millrace.checkpoints import (
 )
 from millrace.checkpoints.find import iterate_checkpoints
 from millrace.cli import main
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.records import commit_once
 from millrace.schemas.checkpoint import EpochRecord
 from millrace.storage import Store, StoreSpec, create, list_objects, open_store, put

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from millrace.cleanup import CleanupKind, CleanupSettings, Rule, execute, make_plan
 from millrace.cleanup.plans import open_plan
-from millrace.keys import ChainKeys
+from millrace.keys.gradients import ChainKeys
 from millrace.storage import list_objects, open_store
 from tests.soak.cleaning import clean, list_by_boto3
 from tests.soak.cleaning import fill as fill_bucket

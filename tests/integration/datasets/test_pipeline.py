@@ -32,7 +32,8 @@ from millrace.datasets import (
 )
 from millrace.datasets.plan import pin_plan
 from millrace.datasets.quarantine import QuarantineLimit
-from millrace.keys import DatasetKeys, LeaseKeys
+from millrace.keys.datasets import DatasetKeys
+from millrace.keys.leases import LeaseKeys
 from millrace.lease import Holder, Lease, StoreClock, acquire
 from millrace.progress import Event
 from millrace.records import fetch

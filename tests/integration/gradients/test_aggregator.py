@@ -41,7 +41,8 @@ from millrace.gradients import (
     load_newest_state,
 )
 from millrace.gradients.weights import save_weights
-from millrace.keys import CheckpointKeys, LeaseKeys
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.leases import LeaseKeys
 from millrace.lease import Holder, Lease, StoreClock, acquire
 from millrace.progress import Event
 from millrace.storage import Store, open_store, put, read

@@ -79,7 +79,11 @@ from millrace.gradients import (
     find_newest_window,
     load_newest_state,
 )
-from millrace.keys import MACHINES, CampaignKeys, CheckpointKeys, DatasetKeys, classify_key
+from millrace.keys.campaigns import CampaignKeys
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.datasets import DatasetKeys
+from millrace.keys.kinds import classify_key
+from millrace.keys.rentals import MACHINES
 from millrace.progress import Event
 from millrace.schemas.chain import ChainLink
 from millrace.schemas.gradient import Refusal

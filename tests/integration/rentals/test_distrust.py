@@ -15,7 +15,7 @@ import pytest
 from pydantic import SecretStr
 
 from millrace import errors
-from millrace.keys import MachineKeys, RentalKeys
+from millrace.keys.rentals import MachineKeys, RentalKeys
 from millrace.lease import Holder
 from millrace.rentals import Rental, VastClient, reap, release, reports
 from millrace.rentals import rental as renting

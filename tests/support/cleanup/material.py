@@ -9,14 +9,10 @@ from pathlib import Path
 
 from millrace.checkpoints.find import root_of, with_digest
 from millrace.digest import dump_canonical_json
-from millrace.keys import (
-    ChainKeys,
-    CheckpointKeys,
-    DatasetKeys,
-    GradientKeys,
-    LeaseKeys,
-    ShardName,
-)
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.datasets import DatasetKeys, ShardName
+from millrace.keys.gradients import ChainKeys, GradientKeys
+from millrace.keys.leases import LeaseKeys
 from millrace.lease import Holder, LeaseEpoch
 from millrace.records import commit_once, encode_record
 from millrace.schemas.chain import ChainLink, ChainStart, OuterOptimizer, Update

@@ -15,7 +15,7 @@ from prefect_aws import AwsCredentials
 from prefect_aws.client_parameters import AwsClientParameters
 
 from blocks import Bucket, BucketRole
-from millrace.keys import LeaseKeys
+from millrace.keys.leases import LeaseKeys
 from millrace.lease import Holder, Lease, StoreClock, acquire
 from millrace.storage import open_store
 from millrace.testing.key import Key

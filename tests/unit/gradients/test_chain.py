@@ -45,7 +45,7 @@ from millrace.gradients.sync.chain import (
     store_update,
 )
 from millrace.gradients.sync.merge import MergedRun, make_dense
-from millrace.keys import ChainKeys, GradientKeys
+from millrace.keys.gradients import ChainKeys, GradientKeys
 from millrace.records import encode_record, fetch
 from millrace.storage import Store, copy, delete, list_objects, open_store, put, read
 from tests.unit.gradients.test_codec import drawn

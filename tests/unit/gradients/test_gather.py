@@ -12,7 +12,7 @@ import pytest
 from millrace.errors import ConfigurationError, UnavailableError
 from millrace.gradients import GatherSettings, QuorumError, Refusal, Sender, Window, gather
 from millrace.gradients.codec.payload import Expected, Payload, read_payload
-from millrace.keys import GradientKeys
+from millrace.keys.gradients import GradientKeys
 from millrace.lease import StoreClock
 from millrace.progress import Event
 from millrace.storage import Stat, Store, open_store, put

@@ -36,7 +36,7 @@ from millrace.gradients import (
 from millrace.gradients.codec.payload import compute_fingerprint
 from millrace.gradients.codec.tensors import compute_largest_size
 from millrace.gradients.codec.torchfile import FormatError, read_texts_and_tensors
-from millrace.keys import GradientKeys
+from millrace.keys.gradients import GradientKeys
 from millrace.storage import Stat, Store, StoreSpec, delete, head, open_store, put
 from tests.unit.gradients.test_codec import drawn
 

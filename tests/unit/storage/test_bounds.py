@@ -15,7 +15,7 @@ import millrace
 from millrace import errors
 from millrace.gradients import Codec, Expected, PayloadError, Refusal
 from millrace.gradients.codec.payload import read_header
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.records import commit_once, fetch
 from millrace.schemas.checkpoint import EpochRecord
 from millrace.storage import (

@@ -7,7 +7,7 @@ from pydantic import SecretStr, ValidationError
 
 from flows.prewarm import FilesRequest
 from millrace import errors
-from millrace.keys import DatasetKeys
+from millrace.keys.datasets import DatasetKeys
 from millrace.records import fetch
 from millrace.schemas.dataset import Manifest
 from millrace.storage import Store, delete, open_store, put
