@@ -1,5 +1,4 @@
-"""Object names.
+"""Names of the objects that Millrace reads and writes, one module per kind of owner.
 
-Every object name that Millrace reads or writes is built and parsed in this package, and nowhere
-else. Numbers are zero-padded, so that a listing is in order.
+No other package builds or parses a key. Numbers are zero-padded, so listings are in order.
 """

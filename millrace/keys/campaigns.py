@@ -14,40 +14,40 @@ _PLAN_OF_CAMPAIGN = f"/{_CAMPAIGN}/plan.json"
 
 @dataclass(frozen=True, slots=True)
 class CampaignKeys:
-    """Names of all that a campaign makes.
+    """Names and keys of all that a campaign makes.
 
     Attributes:
-        name: The campaign's: a prefix below the store's URL.
+        name: Name of the campaign: a prefix below the store's URL.
     """
 
     name: str
 
     def __post_init__(self) -> None:
-        RentalKeys(self.name)  # what it rents is called the same
+        RentalKeys(self.name)  # a campaign's rental has the same name
 
     @property
     def run(self) -> str:
-        """Name of the run of gradients, and of its chain."""
+        """Name of the run of pseudo-gradients and of its chain."""
         return f"{self.name}/run"
 
     @property
     def job(self) -> str:
-        """Name of the job of the checkpoints that its epochs end with."""
+        """Name of the job of the checkpoints that epochs end with."""
         return f"{self.name}/model"
 
     @property
     def lease(self) -> LeaseKeys:
-        """Held by whoever leads it."""
+        """Lease of the process that leads the campaign."""
         return LeaseKeys(self.name, _CAMPAIGN)
 
     @property
     def notes(self) -> str:
-        """The prefix of what its workers are told."""
+        """Prefix of the objects that tell workers what to do."""
         return f"{self.name}/{_CAMPAIGN}/"
 
     @property
     def warming(self) -> str:
-        """Key of the mark that machines wait for their files: there while files are brought."""
+        """Key of the marker that files are being copied to the machines: deleted afterwards."""
         return f"{self.notes}warming.json"
 
     @property
@@ -56,14 +56,14 @@ class CampaignKeys:
         return f"{self.name}{_PLAN_OF_CAMPAIGN}"
 
     def list_read_prefixes(self) -> list[str]:
-        """Return the prefixes that a worker reads, besides its dataset's."""
+        """Return the prefixes that a worker reads, except for that of its dataset."""
         return [f"{self.run}/{GATHERS}/", self.notes, f"{self.job}/"]
 
     def list_write_prefixes(self, number: int | str) -> list[str]:
-        """Return the prefixes that a worker writes: all of them are its own.
+        """Return the prefixes that a worker writes. No other worker writes there.
 
         Args:
-            number: Number of the worker, or what stands for it until it is known: ``{slot}``.
+            number: Number of the worker, or its placeholder ``{slot}``.
         """
         uid = self.uid(number)
         return [
@@ -73,12 +73,12 @@ class CampaignKeys:
         ]
 
     def uid(self, number: int | str) -> str:
-        """Return a worker's name, by its number."""
+        """Return the name of a worker, from its number."""
         return f"worker-{number}"
 
 
 def parse_campaign(key: str) -> str | None:
-    """Return the campaign that a key is the plan of; None if it is no campaign's plan."""
+    """Return the name of the campaign whose plan has this key; None for other keys."""
     name, found, rest = key.rpartition(_PLAN_OF_CAMPAIGN)
     ours = found and not rest and is_valid_name(CampaignKeys, name)
     return name if ours else None

@@ -7,16 +7,17 @@ from millrace.errors import ConfigurationError
 from millrace.keys.names import RESERVED_FOLDERS, check_name
 
 CHECKPOINTS = "checkpoints"
-"""The folder of a job that its checkpoints are in."""
+"""Folder of a job's checkpoints."""
 RESERVED_IN_JOBS = frozenset({*RESERVED_FOLDERS, CHECKPOINTS})
+"""Folders that no part of a job's name may equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointKeys:
-    """The checkpoints of one job.
+    """Keys of the checkpoints of one job.
 
     Attributes:
-        job: Its name: a prefix below the store's URL.
+        job: Name of the job: a prefix below the store's URL.
     """
 
     job: str
@@ -25,9 +26,8 @@ class CheckpointKeys:
         name = check_name(self.job, what="The job's name")
         if name != self.job or RESERVED_IN_JOBS.intersection(name.split("/")):
             raise ConfigurationError(
-                f"The job's name {self.job!r} begins or ends with '/', or has one of "
-                f"{', '.join(sorted(RESERVED_IN_JOBS))} in it, as objects of ours do: write "
-                f"another."
+                f"The job's name {self.job!r} begins or ends with '/', or has a reserved folder in "
+                f"it ({', '.join(sorted(RESERVED_IN_JOBS))}): choose another name."
             )
 
     @property
@@ -36,36 +36,36 @@ class CheckpointKeys:
         return f"{self.job}/{CHECKPOINTS}/"
 
     def folder(self, step: int) -> str:
-        """Return the prefix of all that belongs to one step."""
+        """Return the prefix of all objects of one step."""
         return f"{self.prefix}step_{step:09d}/"
 
     def parts(self, step: int) -> str:
-        """Return the prefix of a step's files."""
+        """Return the prefix of a step's parts: files of tensors."""
         return f"{self.folder(step)}parts/"
 
     def part(self, step: int, sha256: str) -> str:
-        """Return the key of a file, by its digest."""
+        """Return the key of a part, from its digest in hexadecimal."""
         return f"{self.parts(step)}{sha256}.safetensors"
 
     def metadata(self, step: int) -> str:
-        """Return the key of a step's metadata, which completes the checkpoint."""
+        """Return the key of a step's metadata. A checkpoint without metadata is incomplete."""
         return f"{self.folder(step)}metadata.json"
 
     def shares(self, step: int, attempt: str) -> str:
-        """Return the prefix of what the ranks of one attempt have each saved of a step."""
+        """Return the prefix of the records of what each rank saved in one attempt at a step."""
         return f"{self.folder(step)}shares/{attempt}/"
 
     def share(self, step: int, attempt: str, rank: int) -> str:
-        """Return the key of what one rank has saved of a step."""
+        """Return the key of the record of what one rank saved of a step."""
         return f"{self.shares(step, attempt)}{rank:06d}.json"
 
     def pin(self, step: int) -> str:
-        """Return the key of the pin that keeps a step, whatever the rules say."""
+        """Return the key of the pin that protects a step from deletion by any rule."""
         return f"{self.folder(step)}pin.json"
 
     @property
     def epochs(self) -> str:
-        """Prefix of the ends of epochs."""
+        """Prefix of the records that end epochs."""
         return f"{self.job}/epochs/"
 
     def epoch(self, number: int) -> str:
@@ -73,35 +73,35 @@ class CheckpointKeys:
         return f"{self.epochs}{number:06d}.json"
 
     def parse_epoch(self, key: str) -> int | None:
-        """Return the epoch whose end a key records; None if it is no such key."""
+        """Return the epoch that the record under a key ends; None for other keys."""
         match = re.fullmatch(re.escape(self.epochs) + r"([0-9]{6,12})\.json", key)
         number = int(match[1]) if match else -1
         return number if number >= 0 and self.epoch(number) == key else None
 
     def quarantined(self, step: int) -> str:
-        """Return the prefix of what was damaged, and was moved out of the way."""
+        """Return the prefix of a step's damaged objects and of their records."""
         return f"{self.folder(step)}quarantine/"
 
     def quarantine(self, step: int, root: str) -> str:
-        """Return the key of the record of a damaged checkpoint."""
+        """Return the key of the record of a damaged checkpoint, from the checkpoint's root."""
         return f"{self.quarantined(step)}{root}.json"
 
     def damaged(self, step: int, sha256: str) -> str:
-        """Return the key for the bytes that stood under a part's name and do not fit it."""
+        """Return the key to which a part whose bytes do not match its digest is moved."""
         return f"{self.quarantined(step)}{sha256}.damaged"
 
     def parse_folder(self, name: str) -> int | None:
-        """Return the step that a folder's name (``step_000001000``) means, or None."""
+        """Return the step of a folder's name such as ``step_000001000``; None for other names."""
         match = re.fullmatch(r"step_([0-9]{9,})", name)
         return int(match[1]) if match else None
 
     def parse_part(self, key: str) -> tuple[int, str] | None:
-        """Return the step and the digest of a part's key, or None if it is no part's."""
+        """Return the step and the digest of a part's key; None for other keys."""
         pattern = re.escape(self.prefix) + r"step_([0-9]{9,})/parts/([0-9a-f]{64})\.safetensors"
         match = re.fullmatch(pattern, key)
         return (int(match[1]), match[2]) if match else None
 
     def is_share(self, key: str) -> bool:
-        """Tell whether a key is that of what one of several ranks has saved."""
+        """Decide whether a key is that of the record of what one rank saved."""
         pattern = re.escape(self.prefix) + r"step_[0-9]{9,}/shares/[^/]+/[0-9]{6,}\.json"
         return re.fullmatch(pattern, key) is not None

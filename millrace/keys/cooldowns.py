@@ -1,4 +1,4 @@
-"""Keys of the end of an epoch."""
+"""Keys of cooldowns: the ends of epochs."""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ COOLDOWNS = "cooldowns"
 
 @dataclass(frozen=True, slots=True)
 class CooldownKeys:
-    """Objects of the end of one epoch: each member writes below its own prefix.
+    """Keys of the end of one epoch. Each member writes below its own prefix.
 
     Attributes:
         job: Name of the job.
@@ -22,7 +22,7 @@ class CooldownKeys:
 
     @property
     def prefix(self) -> str:
-        """Prefix of an epoch's end."""
+        """Prefix of the objects that members do not own."""
         return f"{self.job}/{COOLDOWNS}/{self.epoch:06d}/"
 
     @property
@@ -31,7 +31,7 @@ class CooldownKeys:
         return f"{self.prefix}roster.json"
 
     def own(self, member: str) -> str:
-        """Return the prefix of all that one member writes at the end of this epoch."""
+        """Return the prefix of the objects that one member writes at the end of this epoch."""
         return f"{make_member_prefix(self.job, member)}{COOLDOWNS}/{self.epoch:06d}/"
 
     def vote(self, member: str) -> str:
@@ -43,7 +43,7 @@ class CooldownKeys:
         return f"{self.own(member)}late.json"
 
     def result(self, member: str) -> str:
-        """Return the key of a member's own result: created once."""
+        """Return the key of the result that a member reports: created once."""
         return f"{self.own(member)}result.json"
 
     def draft(self, member: str) -> str:
@@ -51,15 +51,15 @@ class CooldownKeys:
         return f"{self.own(member)}draft.json"
 
     def parts(self, member: str) -> str:
-        """Return the prefix of the files that a member has uploaded for the owner to copy."""
+        """Return the prefix of the parts that a member uploads and the owner copies."""
         return f"{self.own(member)}parts/"
 
     def part(self, member: str, sha256: str) -> str:
-        """Return the key of a member's file, by its digest."""
+        """Return the key of a member's part, from its digest in hexadecimal."""
         return f"{self.parts(member)}{sha256}.safetensors"
 
     def parse_part(self, member: str, key: str) -> str | None:
-        """Return the digest of a file that a member has uploaded; None of another key."""
+        """Return the digest of a part that a member uploaded; None for other keys."""
         prefix = re.escape(self.parts(member))
         match = re.fullmatch(prefix + r"([0-9a-f]{64})\.safetensors", key)
         return match[1] if match else None

@@ -17,7 +17,12 @@ def make_partition_name(split: str, number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ShardName:
-    """Name of a shard: its partition and its number there, such as ``train-00007-000012``."""
+    """Name of a shard, such as ``train-00007-000012``.
+
+    Attributes:
+        partition: Name of the shard's partition.
+        number: Number of the shard within its partition.
+    """
 
     partition: str
     number: int
@@ -27,17 +32,17 @@ class ShardName:
 
     @classmethod
     def parse(cls, stem: str) -> "ShardName | None":
-        """Parse a shard's name such as ``train-00007-000012``; None if the text is no such name."""
+        """Parse a name such as ``train-00007-000012``; return None for any other text."""
         match = _SHARD.fullmatch(stem)
         return cls(match["partition"], int(match["number"])) if match else None
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetKeys:
-    """The objects of one dataset.
+    """Keys of one dataset.
 
     Attributes:
-        dataset: Its name: a prefix below the store's URL.
+        dataset: Name of the dataset: a prefix below the store's URL.
     """
 
     dataset: str
@@ -46,10 +51,13 @@ class DatasetKeys:
         name = check_name(self.dataset, what="The dataset's name")
         taken = sorted(RESERVED_FOLDERS.intersection(name.split("/")))
         if name != self.dataset or taken:
-            why = f"has {taken[0]!r} in it" if taken else "begins or ends with '/'"
+            why = (
+                f"has the folder {taken[0]!r} in it, which is reserved"
+                if taken
+                else "begins or ends with '/'"
+            )
             raise ConfigurationError(
-                f"The dataset's name {self.dataset!r} {why}, as a dataset's own objects do: write "
-                "another."
+                f"The dataset's name {self.dataset!r} {why}: choose another name."
             )
 
     @property
@@ -59,7 +67,7 @@ class DatasetKeys:
 
     @property
     def plan_removed(self) -> str:
-        """Key of the marker that a plan was removed, and may have left uncommitted shards."""
+        """Key of the marker that a plan was removed. Uncommitted shards of it may remain."""
         return f"{self.dataset}/plan-removed.json"
 
     @property
@@ -69,7 +77,7 @@ class DatasetKeys:
 
     @property
     def index(self) -> str:
-        """Key of the shard index of webdataset."""
+        """Key of the shard index, in the format of webdataset."""
         return f"{self.dataset}/index.json"
 
     @property
@@ -89,11 +97,16 @@ class DatasetKeys:
 
     @property
     def quarantined(self) -> str:
-        """Prefix of the rows that made no sample."""
+        """Prefix of the rows that could not become samples."""
         return f"{self.dataset}/quarantine/"
 
     def listing(self, partition: str, digest: str) -> str:
-        """Return the key of a partition's list of files, for sources of many files."""
+        """Return the key of a partition's list of source files.
+
+        Args:
+            partition: Name of the partition.
+            digest: Digest of the list, in hexadecimal. The key has its first 16 digits.
+        """
         return f"{self.listings}{partition}-{digest[:16]}.jsonl"
 
     def shard(self, name: ShardName, extension: str) -> str:
@@ -124,7 +137,7 @@ class DatasetKeys:
         return ShardName.parse(stem.removesuffix(".json"))
 
     def is_shard(self, key: str) -> bool:
-        """Return whether a key is that of a shard or of its quarantined rows."""
+        """Decide whether a key is that of a shard, or of the quarantined rows of a shard."""
         for prefix in (self.shards, self.quarantined):
             stem = key.removeprefix(prefix).rpartition(".")[0]
             if key.startswith(prefix) and ShardName.parse(stem) is not None:

@@ -9,15 +9,16 @@ from millrace.keys.names import check_name
 
 GATHERS = "gathers"
 RESERVED_WORKERS = frozenset({*RESERVED_IN_JOBS, GATHERS, "epochs"})
+"""Folders of a run or a job. No worker may have such a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientKeys:
-    """The gradients of one run.
+    """Keys of the pseudo-gradients of one run.
 
     Attributes:
-        run: Its name: a prefix below the store's URL.
-        version: Of what the workers run: those of another are not looked at.
+        run: Name of the run: a prefix below the store's URL.
+        version: Version of the workers' program. Gradients of other versions are ignored.
     """
 
     run: str
@@ -26,32 +27,36 @@ class GradientKeys:
     def __post_init__(self) -> None:
         for what, name in (("The run's name", self.run), ("The version", self.version)):
             if check_name(name, what=what) != name:
-                raise ConfigurationError(f"{what} {name!r} begins or ends with '/'.")
+                raise ConfigurationError(
+                    f"{what} {name!r} begins or ends with '/': leave those slashes out."
+                )
 
     def worker(self, uid: str) -> str:
-        """Return the prefix of all that a worker writes: its credentials reach no other."""
+        """Return the prefix of all objects of a worker. Its credentials allow writes only there."""
         if "/" in check_name(uid, what="The worker's name") or uid in RESERVED_WORKERS:
             raise ConfigurationError(
-                f"The worker's name {uid!r} has a '/' in it, or is one of "
-                f"{', '.join(sorted(RESERVED_WORKERS))}, as folders of ours are: call it "
-                f"otherwise."
+                f"The worker's name {uid!r} has a '/' in it, or is reserved "
+                f"({', '.join(sorted(RESERVED_WORKERS))}): choose another name."
             )
         return f"{self.run}/{uid}/"
 
     def gradient(self, uid: str, window: int) -> str:
-        """Return a worker's gradient of a window; one of torch's own files ends in ``.pt``."""
+        """Return the key of a worker's gradient of a window.
+
+        `parse` also accepts ``.pt``, the ending of files that `torch.save` wrote.
+        """
         return f"{self.worker(uid)}gradient-{window:09d}-{uid}-v{self.version}.safetensors"
 
     def start_window(self, uid: str, window: int) -> str:
-        """With which window a worker began."""
+        """Return the key of the marker of the window in which a worker began."""
         return f"{self.worker(uid)}start_window-{window:09d}-{uid}-v{self.version}.json"
 
     def parse(self, key: str) -> tuple[str, int] | None:
-        """Return the worker and the window of a gradient's key, or None if it is no gradient's."""
+        """Return the worker and the window of a gradient's key; None for other keys."""
         return self._parse_name(key, "gradient", r"(safetensors|pt)")
 
     def parse_start_window(self, key: str) -> tuple[str, int] | None:
-        """Likewise of what says with which window a worker began."""
+        """Return the worker and the window of a start marker's key; None for other keys."""
         return self._parse_name(key, "start_window", "json")
 
     def _parse_name(self, key: str, what: str, ending: str) -> tuple[str, int] | None:
@@ -70,8 +75,8 @@ class ChainKeys:
     """Keys of the objects that the aggregator of one run commits.
 
     Attributes:
-        run: Its name.
-        version: Of what its workers run.
+        run: Name of the run.
+        version: Version of the workers' program.
     """
 
     run: str
@@ -79,7 +84,7 @@ class ChainKeys:
 
     @property
     def job(self) -> str:
-        """All that the aggregator writes is below it; its checkpoints are this job's."""
+        """Name of the job of the aggregator's checkpoints, and prefix of all that it writes."""
         return f"{self.run}/{GATHERS}/{self.version}"
 
     @property
@@ -93,18 +98,21 @@ class ChainKeys:
         return f"{self.prefix}chain/"
 
     def link(self, window: int) -> str:
-        """Return the key of a window's link: created once. That of window 0 names a checkpoint."""
+        """Return the key of a window's link: created once.
+
+        The link of window 0 names a checkpoint.
+        """
         return f"{self.links}{window:09d}.json"
 
     def parse_link(self, key: str) -> int | None:
-        """Return the window whose link has this key; None of another key."""
+        """Return the window whose link has this key; None for other keys."""
         match = re.fullmatch(re.escape(self.links) + r"([0-9]{9,18})\.json", key)
         return int(match[1]) if match and self.link(int(match[1])) == key else None
 
     def opening(self, window: int) -> str:
-        """Return the key of the rules that a window was opened with: created once."""
+        """Return the key of the rules that hold for a window: created once, as it opens."""
         return f"{self.prefix}windows/{window:09d}.json"
 
     def update(self, step: int, sha256: str) -> str:
-        """Return the key of a merged gradient, by its step and the digest of its bytes."""
+        """Return the key of a merged gradient, from its step and the digest of its bytes."""
         return f"{self.prefix}{step:09d}-{sha256}.npz"

@@ -1,4 +1,4 @@
-"""Kind and scope of any object, from its key alone."""
+"""Classification of objects by their keys."""
 
 import re
 from dataclasses import dataclass, field
@@ -17,30 +17,30 @@ from millrace.keys.rentals import MACHINES, RENTALS, RentalKeys
 
 
 class ObjectKind(StrEnum):
-    """Kind of an object of ours."""
+    """Kind of an object that Millrace names."""
 
     GRADIENT = "gradient"
     START_WINDOW = "start window"
     UPDATE = "merged gradient"
     LINK = "link"
-    OPENING = "opening"  # the rules that a window was opened with
+    OPENING = "opening"  # the rules of a window
     CHECKPOINT = "checkpoint"
     DATASET = "dataset"
-    TEMPORARY = "temporary"  # a probe, a plan of cleaning, a rented machine's reports
-    RECORD = "record"  # a lease, the end of an epoch: small, and says what has happened
-    JUNK = "junk"  # below a worker's own prefix, and none of Millrace's names
+    TEMPORARY = "temporary"  # a probe, a cleanup plan, a report of a rented machine
+    RECORD = "record"  # a lease, the end of an epoch, a rental: what happened
+    JUNK = "junk"  # below a worker's own prefix, with a name that is not Millrace's
 
 
 @dataclass(frozen=True, slots=True)
 class ClassifiedKey:
-    """Object that a key names.
+    """Kind and owner of the object under a key.
 
     Attributes:
-        kind: What.
-        scope: The run, the job or the dataset that it belongs to; empty where it is none's.
-        version: Of what the run's workers run, where the name has one.
-        number: The window or the step, where it has one.
-        worker: Name of the worker or member below whose own prefix the object is, where one is.
+        kind: Kind of the object.
+        scope: Name of the run, the job or the dataset of the object; empty if it has none.
+        version: Version of the workers' program; empty if the key has none.
+        number: Window or step; -1 if the key has none.
+        worker: Name of the worker or member whose prefix the object is below; empty for others.
     """
 
     kind: ObjectKind
@@ -51,7 +51,7 @@ class ClassifiedKey:
 
     @property
     def lease_scope(self) -> str:
-        """The scope of the leases that are held while somebody works on it."""
+        """Scope of the leases that are held while a process works on the object's run or job."""
         if self.version:
             return ChainKeys(self.scope, self.version).job
         return self.scope
@@ -116,21 +116,25 @@ _CAMPAIGN_KEY = re.compile(
 
 @dataclass(slots=True)
 class WorkerPrefixes:
-    """Prefixes that belong to one worker or member each, as a bucket's own objects prove them.
+    """Prefixes that each belong to one worker or member, as the objects of a bucket prove.
 
-    A key alone does not prove a prefix: ``data/w1/notes.txt`` may be anybody's. These do:
+    A key alone does not prove a prefix: ``data/w1/notes.txt`` may belong to a user. Proofs are:
 
-    - a gradient, a start window or a vote, which only the worker itself has credentials to write;
-    - the plan of a campaign, whose workers have the prefixes of `CampaignKeys.list_write_prefixes`.
+    - a gradient, a start window or a vote: only the worker has credentials to write there;
+    - the plan of a campaign: its workers have the prefixes of `CampaignKeys.list_write_prefixes`.
 
-    A worker can forge such objects below its own prefix only, so the outermost prefix counts.
+    A worker can forge proofs below its own prefix only. Therefore the outermost prefix counts.
     """
 
     _owners: dict[str, ClassifiedKey] = field(default_factory=dict[str, ClassifiedKey])
     _campaigns: set[str] = field(default_factory=set[str])
 
     def learn(self, key: str) -> None:
-        """Take a key of the bucket, or of one beside it, as a proof if it is one."""
+        """Add the prefix that a key proves, if the key is a proof.
+
+        Args:
+            key: Key of an object in the bucket, or in a related bucket.
+        """
         if (campaign := parse_campaign(key)) is not None:
             self._campaigns.add(campaign)
         what = classify_key(key)
@@ -144,9 +148,9 @@ class WorkerPrefixes:
         self._owners[f"{make_lease_prefix(what.scope)}{MEMBERS}/{what.worker}/"] = junk
 
     def find(self, key: str) -> ClassifiedKey | None:
-        """Return `ObjectKind.JUNK` and the worker whose prefix a key is below, or None.
+        """Return `ObjectKind.JUNK` with the worker whose prefix a key is below, or None.
 
-        Whether Millrace names the key is for `classify_key` to say.
+        `classify_key` first decides whether the key is one of Millrace's names.
         """
         end = key.find("/")
         while end >= 0:
@@ -163,14 +167,15 @@ class WorkerPrefixes:
 
 
 def classify_key(key: str, workers: WorkerPrefixes | None = None) -> ClassifiedKey | None:
-    """Return the kind of any object by its key; None of a key that Millrace does not name.
+    """Return the kind of an object from its key; None if the key is not one of Millrace's names.
 
-    A checkpoint's and a dataset's objects are told apart by their own keys.
+    Objects of one checkpoint or dataset all have the same kind. `CheckpointKeys` and `DatasetKeys`
+    distinguish them.
 
     Args:
-        key: Key of the object. Any text has an answer; none raises.
-        workers: Prefixes of workers. What Millrace does not name below one is `ObjectKind.JUNK`;
-            left out, such a key has no kind.
+        key: Key of the object. No text raises an error.
+        workers: Prefixes of workers. Any other key below one of them is `ObjectKind.JUNK`.
+            Without prefixes, such a key has no kind.
     """
     what = _classify(key)
     return workers.find(key) if what is None and workers is not None else what

@@ -8,11 +8,11 @@ from millrace.keys.names import is_plain
 
 @dataclass(frozen=True, slots=True)
 class LeaseKeys:
-    """The objects of one lease: an epoch each time that it changes hands.
+    """Keys of one lease. Each new holder begins a new epoch of the lease.
 
     Attributes:
-        scope: What the leases of a run stand under: a dataset's name, a run.
-        name: What is held.
+        scope: Name of the dataset, job, run or rental that the lease belongs to.
+        name: Name of the lease within the scope.
     """
 
     scope: str
@@ -24,7 +24,7 @@ class LeaseKeys:
         return f"{self.scope}/lease/{self.name}/"
 
     def epoch(self, number: int) -> str:
-        """Return the key of the record that says who took the lease: created once."""
+        """Return the key of the record that names an epoch's holder: created once."""
         return f"{self.prefix}{number:06d}.json"
 
     def beat(self, number: int) -> str:
@@ -32,27 +32,27 @@ class LeaseKeys:
         return f"{self.prefix}{number:06d}.beat"
 
     def end(self, number: int) -> str:
-        """Given back: created once."""
+        """Return the key of the marker that the holder released the lease: created once."""
         return f"{self.prefix}{number:06d}.end"
 
     def parse(self, key: str) -> tuple[int, str] | None:
-        """Parse the epoch's number and the kind of a lease's key (``json``, ``beat``, ``end``)."""
+        """Return the epoch and the kind of a key (``json``, ``beat``, ``end``); None for others."""
         match = re.fullmatch(re.escape(self.prefix) + r"([0-9]{6,})\.(json|beat|end)", key)
         return (int(match[1]), match[2]) if match else None
 
 
 def make_clock_probe_key(scope: str, holder: str) -> str:
-    """Return the key of an object that is written only to read the store's clock."""
+    """Return the key of an object whose modification time shows the store's clock."""
     return f"{scope}/lease/clock/{holder}"
 
 
 def make_lease_prefix(scope: str) -> str:
-    """Return the prefix of every lease under a scope."""
+    """Return the prefix of all leases of a scope."""
     return f"{scope}/lease/"
 
 
 def parse_lease(scope: str, key: str) -> LeaseKeys | None:
-    """Return the lease that a key belongs to; None if it is no lease's, or cannot be read."""
+    """Return the keys of the lease that a key belongs to; None if the key is not a lease's."""
     if not is_plain(key):
         return None
     keys = LeaseKeys(scope, key.removeprefix(make_lease_prefix(scope)).rpartition("/")[0])

@@ -1,4 +1,4 @@
-"""Names that are safe as part of a key on every store, and the folders that they may not have."""
+"""Checks of names that become part of a key."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -7,15 +7,20 @@ from functools import lru_cache
 from millrace.errors import ConfigurationError
 
 RESERVED_FOLDERS = frozenset({"shards", "commits", "partitions", "quarantine", "lease"})
+"""Folders that a dataset has. No part of a dataset's, a job's or a rental's name may equal one."""
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*"
 _NAME = re.compile(NAME_PATTERN)
 
 
 def check_name(name: str, *, what: str) -> str:
-    """Return a name that is safe as part of a key, on every store we know.
+    """Return a name without outer slashes, checked to be safe in a key of every store.
+
+    Args:
+        name: Name to check.
+        what: Subject of the error message, such as "The job's name".
 
     Raises:
-        ConfigurationError: It is empty, too long, or has a character that some store changes.
+        ConfigurationError: The name is empty, too long, or has a character that a store changes.
     """
     name = name.strip("/")
     if not _NAME.fullmatch(name) or len(name) > 200:
@@ -42,16 +47,16 @@ def is_valid_name(keys: Callable[[str], object], name: str) -> bool:
 
 
 def is_plain(key: str) -> bool:
-    """Decide whether a key is a path that stays below its folder on every machine.
+    """Decide whether a key stays below its folder when it is used as a file's path.
 
-    Such a key is relative, has no empty, ``.`` or ``..`` segment, no backslash and no character
-    that does not print.
+    A plain key is relative. It has no empty, ``.`` or ``..`` segment, no backslash, and only
+    printable characters.
     """
     return {"", ".", ".."}.isdisjoint(key.split("/")) and "\\" not in key and key.isprintable()
 
 
 def find_common_prefix(keys: Iterable[str]) -> str:
-    """Return the longest beginning that all of these share, be it a whole folder's name or not."""
+    """Return the longest common prefix of some keys, which may end within a folder's name."""
     some = list(keys)
     first, last = min(some, default=""), max(some, default="")
     size = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), None)

@@ -8,19 +8,19 @@ from millrace.keys.leases import LeaseKeys
 from millrace.keys.names import RESERVED_FOLDERS, check_name, is_valid_name
 
 RENTALS = "_rentals"
-"""What is known of rented machines stands under it; nothing that runs on one may write there."""
+"""Folder of the owner's records on rented machines. No rented machine may write there."""
 MACHINES = "_machines"
-"""What rented machines say of themselves stands under it."""
+"""Folder of the reports that rented machines write about themselves."""
 INSTALLATION = f"{RENTALS}/installation.json"
-"""Who we are among all who rent with the same account: created once."""
+"""Key of the name of this installation, which tells its machines from others of the account."""
 
 
 @dataclass(frozen=True, slots=True)
 class RentalKeys:
-    """The objects of one rental: some machines that are rented for one purpose.
+    """Keys of one rental: machines that are rented for one purpose.
 
     Attributes:
-        name: The rental's.
+        name: Name of the rental.
     """
 
     name: str
@@ -30,29 +30,28 @@ class RentalKeys:
             self.name, what="The rental's name"
         ) != self.name or RESERVED_FOLDERS.intersection(self.name.split("/")):
             raise ConfigurationError(
-                f"The rental's name {self.name!r} begins or ends with '/', or has one of "
-                f"{', '.join(sorted(RESERVED_FOLDERS))} in it, as objects of ours do: write "
-                f"another."
+                f"The rental's name {self.name!r} begins or ends with '/', or has a reserved "
+                f"folder in it ({', '.join(sorted(RESERVED_FOLDERS))}): choose another name."
             )
 
     @property
     def scope(self) -> str:
-        """Prefix of the rental's leases."""
+        """Scope of the rental's lease, and prefix of its records."""
         return f"{RENTALS}/{self.name}"
 
     @property
     def lease(self) -> LeaseKeys:
-        """Held by whoever uses the machines, and gives them back."""
+        """Lease of the owner: the process that uses the machines and gives them back."""
         return LeaseKeys(self.scope, "owner")
 
     @property
     def owner(self) -> str:
-        """Overwritten while the owner lives: machines look at it."""
+        """Key of the owner's heartbeat, which machines read: overwritten while the owner lives."""
         return f"{self.scope}/owner.txt"
 
     @property
     def attempts(self) -> str:
-        """Prefix of the attempts."""
+        """Prefix of the attempts to rent a machine."""
         return f"{self.scope}/attempts/"
 
     def attempt(self, number: int) -> str:
@@ -60,29 +59,32 @@ class RentalKeys:
         return f"{self.attempts}{number:06d}-"
 
     def intent(self, number: int) -> str:
-        """Return the key of the intent to rent a machine: created before it is rented."""
+        """Return the key of the intent of an attempt: created before the machine is rented."""
         return f"{self.attempt(number)}intent.json"
 
     def contract(self, number: int) -> str:
-        """Return the key of the contract that an attempt came to."""
+        """Return the key of the contract that resulted from an attempt."""
         return f"{self.attempt(number)}contract.json"
 
     def detached(self, number: int) -> str:
-        """Return the key of the record that a machine stays though it has no owner."""
+        """Return the key of the record that a machine keeps running without an owner."""
         return f"{self.attempt(number)}left.json"
 
     def returned(self, number: int) -> str:
-        """Return the key of the record that a machine is given back, or never came."""
+        """Return the key of the record that a machine was given back, or was never rented."""
         return f"{self.attempt(number)}returned.json"
 
     def parse(self, key: str) -> tuple[int, str] | None:
-        """Return an attempt's number, and ``intent``, ``contract``, ``left`` or ``returned``."""
+        """Return the attempt and the kind of a record's key; None for other keys.
+
+        Kinds are ``intent``, ``contract``, ``left`` and ``returned``.
+        """
         pattern = re.escape(self.attempts) + r"([0-9]{6,})-(intent|contract|left|returned)\.json"
         match = re.fullmatch(pattern, key)
         return (int(match[1]), match[2]) if match else None
 
     def machine(self, number: int) -> str:
-        """Return the prefix of all that one machine may write by itself."""
+        """Return the prefix of all objects that one machine may write."""
         return f"{MACHINES}/{self.name}/{number:06d}/"
 
 
@@ -91,33 +93,33 @@ class MachineKeys:
     """Keys of the reports of one rented machine.
 
     Attributes:
-        prefix: Of `RentalKeys.machine`.
+        prefix: Prefix of the machine, from `RentalKeys.machine`.
     """
 
     prefix: str
 
     @property
     def files(self) -> str:
-        """Key of the files to write beside the program: the only object that the owner writes."""
+        """Key of the files that the machine needs. Only this object is written by the owner."""
         return f"{self.prefix}files.json"
 
     @property
     def setup(self) -> str:
-        """Key of the report on the installation, overwritten; with the last lines printed."""
+        """Key of the report on the installation, with its last lines of output: overwritten."""
         return f"{self.prefix}setup.json"
 
     @property
     def heartbeat(self) -> str:
-        """Key of the heartbeat, overwritten while the machine lives."""
+        """Key of the machine's heartbeat: overwritten while the machine runs."""
         return f"{self.prefix}beat.json"
 
     @property
     def logs(self) -> str:
-        """Prefix of what the program prints."""
+        """Prefix of the program's output."""
         return f"{self.prefix}log/"
 
     def log(self, number: int) -> str:
-        """Return the key of a piece of what the program prints: created once."""
+        """Return the key of one piece of the program's output: created once."""
         return f"{self.logs}{number:06d}.txt"
 
     @property
@@ -127,7 +129,7 @@ class MachineKeys:
 
 
 def parse_rental(key: str) -> str | None:
-    """Return the rental that an attempt's key belongs to; None if it is none's."""
+    """Return the name of the rental of an attempt's key; None for other keys."""
     name, slash, _ = key.removeprefix(f"{RENTALS}/").rpartition("/attempts/")
     ours = slash and key.startswith(f"{RENTALS}/") and is_valid_name(RentalKeys, name)
     return name if ours else None
