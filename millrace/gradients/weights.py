@@ -18,7 +18,7 @@ from millrace.checkpoints.find import (
     read_checkpoint,
     verify,
 )
-from millrace.checkpoints.parts import dtype_of
+from millrace.checkpoints.parts import parse_dtype
 from millrace.checkpoints.retention import pin
 from millrace.checkpoints.tree import parse_own_name
 from millrace.gradients.backends.rank_group import RankGroup
@@ -274,7 +274,7 @@ def _read_shapes(found: Checkpoint, prefix: str) -> Shapes:
         for name, record in found.tensors.items()
         if name.startswith(prefix)
         and parse_own_name(name) is None
-        and (dtype_of(record.dtype).is_floating_point or last_part_of(name) in BUFFER_NAMES)
+        and (parse_dtype(record.dtype).is_floating_point or last_part_of(name) in BUFFER_NAMES)
     }
 
 

@@ -31,11 +31,11 @@ from millrace.checkpoints import (
     Saver,
     SaveSettings,
     apply_retention,
-    content_of,
     cool_down,
     find_newest,
     find_newest_verified,
     load,
+    open_content,
     plan_retention,
     read_checkpoint,
     verify,
@@ -327,7 +327,7 @@ def _member(
         gate.wait(_HANGS)
         cooled = cool_down(
             membership,
-            content_of(source, checkpoint),
+            open_content(source, checkpoint),
             epoch=0,
             position={"sample": step},
             seed=seed,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 
 from millrace import errors
-from millrace.checkpoints.tensor_shards import local_shard_of
+from millrace.checkpoints.tensor_shards import find_local_shard
 
 T = TypeVar("T")
 distributed: Any = torch.distributed
@@ -77,7 +77,7 @@ class RankGroup:
             distributed.broadcast(sent, group=self._group, group_src=owner)
             whole = sent
         assert whole is not None
-        piece = local_shard_of("", into)
+        piece = find_local_shard("", into)
         ends = zip(piece.start, piece.local.shape, strict=True)
         piece.local.copy_(whole[tuple(slice(start, start + size) for start, size in ends)])
 

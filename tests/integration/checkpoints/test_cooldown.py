@@ -306,7 +306,7 @@ def test_a_member_that_comes_back_with_another_content_is_told(folder, members) 
     with EpochSaver(made.memberships["a"], QUICK) as saver:
         cooled = saver.end(state_of(0), epoch=0, step=5)
     assert cooled.outcome is CooldownOutcome.FAILED
-    assert "has stated another content" in cooled.reason
+    assert "has voted for another content" in cooled.reason
 
 
 def test_an_unreadable_claim_stops_nobody(folder, members) -> None:
