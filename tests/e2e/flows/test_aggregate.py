@@ -40,7 +40,7 @@ def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_can
     second = deployed.start(AGGREGATE, watch=False, **parameters)
     held = deployed.wait(second.run, "Completed", "Failed", "Crashed")
     assert held.state is not None
-    assert "which lives: leave it to that" in (held.state.message or "")
+    assert "which is alive: let it continue" in (held.state.message or "")
     assert "aggregated-gradients" not in deployed.artifacts(second.run)
 
     with ThreadPoolExecutor(len(UIDS)) as pool:

@@ -360,5 +360,5 @@ def test_a_checkpoint_to_begin_with_is_checked_by_its_metadata(tmp_path):
         check_weights(store, "trained", step=4)
     part = next((tmp_path / "trained").rglob("*.safetensors"))
     part.write_bytes(part.read_bytes()[:-1])
-    with pytest.raises(errors.NotFoundError, match="no checkpoint that is undamaged"):
+    with pytest.raises(errors.NotFoundError, match="no undamaged checkpoint"):
         check_weights(store, "trained")
