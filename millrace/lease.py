@@ -68,7 +68,7 @@ class Holder(BaseModel):
 
     @property
     def is_known_dead(self) -> bool:
-        """Whether the holder ran on this machine, and its process has ended."""
+        """True if the holder ran on this machine, and its process has ended."""
         return (
             self.machine != ""
             and self.machine == _identify_machine()

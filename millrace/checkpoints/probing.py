@@ -64,7 +64,7 @@ class ProbeResult:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a job can save to the destination."""
+        """True if a job can save to the destination."""
         return self.verdict is ProbeVerdict.READY
 
 

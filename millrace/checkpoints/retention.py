@@ -254,7 +254,7 @@ def _iterate_pinned(
     ):
         step = by_key[stat.key]
         if isinstance(pin, errors.CorruptError):
-            yield step, "it has an unreadable pin"
+            yield step, "it has a pin that cannot be read"
         else:
             yield step, f"pinned: {pin.why}"
 

@@ -268,7 +268,7 @@ class Store:
 
     @property
     def is_s3_compatible(self) -> bool:
-        """Whether boto3 can open the store."""
+        """True if boto3 can open the store."""
         return self.location.backend in {Backend.S3, Backend.R2}
 
 

@@ -168,7 +168,7 @@ def stream(
     block_size: int = BLOCK_SIZE,
     prefetch: int = 2,
 ) -> Iterator[bytes]:
-    """Yield the blocks of an object in order, and fetch the next blocks meanwhile.
+    """Yield the blocks of an object in order, and prefetch the next blocks.
 
     A failed request is repeated for its block only. All requests demand the ETag of the first
     answer.

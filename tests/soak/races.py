@@ -63,7 +63,7 @@ Tell = Callable[[str], None]
 
 @dataclass
 class Found:
-    """What races and saves came to."""
+    """Results of races and saves."""
 
     races: int = 0
     blows: Counter[str] = field(default_factory=Counter[str])
@@ -118,7 +118,7 @@ def run_races(
 
 
 def summary(found: Found) -> list[str]:
-    """What a person wants to know of it."""
+    """Return the lines of the report."""
     at = ", ".join(f"{name} {count}" for name, count in sorted(found.blows.items()))
     ends = ", ".join(f"{name} {count}" for name, count in sorted(found.outcomes.items()))
     last = (
@@ -258,7 +258,7 @@ class _Race:
                 self.wrong.append(f"{name} ended with {process.exitcode}")
 
     def _said(self) -> dict[str, dict[str, Any]]:
-        """What each member that lived said."""
+        """Return the output of each member that lived."""
         found: dict[str, dict[str, Any]] = {}
         for name in self._names:
             path = self._folder / f"{name}.json"

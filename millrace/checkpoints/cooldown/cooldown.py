@@ -89,7 +89,7 @@ class EpochResult:
 
     @property
     def is_durable(self) -> bool:
-        """Whether the epoch ended with a checkpoint of any member."""
+        """True if the epoch ended with a checkpoint of any member."""
         return self.epoch is not None and self.epoch.root is not None
 
 
@@ -319,8 +319,8 @@ class _MemberCooldown:
         elif voters <= self._heard.claims.keys():
             different = len({claim.agreement_key for claim in self._heard.claims.values()})
             return (
-                f"The {len(voters)} members have {different} different contents, and none has a "
-                "majority: nothing is saved. Load the newest checkpoint."
+                f"The {len(voters)} members have {different} different contents, and none has "
+                "more than half of them: nothing is saved. Load the newest checkpoint."
             )
         return ""
 
@@ -437,8 +437,8 @@ class _MemberCooldown:
         if (epoch.step, epoch.root, epoch.rest) != self._claim.agreement_key:
             return self._make_result(
                 CooldownOutcome.FAILED,
-                f"Epoch {epoch.epoch} ended with the content of {epoch.member}, which differs from "
-                f"that of {self._member}: load the checkpoint.",
+                f"Epoch {epoch.epoch} ended with another content than {self._member} has, that of "
+                f"{epoch.member}: load its checkpoint.",
             )
         outcome = self._decide_outcome(epoch.member)
         first = outcome is CooldownOutcome.COMMITTED

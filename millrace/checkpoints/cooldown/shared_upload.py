@@ -69,12 +69,12 @@ class SharedUpload:
 
     @property
     def has_begun(self) -> bool:
-        """Whether this member has begun to upload."""
+        """True if this member has begun to upload."""
         return bool(self._threads)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every file is uploaded and verified."""
+        """True if every file is uploaded and verified."""
         with self._changed:
             return len(self._good) == len(self._numbers)
 

@@ -1,4 +1,4 @@
-"""What workers are sent and what they reach, on a real store."""
+"""Settings and credentials of workers, on a real store."""
 
 import base64
 import json

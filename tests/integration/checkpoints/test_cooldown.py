@@ -294,7 +294,7 @@ def test_refused_credentials_are_a_failure_with_a_reason(request, rgw, bucket) -
 
 def test_a_name_is_one_members(folder, members) -> None:
     members(folder, ["a"])
-    with pytest.raises(errors.ConflictError, match="a of runs/one lives"):
+    with pytest.raises(errors.ConflictError, match="a of runs/one already lives"):
         Membership(folder, JOB, "a").__enter__()
 
 
@@ -344,7 +344,7 @@ def test_a_claim_in_the_name_of_another_is_a_vote_for_nothing(folder, members) -
 
 
 def junk_of(kind: str, key: str) -> bytes:
-    """What somebody leaves where a record of ours stands."""
+    """Write invalid bytes under the key of a record."""
     other = CooldownRecord(
         member="x",
         outcome=CooldownOutcome.FAILED,

@@ -86,7 +86,7 @@ def source(tmp_path: Path) -> Source:
 
 @dataclass
 class Heard:
-    """What progress was told."""
+    """Events that progress received."""
 
     events: list[Event] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""Whether a job could save to a place: a verdict for each way in which it could not."""
+"""Verdicts of a probe, for each reason why a job could not save."""
 
 from datetime import timedelta
 from pathlib import Path

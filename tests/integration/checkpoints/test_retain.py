@@ -98,7 +98,7 @@ def test_a_damaged_pin_or_epoch_stops_no_plan_and_a_damaged_pin_pins(store):
     put(store, f"{KEYS.epochs}notes.txt", b"no record of Millrace's")
     put(store, KEYS.epoch(0), b"nonsense")
     plan = plan_retention(store, KEYS.job, NOW)
-    assert plan.kept[1] == "it has an unreadable pin"
+    assert plan.kept[1] == "it has a pin that cannot be read"
     assert plan.removed == (2, 3)
 
 

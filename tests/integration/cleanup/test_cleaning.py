@@ -1,4 +1,4 @@
-"""What a plan takes, and what is left when it was executed: judged by an oracle."""
+"""Objects in a plan, and objects left after its execution: judged by an oracle."""
 
 import random
 import secrets
@@ -25,7 +25,7 @@ NOW = timedelta(0)
 
 
 def files(folder: Path) -> list[Thing]:
-    """What is in a folder."""
+    """Return the files of a folder."""
     found: list[Thing] = []
     for path in folder.rglob("*"):
         if path.is_file():

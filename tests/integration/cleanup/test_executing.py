@@ -1,4 +1,4 @@
-"""What is deleted, on real stores, and what stays, whatever was planned."""
+"""Execution of plans on real stores: deleted objects, and objects that stay."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a campaign checks before anything is made, and how it fails."""
+"""Checks of a campaign before it makes anything, and its failures."""
 
 from pathlib import Path
 from typing import Any

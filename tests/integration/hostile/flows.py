@@ -606,7 +606,7 @@ FORGED = [
     "[{'e': 'retry', 'why': 'x' * (3 << 20)}]",
 ]  # fmt: skip
 FORGIVEN = FORGED[8:9]
-"""What a node may say that is wrong by chance: it is asked again, and may say the right thing."""
+"""Wrong answers that a node may give by chance. It is asked again, and may then be right."""
 
 
 RENTED = Reach(())  # written by the flow itself, when its machines run

@@ -1,4 +1,4 @@
-"""What workers are sent, and what they reach."""
+"""Settings and credentials of workers."""
 
 from datetime import timedelta
 from pathlib import Path

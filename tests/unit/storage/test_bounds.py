@@ -108,7 +108,7 @@ def test_a_bucket_that_sends_more_of_a_gradient_than_was_asked_for_is_named(
 ) -> None:
     expected = Expected(run="r", uid="a", window=1, base=0, codec=Codec(), shapes={"w": (64, 64)})
     stat = Stat("r/a/gradient", expected.size, "x", datetime.now(UTC))
-    with pytest.raises(PayloadError, match="Its bucket does not answer as one") as caught:
+    with pytest.raises(PayloadError, match="Its bucket gives an invalid answer") as caught:
         read_header(store_of(endless), stat, expected)
     assert caught.value.reason is Refusal.UNAVAILABLE
 
@@ -141,7 +141,7 @@ def test_every_whole_object_that_is_read_has_a_bound() -> None:
 
 
 def is_read(node: ast.AST) -> TypeGuard[ast.Call]:
-    """Whether a node of a program calls `millrace.storage.read`."""
+    """Decide whether a node of a program calls `millrace.storage.read`."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "read"
 
 
