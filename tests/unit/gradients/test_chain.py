@@ -210,7 +210,7 @@ def test_weights_that_are_not_those_of_the_link_before_are_not_merged_into(store
     run = run_of(store)
     run.window(1)
     run.state.weights["scale"] += np.float32(1)
-    with pytest.raises(ChainError, match="After window 1 of runs/one the weights are not those"):
+    with pytest.raises(ChainError, match="After window 1 of runs/one the weights do not match the digest"):
         run.window(2)
     assert find_newest_window(store, KEYS) == 1
 
@@ -395,7 +395,7 @@ def test_what_stands_beside_the_links_is_no_window(store):
 def test_other_weights_than_the_aggregators_are_noticed(broken):
     late = weights()
     late.weights["scale"] += np.float32(1)
-    with pytest.raises(ChainError, match=r"After window 1 .* the weights are not those"):
+    with pytest.raises(ChainError, match=r"After window 1 .* the weights do not match the digest"):
         catch_up(broken.store, KEYS, late)
 
 

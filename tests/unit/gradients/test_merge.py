@@ -261,7 +261,7 @@ def test_whoever_is_larger_than_the_median_is_scaled_down_to_it():
     ("how", "sentence"),
     [
         (MergeSettings(rule=MergeRule.MULTI_KRUM, faulty=2), "at least 7, and there are 6"),
-        (MergeSettings(rule=MergeRule.TOKENS), "of how many tokens"),
+        (MergeSettings(rule=MergeRule.TOKENS), "number of tokens"),
     ],
 )
 def test_a_rule_that_cannot_bear_it_says_so(how, sentence):
@@ -270,5 +270,5 @@ def test_a_rule_that_cannot_bear_it_says_so(how, sentence):
 
 
 def test_nothing_cannot_be_merged():
-    with pytest.raises(ConfigurationError, match="no gradient was taken"):
+    with pytest.raises(ConfigurationError, match="No gradient was gathered"):
         compute_merge_weights({}, MergeSettings())
