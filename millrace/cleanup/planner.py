@@ -24,16 +24,12 @@ from millrace.cleanup.rules import (
     find_rule,
     is_version_in,
 )
-from millrace.keys import (
-    ChainKeys,
-    CheckpointKeys,
-    ClassifiedKey,
-    DatasetKeys,
-    ObjectKind,
-    classify_key,
-    find_common_prefix,
-    lease_prefix,
-)
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.datasets import DatasetKeys
+from millrace.keys.gradients import ChainKeys
+from millrace.keys.kinds import ClassifiedKey, ObjectKind, classify_key
+from millrace.keys.leases import make_lease_prefix
+from millrace.keys.names import find_common_prefix
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan, Manifest
@@ -393,7 +389,7 @@ class Planner:
             (
                 (keys.manifest, keys.index),  # without them, the dataset is not complete
                 (keys.commits,),  # without them, a run makes each shard again
-                (keys.shards, keys.quarantined, keys.listings, lease_prefix(keys.dataset)),
+                (keys.shards, keys.quarantined, keys.listings, make_lease_prefix(keys.dataset)),
                 (keys.plan,),
             ),
             start=1,

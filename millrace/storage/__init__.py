@@ -1,4 +1,4 @@
-"""Bytes at a URL: obstore with our defaults. One verb a function, one group of verbs a file."""
+"""Objects at a URL, over obstore. Each verb is a function; each file has one group of verbs."""
 
 from millrace.storage.check import RequestOutcome, check_access, classify_error
 from millrace.storage.clients import make_boto3_client, open_filesystem

@@ -1,8 +1,8 @@
-"""List keys exactly as a bucket of S3's kind holds them, also those that obstore refuses.
+"""Listing of all keys of an S3-compatible bucket, exactly as the bucket holds them.
 
-obstore fails a whole page for one key with an empty segment, ``.``, ``..`` or a control character,
-and it drops the slash at the end of a key. boto3 takes every key, but spends 0.1 ms on each; so
-boto3 makes the request, and the body is read here.
+obstore fails a whole page for one key with an empty segment, ``.``, ``..`` or a control character.
+It also drops the slash at the end of a key. boto3 accepts every key, but its parser takes 0.1 ms
+per key. Therefore boto3 makes the request, and this module parses the body.
 
 Source: "ListObjectsV2", Amazon S3 API reference.
 """
@@ -28,13 +28,13 @@ _NOTHING = b"<ListBucketResult/>"
 
 
 class ExactListing:
-    """The pages of a listing with all keys as they are. One request a page of 1,000.
+    """Pages of a listing with unchanged keys. One request per page of 1,000 keys.
 
     Args:
-        store: Store of S3's kind.
+        store: Store that is compatible with S3.
         prefix: Text that the keys start with.
-        after: Only keys that come after this one.
-        delimiter: Group keys that have it after the prefix.
+        after: Key after which the listing begins.
+        delimiter: Character that groups keys which have it after the prefix.
     """
 
     def __init__(self, store: Store, prefix: str, after: str = "", delimiter: str = "") -> None:
@@ -56,7 +56,7 @@ class ExactListing:
         """Return the next page: objects, grouped prefixes, and whether there are more pages.
 
         Raises:
-            MillraceError: As the other verbs of a store.
+            MillraceError: The request failed, with the errors of `call_boto3`.
         """
 
         def fetch(client: "S3Client") -> tuple[list[Stat], list[str], str]:
@@ -105,7 +105,7 @@ class ExactListing:
 def _bypass_parser(
     response_dict: dict[str, Any], customized_response_dict: dict[str, Any], **_: object
 ) -> None:
-    """Take the body of a successful answer away before botocore parses it."""
+    """Hide the body of a successful answer from botocore's parser."""
     if response_dict["status_code"] == 200:
         customized_response_dict["Body"] = response_dict["body"]
         response_dict["body"] = _NOTHING

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from millrace import errors
-from millrace.keys import LeaseKeys
+from millrace.keys.leases import LeaseKeys
 from millrace.lease import Heartbeat, HeldLease, Holder, Lease, StoreClock, acquire, find_holder
 from millrace.storage import list_objects, open_store
 

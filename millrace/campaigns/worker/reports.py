@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from millrace import errors
 from millrace.gradients.settings import RunSettings
-from millrace.keys import GradientKeys
+from millrace.keys.gradients import GradientKeys
 from millrace.records import decode_record
 from millrace.schemas.gradient import StartWindow
 from millrace.storage import Store, head, list_objects, read_range

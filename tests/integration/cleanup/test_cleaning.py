@@ -1,4 +1,4 @@
-"""What a plan takes, and what is left when it was executed: judged by an oracle."""
+"""Objects in a plan, and objects left after its execution: judged by an oracle."""
 
 import random
 import secrets
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from millrace.cleanup import CleanupKind, CleanupSettings, Rule, execute, make_plan
 from millrace.cleanup.plans import open_plan
-from millrace.keys import ChainKeys
+from millrace.keys.gradients import ChainKeys
 from millrace.storage import list_objects, open_store
 from tests.soak.cleaning import clean, list_by_boto3
 from tests.soak.cleaning import fill as fill_bucket
@@ -25,7 +25,7 @@ NOW = timedelta(0)
 
 
 def files(folder: Path) -> list[Thing]:
-    """What is in a folder."""
+    """Return the files of a folder."""
     found: list[Thing] = []
     for path in folder.rglob("*"):
         if path.is_file():

@@ -79,7 +79,11 @@ from millrace.gradients import (
     find_newest_window,
     load_newest_state,
 )
-from millrace.keys import MACHINES, CampaignKeys, CheckpointKeys, DatasetKeys, classify_key
+from millrace.keys.campaigns import CampaignKeys
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.datasets import DatasetKeys
+from millrace.keys.kinds import classify_key
+from millrace.keys.rentals import MACHINES
 from millrace.progress import Event
 from millrace.schemas.chain import ChainLink
 from millrace.schemas.gradient import Refusal
@@ -604,7 +608,7 @@ FORGED = [
     "[{'type': 'read-retried', 'reason': 'x' * (3 << 20)}]",
 ]  # fmt: skip
 FORGIVEN = FORGED[8:9]
-"""What a node may say that is wrong by chance: it is asked again, and may say the right thing."""
+"""Wrong answers that a node may give by chance. It is asked again, and may then be right."""
 
 
 RENTED = Reach(())  # written by the flow itself, when its machines run

@@ -1,4 +1,4 @@
-"""What every store promises: the same tests, whatever is behind the URL."""
+"""Contract of every store: the same tests for each kind of URL."""
 
 import contextlib
 import hashlib

@@ -86,7 +86,7 @@ def _denied(store, call, *arguments):
 @pytest.mark.parametrize("kind", ["rgw", "r2"])
 def test_a_key_that_may_only_read_is_told_apart_from_a_wrong_one(kind, request, r2):
     reader = open_store(spec_of(kind, request, "read_only"))
-    assert "the key is right, but does not allow to write here" in _denied(reader, put, "a", b"x")
+    assert "They may list this bucket, but not write here" in _denied(reader, put, "a", b"x")
     spec = spec_of(kind, request)
     wrong = spec.credentials.model_copy(update={"secret_access_key": SecretStr("x" * 32)})
     store = open_store(spec.model_copy(update={"credentials": wrong}))

@@ -219,7 +219,7 @@ def settings_of(store: Store | StoreSpec, agents: list[Agent], **more: Any) -> P
 
 
 def files_below(root: Path) -> dict[str, bytes]:
-    """What a node has under final names; hidden files of ours are left out."""
+    """Return the files of a node under final names, without Millrace's hidden files."""
     return {
         file.relative_to(root).as_posix(): file.read_bytes()
         for file in root.rglob("*")

@@ -1,4 +1,4 @@
-"""What a training script is told, and what it says."""
+"""Environment of a training script, and its reports."""
 
 import json
 from pathlib import Path

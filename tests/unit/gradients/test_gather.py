@@ -12,7 +12,7 @@ import pytest
 from millrace.errors import ConfigurationError, UnavailableError
 from millrace.gradients import GatherSettings, QuorumError, Refusal, Sender, Window, gather
 from millrace.gradients.codec.payload import Expected, Payload, read_payload
-from millrace.keys import GradientKeys
+from millrace.keys.gradients import GradientKeys
 from millrace.lease import StoreClock
 from millrace.progress import Event
 from millrace.storage import Stat, Store, open_store, put
@@ -199,7 +199,7 @@ def test_what_nobody_foresees_costs_a_gradient_its_place_when_it_happens_twice(s
 def test_without_a_quorum_it_has_failed(store):
     send(store, "0")
     closed = replace(OPEN, closes=datetime.now(UTC))
-    with pytest.raises(QuorumError, match="1 gradients of window 3 came in time, and 2 are") as one:
+    with pytest.raises(QuorumError, match="1 gradients of window 3 arrived in time, and 2") as one:
         gather(
             closed,
             workers(store, 0, 1),
@@ -221,7 +221,7 @@ def test_as_many_as_the_quorum_are_waited_for(store):
 def test_what_cannot_be_asked_is_refused(store):
     with pytest.raises(ConfigurationError, match="named twice"):
         gather(OPEN, workers(store, 0, 0), QUICK)
-    with pytest.raises(ConfigurationError, match="3 gradients are wanted of 2"):
+    with pytest.raises(ConfigurationError, match="3 gradients are needed from 2"):
         gather(OPEN, workers(store, 0, 1), GatherSettings(wanted=3))
 
 

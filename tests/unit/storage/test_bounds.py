@@ -17,7 +17,7 @@ import millrace
 from millrace import errors
 from millrace.gradients import Codec, Expected, PayloadError, Refusal, Sender, gather
 from millrace.gradients.codec.payload import read_header
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.records import commit_once, fetch
 from millrace.schemas.checkpoint import EpochRecord
 from millrace.storage import (
@@ -212,7 +212,7 @@ def test_a_bucket_that_sends_more_of_a_gradient_than_was_asked_for_is_named(
 ) -> None:
     expected = Expected(run="r", uid="a", window=1, base=0, codec=Codec(), shapes={"w": (64, 64)})
     stat = Stat("r/a/gradient", expected.size, "x", datetime.now(UTC))
-    with pytest.raises(PayloadError, match="Its bucket does not answer as one") as caught:
+    with pytest.raises(PayloadError, match="Its bucket gives an invalid answer") as caught:
         read_header(store_of(endless), stat, expected)
     assert caught.value.reason is Refusal.UNAVAILABLE
 
@@ -245,7 +245,7 @@ def test_every_whole_object_that_is_read_has_a_bound() -> None:
 
 
 def is_read(node: ast.AST) -> TypeGuard[ast.Call]:
-    """Whether a node of a program calls `millrace.storage.read`."""
+    """Decide whether a node of a program calls `millrace.storage.read`."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "read"
 
 

@@ -1,4 +1,4 @@
-"""What the driver reads itself, and what it makes of what the nodes say."""
+"""The driver's own reads, and its conclusions from the nodes' reports."""
 
 import hashlib
 
