@@ -125,7 +125,7 @@ def compute_dense_change(runs: Sequence[MergedRun], shape: tuple[int, ...], code
     for tiles in make_tiles(shape):
         count, size = tiles.rows * tiles.columns, tiles.height * tiles.width
         stack = values[first : first + count * size].reshape(count, tiles.height, tiles.width)
-        kernels.inverse_tiles(
+        kernels.invert_tiles(
             stack,
             get_basis(tiles.height),
             get_basis(tiles.width),

@@ -214,7 +214,7 @@ class _MemberCooldown:
         self._living = set(roster.members)
         self._claimed = self._agreed = False
         self._news = threading.Event()
-        self._race = SharedUpload(
+        self._upload = SharedUpload(
             self._store,
             content,
             self._make_part_key,
@@ -237,7 +237,7 @@ class _MemberCooldown:
             cooled = self._run_until_over()
         finally:
             if not self._behind:
-                self._race.stop()
+                self._upload.stop()
         return self._commit_result(cooled if self._behind else self._add_counts(cooled))
 
     def _run_until_over(self) -> EpochResult:
@@ -283,8 +283,8 @@ class _MemberCooldown:
         """Return the result if this member was cancelled or its upload failed; otherwise None."""
         if self._cancel.is_set():
             return self._make_result(CooldownOutcome.CANCELLED, "The cooldown was cancelled.")
-        if self._race.error is not None:
-            return self._make_result(CooldownOutcome.FAILED, str(self._race.error))
+        if self._upload.error is not None:
+            return self._make_result(CooldownOutcome.FAILED, str(self._upload.error))
         return None
 
     # -- agreement on the content
@@ -338,14 +338,14 @@ class _MemberCooldown:
                 return self._commit()
             if self._behind:
                 return self._make_result(self._decide_outcome(""), "The epoch was over.")
-        if not self._race.has_begun:
-            racers = self._select_uploaders()
-            if self._member in racers:
-                rank = racers.index(self._member)
-                self._emit("cooldown.racing", rank=rank, of=len(racers))
+        if not self._upload.has_begun:
+            uploaders = self._select_uploaders()
+            if self._member in uploaders:
+                rank = uploaders.index(self._member)
+                self._emit("cooldown.racing", rank=rank, of=len(uploaders))
                 if self._confined:
                     commit_once(self._store, self._cooldown.draft(self._member), self._draft)
-                self._race.start(rank, len(racers))
+                self._upload.start(rank, len(uploaders))
         return None
 
     def _is_complete(self) -> bool:
@@ -353,12 +353,12 @@ class _MemberCooldown:
         metadata = self._keys.metadata(self._draft.step)
         if self._confined:
             for name in {*self._select_uploaders(), self._member}:
-                self._race.note_files(self._iterate_uploads(name))
+                self._upload.note_files(self._iterate_uploads(name))
             return exists(self._hurried, metadata)
         stats = list(list_objects(self._hurried, self._keys.folder(self._draft.step)))
         parts = ((self._keys.parse_part(stat.key), stat.key) for stat in stats)
-        self._race.note_files((part[1], key) for part, key in parts if part is not None)
-        return self._race.is_complete or any(stat.key == metadata for stat in stats)
+        self._upload.note_files((part[1], key) for part, key in parts if part is not None)
+        return self._upload.is_complete or any(stat.key == metadata for stat in stats)
 
     def _iterate_uploads(self, member: str) -> Iterator[tuple[str, str]]:
         """Yield the digests and keys of the files that a member uploaded below its own prefix."""
@@ -448,7 +448,7 @@ class _MemberCooldown:
         """Return the outcome for this member of a checkpoint that ``winner`` committed."""
         if winner == self._member:
             return CooldownOutcome.COMMITTED
-        chosen = self._race.has_begun or self._member in self._select_uploaders()
+        chosen = self._upload.has_begun or self._member in self._select_uploaders()
         return CooldownOutcome.LOST if chosen else CooldownOutcome.NOT_CHOSEN
 
     def _handle_timeout(self) -> EpochResult | None:
@@ -524,7 +524,7 @@ class _MemberCooldown:
                 rest.set_exception(error)
                 raise
             finally:
-                self._race.stop()
+                self._upload.stop()
             rest.set_result(ended)
 
         threading.Thread(target=finish, name="cooldown", daemon=True).start()
@@ -536,7 +536,7 @@ class _MemberCooldown:
 
     def _add_counts(self, cooled: EpochResult) -> EpochResult:
         """Return the result with the current counts of bytes and files."""
-        race = self._race
+        race = self._upload
         return replace(cooled, sent=race.sent, checked=race.checked, replaced=race.replaced)
 
     def _commit_result(self, cooled: EpochResult) -> EpochResult:

@@ -78,21 +78,21 @@ class SharedUpload:
         with self._changed:
             return len(self._good) == len(self._numbers)
 
-    def start(self, rank: int, racers: int) -> None:
+    def start(self, rank: int, uploaders: int) -> None:
         """Begin to upload: first this member's share, then the missing files of the others.
 
         Args:
             rank: Index of this member among the uploading ones, from 0.
-            racers: Number of uploading members. A share is every ``racers``-th file.
+            uploaders: Number of uploading members. A share is every ``uploaders``-th file.
         """
         digests = list(self._numbers)
-        self._mine.extend(digests[rank % racers :: racers])
+        self._mine.extend(digests[rank % uploaders :: uploaders])
         mine = set(self._mine)
         # In reverse order, as the members with these shares upload the last files last.
         self._others.extend(digest for digest in reversed(digests) if digest not in mine)
         jobs = [self._upload_all] * self._uploads + [self._check_all] * _CHECK_THREADS
         for job in jobs:
-            thread = threading.Thread(target=self._run, args=(job,), name="race", daemon=True)
+            thread = threading.Thread(target=self._run, args=(job,), name="upload", daemon=True)
             self._threads.append(thread)
             thread.start()
 

@@ -46,7 +46,7 @@ def compile_once(function: F) -> F:
     folder = Path(made.stats.cache_path)
     compile_one = made.compile
 
-    def locked(signature: Any) -> Any:
+    def compile_locked(signature: Any) -> Any:
         with _hold_cache_lock(folder) as is_alone:
             if is_alone:
                 return compile_one(signature)
@@ -56,7 +56,7 @@ def compile_once(function: F) -> F:
             finally:
                 made._cache = cache  # noqa: SLF001
 
-    made.compile = locked
+    made.compile = compile_locked
     return made
 
 

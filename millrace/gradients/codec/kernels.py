@@ -428,7 +428,7 @@ def compute_weighted_sums(
 
 
 @compile_once
-def inverse_tiles(stack: Any, down: Any, across: Any, columns: int, out: Any) -> None:
+def invert_tiles(stack: Any, down: Any, across: Any, columns: int, out: Any) -> None:
     """Invert the DCT of tiles, with additions in one order.
 
     Args:

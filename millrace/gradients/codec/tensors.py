@@ -116,10 +116,10 @@ def fill_dense(
         chunks, sent = run.chunks, decode_values(run, codec)
         table = out[chunks.first : chunks.first + chunks.values].reshape(chunks.count, chunks.size)
 
-        def part(rows: slice, run: Sparse = run, sent: Any = sent, table: Any = table) -> None:
+        def fill_rows(rows: slice, run: Sparse = run, sent: Any = sent, table: Any = table) -> None:
             kernels.spread(run.indices[rows], sent[rows], table[rows])
 
-        map_blocks(part, chunks.count, threads)
+        map_blocks(fill_rows, chunks.count, threads)
 
 
 def pack_tensor(runs: tuple[Sparse, ...], codec: Codec) -> bytes:
@@ -201,7 +201,7 @@ def _select_block(
     indices = np.empty((run.count, run.k), np.uint16)
     picked = np.empty((run.count, run.k), np.int32)
 
-    def part(rows: slice) -> None:
+    def process_rows(rows: slice) -> None:
         if shared is None:
             kernels.select(table[rows], run.k, indices[rows])
         else:
@@ -213,7 +213,7 @@ def _select_block(
         if not np.isfinite(seen.view(np.float32)).all():
             raise make_not_finite_error()
 
-    map_blocks(part, run.count, threads)
+    map_blocks(process_rows, run.count, threads)
     return quantise_sparse(run, indices, picked, codec, threads)
 
 
@@ -248,14 +248,14 @@ def quantise_sparse(
     ratio = np.empty(0 if half else run.count, np.uint8)
     codes = np.empty((run.count, run.k), np.uint16 if half else np.uint8)
 
-    def part(rows: slice) -> None:
+    def process_rows(rows: slice) -> None:
         if half:
             _halve(picked[rows].view(np.float32), high[rows], codes[rows])
         else:
             levels = 1 << (codec.bits - 1)
             kernels.quantise(picked[rows], levels, high[rows], ratio[rows], codes[rows])
 
-    map_blocks(part, run.count, threads)
+    map_blocks(process_rows, run.count, threads)
     return Sparse(run, indices, high, ratio, codes)
 
 
@@ -334,7 +334,7 @@ def _unpack_indices(rest: Bytes, run: Chunks, threads: int) -> tuple[Indices, By
     indices = np.empty((run.count, run.k), np.uint16)
     ends = np.cumsum(lengths)
 
-    def block(rows: slice) -> None:
+    def process_rows(rows: slice) -> None:
         for number in range(rows.start // BLOCK, -(-rows.stop // BLOCK)):
             body = gaps[ends[number] - lengths[number] : ends[number]]
             wrong = kernels.read_gaps(
@@ -343,7 +343,7 @@ def _unpack_indices(rest: Bytes, run: Chunks, threads: int) -> tuple[Indices, By
             if wrong:
                 raise CodeError(f"In block {number:,} {_WRONG[wrong]}.")
 
-    map_blocks(block, run.count, threads)
+    map_blocks(process_rows, run.count, threads)
     if _find_shortest_code(indices, run)[0] != rice:
         raise CodeError("Its Rice codes are longer than necessary.")
     return indices, rest

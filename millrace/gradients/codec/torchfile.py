@@ -178,7 +178,7 @@ class _Machine:
         at = self._marks.pop() if count is None else len(self.stack) - count
         self.stack[at:] = [tuple(self.stack[at:])]
 
-    def storage(self) -> None:
+    def load_storage(self) -> None:
         self.stack.append(_parse_storage(self.stack.pop()))
 
     def reduce(self) -> None:
@@ -202,7 +202,7 @@ _DONE: dict[str, _Do] = {
     "PROTO": lambda machine, _: None,
     "MARK": lambda machine, _: machine.mark(),
     "GLOBAL": lambda machine, name: machine.push(_Name(name)),
-    "BINPERSID": lambda machine, _: machine.storage(),
+    "BINPERSID": lambda machine, _: machine.load_storage(),
     "REDUCE": lambda machine, _: machine.reduce(),
     "EMPTY_DICT": lambda machine, _: machine.push({}),
     "EMPTY_TUPLE": lambda machine, _: machine.push(()),

@@ -76,7 +76,7 @@ class Window:
     closes: datetime
     norm: float | None = None
 
-    def expected(self, uid: str) -> Expected:
+    def make_expected(self, uid: str) -> Expected:
         """Return the conditions that a worker's gradient must meet."""
         return Expected(
             run=self.keys.run,
@@ -406,7 +406,7 @@ class _Gathering:
                 None, RejectedWorker(Refusal.LATE, f"{name} was written after the deadline.")
             )
         try:
-            payload = self._read_one(uid, self._open_hurried(uid), stat, window.expected(uid))
+            payload = self._read_one(uid, self._open_hurried(uid), stat, window.make_expected(uid))
         except PayloadError as error:
             return _Read(None, RejectedWorker(error.reason, str(error)))
         except (errors.WorkerError, errors.ConfigurationError):

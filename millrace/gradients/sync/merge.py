@@ -237,13 +237,13 @@ def compute_products(
     for run in zip(*(gradients[worker][name] for worker in workers), strict=True):
         chunks = run[0].chunks
 
-        def block(rows: slice, run: Any = run, size: int = chunks.size) -> Vector:
+        def process_rows(rows: slice, run: Any = run, size: int = chunks.size) -> Vector:
             indices, values = _stack(run, rows, codec)
             part = np.zeros((every, every))
             kernels.compute_inner_products(indices, values, size, part)
             return part
 
-        for part in map_blocks(block, chunks.count, threads, BLOCK):
+        for part in map_blocks(process_rows, chunks.count, threads, BLOCK):
             total += part
     return total
 
@@ -300,7 +300,7 @@ def _merge_run(
             "`multi-krum`, or let all workers send the same indices (`support: shared`)."
         )
 
-    def block(rows: slice) -> tuple[Any, Any, Any]:
+    def process_rows(rows: slice) -> tuple[Any, Any, Any]:
         indices, values = _stack(run, rows, codec)
         if by_index:
             scaled = values * weights[:, None, None]
@@ -320,7 +320,7 @@ def _merge_run(
         sums = np.sign(sums) if voting else sums.copy()
         return counts, out[0, :found].astype(np.uint16), sums
 
-    blocks = map_blocks(block, chunks.count, threads, BLOCK)
+    blocks = map_blocks(process_rows, chunks.count, threads, BLOCK)
     counts, indices, values = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
     return MergedRun(chunks, counts, indices, values)
 

@@ -317,7 +317,7 @@ class Participant:
         number, keys = self._number + 1, self._settings.chain
         began = time.monotonic()
 
-        def merged() -> bool:
+        def is_merged() -> bool:
             if exists(self._aggregator, keys.link(number)):
                 return True
             waited = time.monotonic() - began
@@ -334,7 +334,7 @@ class Participant:
                 )
             return False
 
-        while not self._ranks.run_on_first(merged):  # collectives have timeouts, so polls are short
+        while not self._ranks.run_on_first(is_merged):  # collectives time out
             time.sleep(self._settings.gather.poll_interval.total_seconds())
         self.catch_up()
 

@@ -166,7 +166,7 @@ def test_a_gradient_is_refused_for_the_same_reason_wherever_its_tensors_are_read
     run = settings_of(MergeRule.MEAN, OuterKind.SGD, Codec(k=256))
     store, key = open_store(tmp_path.as_uri()), run.gradients.gradient("a", 1)
     now, codec = datetime.now(UTC), run.codec
-    expected = Window(run.gradients, 1, 0, codec, SHAPES, opens=now, closes=now).expected("a")
+    expected = Window(run.gradients, 1, 0, codec, SHAPES, opens=now, closes=now).make_expected("a")
     models = [
         in_portions(weights(), names)
         for names in ([sorted(SHAPES)], [[name] for name in sorted(SHAPES)])
