@@ -43,6 +43,7 @@ def test_the_names_of_storage():
         "fetch_stored_sha256",
         "head",
         "is_etag_md5",
+        "list_fairly",
         "list_folders",
         "list_objects",
         "list_uploads",
