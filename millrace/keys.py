@@ -228,7 +228,9 @@ class LeaseKeys:
     def parse(self, key: str) -> tuple[int, str] | None:
         """Parse the epoch's number and the kind of a lease's key (``json``, ``beat``, ``end``)."""
         match = re.fullmatch(re.escape(self.prefix) + r"([0-9]{6,})\.(json|beat|end)", key)
-        return (int(match[1]), match[2]) if match else None
+        if match is None or match[1] != f"{int(match[1]):06d}":  # more zeros than `epoch` writes
+            return None
+        return int(match[1]), match[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -724,10 +726,16 @@ def lease_prefix(scope: str) -> str:
 
 
 def parse_lease(scope: str, key: str) -> LeaseKeys | None:
-    """Return the lease that a key belongs to; None if it is no lease's, or cannot be read."""
+    """Return the lease that a key belongs to; None if it is no lease's, or cannot be read.
+
+    What a member writes below its own lease is none: it could have the name of another member.
+    """
     if not is_plain(key):
         return None
-    keys = LeaseKeys(scope, key.removeprefix(lease_prefix(scope)).rpartition("/")[0])
+    name = key.removeprefix(lease_prefix(scope)).rpartition("/")[0]
+    if name.startswith(f"{_MEMBERS}/") and name.count("/") > 1:
+        return None
+    keys = LeaseKeys(scope, name)
     return keys if keys.parse(key) else None
 
 

@@ -25,12 +25,13 @@ from millrace.keys import LeaseKeys, clock_probe_key, lease_prefix, parse_lease
 from millrace.processes import read_start_time
 from millrace.records import Record, commit_once, fetch
 from millrace.settings import Duration
-from millrace.storage import Stat, Store, create, delete, head, list_objects, put
+from millrace.storage import Stat, Store, create, delete, head, list_fairly, list_objects, put
 
 MAX_TTL = timedelta(hours=1)  # that one is believed in, whatever its record says
 MIN_TTL = timedelta(seconds=3)  # heartbeats come three times as often, and at most one a second
 _POLL_INTERVAL = 1.0  # seconds between two looks at a lease that another has
 _RELEASE_TIMEOUT = 3.0  # seconds that leaving waits for leases to be given back
+_MAX_OBJECTS = 10_000  # of one lease, or of one member, that a census looks at
 _CLOCK_RESOLUTION = timedelta(seconds=2)  # of Last-Modified, and of the clock read off it
 
 
@@ -224,13 +225,20 @@ def _find_current(store: Store, keys: LeaseKeys, clock: StoreClock) -> tuple[int
 
 def _find_newest(keys: LeaseKeys, stats: Iterable[Stat]) -> tuple[int, dict[str, Stat]]:
     """Return the newest epoch's number (-1 before the first), and the kinds of its objects."""
-    epochs: dict[int, dict[str, Stat]] = {-1: {}}
+    number, newest = -1, dict[str, Stat]()
     for stat in stats:
-        parsed = keys.parse(stat.key)
-        if parsed:
-            epochs.setdefault(parsed[0], {})[parsed[1]] = stat
-    number = max(epochs)
-    return number, epochs[number]
+        number, newest = _keep_newest(keys, stat, number, newest)
+    return number, newest
+
+
+def _keep_newest(
+    keys: LeaseKeys, stat: Stat, number: int, newest: dict[str, Stat]
+) -> tuple[int, dict[str, Stat]]:
+    """Return the newer one of an epoch and that of an object: its number, and its objects."""
+    parsed = keys.parse(stat.key)
+    if parsed is None or parsed[0] < number:
+        return number, newest
+    return parsed[0], {**(newest if parsed[0] == number else {}), parsed[1]: stat}
 
 
 def _is_taken(newest: Mapping[str, Stat]) -> bool:
@@ -242,11 +250,16 @@ def _find_live_holder(
     record: LeaseEpoch, newest: Mapping[str, Stat], clock: StoreClock
 ) -> HeldLease | None:
     """Return the holder by the newest epoch, unless nothing was heard of it for too long."""
-    heard = max(stat.last_modified for stat in newest.values())
-    until = heard.astimezone(UTC) + min(record.ttl, MAX_TTL) + _CLOCK_RESOLUTION
+    until = _compute_end(newest, record.ttl)
     if record.holder.is_known_dead or until < clock.now():
         return None
     return HeldLease(record.holder, until)
+
+
+def _compute_end(newest: Mapping[str, Stat], ttl: timedelta) -> datetime:
+    """Return when an epoch ends by the store's clock, should nothing more be heard of it."""
+    heard = max(stat.last_modified for stat in newest.values())
+    return heard.astimezone(UTC) + min(ttl, MAX_TTL) + _CLOCK_RESOLUTION
 
 
 class Census:
@@ -257,7 +270,8 @@ class Census:
         scope: What they stand under.
         group: The folder that their names begin with; empty for all.
         clock: The store's.
-        strict: Whether a record that cannot be read is an error; else it is nobody's.
+        strict: Whether a record that cannot be read is an error, as long as its lease may be held;
+            else it is nobody's.
     """
 
     def __init__(
@@ -265,6 +279,7 @@ class Census:
     ) -> None:
         self._store, self._scope, self._clock, self._strict = store, scope, clock, strict
         self._prefix = f"{lease_prefix(scope)}{group}/" if group else lease_prefix(scope)
+        self._depth = 1 if group else 2  # folders of a lease's name below the prefix
         self._records: dict[str, LeaseEpoch] = {}
 
     def find_holders(self) -> dict[str, HeldLease]:
@@ -276,28 +291,36 @@ class Census:
             UnavailableError: The store does not answer.
             CorruptError: What stands there is no lease.
         """
-        found: dict[LeaseKeys, list[Stat]] = {}
-        for stat in list_objects(self._store, self._prefix):
+        found: dict[LeaseKeys, tuple[int, dict[str, Stat]]] = {}
+        listed = list_fairly(self._store, self._prefix, depth=self._depth, limit=_MAX_OBJECTS)
+        for stat in listed:
             keys = parse_lease(self._scope, stat.key)
             if keys is not None:
-                found.setdefault(keys, []).append(stat)
+                found[keys] = _keep_newest(keys, stat, *found.get(keys, (-1, {})))
         held: dict[str, HeldLease] = {}
-        for keys, stats in found.items():
-            number, newest = _find_newest(keys, stats)
-            if not _is_taken(newest):
-                continue
-            key = keys.epoch(number)
-            try:
-                if key not in self._records:
-                    self._records[key] = fetch(self._store, key, LeaseEpoch)
-            except errors.CorruptError:
-                if self._strict:
-                    raise
-                continue
-            who = _find_live_holder(self._records[key], newest, self._clock)
-            if who is not None:
+        for keys, (number, newest) in found.items():
+            record = self._read_epoch(keys.epoch(number), newest) if _is_taken(newest) else None
+            if record is not None and (who := _find_live_holder(record, newest, self._clock)):
                 held[keys.name.rpartition("/")[2]] = who
         return held
+
+    def _read_epoch(self, key: str, newest: Mapping[str, Stat]) -> LeaseEpoch | None:
+        """Return the record of an epoch; None if it says nothing of a holder.
+
+        Raises:
+            CorruptError: What stands there is no lease.
+        """
+        try:
+            if key not in self._records:
+                self._records[key] = fetch(self._store, key, LeaseEpoch)
+        except errors.NotFoundError:  # deleted since the listing
+            return None
+        except errors.CorruptError:
+            # Whatever it says, no lease is held for longer than the longest time.
+            if self._strict and _compute_end(newest, MAX_TTL) >= self._clock.now():
+                raise
+            return None
+        return self._records[key]
 
 
 class Heartbeat:
