@@ -1,5 +1,6 @@
 """What a plan takes, and what is left when it was executed: judged by an oracle."""
 
+import os
 import random
 import secrets
 from datetime import UTC, datetime, timedelta
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from millrace.cleanup import CleanupKind, CleanupSettings, Rule, execute, make_plan
 from millrace.cleanup.plans import open_plan
 from millrace.keys import ChainKeys
-from millrace.storage import list_objects, open_store
+from millrace.storage import list_objects, open_store, put
 from tests.soak.cleaning import clean, list_by_boto3
 from tests.soak.cleaning import fill as fill_bucket
 from tests.stores import spec_of
@@ -204,3 +205,22 @@ def test_a_bucket_of_all_roles_is_cleaned_and_goes_on_after_a_kill(rgw, bucket, 
     assert 1000 < came.planned < came.objects
     assert came.killed == 1
     assert came.wrong == 0, came
+
+
+def test_what_a_member_writes_below_its_lease_stops_no_cleaning(tmp_path):
+    """It may be a lease for an hour; then it is none, whatever it says."""
+    place = folder_place(tmp_path)
+    part = f"c/model/checkpoints/step_000000001/parts/{'a' * 64}.safetensors"
+    lease = tmp_path / "c/model/lease/members/w1/000005.json"
+    put(place.store, part, b"x")
+    put(place.store, "c/run/w1/gradient-000000001-w1-v1.safetensors", b"x")
+    put(place.store, "c/model/lease/members/w1/000005.json", b"junk")
+    put(place.store, "c/model/lease/members/w1/0000007.json", b"junk")
+    kinds = (CleanupKind.CHECKPOINTS, CleanupKind.CHECKPOINT_ORPHANS, CleanupKind.GRADIENTS)
+    rules = (Rule(kinds=kinds, older_than=NOW),)
+    given = CleanupSettings(store=place.store.spec, rules=rules)
+    assert make_plan(given).totals.objects == {0: 1}  # the gradient
+    long_ago = (datetime.now(UTC) - timedelta(hours=200)).timestamp()
+    for path in (lease, tmp_path / part):
+        os.utime(path, (long_ago, long_ago))
+    assert make_plan(given).totals.objects == {0: 2}
