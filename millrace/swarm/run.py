@@ -21,6 +21,7 @@ from millrace.swarm.protocol import ConnectionPool, Endpoint
 from millrace.swarm.transfer import BufferPool, FetchError, PeerReader, StoreReader, hash_segments
 
 _LONG_POLL_TIMEOUT = 1.0  # seconds that a request for events is held open at most: the heartbeat
+_MAX_EVENTS = 1_000  # events in an answer; the rest comes with the next
 _STALL_TIMEOUT = 10.0  # seconds without a byte after which a transfer has failed
 _DRIVER_TIMEOUT = 15.0  # seconds after which a driver that asks for no events counts as gone
 
@@ -151,7 +152,10 @@ class Run:
                 self._orders.put(order)
 
     def poll_events(self, after: int) -> list[_Event]:
-        """Return what has happened since; after a while, nothing or that bytes have come."""
+        """Return what has happened since; after a while, nothing or that bytes have come.
+
+        Not more events than `_MAX_EVENTS`.
+        """
         self.heard = time.monotonic()
         with self._news:
             if len(self._events) <= after:
@@ -160,7 +164,7 @@ class Run:
             if len(self._events) <= after and received != self._received:
                 self._events.append({"e": "received", "b": received})
             self._received = received
-            return self._events[after:]
+            return self._events[after : after + _MAX_EVENTS]
 
     def _emit(self, event: _Event) -> None:
         with self._news:
