@@ -35,6 +35,7 @@ from millrace.storage.versions import (
 )
 from millrace.storage.write import (
     DeleteFailure,
+    LinkFinder,
     UnfinishedUpload,
     abort_stale_uploads,
     abort_upload,
@@ -52,6 +53,7 @@ __all__ = [
     "Backend",
     "Credentials",
     "DeleteFailure",
+    "LinkFinder",
     "Location",
     "ObjectVersion",
     "RequestOutcome",

@@ -17,6 +17,7 @@ def test_the_names_of_storage():
         "Backend",
         "Credentials",
         "DeleteFailure",
+        "LinkFinder",
         "Location",
         "ObjectVersion",
         "RequestOutcome",

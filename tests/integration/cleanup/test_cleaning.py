@@ -7,13 +7,15 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from millrace import errors
 from millrace.cleanup import CleanupKind, CleanupSettings, Rule, execute, make_plan
 from millrace.cleanup.plans import open_plan
 from millrace.keys import ChainKeys
-from millrace.storage import list_objects, open_store, put
+from millrace.storage import delete, delete_one, list_objects, open_store, put
 from tests.soak.cleaning import clean, list_by_boto3
 from tests.soak.cleaning import fill as fill_bucket
 from tests.stores import spec_of
@@ -224,3 +226,29 @@ def test_what_a_member_writes_below_its_lease_stops_no_cleaning(tmp_path):
     for path in (lease, tmp_path / part):
         os.utime(path, (long_ago, long_ago))
     assert make_plan(given).totals.objects == {0: 2}
+
+
+def test_nothing_is_deleted_through_a_link(tmp_path):
+    """Whoever writes into a folder can make one, to anywhere."""
+    place, elsewhere = folder_place(tmp_path / "store"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "thesis.txt").write_text("mine")
+    for uid in ("w1", "w2"):
+        put(place.store, f"run/{uid}/gradient-000000001-{uid}-v1.safetensors", b"x")
+    (tmp_path / "store/run/w1/out").symlink_to(elsewhere)
+    (tmp_path / "store/run/w1/beside").symlink_to(tmp_path / "store/run/w2")
+    rules = (Rule(kinds=(CleanupKind.JUNK,), older_than=NOW),)
+    given = CleanupSettings(store=place.store.spec, rules=rules)
+    plan = make_plan(given)
+    assert not plan.totals.objects
+    keys = ["run/w1/out/thesis.txt", f"run/w1/beside/{place_of_gradient('w2')}"]
+    assert [failure.key for failure in delete(place.store, keys)] == keys
+    for key in keys:
+        with pytest.raises(errors.ConfigurationError, match="through a link"):
+            delete_one(place.store, key)
+    assert (elsewhere / "thesis.txt").read_text() == "mine"
+    assert (tmp_path / "store/run/w2" / place_of_gradient("w2")).exists()
+
+
+def place_of_gradient(uid: str) -> str:
+    return f"gradient-000000001-{uid}-v1.safetensors"
