@@ -24,15 +24,14 @@ from millrace.keys.leases import LeaseKeys, make_clock_probe_key, make_lease_pre
 from millrace.processes import read_start_time
 from millrace.records import Record, commit_once, fetch
 from millrace.settings import Duration
-from millrace.storage import Stat, Store, create, delete, head, list_objects, put
+from millrace.storage import Stat, Store, create, delete, head, list_fairly, list_objects, put
 
 MAX_TTL = timedelta(hours=1)  # limit for any lease, whatever its record says
 MIN_TTL = timedelta(seconds=3)  # three heartbeats in this time, at most one a second
 _POLL_INTERVAL = 1.0  # seconds between reads of a lease that another holder has
 _RELEASE_TIMEOUT = 3.0  # seconds that the end of a heartbeat waits for releases
-_CLOCK_RESOLUTION = timedelta(
-    seconds=2
-)  # resolution of Last-Modified and of the clock that is read from it
+_MAX_OBJECTS = 10_000  # objects of one lease, or of one member, that a census reads
+_CLOCK_RESOLUTION = timedelta(seconds=2)  # of Last-Modified, and of the clock that is read from it
 
 
 class Holder(BaseModel):
@@ -239,13 +238,20 @@ def _find_current(store: Store, keys: LeaseKeys, clock: StoreClock) -> tuple[int
 
 def _find_newest(keys: LeaseKeys, stats: Iterable[Stat]) -> tuple[int, dict[str, Stat]]:
     """Return the newest epoch's number (-1 before the first), and its objects by kind."""
-    epochs: dict[int, dict[str, Stat]] = {-1: {}}
+    number, newest = -1, dict[str, Stat]()
     for stat in stats:
-        parsed = keys.parse(stat.key)
-        if parsed:
-            epochs.setdefault(parsed[0], {})[parsed[1]] = stat
-    number = max(epochs)
-    return number, epochs[number]
+        number, newest = _keep_newest(keys, stat, number, newest)
+    return number, newest
+
+
+def _keep_newest(
+    keys: LeaseKeys, stat: Stat, number: int, newest: dict[str, Stat]
+) -> tuple[int, dict[str, Stat]]:
+    """Return the newer one of an epoch and that of an object: its number, and its objects."""
+    parsed = keys.parse(stat.key)
+    if parsed is None or parsed[0] < number:
+        return number, newest
+    return parsed[0], {**(newest if parsed[0] == number else {}), parsed[1]: stat}
 
 
 def _is_taken(newest: Mapping[str, Stat]) -> bool:
@@ -257,11 +263,16 @@ def _find_live_holder(
     record: LeaseEpoch, newest: Mapping[str, Stat], clock: StoreClock
 ) -> HeldLease | None:
     """Return the holder of the newest epoch; None if the lease has ended or the holder is dead."""
-    heard = max(stat.last_modified for stat in newest.values())
-    until = heard.astimezone(UTC) + min(record.ttl, MAX_TTL) + _CLOCK_RESOLUTION
+    until = _compute_end(newest, record.ttl)
     if record.holder.is_known_dead or until < clock.now():
         return None
     return HeldLease(record.holder, until)
+
+
+def _compute_end(newest: Mapping[str, Stat], ttl: timedelta) -> datetime:
+    """Return when an epoch ends by the store's clock, should nothing more be heard of it."""
+    heard = max(stat.last_modified for stat in newest.values())
+    return heard.astimezone(UTC) + min(ttl, MAX_TTL) + _CLOCK_RESOLUTION
 
 
 class Census:
@@ -272,7 +283,8 @@ class Census:
         scope: Scope of the leases.
         group: Folder that the leases' names begin with; empty for all leases.
         clock: Clock of the store.
-        strict: Whether an unreadable record is an error. Otherwise the lease counts as free.
+        strict: Whether an unreadable record is an error as long as its lease may be held.
+            Otherwise the lease counts as free.
     """
 
     def __init__(
@@ -280,6 +292,7 @@ class Census:
     ) -> None:
         self._store, self._scope, self._clock, self._strict = store, scope, clock, strict
         self._prefix = f"{make_lease_prefix(scope)}{group}/" if group else make_lease_prefix(scope)
+        self._depth = 1 if group else 2  # folders of a lease's name below the prefix
         self._records: dict[str, LeaseEpoch] = {}
 
     def find_holders(self) -> dict[str, HeldLease]:
@@ -291,28 +304,36 @@ class Census:
             UnavailableError: The store does not answer.
             CorruptError: A record cannot be read, and ``strict`` is true.
         """
-        found: dict[LeaseKeys, list[Stat]] = {}
-        for stat in list_objects(self._store, self._prefix):
+        found: dict[LeaseKeys, tuple[int, dict[str, Stat]]] = {}
+        listed = list_fairly(self._store, self._prefix, depth=self._depth, limit=_MAX_OBJECTS)
+        for stat in listed:
             keys = parse_lease(self._scope, stat.key)
             if keys is not None:
-                found.setdefault(keys, []).append(stat)
+                found[keys] = _keep_newest(keys, stat, *found.get(keys, (-1, {})))
         held: dict[str, HeldLease] = {}
-        for keys, stats in found.items():
-            number, newest = _find_newest(keys, stats)
-            if not _is_taken(newest):
-                continue
-            key = keys.epoch(number)
-            try:
-                if key not in self._records:
-                    self._records[key] = fetch(self._store, key, LeaseEpoch)
-            except errors.CorruptError:
-                if self._strict:
-                    raise
-                continue
-            who = _find_live_holder(self._records[key], newest, self._clock)
-            if who is not None:
+        for keys, (number, newest) in found.items():
+            record = self._read_epoch(keys.epoch(number), newest) if _is_taken(newest) else None
+            if record is not None and (who := _find_live_holder(record, newest, self._clock)):
                 held[keys.name.rpartition("/")[2]] = who
         return held
+
+    def _read_epoch(self, key: str, newest: Mapping[str, Stat]) -> LeaseEpoch | None:
+        """Return the record of an epoch; None if it says nothing of a holder.
+
+        Raises:
+            CorruptError: What stands there is no lease.
+        """
+        try:
+            if key not in self._records:
+                self._records[key] = fetch(self._store, key, LeaseEpoch)
+        except errors.NotFoundError:  # deleted since the listing
+            return None
+        except errors.CorruptError:
+            # Whatever it says, no lease is held for longer than the longest time.
+            if self._strict and _compute_end(newest, MAX_TTL) >= self._clock.now():
+                raise
+            return None
+        return self._records[key]
 
 
 class Heartbeat:

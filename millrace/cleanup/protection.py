@@ -175,7 +175,12 @@ class ProtectionPolicy:
     def _iterate_holders(self, scope: str) -> Iterator[str]:
         for number, (store, clock) in enumerate(self._stores):
             census = self._census.setdefault((number, scope), Census(store, scope, "", clock))
-            for held in census.find_holders().values():
+            try:
+                holders = census.find_holders()
+            except errors.CorruptError as error:  # a member can write what is no lease
+                yield f"a lease of {scope} may be held, as it cannot be read ({error})"
+                continue
+            for held in holders.values():
                 yield f"{scope} is worked on by {held.holder.host} (process {held.holder.pid})"
 
     def _explain_chain_protection(self, classified: ClassifiedKey) -> str:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from millrace.keys.gradients import GATHERS
-from millrace.keys.leases import LeaseKeys, make_lease_prefix
-from millrace.keys.members import MEMBERS
+from millrace.keys.leases import MEMBERS, LeaseKeys, make_lease_prefix
 from millrace.keys.names import is_valid_name
 from millrace.keys.rentals import RentalKeys
 

@@ -67,7 +67,9 @@ class GradientKeys:
             + rf"\.{ending}"
         )
         match = re.fullmatch(pattern, key)
-        return (match["uid"], int(match["window"])) if match else None
+        if match is None or match["window"] != f"{int(match['window']):09d}":
+            return None  # with more zeros, one window would have many names
+        return match["uid"], int(match["window"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from millrace.keys.cleanup import CLEANING
 from millrace.keys.cooldowns import COOLDOWNS
 from millrace.keys.datasets import DatasetKeys
 from millrace.keys.gradients import GATHERS, RESERVED_WORKERS, ChainKeys
-from millrace.keys.leases import make_lease_prefix
-from millrace.keys.members import MEMBERS, make_member_prefix
+from millrace.keys.leases import MEMBERS, make_lease_prefix
+from millrace.keys.members import make_member_prefix
 from millrace.keys.names import NAME_PATTERN, is_valid_name
 from millrace.keys.rentals import MACHINES, RENTALS, RentalKeys
 

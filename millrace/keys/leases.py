@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from millrace.keys.names import is_plain
 
+MEMBERS = "members"
+"""Folder of the leases of a job's members."""
+
 
 @dataclass(frozen=True, slots=True)
 class LeaseKeys:
@@ -38,7 +41,9 @@ class LeaseKeys:
     def parse(self, key: str) -> tuple[int, str] | None:
         """Return the epoch and the kind of a key (``json``, ``beat``, ``end``); None for others."""
         match = re.fullmatch(re.escape(self.prefix) + r"([0-9]{6,})\.(json|beat|end)", key)
-        return (int(match[1]), match[2]) if match else None
+        if match is None or match[1] != f"{int(match[1]):06d}":  # more zeros than `epoch` writes
+            return None
+        return int(match[1]), match[2]
 
 
 def make_clock_probe_key(scope: str, holder: str) -> str:
@@ -52,8 +57,14 @@ def make_lease_prefix(scope: str) -> str:
 
 
 def parse_lease(scope: str, key: str) -> LeaseKeys | None:
-    """Return the keys of the lease that a key belongs to; None if the key is not a lease's."""
+    """Return the keys of the lease that a key belongs to; None if the key is not a lease's.
+
+    A key below the lease of a member is none: it could have the name of another member.
+    """
     if not is_plain(key):
         return None
-    keys = LeaseKeys(scope, key.removeprefix(make_lease_prefix(scope)).rpartition("/")[0])
+    name = key.removeprefix(make_lease_prefix(scope)).rpartition("/")[0]
+    if name.startswith(f"{MEMBERS}/") and name.count("/") > 1:
+        return None
+    keys = LeaseKeys(scope, name)
     return keys if keys.parse(key) else None

@@ -1,10 +1,8 @@
 """Names, leases and prefixes of a job's members."""
 
 from millrace.errors import ConfigurationError
-from millrace.keys.leases import LeaseKeys
+from millrace.keys.leases import MEMBERS, LeaseKeys
 from millrace.keys.names import check_name
-
-MEMBERS = "members"
 
 
 def check_member_name(member: str) -> str:

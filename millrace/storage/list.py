@@ -1,5 +1,6 @@
 """Listings of objects and folders."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -75,6 +76,39 @@ def list_objects(
             retries.wait_after_error(error)
             continue
         return
+
+
+def list_fairly(store: Store, prefix: str, *, depth: int, limit: int) -> Iterator[Stat]:
+    """List objects like `list_objects`, but at most so many of each folder.
+
+    So the owner of one folder cannot make the listing long for the others. The first objects of a
+    folder are listed, and a request that begins behind the folder skips the rest.
+
+    Args:
+        store: Where to look.
+        prefix: Prefix of the keys; it ends in ``/``.
+        depth: Number of folders below the prefix that have an owner.
+        limit: Most objects of a folder that are listed.
+
+    Raises:
+        DeniedError, UnavailableError: As of `list_objects`.
+    """
+    is_ordered = store.location.backend is not Backend.FILE
+    counts: Counter[str] = Counter()
+    after: str | None = ""
+    while after is not None:
+        stats, after = list_objects(store, prefix, after=after), None
+        for stat in stats:
+            folders = stat.key.removeprefix(prefix).split("/")[:-1][:depth]
+            folder = "/".join(folders)
+            if is_ordered and folder not in counts:
+                counts.clear()  # no key of an earlier folder follows
+            counts[folder] += bool(folders)
+            if counts[folder] <= limit:
+                yield stat
+            elif is_ordered:
+                after = f"{prefix}{folder}0"  # the character that follows a slash
+                break
 
 
 def _list_exact_keys(store: Store, prefix: str, after: str) -> Iterator[Stat]:

@@ -395,5 +395,5 @@ def parse_retry_after(retry_after: str) -> float:
         pass
     try:
         return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         return 0.0

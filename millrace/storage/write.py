@@ -25,6 +25,7 @@ Bytes = bytes | bytearray | memoryview
 
 PART_SIZE = 16 * 1024 * 1024
 _BATCH = 1000
+_LINKED = "is reached through a link, and was not deleted: remove the link itself"
 
 
 def put(store: Store, key: str, data: Bytes) -> None:
@@ -172,7 +173,7 @@ def delete(store: Store, keys: Iterable[str]) -> list[DeleteFailure]:
     """Delete objects, up to 1,000 per request. A missing object is a success.
 
     A key with a slash at an end is deleted with its own request, since obstore would delete the
-    object whose key has no slash.
+    object whose key has no slash. In a folder, nothing is deleted through a link to another folder.
 
     Returns:
         Keys that could not be deleted, with the reasons.
@@ -180,8 +181,11 @@ def delete(store: Store, keys: Iterable[str]) -> list[DeleteFailure]:
     failures: list[DeleteFailure] = []
     remaining = iter(keys)
     while batch := list(islice(remaining, _BATCH)):
-        plain = [key for key in batch if key == key.strip("/")]
-        alone = [key for key in batch if key != key.strip("/")]
+        links = LinkFinder(store)
+        failures += [DeleteFailure(key, f"It {_LINKED}.") for key in batch if links.is_linked(key)]
+        own = [key for key in batch if not links.is_linked(key)]
+        plain = [key for key in own if key == key.strip("/")]
+        alone = [key for key in own if key != key.strip("/")]
         try:
             if plain:
                 call_with_retries(
@@ -190,9 +194,33 @@ def delete(store: Store, keys: Iterable[str]) -> list[DeleteFailure]:
         except (errors.MillraceError, TypeError):
             # Single deletes have a reason for each key, and some credentials allow no others.
             # obstore raises a TypeError if it refuses one key of a list.
-            alone = batch
+            alone = own
         failures += _delete_singly(store, alone)
     return failures
+
+
+class LinkFinder:
+    """Finds objects of a folder that are reached through a link to another folder.
+
+    Whoever writes into the folder can make such a link, and it may lead anywhere.
+
+    Args:
+        store: Store of the objects; buckets have no links.
+    """
+
+    def __init__(self, store: Store) -> None:
+        is_folder = store.location.backend is Backend.FILE
+        self._root = Path(store.location.bucket).resolve() if is_folder else None
+        self._linked: dict[str, bool] = {}  # by the folder below the root
+
+    def is_linked(self, key: str) -> bool:
+        """Tell whether an object is reached through a link."""
+        if self._root is None:
+            return False
+        folder = key.rpartition("/")[0]
+        if folder not in self._linked:
+            self._linked[folder] = (self._root / folder).resolve() != self._root / folder
+        return self._linked[folder]
 
 
 def _delete_singly(store: Store, keys: list[str]) -> list[DeleteFailure]:
@@ -224,6 +252,8 @@ def delete_one(store: Store, key: str, *, client: "S3Client | None" = None) -> N
     """
     with contextlib.suppress(errors.NotFoundError):
         if not store.is_s3_compatible:
+            if LinkFinder(store).is_linked(key):
+                raise errors.ConfigurationError(f"{store.make_url(key)} {_LINKED}.")
             if key != key.strip("/"):  # obstore would delete the object whose key has no slash
                 raise errors.ConfigurationError(
                     f"{store.make_url(key)} cannot be deleted here, since its key has a slash at "

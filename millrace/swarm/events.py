@@ -22,6 +22,8 @@ from millrace.swarm.tracking.orders import STORE
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 _LONGEST_SENTENCE = 500  # characters that are kept
+_MAX_EVENTS_BYTES = 2 << 20  # bytes of events in an answer, without numbers of files
+_FILE_NUMBER_BYTES = 16  # bytes of a file's number in an event at most
 
 
 class ProtocolError(Exception):
@@ -60,8 +62,13 @@ class EventChecker:
 
     @property
     def max_answer_bytes(self) -> int:
-        """Bytes that an answer may have."""
+        """Bytes that an answer may have: which pieces are there."""
         return (1 << 20) + 400 * (len(self._sizes) + self._count)
+
+    @property
+    def max_events_bytes(self) -> int:
+        """Bytes that an answer with events may have, which an agent sends a few at a time."""
+        return _MAX_EVENTS_BYTES + _FILE_NUMBER_BYTES * self._count
 
     def read_pieces(self, said: Any) -> list[tuple[int, str]]:
         """Read which pieces a node has, with their digests.

@@ -39,6 +39,7 @@ from millrace.swarm.protocol import VERSION, ConnectionPool, Endpoint, VersionEr
 from millrace.swarm.transfer import BufferPool, FetchError, PeerReader, StoreReader, hash_segments
 
 _LONG_POLL_TIMEOUT = 1.0  # seconds that a request for events is held open at most: the heartbeat
+_MAX_EVENTS = 1_000  # events in an answer; the rest comes with the next
 _STALL_TIMEOUT = 10.0  # seconds without a byte after which a transfer has failed
 _DRIVER_TIMEOUT = 15.0  # seconds after which a driver that asks for no events counts as gone
 
@@ -171,7 +172,7 @@ class Run:
                     self._orders.put(order)
 
     def poll_events(self, after: int) -> list[dict[str, Any]]:
-        """Wait a while for events, and return their JSON objects.
+        """Wait a while for events, and return the JSON objects of `_MAX_EVENTS` at most.
 
         Args:
             after: Number of events that the driver has already.
@@ -184,7 +185,7 @@ class Run:
             if len(self._events) <= after and received != self._received:
                 self._events.append(BytesReceived(received))
             self._received = received
-            return [encode_message(event) for event in self._events[after:]]
+            return [encode_message(event) for event in self._events[after : after + _MAX_EVENTS]]
 
     def _emit(self, event: NodeEvent) -> None:
         with self._news:

@@ -208,7 +208,8 @@ class AgentRequestHandler(BaseHTTPRequestHandler):
     def _refuse(self, why: str, size: int, status: int = http.client.FORBIDDEN) -> None:
         """Refuse a request, and discard what is still sent of it.
 
-        A sender whose connection is reset does not read the answer.
+        A sender whose connection is reset does not read the answer. Anybody can let a connection
+        wait here, so it counts as idle.
 
         Args:
             why: Reason, for the sender.
@@ -217,6 +218,7 @@ class AgentRequestHandler(BaseHTTPRequestHandler):
         """
         self.close_connection = True
         self._send(status, {"why": why})
+        cast("AgentServer", self.server).set_idle(self.connection, idle=True)
         deadline = time.monotonic() + _LINGER_TIMEOUT
         with contextlib.suppress(OSError):
             tls.shut(self.connection, socket.SHUT_WR)

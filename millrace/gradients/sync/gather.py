@@ -1,10 +1,12 @@
 """Gathering of a window's gradients from the workers' buckets, by listings until a deadline.
 
 The workers of a window are known before it begins. Each bucket is listed once for all of its
-workers, and new gradients are read at once. Reserves are read before the deadline, when the first
-workers are late. A bad gradient harms only its own worker, which is rejected with a reason. Until
-the end of the window, a valid gradient may overwrite a refused one. At most three objects of a
-worker are read in a window, so frequent overwrites do not keep readers busy.
+workers, and new gradients are read at once. Of a worker with thousands of objects, only the
+gradient is looked for, so that the listing ends for the others. Reserves are read before the
+deadline, when the first workers are late. A bad gradient harms only its own worker, which is
+rejected with a reason. Until the end of the window, a valid gradient may overwrite a refused one.
+At most three objects of a worker are read in a window, so frequent overwrites do not keep readers
+busy.
 """
 
 import time
@@ -13,6 +15,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from itertools import islice
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -31,12 +34,15 @@ from millrace.keys.gradients import GradientKeys
 from millrace.lease import StoreClock
 from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.gradient import Codec, Refusal
-from millrace.storage import Stat, Store, list_objects
+from millrace.storage import Stat, Store, list_fairly, list_objects
 from millrace.threads import DaemonThreadPool
 
 _MAY_PASS = {Refusal.CHANGED, Refusal.UNAVAILABLE}
 _NOT_READ = {Refusal.EARLY, Refusal.LATE, Refusal.TOO_LARGE, Refusal.UNAVAILABLE}
-_MOST_READS = 3  # of one worker in a window
+_MOST_READS = 3  # of one worker's gradient in a window
+_MOST_LISTED = 10_000  # objects of one worker of many that share a bucket
+_MOST_MEASURED = 100_000  # likewise, where the settings say how many bytes a worker should store
+_MOST_NAMED = 1000  # objects of one worker whose names begin as its gradient's
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,24 +382,47 @@ class _Gathering:
         store = self._stores[uids[0]]
         counted = {uid for uid in self._order if self._stores[uid] is store}
         asked, listing = set(uids), _Listing()
-        found = listing.found
+        hurried, limit = self._open_hurried(uids[0]), self._compute_listing_limit()
+        shared = len(uids) > 1
         try:
-            for stat in list_objects(self._open_hurried(uids[0]), prefix):
+            for stat in (
+                list_fairly(hurried, prefix, depth=1, limit=limit)
+                if shared
+                else list_objects(hurried, prefix)
+            ):
                 whose = stat.key.removeprefix(f"{keys.run}/").partition("/")[0]
                 if whose in counted:
                     listing.objects[whose] += 1
                     listing.size[whose] += stat.size
-                uid, number = keys.parse(stat.key) or ("", -1)
-                if number != self._window.number or uid not in asked:
-                    continue
-                if uid not in found or is_torch_file(found[uid].key):  # safetensors first
-                    found[uid] = stat
-        except errors.MillraceError as error:  # the next listing may succeed
+                self._note_gradient(listing, asked, stat)
+            for uid in sorted(asked):
+                if shared and listing.objects[uid] >= limit:  # the rest of its objects is not known
+                    name = f"{keys.worker(uid)}gradient-{self._window.number:09d}-"
+                    for stat in islice(list_objects(hurried, name), _MOST_NAMED):
+                        self._note_gradient(listing, asked, stat)
+        except errors.MillraceError as error:  # its next listing may be better
             for uid in uids:
                 self._said[uid] = RejectedWorker(Refusal.UNAVAILABLE, explain_failure(error))
             listing.objects.clear()
             listing.size.clear()
         return listing
+
+    def _note_gradient(self, listing: _Listing, asked: Container[str], stat: Stat) -> None:
+        """Note an object if it is the gradient of this window of a worker that is asked."""
+        found = listing.found
+        uid, number = self._window.keys.parse(stat.key) or ("", -1)
+        if (
+            number == self._window.number
+            and uid in asked
+            and (uid not in found or is_torch_file(found[uid].key))  # of two, the other counts
+        ):
+            found[uid] = stat
+
+    def _compute_listing_limit(self) -> int:
+        """Return how many objects of a worker are listed: as many as the quota needs."""
+        settings = self._settings
+        least = _MOST_LISTED if settings.max_stored is None else _MOST_MEASURED
+        return max(least, (settings.max_objects or 0) + 1)
 
     def _read_worker(self, uid: str, stat: Stat, *, again: bool = True) -> _Read:
         window = self._window

@@ -126,7 +126,9 @@ class AgentClient:
             ProtocolError: It says what no agent does.
             HttpStatusError, OSError, http.client.HTTPException: It no longer answers.
         """
-        return self._check.read_events(self._send(node, "GET", f"/events?after={after}"))
+        longest = self._check.max_events_bytes
+        said = self._send(node, "GET", f"/events?after={after}", longest=longest)
+        return self._check.read_events(said)
 
     def end_run(self, node: Node) -> None:
         """End the run on a node. A node that hears nothing ends the run itself after a while."""
@@ -144,6 +146,7 @@ class AgentClient:
         *,
         timeout: float = _ANSWER_TIMEOUT,
         connections: ConnectionPool | None = None,
+        longest: int | None = None,
     ) -> Any:
         path = f"/runs/{self._run}{tail}"
 
@@ -153,7 +156,7 @@ class AgentClient:
         with (connections or self._connections).request(
             node.place, method, path, sign_headers, body or None, timeout=timeout
         ) as answer:
-            longest = self._check.max_answer_bytes
+            longest = longest or self._check.max_answer_bytes
             said = read_body(answer, longest)
         if len(said) > longest:
             raise ProtocolError("more than there is to say")

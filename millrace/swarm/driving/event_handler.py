@@ -91,13 +91,16 @@ class EventHandler:
         now = time.monotonic()
         giver = state.members.get(source)
         if wrong and giver is not None and source not in member.accused:
-            member.accused.add(source)  # it may say so for ever
-            state.tell("node.untrusted", giver, {"piece": number})
+            member.accused.add(source)  # it may say so for ever, and of a node that gave nothing
+            name = state.members.format_name(member.node)
+            state.tell("node.accused", giver, {"piece": number, "by": name})
         if source == STORE:
             self._reads.note_failure(member, number, event.status, event.reason)
         state.dispatch(
             state.tracker.fail_transfer(member.node.id, number, source, now, wrong=wrong)
         )
+        if wrong:
+            state.tell_untrusted()
 
     def _handle_ready(self, member: Member, numbers: list[int]) -> None:
         if not member.files.issuperset(numbers):

@@ -19,6 +19,9 @@ from millrace.swarm.nodes import AbsentNode, Node
 from millrace.swarm.protocol import HttpStatusError, VersionError
 from millrace.swarm.tls import TlsError
 
+_EVENTS_AT_ONCE = 500  # events that are handled before another thread may have the run's lock
+_EVENT_BURST, _EVENT_RATE = 50_000, 5_000  # events, and events a second, that a node may say
+_PACE_INTERVAL = 0.2  # seconds between two looks at whether a node may say more
 _RETRY_INTERVAL = 1.0  # seconds between two tries to reach a host that does not answer yet
 
 
@@ -194,7 +197,7 @@ class NodeFollowers:
                 return
 
     def _hear_events(self, member: Member) -> None:
-        after, state = 0, self._state
+        after, state, began = 0, self._state, time.monotonic()
         while not (state.is_ending or member.why):
             try:
                 events = self._client.poll_events(member.node, after)
@@ -205,11 +208,26 @@ class NodeFollowers:
                 self._lose(member, str(error))
                 return
             after += len(events)
-            with state.news:
-                for event in events:
-                    self._handle(member, event)
-                if events:
+            for at in range(0, len(events), _EVENTS_AT_ONCE):
+                with state.news:
+                    for event in events[at : at + _EVENTS_AT_ONCE]:
+                        self._handle(member, event)
                     state.news.notify_all()
+            self._pace(member, after, began)
+
+    def _pace(self, member: Member, said: int, began: float) -> None:
+        """Wait while a node has said more events than any agent has to say.
+
+        Args:
+            member: Node.
+            said: Number of its events.
+            began: Time of the first look at them.
+        """
+        state = self._state
+        while not (state.is_ending or member.why):
+            if said <= _EVENT_BURST + _EVENT_RATE * (time.monotonic() - began):
+                return
+            time.sleep(_PACE_INTERVAL)
 
     def _lose(self, member: Member, why: str) -> None:
         with self._state.news:

@@ -55,6 +55,12 @@ class RunState:
         """Note an event of an object for `take_events`."""
         self._told.append(Event(kind, origin, {}))
 
+    def tell_untrusted(self) -> None:
+        """Note an event of each member that the tracker has come to distrust."""
+        for name in sorted(set(self.tracker.quarantined) - self._untrusted):
+            self._untrusted.add(name)
+            self.tell("node.untrusted", self.members[name], {})
+
     def take_events(self) -> list[Event]:
         """Return the events since the last call."""
         told, self._told = self._told, []
@@ -95,7 +101,5 @@ class RunState:
         for number, digest in pieces.items():
             orders += self.tracker.settle_piece(number, digest, time.monotonic())
         self.dispatch(orders)
-        for name in set(self.tracker.quarantined) - self._untrusted:
-            self._untrusted.add(name)
-            self.tell("node.untrusted", self.members[name], {})
+        self.tell_untrusted()
         return any(order.drop for order in orders)

@@ -149,4 +149,5 @@ def test_retry_after_is_a_number_or_a_date():
     assert parse_retry_after("7") == 7
     assert parse_retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
     assert parse_retry_after("soon") == 0
+    assert parse_retry_after(f"Mon, 01 Jan {'9' * 20} 00:00:00 GMT") == 0
     assert parse_retry_after("") == 0

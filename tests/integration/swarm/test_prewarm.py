@@ -1,5 +1,6 @@
 """Files put on every node, by agents that are processes of their own, from a store that counts."""
 
+import contextlib
 import gzip
 import hashlib
 import http.client
@@ -16,12 +17,14 @@ import tarfile
 import threading
 import time
 import zipfile
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
@@ -1024,16 +1027,61 @@ def test_an_agent_that_cannot_listen_says_where(tmp_path):
             agents.Agent(tmp_path, b"key", host="127.0.0.1", port=port)
 
 
+HALF_SENT = b"POST /runs/x/orders HTTP/1.1\r\nHost: a\r\nContent-Length: 200000000\r\n\r\n"
+
+
+@contextmanager
+def connecting(place: Endpoint) -> Iterator[None]:
+    """Open connections that send half of an unsigned request, one after another, meanwhile."""
+    held: deque[socket.socket] = deque()
+    ended = threading.Event()
+
+    def connect() -> None:
+        while not ended.wait(0.005):
+            with contextlib.suppress(OSError):
+                held.append(socket.create_connection((place.host, place.port), timeout=1))
+                held[-1].sendall(HALF_SENT)
+            if len(held) > 900:
+                held.popleft().close()
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    try:
+        time.sleep(3)
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        for each in held:
+            each.close()
+
+
+def test_unsigned_requests_that_do_not_end_do_not_keep_the_agent_from_a_run(store, nodes):
+    contents = fill(store, "half")
+    place, _ = Endpoint.parse_url(nodes[0].url)
+    stop(nodes[0])
+    nodes[0] = start_with_few_files(nodes[0].root, place.port)
+    with connecting(place):
+        report = prewarm(settings_of(store, nodes, **below("half")))
+    assert [node.ready for node in report.nodes] == [True] * 3
+    assert files_below(nodes[0].root) == contents
+
+
+def start_with_few_files(root: Path, port: int) -> Any:
+    """Start an agent that may open 256 files."""
+    few = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, few[1]))  # the agent inherits it
+    try:
+        return start_agent("n0", root, port=port)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, few)
+
+
 def test_idle_connections_do_not_keep_the_agent_from_a_run(store, nodes):
     contents = fill(store, "idle")
     place, _ = Endpoint.parse_url(nodes[0].url)
     stop(nodes[0])
-    few = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, few[1]))  # the agent inherits it
-    try:
-        nodes[0] = start_agent("n0", nodes[0].root, port=place.port)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, few)
+    nodes[0] = start_with_few_files(nodes[0].root, place.port)
     idle = [socket.create_connection((place.host, place.port), timeout=30) for _ in range(300)]
     try:
         report = prewarm(settings_of(store, nodes, **below("idle")))

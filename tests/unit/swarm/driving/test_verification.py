@@ -142,7 +142,24 @@ def test_a_giver_is_reported_once_by_each_node_that_accuses_it():
     failed = PieceFailed(0, "id-b", "", is_wrong=True)
     for _ in range(3):
         handler.handle(run["a"], failed)
-    assert run.take_events() == [("node.untrusted", "b")]
+    # What nobody has ordered from it proves nothing: it is an accusation, and names who makes it.
+    assert run.take_events() == [("node.accused", "b")]
+    assert not run.state.tracker.quarantined
+
+
+def test_a_giver_that_two_nodes_accuse_of_what_was_ordered_is_untrusted():
+    run = Run("abc", pieces=1)
+    handler, state = make_handler(run), run.state
+    state.dispatch(state.tracker.begin(0.0))
+    reader = next(name for name in "abc" if run.take_orders(name))
+    handler.handle(run[reader], {"e": "done", "p": 0, "s": "", "d": RIGHT, "b": SIZE})
+    wrong = {"e": "failed", "p": 0, "s": f"id-{reader}", "why": "", "status": 0, "wrong": True}
+    told: list[tuple[str, str]] = []
+    for name in set("abc") - {reader}:
+        assert {"p": 0, "s": f"id-{reader}", "d": RIGHT} in run.take_orders(name)
+        handler.handle(run[name], wrong)
+        told += run.take_events()
+    assert told == [("node.accused", reader)] * 2 + [("node.untrusted", reader)]
 
 
 def test_reports_name_every_node_and_the_bytes_that_all_have():
