@@ -60,7 +60,7 @@ from tasks.merging import AggregationResult, begin_chain, check_weights
 from tasks.renting import (
     RentalReference,
     RentalSupervisor,
-    has_unreturned_machines,
+    has_unreleased_machines,
     make_release_hook,
     require_ledger,
 )
@@ -213,7 +213,7 @@ def _train(context: _CampaignContext, training: TrainingSettings) -> None:
         progress.last_window >= training.epochs * training.windows_per_epoch
         and last in progress.ended_epochs
     ):
-        if isinstance(training.machines, RentedWorkers) and has_unreturned_machines(
+        if isinstance(training.machines, RentedWorkers) and has_unreleased_machines(
             context.write_spec, context.plan.name
         ):
             release_machines(context.plan.name, context.bucket, training.machines.vast)
@@ -367,7 +367,7 @@ def _rent_workers(
         role_arn=machines.role_arn,
         **timeouts.model_dump(),
     )
-    if plan.prewarm_timeout is not None and not has_unreturned_machines(
+    if plan.prewarm_timeout is not None and not has_unreleased_machines(
         context.write_spec, name
     ):  # rented machines already train
         begin_warming(context.write_spec, name)

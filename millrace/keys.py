@@ -510,7 +510,7 @@ class RentalKeys:
 
     @property
     def lease(self) -> LeaseKeys:
-        """Held by whoever uses the machines, and gives them back."""
+        """Lease of the owner, which rents and releases the machines."""
         return LeaseKeys(self.scope, "owner")
 
     @property
@@ -536,17 +536,17 @@ class RentalKeys:
         return f"{self.attempt(number)}contract.json"
 
     def detached(self, number: int) -> str:
-        """Return the key of the record that a machine stays though it has no owner."""
-        return f"{self.attempt(number)}left.json"
+        """Return the key of the record that a machine runs without an owner."""
+        return f"{self.attempt(number)}detached.json"
 
-    def returned(self, number: int) -> str:
-        """Return the key of the record that a machine is given back, or never came."""
-        return f"{self.attempt(number)}returned.json"
+    def released(self, number: int) -> str:
+        """Return the key of the record that a machine was released, or was never rented."""
+        return f"{self.attempt(number)}released.json"
 
     def parse(self, key: str) -> tuple[int, str] | None:
-        """Return an attempt's number, and ``intent``, ``contract``, ``left`` or ``returned``."""
-        pattern = re.escape(self.attempts) + r"([0-9]{6,})-(intent|contract|left|returned)\.json"
-        match = re.fullmatch(pattern, key)
+        """Return an attempt's number and the part: intent, contract, detached or released."""
+        parts = "intent|contract|detached|released"
+        match = re.fullmatch(re.escape(self.attempts) + rf"([0-9]{{6,}})-({parts})\.json", key)
         return (int(match[1]), match[2]) if match else None
 
     def machine(self, number: int) -> str:

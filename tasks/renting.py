@@ -43,7 +43,7 @@ from millrace.rentals import (
     reap,
     release,
 )
-from millrace.schemas.rental import ReturnReason
+from millrace.schemas.rental import ReleaseReason
 from millrace.storage import Right, StoreSpec, open_store
 from millrace.swarm import Host, Hosts
 from tasks.formatting import format_count, make_artifact_key
@@ -110,10 +110,10 @@ def find_ledger(bucket: Bucket | str, vast: VastCredentials | str) -> LedgerSett
     ):
         raise ConfigurationError(
             f"There is no Vast.ai Credentials block {vast}, and by {bucket} machines are rented: "
-            "nobody can give them back. Make the block, with the API key that has rented them."
+            "nobody can release them. Make the block, with the API key that has rented them."
         )
     if location is None or credentials is None:
-        return skip_run(missing, "nothing was looked at, and nothing given back")
+        return skip_run(missing, "nothing was looked at, and nothing released")
     return LedgerSettings(
         store=make_store_spec(location, Right.WRITE), account=make_account(credentials)
     )
@@ -179,9 +179,9 @@ def start_rental(settings: RentalSettings) -> float:
     retry_delay_seconds=RETRY_DELAYS,
     retry_condition_fn=should_retry,
 )
-def has_unreturned_machines(spec: StoreSpec, rental: str) -> bool:
-    """Decide whether a machine of a rental has not been returned, by the ledger."""
-    return any(one.return_record is None for one in list_attempts(open_store(spec), rental))
+def has_unreleased_machines(spec: StoreSpec, rental: str) -> bool:
+    """Decide whether a machine of a rental has not been released, by the ledger."""
+    return any(one.release_record is None for one in list_attempts(open_store(spec), rental))
 
 
 class RentalSupervisor:
@@ -196,7 +196,7 @@ class RentalSupervisor:
             rental: the command is wrong on any machine.
     """
 
-    _unreturned: ClassVar[set["RentalSupervisor"]] = set()
+    _unreleased: ClassVar[set["RentalSupervisor"]] = set()
 
     def __init__(
         self, settings: RentalSettings, is_proven: Callable[[], bool] = lambda: True
@@ -219,7 +219,7 @@ class RentalSupervisor:
     @classmethod
     def has_any_machines(cls) -> bool:
         """Decide whether this process owns a rental that is not released yet."""
-        return bool(cls._unreturned)
+        return bool(cls._unreleased)
 
     @property
     def rental_name(self) -> str:
@@ -229,7 +229,7 @@ class RentalSupervisor:
     def __enter__(self) -> Self:
         """Begin to own and to rent."""
         self._token = _SUPERVISOR.set(self)
-        self._unreturned.add(self)
+        self._unreleased.add(self)
         self._thread.start()
         return self
 
@@ -243,7 +243,7 @@ class RentalSupervisor:
                 self._ended.wait()  # after an interrupt, `join` may take a living thread for ended
             except BaseException as error:  # noqa: BLE001 - a second Ctrl-C, or SIGTERM
                 interrupt = error
-                self._log.warning("Machines are being given back: wait, or they are billed on.")
+                self._log.warning("Machines are being released: wait, or they are billed on.")
         if interrupt is not None and kind is None:
             raise interrupt
 
@@ -297,9 +297,9 @@ class RentalSupervisor:
     def _handle_event(self, event: Event) -> None:
         """Handle an event: end the rental after failures of programs that never worked."""
         self._progress(event)
-        if event.name != "rental.returned" or event.figures["why"] != ReturnReason.FAILED:
+        if event.name != "rental.released" or event.figures["reason"] != ReleaseReason.FAILED:
             return
-        self._failures.append(str(event.figures["said"]))
+        self._failures.append(str(event.figures["message"]))
         if len(self._failures) < _MAX_FAILURES or self._error is not None:
             return
         try:
@@ -324,7 +324,7 @@ class RentalSupervisor:
             self._error = self._error or error
             self._log.warning("%s: %s", self.rental_name, format_error(error))
         finally:
-            self._unreturned.discard(self)
+            self._unreleased.discard(self)
             self._ready.set()
             self._ended.set()
 
@@ -402,14 +402,14 @@ def make_release_hook(
         if not list_attempts(open_store(ledger.store), name):
             return
         try:
-            returned = release(ledger, name, wait=True, include_detached=False)
+            released = release(ledger, name, wait=True, include_detached=False)
         except HeldError as error:
             log.info(
-                "Nothing of %s is given back, another owner has it: %s", name, format_error(error)
+                "Nothing of %s is released, another owner has it: %s", name, format_error(error)
             )
             return
-        if returned:  # else the flow has released all machines itself
-            log.info("%s of %s given back.", format_count(returned, "machine"), name)
+        if released:  # else the flow has released all machines itself
+            log.info("%s of %s released.", format_count(released, "machine"), name)
 
     return release_on_end
 
@@ -440,10 +440,12 @@ def report_rentals(
 
 def _make_row(one: MachineStatus) -> Sequence[object]:
     intent = one.attempt.intent if one.attempt else None
-    since = f"{intent.begun:%Y-%m-%d %H:%M}" if intent else "?"
-    until = f"{intent.until:%Y-%m-%d %H:%M}" if intent else "?"
+    since = f"{intent.started_at:%Y-%m-%d %H:%M}" if intent else "?"
+    until = f"{intent.deadline:%Y-%m-%d %H:%M}" if intent else "?"
     owner = (
-        one.return_reason or one.owner or ("left until then" if one.attempt else "not understood")
+        one.release_reason
+        or one.owner
+        or ("detached until then" if one.attempt else "not understood")
     )
     return (
         format_code(one.rental or one.instance.label),
@@ -451,7 +453,7 @@ def _make_row(one: MachineStatus) -> Sequence[object]:
         one.instance.status,
         since,
         until,
-        f"{one.instance.hourly_price:.3f}",
+        f"{one.instance.dollars_per_hour:.3f}",
         f"{one.cost:.2f}",
         owner,
     )
@@ -468,7 +470,7 @@ def report_offers(name: str, wanted: int, found: Sequence[Offer]) -> None:
     rows = [
         (
             one.id, f"{one.gpus} x {one.gpu}, {one.gpu_memory:.0f} GB", one.location,
-            f"{one.reliability:.3f}", f"{one.hourly_price:.3f}", f"{one.expected_cost:.2f}",
+            f"{one.reliability:.3f}", f"{one.dollars_per_hour:.3f}", f"{one.expected_cost:.2f}",
         )
         for one in found[:_SHOWN]
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rent machines of Vast.ai, use them, and always give them back."""
+"""Rent machines of Vast.ai, use them, and always release them."""
 
 from millrace.rentals.clock import Clock, SystemClock
 from millrace.rentals.ledger import has_open_attempts, list_attempts

@@ -9,7 +9,7 @@ from millrace.records import commit_once
 from millrace.rentals.ledger import Attempt
 from millrace.rentals.vast.api import VastClient
 from millrace.rentals.vast.instances import Instance
-from millrace.schemas.rental import ReturnReason, ReturnRecord
+from millrace.schemas.rental import ReleaseReason, ReleaseRecord
 from millrace.storage import Store
 
 LISTING_LAG = 180.0
@@ -17,18 +17,18 @@ LISTING_LAG = 180.0
 _DESTROY_TIMEOUT = timedelta(minutes=15)
 
 
-def record_return(
+def record_release(
     store: Store,
     rental: str,
     attempt: Attempt,
-    reason: ReturnReason,
-    detail: str,
+    reason: ReleaseReason,
+    message: str,
     cost: float,
     now: datetime,
 ) -> None:
-    """Record the return of an attempt's machine. The reason of the first record stays."""
-    returned = ReturnRecord(why=reason, said=detail[:1000], cost=cost, ended=now)
-    commit_once(store, RentalKeys(rental).returned(attempt.number), returned)
+    """Record the release of an attempt's machine. The reason of the first record stays."""
+    released = ReleaseRecord(reason=reason, message=message[:1000], cost=cost, released_at=now)
+    commit_once(store, RentalKeys(rental).released(attempt.number), released)
 
 
 def destroy_machines(
@@ -80,7 +80,7 @@ def destroy_machines(
                 callback_error = error
         if remaining and clock.monotonic() - started >= _DESTROY_TIMEOUT.total_seconds():
             raise errors.UnavailableError(
-                f"Whether {', '.join(sorted(remaining))} is given back is not known"
+                f"Whether {', '.join(sorted(remaining))} is released is not known"
                 f"{f' ({last_error})' if last_error else ''}: look at the provider's page of "
                 "instances, and run `millrace machine reap`."
             )

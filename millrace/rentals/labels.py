@@ -17,7 +17,7 @@ class Label:
         installation: Identity of the installation.
         rental: Name of the rental.
         attempt: Number of the attempt.
-        deadline: Time by which the machine has to be given back.
+        deadline: Time by which the machine has to be released.
     """
 
     installation: str

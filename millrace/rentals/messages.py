@@ -17,7 +17,7 @@ from millrace.storage import Credentials, StoreSpec
 
 LOG_CHUNK_BYTES = 64 << 10
 """Size of a chunk of the program's log, in bytes. No report is larger."""
-CONFIG_VARIABLE = "MILLRACE_ORDER"
+CONFIG_VARIABLE = "MILLRACE_CONFIG"
 _MAX_TRAFFIC_BYTES = 1 << 50  # largest count of transferred bytes that is accepted
 
 

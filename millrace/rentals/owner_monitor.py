@@ -1,4 +1,4 @@
-"""Give a rental back after its owner's process was killed.
+"""Release a rental after its owner's process was killed.
 
 A Prefect worker that is stopped kills the processes of its runs with SIGKILL, without their hooks.
 So an owner starts this file as a process with a session of its own. The monitor waits until the

@@ -1,9 +1,9 @@
-"""Rent machines, supervise them, and give them back, also after crashes.
+"""Rent machines, supervise them, and release them, also after crashes.
 
 The order of the steps makes renting safe. An intent with a unique label is committed before a
 create request is sent, and a create request is sent once. After a lost answer, every poll searches
-the listing for the label. A machine that appears is adopted, or given back if its slot is taken.
-A machine counts as given back once a listing of all machines lacks its label. From the records of a
+the listing for the label. A machine that appears is adopted, or released if its slot is taken.
+A machine counts as released once a listing of all machines lacks its label. From the records of a
 killed owner, the next owner or the reaper continues.
 """
 
@@ -21,7 +21,7 @@ from millrace.keys import MachineKeys, RentalKeys
 from millrace.lease import Lease
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import commit_once
-from millrace.rentals.destroy import LISTING_LAG, destroy_machines, record_return
+from millrace.rentals.destroy import LISTING_LAG, destroy_machines, record_release
 from millrace.rentals.labels import Label
 from millrace.rentals.ledger import (
     Attempt,
@@ -36,13 +36,13 @@ from millrace.rentals.settings import RentalSettings, open_account
 from millrace.rentals.startup import make_environment, read_onstart_script, upload_files
 from millrace.rentals.vast.api import CreatedInstance, VastClient
 from millrace.rentals.vast.instances import Instance
-from millrace.schemas.rental import Contract, DetachRecord, Intent, ReturnReason
+from millrace.schemas.rental import Contract, DetachRecord, Intent, ReleaseReason
 from millrace.storage import Store, delete, open_store
 
 _EXCLUDING_REASONS = {
-    ReturnReason.DEAD,
-    ReturnReason.OUTBID,
-    ReturnReason.DEARER,
+    ReleaseReason.DEAD,
+    ReleaseReason.OUTBID,
+    ReleaseReason.TOO_EXPENSIVE,
 }  # reasons after which a host is not rented again
 _SUPERSEDED_MESSAGE = "Another process has gone on with {}, and has its machines: this one ends."
 _MAX_UNANSWERED_CREATES = 3  # consecutive creates without a machine, before pauses begin
@@ -55,7 +55,7 @@ _OFFERS_MAX_AGE = 60.0  # seconds in which the offers of a search are used
 _MAX_EQUAL_SETUP_ERRORS = 2  # equal installation errors, after which no machine is rented
 _PRICE_TOLERANCE = 1.1  # a price above this multiple of the offered price is reported
 _TRAFFIC_ALLOWANCE = 10e9  # bytes that a machine of any age may claim to have transferred
-_RETURN_RESERVE = timedelta(minutes=2)  # time to give all machines back, whose cost is reserved
+_RELEASE_RESERVE = timedelta(minutes=2)  # time to release all machines, whose cost is reserved
 
 
 @dataclass(slots=True)
@@ -91,39 +91,42 @@ class Machine:
         return self.attempt.contract is None
 
     @property
-    def hourly_price(self) -> float:
+    def dollars_per_hour(self) -> float:
         """Price in dollars an hour: that of the intent, or the current price if that is higher."""
-        return max(self.attempt.intent.dph, self.instance.hourly_price if self.instance else 0.0)
+        return max(
+            self.attempt.intent.dollars_per_hour,
+            self.instance.dollars_per_hour if self.instance else 0.0,
+        )
 
     def compute_cost(self, now: datetime) -> float:
         """Compute the dollars that the machine has cost."""
         heartbeat = self.reports.heartbeat
         received, sent = (heartbeat.received, heartbeat.sent) if heartbeat else (0, 0)
         return self.attempt.compute_cost(
-            now, hourly_price=self.hourly_price, received_bytes=received, sent_bytes=sent
+            now, dollars_per_hour=self.dollars_per_hour, received_bytes=received, sent_bytes=sent
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _ReturnDecision:
-    """Reason to give a machine back.
+class _ReleaseDecision:
+    """Reason to release a machine.
 
     Attributes:
         reason: Kind of the reason.
-        detail: Reason in words.
+        message: Reason in words.
         setup_error: Error of the installation, if that failed.
     """
 
-    reason: ReturnReason
-    detail: str
+    reason: ReleaseReason
+    message: str
     setup_error: str = ""
 
 
 class Rental:
     """Machines that are rented for one purpose. A context manager.
 
-    Entering acquires the rental, and takes over the machines of a lost owner. Leaving gives all
-    machines back.
+    Entering acquires the rental, and takes over the machines of a lost owner. Leaving releases all
+    machines.
 
     Args:
         settings: Settings of the rental.
@@ -133,9 +136,9 @@ class Rental:
             lease expires.
         vast: Client of the account; by default that of the settings.
         progress: Receives ``rental.offer``, ``rental.rented``, ``rental.ready``,
-            ``rental.returned``, ``rental.missing`` with ``why``, ``rental.raised`` with the prices
-            ``offered`` and ``dph``, and ``machine.printed``, each with the machine as its subject.
-            Also receives ``rental.cost`` with the ``dollars`` so far.
+            ``rental.released``, ``rental.missing`` with ``message``, ``rental.raised`` with the
+            prices ``offered`` and ``dollars_per_hour``, and ``machine.printed``. The subject of
+            each is the machine. Also receives ``rental.cost`` with the ``dollars`` so far.
     """
 
     def __init__(
@@ -160,13 +163,13 @@ class Rental:
         self._costs_by_attempt: dict[int, float] = {}
         self._proven_slots: set[int] = set()
         self._unconfirmed: dict[int, Machine] = {}  # machines whose create requests got no answer
-        self._returned: dict[int, Machine] = {}  # machines with a return record
+        self._released: dict[int, Machine] = {}  # machines with a release record
         self._unanswered_creates = 0  # consecutive creates
         self._creates_resume_at = 0.0  # time of the next create, by `Clock.monotonic`
         self._setup_errors: list[str] = []  # errors of failed installations
-        self._loss_details: dict[
+        self._loss_messages: dict[
             int, str
-        ] = {}  # reason why the last machine of a slot was given back
+        ] = {}  # reason why the last machine of a slot was released
         self._retry_at: dict[int, float] = {}
         self._cached_offers: list[Offer] = []
         self._searched_at = 0.0
@@ -206,8 +209,8 @@ class Rental:
                 self._owner_heartbeat.detach()
                 for machine in self.machines:
                     detached_key = self._keys.detached(machine.attempt.number)
-                    commit_once(self._store, detached_key, DetachRecord(at=self._clock.now()))
-                self._return_machines(self._find_unclaimed())
+                    commit_once(self._store, detached_key, DetachRecord(since=self._clock.now()))
+                self._release_machines(self._find_unclaimed())
 
     @property
     def machines(self) -> tuple[Machine, ...]:
@@ -216,7 +219,7 @@ class Rental:
 
     @property
     def cost(self) -> float:
-        """Dollars that all machines have cost, including those that were given back."""
+        """Dollars that all machines have cost, including those that were released."""
         now = self._clock.now()
         return sum(self._costs_by_attempt.values()) + sum(
             one.compute_cost(now) for one in self._machines.values()
@@ -229,7 +232,7 @@ class Rental:
             stop: Event that ends the wait, as in `wait_until_done`.
 
         Raises:
-            BudgetError: The money or the time is spent. All machines were given back.
+            BudgetError: The money or the time is spent. All machines were released.
             MachineError: Too many machines did not start, or a program failed.
             NotFoundError: No offer fits.
         """
@@ -248,23 +251,23 @@ class Rental:
         self._poll_until(lambda: not self._machines, stop)
 
     def release(self) -> None:
-        """Give all machines back, and wait until a listing shows none.
+        """Release all machines, and wait until a listing shows none.
 
         Raises:
-            UnavailableError: Some machines may still exist. The reaper gives them back.
+            UnavailableError: Some machines may still exist. The reaper releases them.
         """
-        decision = _ReturnDecision(ReturnReason.RELEASED, "the rental is over")
-        self._return_machines(
+        decision = _ReleaseDecision(ReleaseReason.UNNEEDED, "the rental is over")
+        self._release_machines(
             [*((one, decision) for one in self.machines), *self._find_unclaimed()]
         )
 
-    def _find_unclaimed(self) -> list[tuple[Machine, _ReturnDecision]]:
-        """Return the machines without a slot that are to be given back, after one more listing."""
+    def _find_unclaimed(self) -> list[tuple[Machine, _ReleaseDecision]]:
+        """Return the machines without a slot that are to be released, after one more listing."""
         if not self._unconfirmed:
             return []
         listed = self._find_late_machines(self._list_instances() or [], adopt=False)
-        never_listed = _ReturnDecision(
-            ReturnReason.NEVER, "its create was not answered, and no listing has shown it"
+        never_listed = _ReleaseDecision(
+            ReleaseReason.NEVER_RENTED, "its create was not answered, and no listing has shown it"
         )
         return [*listed, *((one, never_listed) for one in self._unconfirmed.values())]
 
@@ -302,38 +305,38 @@ class Rental:
             self._retry_at[slot] = (
                 max(now, self._creates_resume_at) if is_transient else now + _RETRY_INTERVAL
             )
-            figures = {"why": errors.format_error(error)}
+            figures = {"message": errors.format_error(error)}
             self._progress(Event("rental.missing", f"{self.settings.name}/{slot}", figures))
 
     def _poll_machines(self) -> None:
-        """Check all machines; give back those that failed, ended or have no slot."""
+        """Check all machines; release those that failed, ended or have no slot."""
         with contextlib.suppress(errors.UnavailableError):  # an unreadable lease is not a lost one
             self._refuse_if_superseded()
         self._enforce_budget()
         instances = self._list_instances()
-        to_return = self._find_late_machines(instances or [], adopt=True)
+        to_release = self._find_late_machines(instances or [], adopt=True)
         for machine in self.machines:
             decision = self._assess_machine(machine, instances)
-            if decision is not None and decision.reason is ReturnReason.NEVER:
+            if decision is not None and decision.reason is ReleaseReason.NEVER_RENTED:
                 self._free_slot(machine)
             elif decision is not None:
-                to_return.append((machine, decision))
-        self._return_machines(to_return)
+                to_release.append((machine, decision))
+        self._release_machines(to_release)
         dollars = {"dollars": round(self.cost, 6)}
         self._progress(Event("rental.cost", self.settings.name, dollars))
-        for machine, decision in to_return:
-            if decision.reason is ReturnReason.RELEASED:
+        for machine, decision in to_release:
+            if decision.reason is ReleaseReason.UNNEEDED:
                 continue  # another machine has its slot
-            if decision.reason is ReturnReason.FAILED and not self.settings.retry_failed:
-                raise errors.MachineError(decision.detail)
-            if decision.reason is ReturnReason.DONE:
+            if decision.reason is ReleaseReason.FAILED and not self.settings.retry_failed:
+                raise errors.MachineError(decision.message)
+            if decision.reason is ReleaseReason.DONE:
                 self._done[machine.slot] = machine
                 continue
             if decision.setup_error:
                 self._setup_errors.append(decision.setup_error)
-            self._excluded_machine_ids.add(machine.attempt.intent.machine)
-            self._loss_details[machine.slot] = decision.detail
-            if machine.is_ready and decision.reason is not ReturnReason.FAILED:
+            self._excluded_machine_ids.add(machine.attempt.intent.machine_id)
+            self._loss_messages[machine.slot] = decision.message
+            if machine.is_ready and decision.reason is not ReleaseReason.FAILED:
                 self._attempts_by_slot.pop(machine.slot, None)  # a used machine does not count
         self._refuse_uninstallable()
 
@@ -361,21 +364,21 @@ class Rental:
 
     def _find_late_machines(
         self, instances: list[Instance], *, adopt: bool
-    ) -> list[tuple[Machine, _ReturnDecision]]:
+    ) -> list[tuple[Machine, _ReleaseDecision]]:
         """Find the machines in a listing that have no slot.
 
         Args:
             instances: Listing of the account.
-            adopt: Whether a machine without a return record gets its slot, if that is free.
+            adopt: Whether a machine without a release record gets its slot, if that is free.
 
         Returns:
-            Machines to give back.
+            Machines to release.
         """
-        replaced = _ReturnDecision(
-            ReturnReason.RELEASED, "it was listed after another was rented in its place"
+        replaced = _ReleaseDecision(
+            ReleaseReason.UNNEEDED, "it was listed after another was rented in its place"
         )
-        relisted = _ReturnDecision(ReturnReason.RELEASED, "it was given back before, and is listed")
-        found: list[tuple[Machine, _ReturnDecision]] = []
+        relisted = _ReleaseDecision(ReleaseReason.UNNEEDED, "it was released before, and is listed")
+        found: list[tuple[Machine, _ReleaseDecision]] = []
         for machine in self._pop_listed(self._unconfirmed, instances):
             slot = machine.slot
             is_taken = (
@@ -386,7 +389,7 @@ class Rental:
             else:
                 machine.rented_at = machine.last_report_at = self._clock.monotonic()
                 self._adopt_machine(machine)
-        return [*found, *((one, relisted) for one in self._pop_listed(self._returned, instances))]
+        return [*found, *((one, relisted) for one in self._pop_listed(self._released, instances))]
 
     def _pop_listed(self, machines: dict[int, Machine], instances: list[Instance]) -> list[Machine]:
         """Remove the machines that a listing shows from a dictionary, and return them."""
@@ -397,7 +400,7 @@ class Rental:
         for number, instance in by_attempt.items():
             if instance is not None:
                 machine = machines.pop(number)
-                machine.attempt = replace(machine.attempt, return_record=None)  # it is billed
+                machine.attempt = replace(machine.attempt, release_record=None)  # it is billed
                 self._commit_contract(machine, instance.id)
                 found.append(machine)
         return found
@@ -413,8 +416,8 @@ class Rental:
 
     def _assess_machine(
         self, machine: Machine, instances: list[Instance] | None
-    ) -> _ReturnDecision | None:
-        """Return the decision to give a machine back; None if it can stay."""
+    ) -> _ReleaseDecision | None:
+        """Return the decision to release a machine; None if it can stay."""
         now = self._clock.monotonic()
         instance = machine.attempt.find_instance(instances or [])
         if machine.is_unconfirmed and instances is not None:
@@ -422,16 +425,16 @@ class Rental:
                 self._commit_contract(machine, instance.id)
                 self._adopt_machine(machine)
             elif now - machine.rented_at > LISTING_LAG:
-                return _ReturnDecision(ReturnReason.NEVER, "its create was not answered")
+                return _ReleaseDecision(ReleaseReason.NEVER_RENTED, "its create was not answered")
         self._read_reports(machine, now)
         if detail := self._check_traffic(machine):
-            return _ReturnDecision(ReturnReason.DEARER, detail)
+            return _ReleaseDecision(ReleaseReason.TOO_EXPENSIVE, detail)
         if machine.reports.program_exit is not None:
             return self._assess_exit(machine, machine.reports.program_exit.code)
         if instances is not None:
             machine.instance = instance
             if machine.instance is None and now - machine.rented_at > _LISTING_TIMEOUT:
-                return _ReturnDecision(ReturnReason.DEAD, "the provider has it no more")
+                return _ReleaseDecision(ReleaseReason.DEAD, "the provider has it no more")
         return self._check_instance(machine) or (
             self._check_silence(machine, now)
             if machine.is_ready
@@ -450,38 +453,44 @@ class Rental:
         for line in machine.reports.new_lines:
             self._progress(Event("machine.printed", _format_name(machine), {"text": line}))
 
-    def _check_instance(self, machine: Machine) -> _ReturnDecision | None:
+    def _check_instance(self, machine: Machine) -> _ReleaseDecision | None:
         """Decide by the description of the provider."""
         instance = machine.instance
         if instance is None:
             return None
         if instance.is_outbid:
-            return _ReturnDecision(ReturnReason.OUTBID, "somebody pays more for it")
-        if detail := self._check_price(machine, instance.hourly_price):
-            return _ReturnDecision(ReturnReason.DEARER, detail)
+            return _ReleaseDecision(ReleaseReason.OUTBID, "somebody pays more for it")
+        if detail := self._check_price(machine, instance.dollars_per_hour):
+            return _ReleaseDecision(ReleaseReason.TOO_EXPENSIVE, detail)
         if instance.failure and not (machine.is_ready and instance.status == "unknown"):
-            return _ReturnDecision(ReturnReason.DEAD, instance.failure)
+            return _ReleaseDecision(ReleaseReason.DEAD, instance.failure)
         return None
 
-    def _check_price(self, machine: Machine, hourly_price: float) -> str:
+    def _check_price(self, machine: Machine, dollars_per_hour: float) -> str:
         """Return the reason if a machine costs too much, else an empty text. Report a raised price.
 
         A host can raise its price between search and create, and later.
         """
         intent, request = machine.attempt.intent, self.settings.request
-        detail = f"it costs ${hourly_price:.3f} an hour, and was offered for ${intent.dph:.3f}"
-        if hourly_price > request.max_hourly:
+        detail = (
+            f"it costs ${dollars_per_hour:.3f} an hour, and was offered for "
+            f"${intent.dollars_per_hour:.3f}"
+        )
+        if dollars_per_hour > request.max_hourly:
             return detail
-        if hourly_price > max(intent.dph, machine.reported_price) * _PRICE_TOLERANCE:
-            machine.reported_price = hourly_price
-            figures = {"offered": intent.dph, "dph": hourly_price}
+        if (
+            dollars_per_hour
+            > max(intent.dollars_per_hour, machine.reported_price) * _PRICE_TOLERANCE
+        ):
+            machine.reported_price = dollars_per_hour
+            figures = {"offered": intent.dollars_per_hour, "dollars_per_hour": dollars_per_hour}
             self._progress(Event("rental.raised", _format_name(machine), figures))
         share = request.max_total / self.settings.machines
-        lifetime_hours = (intent.until - intent.begun) / timedelta(hours=1)
+        lifetime_hours = (intent.deadline - intent.started_at) / timedelta(hours=1)
         if (
             self._detached
-            and hourly_price > intent.dph * _PRICE_TOLERANCE
-            and hourly_price * lifetime_hours > share
+            and dollars_per_hour > intent.dollars_per_hour * _PRICE_TOLERANCE
+            and dollars_per_hour * lifetime_hours > share
         ):
             return f"{detail}: left until its time is over, it would cost more than was granted"
         return ""
@@ -501,7 +510,7 @@ class Rental:
                 f"it says that it has received {heartbeat.received / 1e9:.0f} GB and sent "
                 f"{heartbeat.sent / 1e9:.0f} GB, more than its line can move"
             )
-        rent_cost = attempt.compute_cost(now, hourly_price=machine.hourly_price)
+        rent_cost = attempt.compute_cost(now, dollars_per_hour=machine.dollars_per_hour)
         share = self.settings.request.max_total / self.settings.machines
         if (
             self.settings.machines > 1
@@ -510,17 +519,17 @@ class Rental:
             return f"its traffic has cost ${traffic:.2f}, more than its share of what was granted"
         return ""
 
-    def _check_silence(self, machine: Machine, now: float) -> _ReturnDecision | None:
+    def _check_silence(self, machine: Machine, now: float) -> _ReleaseDecision | None:
         if now - machine.last_report_at <= self.settings.heartbeat_timeout.total_seconds():
             return None
-        return _ReturnDecision(ReturnReason.DEAD, "nothing is heard of it any more")
+        return _ReleaseDecision(ReleaseReason.DEAD, "nothing is heard of it any more")
 
-    def _check_startup(self, machine: Machine, now: float) -> _ReturnDecision | None:
+    def _check_startup(self, machine: Machine, now: float) -> _ReleaseDecision | None:
         reports, instance = machine.reports, machine.instance
         if reports.setup is not None and reports.setup.state == "failed":
             setup_error = extract_error(reports.setup.detail)
-            return _ReturnDecision(
-                ReturnReason.DEAD, f"it could not install the program: {setup_error}", setup_error
+            return _ReleaseDecision(
+                ReleaseReason.DEAD, f"it could not install the program: {setup_error}", setup_error
             )
         if reports.heartbeat is not None and instance is not None and instance.is_running:
             machine.is_ready = True
@@ -530,43 +539,43 @@ class Rental:
             state = (
                 reports.setup.state if reports.setup else instance.status if instance else "unknown"
             )
-            return _ReturnDecision(
-                ReturnReason.DEAD, f"it did not come up in time, and was still {state}"
+            return _ReleaseDecision(
+                ReleaseReason.DEAD, f"it did not come up in time, and was still {state}"
             )
         return None
 
-    def _assess_exit(self, machine: Machine, code: int) -> _ReturnDecision:
+    def _assess_exit(self, machine: Machine, code: int) -> _ReleaseDecision:
         if code == 0:
-            return _ReturnDecision(ReturnReason.DONE, "its program ended")
+            return _ReleaseDecision(ReleaseReason.DONE, "its program ended")
         tail = "\n".join(machine.reports.tail[-10:])
-        return _ReturnDecision(
-            ReturnReason.FAILED,
+        return _ReleaseDecision(
+            ReleaseReason.FAILED,
             f"The program on machine {_format_name(machine)} ended with {code}; its last words:\n"
             f"{tail}",
         )
 
     def _enforce_budget(self) -> None:
-        """Give all machines back when the money or the time is nearly spent.
+        """Release all machines when the money or the time is nearly spent.
 
         Raises:
             BudgetError: The money or the time is spent.
         """
         now, request = self._clock.now(), self.settings.request
-        hourly = sum(one.hourly_price for one in self._machines.values())
+        hourly = sum(one.dollars_per_hour for one in self._machines.values())
         committed_cost = (
-            (self.settings.poll_interval + _RETURN_RESERVE) / timedelta(hours=1) * hourly
+            (self.settings.poll_interval + _RELEASE_RESERVE) / timedelta(hours=1) * hourly
         )
         detail = ""
         if self.cost + committed_cost >= request.max_total:
             detail = f"${self.cost:.2f} of ${request.max_total:.2f} are spent"
-        elif expired := [one for one in self.machines if now >= one.attempt.intent.until]:
+        elif expired := [one for one in self.machines if now >= one.attempt.intent.deadline]:
             detail = f"the time of machine {_format_name(expired[0])} is over"
         if detail:
-            self._return_machines(
-                (one, _ReturnDecision(ReturnReason.SPENT, detail)) for one in self.machines
+            self._release_machines(
+                (one, _ReleaseDecision(ReleaseReason.OVER_BUDGET, detail)) for one in self.machines
             )
             raise errors.BudgetError(
-                f"{detail}: the machines of {self.settings.name} were given back. What they have "
+                f"{detail}: the machines of {self.settings.name} were released. What they have "
                 "put into the store is there; grant more, and start again."
             )
 
@@ -580,7 +589,7 @@ class Rental:
         if self._attempts_by_slot.get(slot, 0) >= self.settings.max_attempts:
             raise errors.MachineError(
                 f"{self.settings.max_attempts} machines for slot {slot} of {self.settings.name} "
-                f"did not come up, or were lost: {self._loss_details.get(slot, '').rstrip('.')}. "
+                f"did not come up, or were lost: {self._loss_messages.get(slot, '').rstrip('.')}. "
                 "See the reports of each, and ask for others."
             )
         if self._clock.monotonic() < self._creates_resume_at:
@@ -605,7 +614,7 @@ class Rental:
         if self._clock.monotonic() - self._searched_at > _OFFERS_MAX_AGE:
             self._cached_offers = []
         for search in (False, True):
-            used_machine_ids = {one.attempt.intent.machine for one in self._machines.values()}
+            used_machine_ids = {one.attempt.intent.machine_id for one in self._machines.values()}
             if search:
                 found = find_offers(
                     self._vast,
@@ -620,7 +629,11 @@ class Rental:
 
     def _take_offer(self, slot: int, offer: Offer) -> bool:
         """Take an offer; return whether there is a machine, or may be one."""
-        figures = {"gpu": offer.gpu, "dph": offer.hourly_price, "place": offer.location}
+        figures = {
+            "gpu": offer.gpu,
+            "dollars_per_hour": offer.dollars_per_hour,
+            "location": offer.location,
+        }
         self._progress(Event("rental.offer", f"{self.settings.name}/{slot}", figures))
         attempt = self._commit_intent(slot, offer)
         now = self._clock.monotonic()
@@ -628,17 +641,24 @@ class Rental:
         machine = Machine(
             attempt, MachineReports(self._store, keys), rented_at=now, last_report_at=now
         )
-        self._machines[slot] = machine  # from here on, every exit gives it back
+        self._machines[slot] = machine  # from here on, every exit releases it
         try:
             created = self._create_instance(attempt, offer)
         except (errors.BudgetError, errors.ConfigurationError, errors.DeniedError) as error:
-            self._return_machines(
-                [(machine, _ReturnDecision(ReturnReason.NEVER, errors.format_error(error)))],
+            self._release_machines(
+                [
+                    (
+                        machine,
+                        _ReleaseDecision(ReleaseReason.NEVER_RENTED, errors.format_error(error)),
+                    )
+                ],
                 ignore_listing_lag=True,
             )
             raise
         except errors.NotFoundError:
-            self._record_return(machine, ReturnReason.NEVER, "the offer was gone", cost=0.0)
+            self._record_release(
+                machine, ReleaseReason.NEVER_RENTED, "the offer was gone", cost=0.0
+            )
             return False
         except errors.UnavailableError:
             # The machine may exist. A second create could rent another; each poll searches for it.
@@ -646,8 +666,8 @@ class Rental:
             return True
         self._commit_contract(machine, created.instance_id)
         if created.refusal:
-            self._return_machines(
-                [(machine, _ReturnDecision(ReturnReason.OUTBID, created.refusal))]
+            self._release_machines(
+                [(machine, _ReleaseDecision(ReleaseReason.OUTBID, created.refusal))]
             )
             return False
         self._adopt_machine(machine)
@@ -655,7 +675,7 @@ class Rental:
 
     def _commit_contract(self, machine: Machine, instance_id: int) -> None:
         """Record the number of a rented machine."""
-        contract = Contract(instance=instance_id)
+        contract = Contract(instance_id=instance_id)
         machine.attempt = replace(machine.attempt, contract=contract)
         commit_once(self._store, self._keys.contract(machine.attempt.number), contract)
 
@@ -669,30 +689,35 @@ class Rental:
 
     def _commit_intent(self, slot: int, offer: Offer) -> Attempt:
         """Record the intent to rent a machine, before the create request."""
-        begun = self._clock.now()
+        started_at = self._clock.now()
         request = self.settings.request
-        deadline = begun + request.max_lifetime
+        deadline = started_at + request.max_lifetime
         if self._detached:  # without an owner, it ends before its share of the money is spent
             share = request.max_total / self.settings.machines
-            traffic = request.download * offer.download_price + request.upload * offer.upload_price
-            hours = max(0.0, share - traffic) / max(offer.hourly_price, 1e-6)
-            deadline = min(deadline, begun + min(MAX_LIFETIME, timedelta(hours=min(hours, 1000.0))))
+            traffic = (
+                request.download * offer.download_dollars_per_gb
+                + request.upload * offer.upload_dollars_per_gb
+            )
+            hours = max(0.0, share - traffic) / max(offer.dollars_per_hour, 1e-6)
+            deadline = min(
+                deadline, started_at + min(MAX_LIFETIME, timedelta(hours=min(hours, 1000.0)))
+            )
         number = max(self._costs_by_attempt, default=-1) + 1
         label = Label(self._installation, self.settings.name, number, deadline)
         intent = Intent(
             rental=self.settings.name,
             slot=slot,
             label=str(label),
-            offer=offer.id,
-            machine=offer.machine_id,
+            offer_id=offer.id,
+            machine_id=offer.machine_id,
             account=self._vast.identify_account(),
-            dph=offer.hourly_price,
-            up_cost=offer.upload_price,
-            down_cost=offer.download_price,
-            up=offer.upload_speed,
-            down=offer.download_speed,
-            begun=begun,
-            until=deadline,
+            dollars_per_hour=offer.dollars_per_hour,
+            upload_dollars_per_gb=offer.upload_dollars_per_gb,
+            download_dollars_per_gb=offer.download_dollars_per_gb,
+            upload_mbps=offer.upload_mbps,
+            download_mbps=offer.download_mbps,
+            started_at=started_at,
+            deadline=deadline,
         )
         if not commit_once(self._store, self._keys.intent(number), intent).mine:
             self._is_superseded = True
@@ -726,8 +751,8 @@ class Rental:
             self.settings,
             attempt.number,
             intent.slot,
-            intent.until.timestamp(),
-            lifetime=intent.until - intent.begun,
+            intent.deadline.timestamp(),
+            lifetime=intent.deadline - intent.started_at,
             vast_url=self._vast.url,
         )
         upload_files(self._store, self.settings, attempt.number, intent.slot)
@@ -746,13 +771,13 @@ class Rental:
     def _take_over(self) -> None:
         """Continue with the machines of an owner before this one."""
         now, wall_time = self._clock.monotonic(), self._clock.now()
-        to_return = list[tuple[Machine, _ReturnDecision]]()
+        to_release = list[tuple[Machine, _ReleaseDecision]]()
         attempts = list_attempts(self._store, self.settings.name)
         own_account = self._vast.identify_account()
         foreign = [
             one
             for one in attempts
-            if one.return_record is None and one.intent.account != own_account
+            if one.release_record is None and one.intent.account != own_account
         ]
         refuse_foreign_machines(self.settings.name, len(foreign))
         for attempt in attempts:
@@ -762,40 +787,42 @@ class Rental:
             )
             slot = attempt.intent.slot
             self._costs_by_attempt[attempt.number] = (
-                attempt.return_record.cost if attempt.return_record else 0.0
+                attempt.release_record.cost if attempt.release_record else 0.0
             )
-            if attempt.return_record is not None:
-                self._returned[attempt.number] = machine
-                if attempt.return_record.why is ReturnReason.DONE:
+            if attempt.release_record is not None:
+                self._released[attempt.number] = machine
+                if attempt.release_record.reason is ReleaseReason.DONE:
                     self._done[slot] = machine
-                elif attempt.return_record.why in _EXCLUDING_REASONS:
-                    self._excluded_machine_ids.add(attempt.intent.machine)
+                elif attempt.release_record.reason in _EXCLUDING_REASONS:
+                    self._excluded_machine_ids.add(attempt.intent.machine_id)
                 continue
             delete(
                 self._store, [self._keys.detached(attempt.number)]
             )  # the machine has an owner again
             if machine.is_unconfirmed:  # the owner was killed before the answer arrived
-                machine.rented_at -= max(0.0, (wall_time - attempt.intent.begun).total_seconds())
+                machine.rented_at -= max(
+                    0.0, (wall_time - attempt.intent.started_at).total_seconds()
+                )
             if slot not in self._machines and slot < self.settings.machines:
                 self._machines[slot] = machine
             elif machine.is_unconfirmed:
                 self._unconfirmed[attempt.number] = machine
             else:
-                to_return.append(
-                    (machine, _ReturnDecision(ReturnReason.RELEASED, "its owner was lost"))
+                to_release.append(
+                    (machine, _ReleaseDecision(ReleaseReason.UNNEEDED, "its owner was lost"))
                 )
-        self._return_machines(to_return)
+        self._release_machines(to_release)
 
-    def _return_machines(
+    def _release_machines(
         self,
-        machines: Iterable[tuple[Machine, _ReturnDecision]],
+        machines: Iterable[tuple[Machine, _ReleaseDecision]],
         *,
         ignore_listing_lag: bool = False,
     ) -> None:
-        """Give machines back, and record their return.
+        """Release machines, and record their release.
 
         Args:
-            machines: Machines, each with the decision to give it back.
+            machines: Machines, each with the decision to release it.
             ignore_listing_lag: Whether one listing without a machine is enough, even right after
                 its create request.
         """
@@ -807,9 +834,9 @@ class Rental:
 
         def handle_destroyed(label: str) -> None:
             machine, decision = by_label[label]
-            was_never_rented = decision.reason is ReturnReason.NEVER
+            was_never_rented = decision.reason is ReleaseReason.NEVER_RENTED
             cost = 0.0 if was_never_rented else machine.compute_cost(self._clock.now())
-            self._record_return(machine, decision.reason, decision.detail, cost=cost)
+            self._record_release(machine, decision.reason, decision.message, cost=cost)
 
         numbers = {label: one.attempt.instance_id for label, (one, _) in by_label.items()}
         destroy_machines(
@@ -819,21 +846,21 @@ class Rental:
             past_listing_lag=by_label if ignore_listing_lag else past_lag,
         )
 
-    def _record_return(
-        self, machine: Machine, reason: ReturnReason, detail: str, *, cost: float
+    def _record_release(
+        self, machine: Machine, reason: ReleaseReason, message: str, *, cost: float
     ) -> None:
-        """Record the return of a machine, and report it."""
+        """Record the release of a machine, and report it."""
         attempt = machine.attempt
-        record_return(
-            self._store, self.settings.name, attempt, reason, detail, cost, self._clock.now()
+        record_release(
+            self._store, self.settings.name, attempt, reason, message, cost, self._clock.now()
         )
         self._costs_by_attempt[attempt.number] = cost
         self._unconfirmed.pop(attempt.number, None)
-        self._returned[attempt.number] = machine
+        self._released[attempt.number] = machine
         if self._machines.get(machine.slot) is machine:
             del self._machines[machine.slot]
-        figures = {"why": reason, "said": detail, "dollars": cost}
-        self._progress(Event("rental.returned", _format_name(machine), figures))
+        figures = {"reason": reason, "message": message, "dollars": cost}
+        self._progress(Event("rental.released", _format_name(machine), figures))
 
 
 def _format_name(machine: Machine) -> str:

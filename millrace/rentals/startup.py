@@ -58,16 +58,16 @@ def make_environment(
     variables = {
         "MILLRACE_WATCHDOG": _encode_base64(_read_guest_file("watchdog.py")),
         "MILLRACE_TRAFFIC": _encode_base64(_read_guest_file("traffic.py")),
-        "MILLRACE_SETUP": _encode_base64(_read_guest_file("install.py")),
-        "MILLRACE_UNTIL": f"{deadline:.0f}",
+        "MILLRACE_INSTALL": _encode_base64(_read_guest_file("install.py")),
+        "MILLRACE_DEADLINE": f"{deadline:.0f}",
         "MILLRACE_LIFETIME": f"{lifetime.total_seconds():.0f}",
-        "MILLRACE_SILENCE": f"{settings.heartbeat_timeout.total_seconds():.0f}",
+        "MILLRACE_HEARTBEAT_TIMEOUT": f"{settings.heartbeat_timeout.total_seconds():.0f}",
         "MILLRACE_OWNER_URL": _sign_url(store, rental.owner, credential_lifetime, Right.READ),
         "MILLRACE_VAST_URL": vast_url,
         "MILLRACE_REPO_URL": program.repo_url,
         "MILLRACE_REPO_REF": program.repo_ref,
         "MILLRACE_EXTRAS": ",".join(program.extras),
-        "MILLRACE_SETUP_URL": _sign_url(
+        "MILLRACE_REPORT_URL": _sign_url(
             store, MachineKeys(machine).setup, credential_lifetime, Right.WRITE
         ),
         CONFIG_VARIABLE: config.encode(),
@@ -132,7 +132,7 @@ def _grant_storage(
 
 
 def _scope_store(
-    store: Store, prefixes: list[str], ttl: timedelta, right: Right, role_arn: str | None
+    store: Store, prefixes: list[str], ttl: timedelta, access: Right, role_arn: str | None
 ) -> StoreSpec:
     """Return the store with credentials for some prefixes."""
     if store.location.backend is Backend.FILE:
@@ -144,7 +144,7 @@ def _scope_store(
             "Rent with a store that needs none."
         )
     credentials = open_scoped_store(
-        store, prefixes, ttl, right=right, role_arn=role_arn
+        store, prefixes, ttl, access=access, role_arn=role_arn
     ).spec.credentials
     return StoreSpec(
         url=spec.url, endpoint=spec.endpoint, region=spec.region, account_id=spec.account_id,
@@ -152,10 +152,10 @@ def _scope_store(
     )  # fmt: skip
 
 
-def _sign_url(store: Store, key: str, ttl: timedelta, right: Right) -> str:
+def _sign_url(store: Store, key: str, ttl: timedelta, access: Right) -> str:
     if store.location.backend is Backend.FILE:
         return store.make_url(key)
-    return sign_url(store, key, ttl, right=right)
+    return sign_url(store, key, ttl, access=access)
 
 
 def _expand_slot(text: str, slot: int, slots: int) -> str:

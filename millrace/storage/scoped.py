@@ -40,7 +40,7 @@ def open_scoped_store(
     prefix: str | Sequence[str],
     ttl: timedelta,
     *,
-    right: Right = Right.READ,
+    access: Right = Right.READ,
     role_arn: str | None = None,
 ) -> Store:
     """Return the same store, through temporary credentials that reach one prefix, or several.
@@ -49,7 +49,7 @@ def open_scoped_store(
         store: R2 or S3, opened with a key pair that reaches at least the prefix.
         prefix: Below the store's URL: only keys that start with it, or with one of several.
         ttl: Lifetime of the credentials. R2 allows 7 days; for STS, the role sets the limit.
-        right: Read, or read and write.
+        access: Read, or read and write.
         role_arn: For S3, the role to assume; R2 needs none.
 
     Raises:
@@ -65,11 +65,11 @@ def open_scoped_store(
     full = [f"{above}{one}" for one in prefixes]
     match store.location.backend:
         case Backend.R2:
-            credentials = _make_r2_credentials(store, full, ttl, right)
+            credentials = _make_r2_credentials(store, full, ttl, access)
         case Backend.S3 if ttl < _MIN_STS_TTL:
             raise ConfigurationError("STS gives credentials for 15 minutes at least.")
         case Backend.S3 if role_arn:
-            credentials = _request_sts_credentials(store, full, ttl, right, role_arn)
+            credentials = _request_sts_credentials(store, full, ttl, access, role_arn)
         case Backend.S3:
             raise ConfigurationError("For S3, name the role to assume: role_arn=...")
         case _:
@@ -77,7 +77,7 @@ def open_scoped_store(
     return open_store(store.spec.model_copy(update={"credentials": credentials}))
 
 
-def sign_url(store: Store, key: str, ttl: timedelta, *, right: Right = Right.READ) -> str:
+def sign_url(store: Store, key: str, ttl: timedelta, *, access: Right = Right.READ) -> str:
     """Return a URL that reads or writes one object for a while, without credentials.
 
     The URL is made without a request. Its holder can read or write the object, and nothing else.
@@ -86,13 +86,13 @@ def sign_url(store: Store, key: str, ttl: timedelta, *, right: Right = Right.REA
         store: One that signs: R2, S3, or GCS with a service account.
         key: The object's key.
         ttl: Lifetime of the URL; at most 7 days.
-        right: Whether a GET reads it, or a PUT writes it.
+        access: Whether a GET reads it, or a PUT writes it.
 
     Raises:
         ConfigurationError: The store cannot sign.
     """
     try:
-        method = "GET" if right is Right.READ else "PUT"
+        method = "GET" if access is Right.READ else "PUT"
         return obstore.sign(cast("Any", store.raw), method, key, ttl)
     except (BaseError, TypeError, ValueError) as error:
         raise ConfigurationError(
@@ -102,7 +102,7 @@ def sign_url(store: Store, key: str, ttl: timedelta, *, right: Right = Right.REA
 
 
 def _make_r2_credentials(
-    store: Store, prefixes: list[str], ttl: timedelta, right: Right
+    store: Store, prefixes: list[str], ttl: timedelta, access: Right
 ) -> Credentials:
     parent = store.spec.credentials
     endpoint = store.endpoint
@@ -113,7 +113,7 @@ def _make_r2_credentials(
     now = int(time.time())
     claims: dict[str, Any] = {
         "bucket": store.location.bucket,
-        "scope": "object-read-write" if right is Right.WRITE else "object-read-only",
+        "scope": "object-read-write" if access is Right.WRITE else "object-read-only",
         "paths": {"prefixPaths": prefixes, "objectPaths": []},
         "sub": store.location.account.partition(".")[0],
         "iss": parent.access_key_id,
@@ -146,7 +146,7 @@ def _make_jwt(claims: dict[str, Any], secret: str) -> str:
 
 
 def _request_sts_credentials(
-    store: Store, prefixes: list[str], ttl: timedelta, right: Right, role_arn: str
+    store: Store, prefixes: list[str], ttl: timedelta, access: Right, role_arn: str
 ) -> Credentials:
     import boto3  # noqa: PLC0415
     from botocore.exceptions import ClientError  # noqa: PLC0415
@@ -164,7 +164,7 @@ def _request_sts_credentials(
             RoleSessionName="millrace",
             DurationSeconds=int(ttl.total_seconds()),
             Policy=orjson.dumps(
-                make_session_policy(store.location.bucket, prefixes, right)
+                make_session_policy(store.location.bucket, prefixes, access)
             ).decode(),
         )
     except ClientError as error:
@@ -181,10 +181,10 @@ def _request_sts_credentials(
     )
 
 
-def make_session_policy(bucket: str, prefixes: Sequence[str], right: Right) -> dict[str, Any]:
+def make_session_policy(bucket: str, prefixes: Sequence[str], access: Right) -> dict[str, Any]:
     """Return an IAM policy for some prefixes of a bucket."""
     actions = ["s3:GetObject"]
-    if right is Right.WRITE:
+    if access is Right.WRITE:
         actions += ["s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"]
     return {
         "Version": "2012-10-17",

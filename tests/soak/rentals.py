@@ -54,7 +54,7 @@ REAPED = 900.0  # seconds between two reapers
 BOUNDARIES = [
     f"{when} {what}"
     for when in ("before", "after")
-    for what in ("search", "create", "list", "destroy", "Intent", "Contract", "ReturnRecord")
+    for what in ("search", "create", "list", "destroy", "Intent", "Contract", "ReleaseRecord")
 ]
 REQUESTS = {"search_offers": "search", "create_instance": "create", "_list_pages": "list",
             "destroy_instance": "destroy"}  # fmt: skip

@@ -4,7 +4,7 @@ This file is sent as text, and needs Python's standard library only. It reads th
 
 - ``MILLRACE_REPO_URL``, ``MILLRACE_REPO_REF``, ``MILLRACE_EXTRAS``: the repository, the branch, tag
   or commit, and the extras of the package;
-- ``MILLRACE_SETUP_URL``: URL that reports are sent to by PUT, or a ``file://`` URL.
+- ``MILLRACE_REPORT_URL``: URL that reports are sent to by PUT, or a ``file://`` URL.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHORT_OBJECT_NAME = re.compile(r"[0-9a-f]{7,63}")
 
 def report_state(state: str, detail: str = "") -> None:
     """Send a report to the owner. If no report arrives, the owner's timeout decides."""
-    url = os.environ["MILLRACE_SETUP_URL"]
+    url = os.environ["MILLRACE_REPORT_URL"]
     body = json.dumps({"state": state, "detail": detail[-_MAX_DETAIL_LENGTH:]}).encode()
     print(state, detail, flush=True)
     for pause in (1, 5, 0):

@@ -5,4 +5,4 @@ run() { exec python3 -c "import base64, os; exec(base64.b64decode(os.environ['$1
 mkdir -p "$HOME/.millrace" && cd "$HOME/.millrace"
 (run MILLRACE_TRAFFIC) >>setup.log 2>&1  # before anything is fetched: it sets the zero
 printf %s "$key" | (trap '' HUP; run MILLRACE_WATCHDOG) >>watchdog.log 2>&1 &
-(trap '' HUP; run MILLRACE_SETUP) >>setup.log 2>&1 </dev/null &
+(trap '' HUP; run MILLRACE_INSTALL) >>setup.log 2>&1 </dev/null &

@@ -3,11 +3,12 @@
 This file is sent as text, and needs Python's standard library only. So it also works on a machine
 where the program cannot be installed. It reads these variables:
 
-- ``MILLRACE_UNTIL``: deadline of the machine, in seconds since 1970;
+- ``MILLRACE_DEADLINE``: deadline of the machine, in seconds since 1970;
 - ``MILLRACE_LIFETIME``: lifetime in seconds, in case the machine's clock is wrong;
-- ``MILLRACE_OWNER_URL``: object that the owner overwrites while it lives. Its content is ``left``
-  if the machine is detached;
-- ``MILLRACE_SILENCE``: seconds without a change of that object after which the owner is lost;
+- ``MILLRACE_OWNER_URL``: URL of the object that the owner overwrites while it runs. Its content is
+  ``detached`` if the machine is detached;
+- ``MILLRACE_HEARTBEAT_TIMEOUT``: seconds without a change of that object, after which the owner is
+  lost;
 - ``MILLRACE_VAST_URL``, ``CONTAINER_ID``: address of the API, and number of the machine.
 
 The machine's API key comes over standard input. It is in no environment, and the kernel shows the
@@ -24,7 +25,7 @@ import time
 import urllib.request
 from collections.abc import Mapping
 
-DETACHED = b"left"
+DETACHED = b"detached"
 _POLL_INTERVAL = 15.0  # seconds between two reads of the owner's object
 _DESTROY_INTERVAL = 5.0  # seconds between two tries to destroy
 _RESTART_DELAY = 10.0  # seconds until a failed watch starts again
@@ -69,8 +70,11 @@ def watch(env: Mapping[str, str], began: float) -> str:
         env: Environment of this process.
         began: Start of the first watch, by the monotonic clock.
     """
-    lifetime, owner_timeout = float(env["MILLRACE_LIFETIME"]), float(env["MILLRACE_SILENCE"])
-    deadline, url = float(env["MILLRACE_UNTIL"]), env["MILLRACE_OWNER_URL"]
+    lifetime, owner_timeout = (
+        float(env["MILLRACE_LIFETIME"]),
+        float(env["MILLRACE_HEARTBEAT_TIMEOUT"]),
+    )
+    deadline, url = float(env["MILLRACE_DEADLINE"]), env["MILLRACE_OWNER_URL"]
     last_change = time.monotonic()
     last_content: bytes | None = None
     while True:

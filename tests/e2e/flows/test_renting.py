@@ -1,4 +1,4 @@
-"""Machines that a run has rented are given back though the run is killed."""
+"""Machines that a run has rented are released though the run is killed."""
 
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ def test_a_run_that_hangs_and_is_cancelled_leaves_no_machine(
         if "prefect.engine" in process.cmdline():
             process.suspend()  # so that it hears of nothing, and has to be killed
     assert deployed.prefect("flow-run", "cancel", str(run)).returncode == 0
-    until(lambda: vast.alive() == [], "the machine given back")
+    until(lambda: vast.alive() == [], "the machine released")
     deployed.wait(run, "Cancelled")
-    until(lambda: "1 machine of hung given back" in deployed.logs(run), "what the hook says")
+    until(lambda: "1 machine of hung released" in deployed.logs(run), "what the hook says")
 
 
 def test_a_worker_that_is_terminated_leaves_no_machine(
@@ -39,7 +39,7 @@ def test_a_worker_that_is_terminated_leaves_no_machine(
     run = deployed.start("rent-machines/rent-machines", watch=False, **asked, dry_run=False).run
     until(lambda: len(vast.alive()) == 1, "a machine")
     own_worker.terminate()
-    until(lambda: vast.alive() == [], "the machine given back")
+    until(lambda: vast.alive() == [], "the machine released")
     (one,) = vast.books()
     assert one["by"] == "the account"
     assert deployed.flow_run(run).state_name != "Completed"

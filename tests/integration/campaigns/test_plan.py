@@ -33,7 +33,7 @@ def test_a_machine_writes_its_own_gradients_and_never_the_chain(rgw: RGW, bucket
     found = make_environment(
         open_store(full), settings, 0, 1, 0.0, lifetime=timedelta(hours=1), vast_url="https://x"
     )
-    config = json.loads(base64.b64decode(found["MILLRACE_ORDER"]))
+    config = json.loads(base64.b64decode(found["MILLRACE_CONFIG"]))
     given = config["write_store"]["credentials"]
     pair = Key(given["access_key_id"], given["secret_access_key"], given["session_token"])
     client = rgw.client(pair)

@@ -56,12 +56,12 @@ def test_machines_are_rented_listed_and_released(
     listed = prefect_api.call(list_machines, **place)
     assert "2 machines rented, $" in prefect_api.artifacts(listed.run)["rentals"]
     kept = prefect_api.call(reap_machines, **place, dry_run=False)
-    assert "0 machines given back, 2 stay." in prefect_api.artifacts(kept.run)["reaper"]
+    assert "0 machines released, 2 stay." in prefect_api.artifacts(kept.run)["reaper"]
 
     back = prefect_api.call(release_machines, **place, name="fleet")
     assert back.code == 0, back.output
     assert (
-        "2 machines given back; a listing shows none." in prefect_api.artifacts(back.run)["rentals"]
+        "2 machines released; a listing shows none." in prefect_api.artifacts(back.run)["rentals"]
     )
     assert vast.alive() == []
 
@@ -88,7 +88,7 @@ def test_a_campaign_that_is_hung_up_gives_back_however_often_it_is_interrupted(
         until(lambda: len(vast.alive()) == 2, "two machines")
         vast.fail_next(3, "error500", "delete")
         process.send_signal(signal.SIGHUP)
-        until(lambda: vast.fired()["error500"] > 0, "machines being given back")
+        until(lambda: vast.fired()["error500"] > 0, "machines being released")
         for _ in range(500):
             process.send_signal(signal.SIGINT)
         process.wait(PATIENCE)

@@ -141,7 +141,7 @@ class World:
         if bool(said) is not fails or (fails and not said.startswith("MachineError")):
             self.refused.append(said or "no error, though a program has failed")
         if ends and had in BLAMED:
-            self.site.blamed.append(["rental.returned fleet/", BLAMED[had]])
+            self.site.blamed.append(["rental.released fleet/", BLAMED[had]])
         if fails:
             self.site.blamed.append(["on machine fleet/", "ended with 1"])
 
@@ -151,7 +151,7 @@ class World:
         Args:
             result: Result of the flow.
             until: When the last machine had to be back, by the stand-in's clock.
-            attended: Whether an owner was there all the time, who gives dear machines back.
+            attended: Whether an owner was there all the time, which releases expensive machines.
         """
         books = self.server.books()
         ours = [one for one in books if one["id"] not in self.foreign]
@@ -270,7 +270,7 @@ def reap_instances(site: Site) -> Any:
         end = world.server.now() + 3 * 3600
         world.server.advance(3 * 3600)
         _reap_all(world)
-        return world.judge([kept, seen.closed_attempts, len(seen.returned)], end + 2 * REAPED)
+        return world.judge([kept, seen.closed_attempts, len(seen.released)], end + 2 * REAPED)
 
 
 def release_machines(site: Site) -> Any:
@@ -284,11 +284,11 @@ def release_machines(site: Site) -> Any:
 
 
 def list_machines(site: Site) -> Any:
-    """List what is rented, and give it back."""
+    """List what is rented, and release it."""
     with _world(site) as world:
         _left(world)
         found = list_rentals(world.stand, vast=world.vast)
-        site.said += [f"{one.rental} {one.instance.label} {one.return_reason}" for one in found]
+        site.said += [f"{one.rental} {one.instance.label} {one.release_reason}" for one in found]
         rentals = sorted({one.rental for one in found})
         world.attempt(lambda: release(world.stand, "fleet", vast=world.vast))
         end, left = world.server.now(), world.left()

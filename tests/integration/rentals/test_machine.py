@@ -188,7 +188,7 @@ def test_a_machine_installs_a_program_and_runs_it_with_what_it_may_reach(
         assert secret.encode() not in held
     assert b"CONTAINER_ID=" in held
     assert b"PYTEST_CURRENT_TEST" not in held
-    config = json.loads(base64.b64decode(entry["body"]["env"]["MILLRACE_ORDER"]))
+    config = json.loads(base64.b64decode(entry["body"]["env"]["MILLRACE_CONFIG"]))
     for name, own, others in (
         ("store", "_machines/fleet/000000/x", ["_machines/fleet/000001/x", "_rentals/x", "data/x"]),
         ("write_store", "data/x", ["data2/x", "x", "_machines/fleet/000000/x", "_rentals/x"]),
@@ -247,9 +247,9 @@ def test_a_machine_destroys_itself(vast: VastServer, real: str, tmp_path: Path, 
     if gone != "unreadable":
         beat.write_text("here")
     environment = {
-        "MILLRACE_UNTIL": "9999999999",
+        "MILLRACE_DEADLINE": "9999999999",
         "MILLRACE_LIFETIME": "1" if gone == "time" else "1000",
-        "MILLRACE_SILENCE": "1000" if gone == "time" else "1",
+        "MILLRACE_HEARTBEAT_TIMEOUT": "1000" if gone == "time" else "1",
         "MILLRACE_OWNER_URL": beat.as_uri(),
         "MILLRACE_VAST_URL": vast.url,
         "CONTAINER_ID": str(number),
@@ -299,9 +299,10 @@ def test_what_runs_in_a_machine_cannot_read_the_key_that_destroys_it(tmp_path: P
     environment = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(tmp_path),
         "CONTAINER_ID": "1", "CONTAINER_API_KEY": key, "MILLRACE_VAST_URL": "http://127.0.0.1:9",
-        "MILLRACE_UNTIL": "9999999999", "MILLRACE_LIFETIME": "1000", "MILLRACE_SILENCE": "1000",
+        "MILLRACE_DEADLINE": "9999999999", "MILLRACE_LIFETIME": "1000",
+        "MILLRACE_HEARTBEAT_TIMEOUT": "1000",
         "MILLRACE_OWNER_URL": (tmp_path / "owner.txt").as_uri(),
-        "MILLRACE_SETUP": base64.b64encode(b"print('installed')").decode(),
+        "MILLRACE_INSTALL": base64.b64encode(b"print('installed')").decode(),
         **{
             name: base64.b64encode((guest / text).read_bytes()).decode()
             for name, text in texts.items()

@@ -1,4 +1,4 @@
-"""A rental is given back when the process that owns it is killed."""
+"""A rental is released when the process that owns it is killed."""
 
 import signal
 import subprocess
@@ -67,11 +67,11 @@ def key(vast: VastServer, tmp_path: Path) -> str:
     return vast.reset(rate=200.0, strict=False)
 
 
-def test_machines_of_an_owner_that_was_killed_are_given_back(
+def test_machines_of_an_owner_that_was_killed_are_released(
     vast: VastServer, key: str, tmp_path: Path
 ) -> None:
     killed(key, vast.url, tmp_path / "store", grace=0.0)
-    until(lambda: vast.alive() == [], "the machine given back")
+    until(lambda: vast.alive() == [], "the machine released")
     (one,) = vast.books()
     assert one["by"] == "the account"
 
