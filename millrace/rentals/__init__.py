@@ -2,15 +2,17 @@
 
 from millrace.rentals.clock import Clock, SystemClock
 from millrace.rentals.ledger import has_open_attempts, list_attempts
+from millrace.rentals.machines import Machine
 from millrace.rentals.offers import Offer, OfferRequest, find_offers
 from millrace.rentals.owner_monitor import OwnerMonitor
 from millrace.rentals.reaper import MachineStatus, ReapResult, list_rentals, reap, release
-from millrace.rentals.rental import Machine, Rental
+from millrace.rentals.rental import Rental
 from millrace.rentals.settings import (
     LedgerSettings,
     Program,
     RentalSettings,
     RentalTimeouts,
+    RentSettings,
     StorageGrant,
     VastAccount,
     open_account,
@@ -31,6 +33,7 @@ __all__ = [
     "OwnerMonitor",
     "Program",
     "ReapResult",
+    "RentSettings",
     "Rental",
     "RentalSettings",
     "RentalTimeouts",

@@ -48,11 +48,7 @@ class OwnerMonitor:
             "grace_period": grace_period,
             "owner": [os.getpid(), read_start_time(os.getpid())],
             "rental": rental,
-            "store": settings.store.reveal_secrets(),
-            "account": {
-                "api_key": settings.account.api_key.get_secret_value(),
-                "server_url": settings.account.server_url,
-            },
+            "ledger": settings.reveal_secrets(),
         }
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -92,17 +88,11 @@ def watch_owner(config: dict[str, Any]) -> None:
 
 
 def _release_rental(config: dict[str, Any]) -> None:
-    from pydantic import SecretStr  # noqa: PLC0415
-
     from millrace import errors  # noqa: PLC0415
     from millrace.rentals.reaper import release  # noqa: PLC0415
-    from millrace.rentals.settings import LedgerSettings, VastAccount  # noqa: PLC0415
-    from millrace.storage import StoreSpec  # noqa: PLC0415
+    from millrace.rentals.settings import LedgerSettings  # noqa: PLC0415
 
-    account = VastAccount(
-        api_key=SecretStr(config["account"]["api_key"]), server_url=config["account"]["server_url"]
-    )
-    settings = LedgerSettings(store=StoreSpec(**config["store"]), account=account)
+    settings = LedgerSettings.model_validate(config["ledger"])
     for _ in range(_MAX_RELEASE_TRIES):
         try:
             release(settings, config["rental"], include_detached=False)

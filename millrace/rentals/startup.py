@@ -9,6 +9,7 @@ from pydantic import SecretStr
 
 from millrace import errors
 from millrace.keys import MachineKeys, RentalKeys
+from millrace.rentals.ledger import Attempt
 from millrace.rentals.messages import CONFIG_VARIABLE, MAX_FILES_BYTES, GuestConfig, GuestFiles
 from millrace.rentals.settings import RentalSettings, VastAccount
 from millrace.storage import Backend, Right, Store, StoreSpec, open_scoped_store, put, sign_url
@@ -23,35 +24,32 @@ def read_onstart_script() -> str:
 
 
 def make_environment(
-    store: Store, settings: RentalSettings, attempt: int, slot: int, deadline: float, *,
-    lifetime: timedelta, vast_url: str,
-) -> dict[str, str]:  # fmt: skip
+    store: Store, settings: RentalSettings, attempt: Attempt, *, vast_url: str
+) -> dict[str, str]:
     """Return the variables of a machine.
 
     Args:
         store: Store of the ledger.
         settings: Settings of the rental.
-        attempt: Number of the attempt.
-        slot: Number of the machine within its rental.
-        deadline: Deadline of the machine, in seconds since 1970.
-        lifetime: Time from the start to the deadline.
+        attempt: Attempt to rent the machine.
         vast_url: URL of the provider's API.
 
     Raises:
         ConfigurationError: The store cannot grant a machine access, or the variables are too large.
     """
-    rental, program = RentalKeys(settings.name), settings.program
-    machine = rental.machine(attempt)
+    rental, program, intent = RentalKeys(settings.name), settings.program, attempt.intent
+    machine, slot = rental.machine(attempt.number), intent.slot
+    lifetime = intent.deadline - intent.started_at
     credential_lifetime = max(lifetime, _MIN_STS_LIFETIME)
     config = GuestConfig(
         store=_scope_store(store, [machine], credential_lifetime, Right.WRITE, settings.role_arn),
         prefix=machine,
         command=tuple(_expand_slot(word, slot, settings.machines) for word in program.command),
         environment=program.environment,
-        heartbeat_interval=min(10.0, settings.heartbeat_timeout.total_seconds() / 4),
+        heartbeat_interval=min(10.0, settings.timeouts.heartbeat_timeout.total_seconds() / 4),
         read_store=_grant_storage(store, settings, slot, Right.READ, credential_lifetime),
         write_store=_grant_storage(store, settings, slot, Right.WRITE, credential_lifetime),
-        node_key=derive_node_key(settings.account, settings.name, attempt)
+        node_key=derive_node_key(settings.account, settings.name, attempt.number)
         if program.ports
         else None,
     )
@@ -59,9 +57,9 @@ def make_environment(
         "MILLRACE_WATCHDOG": _encode_base64(_read_guest_file("watchdog.py")),
         "MILLRACE_TRAFFIC": _encode_base64(_read_guest_file("traffic.py")),
         "MILLRACE_INSTALL": _encode_base64(_read_guest_file("install.py")),
-        "MILLRACE_DEADLINE": f"{deadline:.0f}",
+        "MILLRACE_DEADLINE": f"{intent.deadline.timestamp():.0f}",
         "MILLRACE_LIFETIME": f"{lifetime.total_seconds():.0f}",
-        "MILLRACE_HEARTBEAT_TIMEOUT": f"{settings.heartbeat_timeout.total_seconds():.0f}",
+        "MILLRACE_HEARTBEAT_TIMEOUT": f"{settings.timeouts.heartbeat_timeout.total_seconds():.0f}",
         "MILLRACE_OWNER_URL": _sign_url(store, rental.owner, credential_lifetime, Right.READ),
         "MILLRACE_VAST_URL": vast_url,
         "MILLRACE_REPO_URL": program.repo_url,
@@ -80,23 +78,21 @@ def make_environment(
     return variables
 
 
-def upload_files(store: Store, settings: RentalSettings, attempt: int, slot: int) -> None:
+def upload_files(store: Store, settings: RentalSettings, attempt: Attempt) -> None:
     """Upload the program's files for a machine.
 
     Args:
         store: Store of the ledger.
         settings: Settings of the rental.
-        attempt: Number of the attempt.
-        slot: Number of the machine within its rental.
+        attempt: Attempt to rent the machine.
 
     Raises:
         ConfigurationError: The files are too large.
     """
+    slot, count = attempt.intent.slot, settings.machines
     texts = settings.program.files.items()
-    files = GuestFiles(
-        texts={name: _expand_slot(text, slot, settings.machines) for name, text in texts}
-    )
-    keys = MachineKeys(RentalKeys(settings.name).machine(attempt))
+    files = GuestFiles(texts={name: _expand_slot(text, slot, count) for name, text in texts})
+    keys = MachineKeys(RentalKeys(settings.name).machine(attempt.number))
     body = files.model_dump_json().encode()
     if len(body) > MAX_FILES_BYTES:
         raise errors.ConfigurationError(

@@ -17,7 +17,12 @@ def test_a_run_that_hangs_and_is_cancelled_leaves_no_machine(
     key = vast.reset(rate=1.0, strict=False)  # it takes 20 s at least until a machine is up
     VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
     (tmp_path / "store").mkdir()
-    asked = {"bucket": (tmp_path / "store").as_uri(), "vast": payer, "name": "hung", **RENT}
+    asked = {
+        "bucket": (tmp_path / "store").as_uri(),
+        "vast": payer,
+        "name": "hung",
+        "settings": RENT,
+    }
     run = deployed.start("rent-machines/rent-machines", watch=False, **asked, dry_run=False).run
     until(lambda: len(vast.alive()) == 1, "a machine")
     for process in own_worker.descendants():
@@ -35,7 +40,12 @@ def test_a_worker_that_is_terminated_leaves_no_machine(
     key = vast.reset(rate=1.0, strict=False)  # it takes 20 s at least until a machine is up
     VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
     (tmp_path / "store").mkdir()
-    asked = {"bucket": (tmp_path / "store").as_uri(), "vast": payer, "name": "ended", **RENT}
+    asked = {
+        "bucket": (tmp_path / "store").as_uri(),
+        "vast": payer,
+        "name": "ended",
+        "settings": RENT,
+    }
     run = deployed.start("rent-machines/rent-machines", watch=False, **asked, dry_run=False).run
     until(lambda: len(vast.alive()) == 1, "a machine")
     own_worker.terminate()

@@ -25,6 +25,7 @@ from millrace.rentals import (
     Program,
     Rental,
     RentalSettings,
+    RentalTimeouts,
     VastAccount,
     VastClient,
     list_rentals,
@@ -41,10 +42,10 @@ LEASE, REAPED = 180.0, 900.0  # seconds that an owner's lease, and two reapers, 
 FOREIGN = ("", "somebody's", "millrace/ffffffffffff/fleet/000000/9999999999", "millrace/fleet")
 FATES = ("lying", "silent", "failing", "broken", "vanished", "dearer", "raised", "outbid", "")
 BLAMED = {
-    "lying": "more than its line can move",
-    "silent": "nothing is heard of it any more",
+    "lying": "more than its network can transfer",
+    "silent": "the machine sent no heartbeat",
     "broken": "could not install the program",
-    "vanished": "the provider has it no more",
+    "vanished": "the provider does not list the machine any more",
     "outbid": "the machine is exited: stopped",
 }
 """Words of the report about a machine, by what became of it."""
@@ -108,8 +109,9 @@ class World:
             ),
             program=Program(repo_url="https://example.org/x", command=("true",)),
             machines=2,
-            startup_timeout=timedelta(minutes=5),
-            poll_interval=timedelta(seconds=30),
+            timeouts=RentalTimeouts(
+                startup_timeout=timedelta(minutes=5), poll_interval=timedelta(seconds=30)
+            ),
         )
 
     def ours(self) -> list[dict[str, Any]]:
@@ -143,7 +145,7 @@ class World:
         if ends and had in BLAMED:
             self.site.blamed.append(["rental.released fleet/", BLAMED[had]])
         if fails:
-            self.site.blamed.append(["on machine fleet/", "ended with 1"])
+            self.site.blamed.append(["on machine fleet/", "ended with exit code 1"])
 
     def judge(self, result: Any, until: float, *, attended: bool = False) -> dict[str, Any]:
         """Return a flow's result, and what the books say.
@@ -312,7 +314,10 @@ def command(name: str) -> Callable[[Site], Any]:
                     "max_hourly": MAX_HOURLY, "max_total": MAX_TOTAL, "max_lifetime": "PT3H",
                 },
                 program={"repo_url": "https://example.org/x", "command": ["true"]},
-                poll_interval="PT0.5S", heartbeat_timeout="PT30S", startup_timeout="PT30S",
+                timeouts={
+                    "poll_interval": "PT0.5S", "heartbeat_timeout": "PT30S",
+                    "startup_timeout": "PT30S",
+                },
             )  # fmt: skip
             words = {"rent": [file, "--yes"], "release": ["fleet", file]}
             codes: list[int] = []

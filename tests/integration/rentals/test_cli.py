@@ -26,7 +26,7 @@ store: {{url: {(tmp_path / "store").as_uri()}}}
 account: {{api_key: "${{VAST_KEY}}", server_url: {vast.url}}}
 request: {{gpu: RTX_4090, max_hourly: 1.0, max_total: 5.0, max_lifetime: PT2H}}
 program: {{repo_url: "https://example.org/x", command: [millrace, run]}}
-poll_interval: PT0.5S
+timeouts: {{poll_interval: PT0.5S}}
 """
     )
 
@@ -52,7 +52,7 @@ def test_machines_are_looked_at_rented_and_released(run: Run, vast: VastServer) 
     said = run("machine", "rent", "--yes")
     assert "fleet/0: takes RTX 4090" in said
     assert "fleet/0| the last words" in said
-    assert "fleet/0: released (done: its program ended)" in said
+    assert "fleet/0: released (done: the program ended with exit code 0)" in said
     assert "All is released. It has cost about $" in said
     assert "Rented: 0 machines" in run("machine", "list")
     assert vast.alive() == []

@@ -17,8 +17,7 @@ from pydantic import SecretStr
 from millrace import errors
 from millrace.keys import MachineKeys, RentalKeys
 from millrace.lease import Holder
-from millrace.rentals import Rental, VastClient, reap, release, reports
-from millrace.rentals import rental as renting
+from millrace.rentals import Rental, VastClient, reap, release, reports, starting
 from millrace.rentals.ledger import list_attempts
 from millrace.rentals.startup import make_environment
 from millrace.schemas.rental import ReleaseReason
@@ -27,6 +26,7 @@ from millrace.testing.process import REPOSITORY
 from millrace.testing.vast import VastServer
 from tests.prefect_server import until
 from tests.support.rentals.account import Account_, Reset
+from tests.support.rentals.parts import make_attempt
 
 
 def leave(account: Account_, **more: Any) -> None:
@@ -86,7 +86,7 @@ def test_an_owner_that_was_followed_ends_and_touches_nothing(world: Reset) -> No
     record = {"holder": holder.model_dump(), "ttl": "PT3M"}
     there = json.dumps({**body, "record": record}).encode()
     create(open_store(account.store), keys.lease.epoch(1), there)
-    with pytest.raises(errors.HeldError, match="Another process has gone on with fleet") as caught:
+    with pytest.raises(errors.HeldError, match="Another process has taken over fleet") as caught:
         rental.wait_until_done()
     rental.__exit__(type(caught.value), caught.value, None)
     assert len(account.server.alive()) == 2
@@ -95,14 +95,14 @@ def test_an_owner_that_was_followed_ends_and_touches_nothing(world: Reset) -> No
 
 def test_two_that_rent_at_once_do_not_both(world: Reset, monkeypatch: pytest.MonkeyPatch) -> None:
     account = world()
-    commit = renting.commit_once
+    commit = starting.commit_once
 
     def second(store: Any, key: str, record: Any) -> Any:
         if key.endswith("-intent.json"):  # another was a moment earlier
             commit(store, key, record.model_copy(update={"offer_id": 1}))
         return commit(store, key, record)
 
-    monkeypatch.setattr(renting, "commit_once", second)
+    monkeypatch.setattr(starting, "commit_once", second)
     rental = Rental(account.settings(), vast=account.vast)
     with pytest.raises(errors.HeldError, match="Another process"), rental:
         rental.wait_until_ready()
@@ -131,7 +131,7 @@ def test_a_damaged_record_keeps_no_other_from_being_released(world: Reset) -> No
     with Rental(account.settings("other"), vast=account.vast) as rental:
         rental.wait_until_ready()
         rental._stack.close()
-        rental._is_superseded = True  # it goes without a word
+        rental._ownership.is_superseded = True  # it goes without a word
     put(open_store(account.store), RentalKeys("fleet").released(0), b"{}")
     found = reap(account.stand(), vast=account.vast)
     assert [one.rental for one in found.released] == ["other"]
@@ -232,7 +232,7 @@ def test_a_machine_that_makes_its_reports_unreadable_is_released(world: Reset) -
         assert not second["destroyed"]
     attempts = list_attempts(open_store(account.store), "fleet")
     assert attempts[0].release_record
-    assert attempts[0].release_record.message == "nothing is heard of it any more"
+    assert attempts[0].release_record.message == "the machine sent no heartbeat for 0:05:00"
 
 
 def test_a_store_that_cannot_be_read_is_no_silent_machine(
@@ -260,8 +260,8 @@ def test_a_machine_is_given_no_secret_of_the_stores_options(world: Reset) -> Non
     )  # fmt: skip
     with pytest.raises(errors.ConfigurationError, match="options or a ca_file"):
         make_environment(
-            open_store(spec), account.settings(role_arn="x"), 0, 0, 1e9,
-            lifetime=timedelta(hours=1), vast_url=account.server.url,
+            open_store(spec), account.settings(role_arn="x"), make_attempt(),
+            vast_url=account.server.url,
         )  # fmt: skip
 
 

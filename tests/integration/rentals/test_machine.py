@@ -23,6 +23,7 @@ from millrace.rentals import (
     Program,
     Rental,
     RentalSettings,
+    RentalTimeouts,
     StorageGrant,
     VastAccount,
     VastClient,
@@ -61,13 +62,15 @@ def real(vast: VastServer) -> Iterator[str]:
     vast.reset()
 
 
-def settings_of(vast: VastServer, key: str, store: StoreSpec, **more: Any) -> RentalSettings:
+def settings_of(
+    vast: VastServer, key: str, store: StoreSpec, *, max_attempts: int = 5, **more: Any
+) -> RentalSettings:
     return RentalSettings(
         name="fleet",
         store=store,
         account=VastAccount(api_key=SecretStr(key), server_url=vast.url),
         request=OfferRequest(max_hourly=2.0, max_total=5.0, max_lifetime=timedelta(hours=1)),
-        poll_interval=timedelta(seconds=1),
+        timeouts=RentalTimeouts(poll_interval=timedelta(seconds=1), max_attempts=max_attempts),
         **more,
     )
 
@@ -230,7 +233,7 @@ def test_what_cannot_be_installed_is_said(
     store = StoreSpec(url=(tmp_path / "store").as_uri())
     program = Program(repo_url=repository.as_uri(), repo_ref="gone", command=("true",))
     rental = Rental(settings_of(vast, real, store, program=program, max_attempts=1))
-    with pytest.raises(Exception, match="did not come up"), rental:
+    with pytest.raises(Exception, match="did not start"), rental:
         rental.wait_until_ready()
     (entry,) = vast.books()
     setup = json.loads((tmp_path / "store/_machines/fleet/000000/setup.json").read_text())

@@ -9,7 +9,6 @@ import pytest
 from pydantic import SecretStr
 
 from millrace.rentals import (
-    LedgerSettings,
     OfferRequest,
     OwnerMonitor,
     Program,
@@ -37,8 +36,10 @@ def settings_of(key: str, url: str, folder: Path) -> RentalSettings:
 def own(key: str, url: str, folder: str, grace: str) -> None:
     """Own a machine until this process is killed."""
     settings = settings_of(key, url, Path(folder))
-    stand = LedgerSettings(store=settings.store, account=settings.account)
-    with OwnerMonitor(stand, settings.name, grace_period=float(grace)), Rental(settings) as rental:
+    with (
+        OwnerMonitor(settings.ledger, settings.name, grace_period=float(grace)),
+        Rental(settings) as rental,
+    ):
         rental.wait_until_ready()
         print("ready", flush=True)
         signal.pause()
@@ -86,8 +87,10 @@ def test_machines_that_a_next_owner_goes_on_with_are_left_to_it(
         watch_owner(
             {
                 "owner": [gone.pid, "1"], "grace_period": 0.0, "rental": "fleet",
-                "store": {"url": (tmp_path / "store").as_uri()},
-                "account": {"api_key": key, "server_url": vast.url},
+                "ledger": {
+                    "store": {"url": (tmp_path / "store").as_uri()},
+                    "account": {"api_key": key, "server_url": vast.url},
+                },
             }
         )  # fmt: skip
         assert len(vast.alive()) == 1

@@ -82,7 +82,7 @@ def test_work_goes_on_elsewhere_when_a_machine_is_lost(
 def test_a_program_that_fails_is_said_with_its_last_words(world: Reset) -> None:
     account = world(program=100.0, fates={"failing": 1.0})
     rental = Rental(account.settings(), vast=account.vast)
-    said = "ended with 1; its last words:\nthe last words"
+    said = "ended with exit code 1. Its last output:\nthe last words"
     with pytest.raises(errors.MachineError, match=said), rental:
         rental.wait_until_done()
     assert account.server.alive() == []
@@ -375,7 +375,7 @@ def test_a_machine_that_lies_about_its_traffic_ends_neither_the_rental_nor_the_b
         for one in list_attempts(open_store(account.store), "fleet")
         if one.release_record and one.release_record.reason is ReleaseReason.TOO_EXPENSIVE
     ]
-    assert "more than its line can move" in liar.message
+    assert "more than its network can transfer" in liar.message
     assert liar.cost < 1.0  # what its line can move, at most
     assert rental.cost < 5.0
 
@@ -395,7 +395,10 @@ def test_the_time_that_was_granted_is_one_too(world: Reset) -> None:
     minute, hour = timedelta(minutes=1), timedelta(hours=1)
     settings = account.settings(request={"max_lifetime": hour}, poll_interval=minute)
     rental = Rental(settings, vast=account.vast)
-    with pytest.raises(errors.BudgetError, match="the time of machine fleet/0 is over"), rental:
+    with (
+        pytest.raises(errors.BudgetError, match="the deadline of machine fleet/0 has passed"),
+        rental,
+    ):
         rental.wait_until_done()
     (one,) = account.server.books()
     assert one["destroyed"] - one["created"] < 3700
