@@ -8,6 +8,7 @@ from millrace.rentals.owner_monitor import OwnerMonitor
 from millrace.rentals.reaper import MachineStatus, ReapResult, list_rentals, reap, release
 from millrace.rentals.rental import Rental
 from millrace.rentals.settings import (
+    CodeRepository,
     LedgerSettings,
     Program,
     RentalSettings,
@@ -24,6 +25,7 @@ from millrace.rentals.vast.instances import IDENTITY_PORT, Instance
 __all__ = [
     "IDENTITY_PORT",
     "Clock",
+    "CodeRepository",
     "Instance",
     "LedgerSettings",
     "Machine",

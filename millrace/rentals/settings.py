@@ -50,8 +50,8 @@ class StorageGrant(BaseModel):
     )
 
 
-class Program(BaseModel):
-    """Program of each machine: a repository that is installed, and a command."""
+class CodeRepository(BaseModel):
+    """Repository that rented machines install."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -63,6 +63,15 @@ class Program(BaseModel):
     extras: tuple[str, ...] = Field(
         default=(), description="Extras of the project to install, such as `gradients`."
     )
+    image: str = Field(
+        default="pytorch/pytorch:2.6.0-cuda12.4-cudnn9-runtime",
+        description="Docker image with python3 (3.11 or newer), its module venv, and git.",
+    )
+
+
+class Program(CodeRepository):
+    """Program of each machine: a repository that is installed, and a command."""
+
     command: tuple[str, ...] = Field(
         min_length=1,
         description="Command to run in the folder of the clone, such as `millrace run "
@@ -84,21 +93,19 @@ class Program(BaseModel):
         "number inside and outside of the container. The program finds this number in "
         "`VAST_TCP_PORT_70000`.",
     )
-    image: str = Field(
-        default="pytorch/pytorch:2.6.0-cuda12.4-cudnn9-runtime",
-        description="Docker image with python3 (3.11 or newer), its module venv, and git.",
-    )
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
         reserved = [name for name in self.environment if name.startswith(_RESERVED_PREFIXES)]
         if reserved:
             raise ValueError(
-                f"{', '.join(reserved)}: such variables are set by Millrace or Vast.ai"
+                f"{', '.join(reserved)}: names with these prefixes are set by Millrace or Vast.ai"
             )
         wrong = [name for name in self.files if name.startswith("/") or ".." in name.split("/")]
         if wrong:
-            raise ValueError(f"{', '.join(wrong)}: files stand below the folder of the clone")
+            raise ValueError(
+                f"{', '.join(wrong)}: a path must be relative, and below the folder of the clone"
+            )
         return self
 
 
