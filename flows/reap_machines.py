@@ -33,7 +33,7 @@ def reap_machines(
     headline = f"{format_count(len(found.released), 'machine')} {word}, {len(found.kept)} stay."
     if found.foreign_attempts:
         headline += (
-            f" Another account pays for {found.foreign_attempts} more: look with its API key."
+            f" Another account pays for {found.foreign_attempts} more: run this with its API key."
         )
     report_rentals(headline, (*found.released, *found.kept), key="reaper")
     return found

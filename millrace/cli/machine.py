@@ -154,9 +154,9 @@ def reap(settings: Path, *, dry_run: bool) -> CommandResult:
     count = format_count(len(result.released), "machine")
     echo(f"{verb}: {count}. Stay: {len(result.kept)}.")
     if result.closed_attempts:
-        echo(f"Closed: {result.closed_attempts}, of which nothing was left.")
+        echo(f"Closed: {format_count(result.closed_attempts, 'attempt')} without a machine.")
     if result.foreign_attempts:
-        echo(f"Another account pays for {result.foreign_attempts} more: look with its API key.")
+        echo(f"Another account pays for {result.foreign_attempts} more: run this with its API key.")
     data = {
         "released": [_describe_fields(one) for one in result.released],
         "kept": [_describe_fields(one) for one in result.kept],
@@ -174,7 +174,7 @@ def show_offers(settings: "RentalSettings") -> "list[Offer]":
     if found:
         echo_text(format_offers(found))
     else:
-        echo("No offer fits: ask for less, or grant more dollars an hour.", err=True)
+        echo("No offer fits: ask for less, or raise max_hourly.", err=True)
     return found
 
 
@@ -203,18 +203,23 @@ def _confirm_rental(settings: "RentalSettings", *, yes: bool) -> bool:
 
 
 def release_on_signal(has_machines: Callable[[], bool] = lambda: True) -> None:
-    """End this process by releasing what it rents, however often it is asked to end.
+    """Interrupt this process at the first signal to end; ignore others during a release.
+
+    A second interrupt could end the process before its machines are released.
 
     Args:
-        has_machines: Whether it has machines now. While it has, only the first request interrupts:
-            a second one, wherever it hits, could end the process before its machines are released.
+        has_machines: Function that tells whether the process has machines. While it has none, each
+            signal interrupts.
     """
     was_interrupted = False
 
     def handle_signal(_: int, __: FrameType | None) -> None:
         nonlocal was_interrupted
         if was_interrupted and has_machines():
-            echo("Machines are being released: wait, or they are billed on.", err=True)
+            echo(
+                "Machines are being released: wait. Machines that are not released are billed.",
+                err=True,
+            )
             return
         was_interrupted = True
         raise KeyboardInterrupt
@@ -255,7 +260,7 @@ def describe_machine(machine: "MachineStatus") -> str:
 
 
 def _describe_fields(one: "MachineStatus") -> dict[str, object]:
-    """Return what `--json` prints of a machine."""
+    """Return the fields of a machine for `--json`."""
     intent = one.attempt.intent if one.attempt else None
     return {
         "rental": one.rental,
@@ -272,7 +277,7 @@ def _describe_fields(one: "MachineStatus") -> dict[str, object]:
 
 
 class _EventPrinter:
-    """Says each thing that happens to a machine, and what it prints."""
+    """Printer of the events of machines, and of the output of their programs."""
 
     def __call__(self, event: Event) -> None:
         figures = event.figures

@@ -36,7 +36,7 @@ class Label:
 
     @classmethod
     def parse(cls, text: str, installation: str) -> "Label | None":
-        """Parse a label; return None if it is another installation's, or invalid."""
+        """Parse a label; return None for an invalid label, or a label of another installation."""
         if not is_ours(text, installation):
             return None
         rental, _, rest = text.removeprefix(make_label_prefix(installation)).rpartition("/")

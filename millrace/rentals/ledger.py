@@ -16,13 +16,13 @@ from millrace.storage import Store, StoreSpec, list_objects, open_store
 R = TypeVar("R", bound=Record)
 
 _MAX_SPEED = 10_000.0  # Mbit/s, more than any host has
-_SPEED_TOLERANCE = 4.0  # counters up to this multiple of the offered speed are plausible
+_SPEED_TOLERANCE = 4.0  # a count of bytes is plausible up to this multiple of the offered speed
 
 
 def ensure_installation(store: Store) -> str:
     """Return the identity of this installation; create it if the store has none.
 
-    Each store has one. It tells installations apart that share an account.
+    Each store has one identity. It distinguishes installations that share an account.
     """
     candidate = Installation(id=secrets.token_hex(6))
     try:
@@ -40,7 +40,7 @@ class Attempt:
         intent: Record from before the create request.
         contract: Record of the rented machine; None while its number is unknown.
         release_record: Record of the release; None before the release.
-        is_detached: Whether the machine stays without an owner.
+        is_detached: Whether the machine was detached, and runs without an owner.
     """
 
     number: int
@@ -93,7 +93,7 @@ class Attempt:
         return seconds * down * 1e6 / 8, seconds * up * 1e6 / 8
 
     def find_instance(self, instances: Iterable[Instance]) -> Instance | None:
-        """Find the machine in a listing: by its number if that is known, else by its label.
+        """Find the machine in a listing: by its number if a number is known, else by its label.
 
         Another machine may have the same label.
         """
@@ -132,8 +132,8 @@ def refuse_foreign_machines(rental: str, machines: int) -> None:
     if machines:
         count = "1 machine" if machines == 1 else f"{machines} machines"
         raise errors.ConfigurationError(
-            f"{count} of {rental} were rented with another account of Vast.ai, and not released: "
-            "use that account's API key, or release the rental with it first."
+            f"{count} of {rental} were rented with another account of Vast.ai, and are not "
+            "released: use the API key of that account, or release the rental with that key first."
         )
 
 

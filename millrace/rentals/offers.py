@@ -92,7 +92,7 @@ class OfferRequest(BaseModel):
     @model_validator(mode="after")
     def _check_bid(self) -> Self:
         if self.bid is not None and not self.interruptible:
-            raise ValueError("a bid is for an interruptible machine: set interruptible too")
+            raise ValueError("a bid needs an interruptible machine: set interruptible too")
         if self.bid is not None and self.bid > self.max_hourly:
             raise ValueError("the bid is more than max_hourly")
         return self
@@ -140,12 +140,12 @@ class Offer:
         gpu_memory: Memory of each GPU, in GB.
         location: Location of the host.
         reliability: Reliability of the host, from 0 to 1.
-        download_mbps: Speed in Mbit/s.
-        upload_mbps: Speed in Mbit/s.
-        dollars_per_hour: Dollars an hour, with the disk; of an interruptible machine, with the bid.
+        download_mbps: Download speed in Mbit/s.
+        upload_mbps: Upload speed in Mbit/s.
+        dollars_per_hour: Price with the disk. An interruptible machine costs its bid and the disk.
         bid: Bid in dollars an hour; None for a machine on demand.
-        download_dollars_per_gb: Dollars a GB.
-        upload_dollars_per_gb: Dollars a GB.
+        download_dollars_per_gb: Price of a download.
+        upload_dollars_per_gb: Price of an upload.
         expected_cost: Expected total cost, in dollars.
     """
 
@@ -176,7 +176,7 @@ class Offer:
             min_bid = float(row["min_bid"])
             bid = request.bid if request.bid is not None else math.ceil(min_bid * 1100) / 1000
             if bid < min_bid:
-                raise ValueError("the lowest bid that is accepted is more than the bid")
+                raise ValueError("the bid is below the lowest bid that is accepted")
             dollars_per_hour = (
                 bid + float(row.get("storage_cost") or 0.0) * request.disk / _HOURS_PER_MONTH
             )
@@ -228,13 +228,13 @@ def find_offers(
             offer = Offer.from_row(row, request)
         except (KeyError, TypeError, ValueError):
             continue  # an unreadable offer is left out
-        has_dear_traffic = (
+        has_expensive_traffic = (
             max(offer.download_dollars_per_gb, offer.upload_dollars_per_gb) > request.max_traffic
         )
         if (
             offer.machine_id not in excluded
             and offer.dollars_per_hour <= request.max_hourly
-            and not has_dear_traffic
+            and not has_expensive_traffic
         ):
             offers[offer.id] = offer
     return sorted(

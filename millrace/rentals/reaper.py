@@ -1,7 +1,7 @@
-"""Release machines of this installation whose owner is lost, or whose time is over.
+"""Release machines of this installation that have no living owner, or have passed their deadline.
 
-Only machines with this installation's label are touched. A list that cannot be read completely
-is unknown, not empty: then the reaper fails and releases nothing.
+Only machines with this installation's label are touched. If the list of machines cannot be read
+completely, the reaper fails and releases nothing.
 """
 
 from contextlib import ExitStack
@@ -61,7 +61,7 @@ class ReapResult:
     """Result of a reaper's run.
 
     Attributes:
-        released: Machines that were released; in a dry run, those that would be.
+        released: Machines that were released; in a dry run, machines that would be released.
         kept: Machines that stay.
         closed_attempts: Number of open attempts without a machine, which were closed.
         foreign_attempts: Number of open attempts of another account. Only the key of that account
@@ -100,7 +100,7 @@ def reap(
     vast: VastClient | None = None,
     progress: Progress = ignore_event,
 ) -> ReapResult:
-    """Release the machines whose owner is lost, or whose time is over.
+    """Release the machines that have no living owner, or have passed their deadline.
 
     Args:
         settings: Store of the ledger, and the account.
@@ -139,15 +139,15 @@ def release(
     Args:
         settings: Store of the ledger, and the account.
         rental: Name of the rental.
-        wait: Whether to wait, if there seems to be an owner, until that renews its lease or the
-            lease expires.
-        include_detached: Whether detached machines are released, too.
+        wait: Whether to wait if the rental seems to have an owner. The wait ends when the owner
+            renews its lease, or the lease expires.
+        include_detached: Whether detached machines are released, too; else they stay.
         vast: Client of the account; by default that of the settings.
         progress: Receives ``rental.released``, for each machine.
 
     Raises:
-        ConfigurationError: Another account pays for some machines. Those of this account were
-            released.
+        ConfigurationError: Another account pays for some machines. The machines of this account
+            were released.
         HeldError: The rental has a living owner, which releases its machines when it ends.
         NotFoundError: There is no such rental.
         UnavailableError: Some machines may still exist.
@@ -158,7 +158,7 @@ def release(
         attempts = list_attempts(store, rental)
         if not attempts:
             raise errors.NotFoundError(
-                f"{store.url} knows no rental {rental!r}: `millrace machine list` lists them."
+                f"{store.url} has no rental {rental!r}: see the names with `millrace machine list`."
             )
         own_account = vast.identify_account()
         unreleased = [
@@ -179,7 +179,7 @@ def release(
                 rental,
                 one,
                 ReleaseReason.UNNEEDED,
-                "it was released",
+                "the rental was released",
                 one.compute_cost(now),
                 now,
             )
@@ -189,7 +189,7 @@ def release(
                     label,
                     {
                         "reason": ReleaseReason.UNNEEDED,
-                        "message": "it was released",
+                        "message": "the rental was released",
                         "dollars": one.compute_cost(now),
                     },
                 )
@@ -238,7 +238,7 @@ def _release_machines(
 
 
 class _OwnerLookup:
-    """Lookup of the owners of rentals, which reads each lease once."""
+    """Lookup of the owners of rentals. Each lease is read once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -291,7 +291,7 @@ def _assess_machine(
     attempt = find_attempt(store, label.rental, label.attempt)
     is_detached = attempt is not None and attempt.is_detached
     if attempt is not None and attempt.instance_id not in {None, instance.id}:
-        reason = f"it bears the label of machine {attempt.instance_id}, and is another"
+        reason = f"the machine has the label of machine {attempt.instance_id}, but another number"
         cost = replace(attempt, release_record=None).compute_cost(
             now, dollars_per_hour=instance.dollars_per_hour
         )
@@ -300,15 +300,17 @@ def _assess_machine(
         )
     deadline = min(attempt.intent.deadline, label.deadline) if attempt else label.deadline
     if now >= deadline:
-        reason = f"its time was over at {deadline:%Y-%m-%d %H:%M} UTC"
+        reason = f"the deadline was {deadline:%Y-%m-%d %H:%M} UTC"
     elif attempt is not None and attempt.release_record is not None:
-        reason = f"it was released before ({attempt.release_record.reason}), and is there"
+        reason = (
+            f"the machine was released before ({attempt.release_record.reason}), but still exists"
+        )
     elif not owner and is_detached and _has_program_ended(store, label):
-        reason = "its program has ended"
+        reason = "the program has ended"
     elif owner or is_detached:
         reason = ""
     else:
-        reason = "nobody has it any more"
+        reason = "the machine has no living owner"
     cost = attempt.compute_cost(now, dollars_per_hour=instance.dollars_per_hour) if attempt else 0.0
     return MachineStatus(instance, label.rental, attempt, owner, cost, reason)
 
@@ -326,16 +328,22 @@ def _close_lost_attempts(
     instances: list[Instance],
     attempts: list[tuple[str, Attempt]],
 ) -> int:
-    """Record the release of open attempts without a machine; return their number."""
+    """Record the release of open attempts whose machine is not listed; return their number."""
     now = vast.clock.now()
     closed = 0
     for rental, attempt in attempts:
         if now - attempt.intent.started_at <= _MIN_ATTEMPT_AGE:
             continue
         if attempt.find_instance(instances) is None and not owners.find_owner(rental):
-            detail = "its owner was lost, and the provider has it no more"
+            message = "the owner was lost, and the provider does not list the machine"
             record_release(
-                store, rental, attempt, ReleaseReason.REAPED, detail, attempt.compute_cost(now), now
+                store,
+                rental,
+                attempt,
+                ReleaseReason.REAPED,
+                message,
+                attempt.compute_cost(now),
+                now,
             )
             closed += 1
     return closed

@@ -162,7 +162,7 @@ class Rental:
         self._releaser.release([*decisions, *self._find_unclaimed()])
 
     def _detach(self) -> None:
-        """Leave the machines without an owner; release those without a slot."""
+        """Detach the machines, and release the machines without a slot."""
         self._ownership.detach()
         for machine in self.machines:
             key = self._context.keys.detached(machine.attempt.number)
@@ -208,7 +208,7 @@ class Rental:
             self._context.progress(Event("rental.missing", f"{self.settings.name}/{slot}", figures))
 
     def _poll_machines(self) -> None:
-        """Check all machines; release those that failed, ended or have no slot."""
+        """Check all machines, and release machines that failed, ended or have no slot."""
         with contextlib.suppress(errors.UnavailableError):  # an unreadable lease is not a lost one
             self._ownership.refuse_if_superseded()
         self._releaser.enforce_budget(self._budget)

@@ -19,7 +19,7 @@ _MIN_STS_LIFETIME = timedelta(minutes=15)  # shortest lifetime of credentials fr
 
 
 def read_onstart_script() -> str:
-    """Return the script that the provider runs when the machine starts. It downloads nothing."""
+    """Return the script that the provider runs when a machine starts. It downloads nothing."""
     return _read_guest_file("onstart.sh")
 
 
@@ -105,7 +105,7 @@ def upload_files(store: Store, settings: RentalSettings, attempt: Attempt) -> No
 def derive_node_key(account: VastAccount, rental: str, attempt: int) -> SecretStr:
     """Return the key of the swarm's agent on a rented machine. Each machine has its own.
 
-    The key is derived from the account's key, which cannot be computed from it.
+    The key is derived from the account's API key. The API key cannot be computed from it.
 
     Args:
         account: Account that pays.
@@ -136,8 +136,8 @@ def _scope_store(
     spec = store.spec
     if spec.options or spec.ca_file:
         raise errors.ConfigurationError(
-            f"{store.url} is opened with options or a ca_file: a rented machine is given neither. "
-            "Rent with a store that needs none."
+            f"{store.url} is opened with options or a ca_file, which rented machines do not "
+            "receive: use a store that needs neither."
         )
     credentials = open_scoped_store(
         store, prefixes, ttl, access=access, role_arn=role_arn

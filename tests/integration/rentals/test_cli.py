@@ -69,8 +69,8 @@ def test_what_is_left_running_is_listed_kept_and_released(run: Run, vast: VastSe
     assert "Released: 0 machines. Stay: 1." in run("machine", "reap")
     vast.advance(3 * 3600)
     said = run("machine", "reap", "--dry-run")
-    assert "its program has ended.\nWould be released: 1 machine. Stay: 0." in said
-    assert "knows no rental 'fleat'" in run("machine", "release", "fleat", code=1)
+    assert "the program has ended.\nWould be released: 1 machine. Stay: 0." in said
+    assert "has no rental 'fleat'" in run("machine", "release", "fleat", code=1)
     assert "Released: 1 machine of fleet" in run("machine", "release", "fleet", "rent.yaml")
     assert vast.alive() == []
 

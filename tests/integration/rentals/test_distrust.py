@@ -59,7 +59,7 @@ def test_what_was_left_goes_when_its_program_has_ended(world: Reset) -> None:
     assert len(reap(account.stand(), vast=account.vast).kept) == 1
     account.server.advance(900)
     (gone,) = reap(account.stand(), vast=account.vast).released
-    assert gone.release_reason == "its program has ended"
+    assert gone.release_reason == "the program has ended"
     assert account.server.alive() == []
 
 
@@ -287,7 +287,7 @@ def test_a_watchdog_lives_through_any_answer(vast: VastServer, answer: bytes) ->
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         done = watch(vast, number, entry["key"], f"http://127.0.0.1:{server.getsockname()[1]}/", 1)
-    assert "its owner was not heard of" in done
+    assert "the owner sent no heartbeat" in done
     assert vast.alive() == []
 
 
@@ -297,7 +297,7 @@ def test_a_watchdog_stays_with_a_machine_that_was_left(vast: VastServer, tmp_pat
     (entry,) = vast.alive()
     (tmp_path / "owner.txt").write_bytes(b"detached")
     done = watch(vast, number, entry["key"], (tmp_path / "owner.txt").as_uri(), 1, lifetime=3)
-    assert "its time is over" in done
+    assert "the deadline has passed" in done
     assert vast.alive() == []
 
 
@@ -340,5 +340,7 @@ def test_a_machine_that_prints_without_end_fills_no_log(
         heard.refresh()
         told += heard.new_lines
     assert told[:25] == [f"{piece}.{n}" for piece in range(3) for n in range(10)][:25]
-    assert told[25:] == [f"(25 lines are told; the others are in {store.make_url(keys.logs)})"]
+    assert told[25:] == [
+        f"(only 25 lines are shown; the others are in {store.make_url(keys.logs)})"
+    ]
     assert heard.tail[-1] == "5.9"

@@ -25,7 +25,7 @@ def test_what_has_no_owner_is_released(world: Reset) -> None:
     account = world()
     abandon(account, count=2)
     seen = reap(account.stand(), dry_run=True, vast=account.vast)
-    assert [one.release_reason for one in seen.released] == ["nobody has it any more"] * 2
+    assert [one.release_reason for one in seen.released] == ["the machine has no living owner"] * 2
     assert len(account.server.alive()) == 2
     done = reap(account.stand(), vast=account.vast, progress=account.progress)
     assert len(done.released) == account.count("rental.released") == 2
@@ -47,7 +47,7 @@ def test_what_has_an_owner_stays_until_its_time_is_over(world: Reset) -> None:
         assert "process" in kept.owner
         account.server.advance(2 * 3600)
         (gone,) = reap(account.stand(), vast=account.vast).released
-        assert "its time was over" in gone.release_reason
+        assert "the deadline was" in gone.release_reason
         assert account.server.alive() == []
 
 
@@ -119,7 +119,7 @@ def test_what_came_though_nobody_thought_so_is_released(world: Reset) -> None:
     (ghost,) = account.server.alive()
     (gone,) = reap(account.stand(), vast=account.vast).released
     assert gone.instance.id == ghost["id"]
-    assert "it was released before (never rented), and is there" in gone.release_reason
+    assert "was released before (never rented), but still exists" in gone.release_reason
     assert account.server.alive() == []
 
 
@@ -140,7 +140,7 @@ def test_a_rental_is_released_by_name(world: Reset) -> None:
         rental.wait_until_ready()
         with pytest.raises(errors.HeldError, match="is held by"):
             release(account.stand(), "fleet", vast=account.vast)
-    with pytest.raises(errors.NotFoundError, match="knows no rental 'other'"):
+    with pytest.raises(errors.NotFoundError, match="has no rental 'other'"):
         release(account.stand(), "other", vast=account.vast)
     assert release(account.stand(), "fleet", vast=account.vast, include_detached=False) == 0
     assert len(account.server.alive()) == 2  # its owner has left both to work
@@ -188,7 +188,7 @@ def test_a_machine_that_bears_the_label_of_another_costs_that_one_nothing(world:
         rental.wait_until_ready()
         done = reap(account.stand(), vast=account.vast)
         assert [one.instance.id for one in done.released] == [stray]
-        assert "bears the label of" in done.released[0].release_reason
+        assert "has the label of machine" in done.released[0].release_reason
         assert [one.instance.id for one in done.kept] == [machine.attempt.instance_id]
         assert [one["id"] for one in account.server.alive()] == [machine.attempt.instance_id]
         (attempt,) = list_attempts(open_store(account.store), "fleet")
@@ -209,7 +209,7 @@ def test_a_label_that_was_changed_gives_a_machine_no_more_time(world: Reset) -> 
     account.server.ask("label", {"instance": machine.attempt.instance_id, "label": label})
     account.server.advance(2 * 3600)
     (gone,) = reap(account.stand(), vast=account.vast).released
-    assert "its time was over" in gone.release_reason
+    assert "the deadline was" in gone.release_reason
     assert account.server.alive() == []
 
 

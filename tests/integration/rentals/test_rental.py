@@ -305,7 +305,7 @@ def test_a_lost_create_is_not_called_released_while_no_list_can_be_read(world: R
     account.server.fail_next(1, "lost", "create")
     account.server.fail_next(10_000, "unsuccessful list", "list")
     rental = Rental(account.settings(), vast=account.vast)
-    with pytest.raises(errors.UnavailableError, match="is released is not known"), rental:
+    with pytest.raises(errors.UnavailableError, match="is not confirmed"), rental:
         rental.wait_until_ready()
     (attempt,) = list_attempts(open_store(account.store), "fleet")
     assert attempt.release_record is None
@@ -453,7 +453,7 @@ def test_what_cannot_be_released_is_said_and_left_to_the_reaper(world: Reset) ->
     rental.__enter__()
     rental.wait_until_ready()
     account.server.fail_next(10_000, "error500", "delete")
-    said = r"millrace/\w+/fleet/000000/\d+ is released is not known .*reap"
+    said = r"release of millrace/\w+/fleet/000000/\d+ is not confirmed .*reap"
     with pytest.raises(errors.UnavailableError, match=said):
         rental.__exit__(None, None, None)
     (attempt,) = list_attempts(open_store(account.store), "fleet")
