@@ -1,4 +1,4 @@
-"""The whole chain on one machine: a dataset, rented machines, a model trained, all given back.
+"""The whole chain on one machine: a dataset, rented machines, a model trained, all released.
 
 The text is Python's own standard library, the store is a folder, the runs stand in a Prefect server
 of its own. The machines are rented from a stand-in of Vast.ai's API, which runs each as processes

@@ -33,7 +33,7 @@ from millrace.cleanup import CleanupKind, CleanupResult, Rule
 from millrace.errors import HeldError, MillraceError, UnavailableError, format_error
 from millrace.gradients import AggregatorSettings, FollowSettings, RunSettings
 from millrace.keys.campaigns import CampaignKeys
-from millrace.rentals import RentalSettings, RentalTimeouts
+from millrace.rentals import RentalSettings, RentalTimeouts, RentSettings
 from millrace.storage import Right, StoreSpec
 from tasks.campaigning import (
     CampaignSummary,
@@ -60,7 +60,7 @@ from tasks.merging import AggregationResult, begin_chain, check_weights
 from tasks.renting import (
     RentalReference,
     RentalSupervisor,
-    has_unreturned_machines,
+    has_unreleased_machines,
     make_release_hook,
     require_ledger,
 )
@@ -213,7 +213,7 @@ def _train(context: _CampaignContext, training: TrainingSettings) -> None:
         progress.last_window >= training.epochs * training.windows_per_epoch
         and last in progress.ended_epochs
     ):
-        if isinstance(training.machines, RentedWorkers) and has_unreturned_machines(
+        if isinstance(training.machines, RentedWorkers) and has_unreleased_machines(
             context.write_spec, context.plan.name
         ):
             release_machines(context.plan.name, context.bucket, training.machines.vast)
@@ -356,29 +356,23 @@ def _rent_workers(
     timeouts = RentalTimeouts.model_validate(
         {f: getattr(machines, f) for f in RentalTimeouts.model_fields}
     )
-    settings = RentalSettings(
-        name=name,
-        store=ledger.store,
-        account=ledger.account,
+    settings = RentSettings(
         request=machines.request,
         program=program,
         machines=training.workers,
         storage_grants=storage_grants,
         role_arn=machines.role_arn,
-        **timeouts.model_dump(),
+        timeouts=timeouts,
     )
-    if plan.prewarm_timeout is not None and not has_unreturned_machines(
+    if plan.prewarm_timeout is not None and not has_unreleased_machines(
         context.write_spec, name
     ):  # rented machines already train
         begin_warming(context.write_spec, name)
     with RentalSupervisor(
-        settings,
+        RentalSettings.make(name, ledger, settings),
         lambda: has_joined_worker(context.read_spec, plan.run, context.list_uids(training)),
     ) as supervisor:
-        rent_machines(
-            name, context.bucket, machines.vast, machines.request, program, training.workers,
-            list(storage_grants), machines.role_arn, timeouts, dry_run=False,
-        )  # fmt: skip
+        rent_machines(name, context.bucket, machines.vast, settings, dry_run=False)
         if plan.dataset is not None and is_warming(context.write_spec, name):
             _prewarm_machines(context, plan.dataset, machines)
         yield supervisor

@@ -23,7 +23,7 @@ def list_machines(
     found = fetch_machines(ledger)
     dollars, hourly = (
         sum(one.cost for one in found),
-        sum(one.instance.hourly_price for one in found),
+        sum(one.instance.dollars_per_hour for one in found),
     )
     machines = format_count(len(found), "machine")
     report_rentals(f"{machines} rented, ${hourly:.2f} an hour, ${dollars:.2f} so far.", found)

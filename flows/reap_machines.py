@@ -29,11 +29,11 @@ def reap_machines(
     if isinstance(ledger, State):
         return ledger  # pyright: ignore[reportReturnType] - Prefect's way
     found = run_reaper(ledger, dry_run=dry_run)
-    word = "would be given back" if dry_run else "given back"
-    headline = f"{format_count(len(found.returned), 'machine')} {word}, {len(found.kept)} stay."
+    word = "would be released" if dry_run else "released"
+    headline = f"{format_count(len(found.released), 'machine')} {word}, {len(found.kept)} stay."
     if found.foreign_attempts:
         headline += (
-            f" Another account pays for {found.foreign_attempts} more: look with its API key."
+            f" Another account pays for {found.foreign_attempts} more: run this with its API key."
         )
-    report_rentals(headline, (*found.returned, *found.kept), key="reaper")
+    report_rentals(headline, (*found.released, *found.kept), key="reaper")
     return found

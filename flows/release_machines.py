@@ -21,9 +21,9 @@ def release_machines(
         vast: The Vast.ai Credentials block that has paid, or its name.
     """
     ledger = require_ledger(bucket, vast)
-    returned = release_rental(ledger, name)
-    gone = format_count(returned, "machine")
+    released = release_rental(ledger, name)
+    gone = format_count(released, "machine")
     report_rentals(
-        format_markdown("{}: {} given back; a listing shows none.", format_bold(name), gone), []
+        format_markdown("{}: {} released; a listing shows none.", format_bold(name), gone), []
     )
-    return returned
+    return released

@@ -5,26 +5,15 @@ from typing import Any
 from prefect import flow
 
 from blocks import VastCredentials
-from millrace.rentals import (
-    LedgerSettings,
-    MachineStatus,
-    Offer,
-    OfferRequest,
-    Program,
-    RentalSettings,
-    RentalTimeouts,
-    StorageGrant,
-)
-from millrace.storage import Right
+from millrace.rentals import MachineStatus, Offer, RentalSettings, RentSettings
 from tasks.formatting import format_count
-from tasks.locations import BucketLocation, make_store_spec
+from tasks.locations import BucketLocation
 from tasks.renting import (
     RentalReference,
     fetch_machines,
-    make_account,
     make_release_hook,
     report_rentals,
-    require_credentials,
+    require_ledger,
     search_offers,
     start_rental,
 )
@@ -48,12 +37,7 @@ def rent_machines(
     name: str,
     bucket: BucketLocation,
     vast: VastCredentials | str,
-    request: OfferRequest,
-    program: Program,
-    machines: int = 1,
-    storage_grants: list[StorageGrant] = [],  # noqa: B006 - Prefect draws it
-    role_arn: str | None = None,
-    timeouts: RentalTimeouts = RentalTimeouts(),  # noqa: B008 - frozen
+    settings: RentSettings,
     dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
 ) -> list[MachineStatus] | list[Offer]:
     """Rent machines of Vast.ai, and start a program on each.
@@ -64,32 +48,16 @@ def rent_machines(
     Args:
         name: Name of the rental, for `release-machines` and to continue a stopped run.
         bucket: A Millrace Bucket block with write credentials, its name, or a URL. It holds the
-            ledger of rentals. The machines can access the parts in `storage_grants`.
+            ledger of rentals. The machines can access the prefixes in `storage_grants`.
         vast: The Vast.ai Credentials block that pays, or its name.
-        request: Requirements of each machine, and its highest price.
-        program: Program that runs on each machine.
-        machines: Number of machines.
-        storage_grants: Parts of the bucket that the machines may use.
-        role_arn: ARN of the role whose credentials machines get (S3 only).
-        timeouts: Longest waits for machines, and the interval of the checks.
+        settings: Machines to rent: their number, requirements, program and limits.
         dry_run: Only show the offers.
     """
-    settings = RentalSettings(
-        name=name,
-        store=make_store_spec(bucket, Right.WRITE),
-        account=make_account(require_credentials(vast)),
-        request=request,
-        program=program,
-        machines=machines,
-        storage_grants=tuple(storage_grants),
-        role_arn=role_arn,
-        **timeouts.model_dump(),
-    )
+    rental = RentalSettings.make(name, require_ledger(bucket, vast), settings)
     if dry_run:
-        return search_offers(settings)
-    dollars = start_rental(settings)
-    ledger = LedgerSettings(store=settings.store, account=settings.account)
-    mine = [one for one in fetch_machines(ledger) if one.rental == name]
+        return search_offers(rental)
+    dollars = start_rental(rental)
+    mine = [one for one in fetch_machines(rental.ledger) if one.rental == name]
     headline = format_markdown(
         "{}: {} run, ${:.2f} so far. Release them with `release-machines`; else they go at "
         "their deadline.",

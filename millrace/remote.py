@@ -8,29 +8,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from millrace import errors
 from millrace.datasets import PipelineSettings
-from millrace.rentals import OfferRequest, Program, RentalSettings, StorageGrant, VastAccount
+from millrace.rentals import (
+    CodeRepository,
+    OfferRequest,
+    Program,
+    RentalSettings,
+    StorageGrant,
+    VastAccount,
+)
 from millrace.storage import Right, StoreSpec, open_store
 
 _SETTINGS_FILE = "millrace-run.yaml"
-
-
-class CodeRepository(BaseModel):
-    """Repository that rented machines install."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    repo_url: str = Field(
-        description="URL of a public repository: a Python project that contains or requires "
-        "Millrace."
-    )
-    repo_ref: str = Field(default="main", description="Branch, tag or commit of the repository.")
-    extras: tuple[str, ...] = Field(
-        default=(), description="Extras of the project to install, such as `gradients`."
-    )
-    image: str = Field(
-        default=Program.model_fields["image"].default,
-        description="Docker image with python3 (3.11 or newer), its module venv, and git.",
-    )
 
 
 class VastSettings(CodeRepository):

@@ -405,21 +405,21 @@ class RentalProgress(LiveProgress):
             case "rental.offer":
                 self._log.info(
                     "%s: takes %s in %s for $%.3f an hour",
-                    event.subject, figures["gpu"], figures["place"], figures["dph"],
+                    event.subject, figures["gpu"], figures["location"], figures["dollars_per_hour"],
                 )  # fmt: skip
             case "rental.raised":
                 self._log.warning(
                     "%s: costs $%.3f an hour, and was offered for $%.3f",
-                    event.subject, figures["dph"], figures["offered"],
+                    event.subject, figures["dollars_per_hour"], figures["offered"],
                 )  # fmt: skip
             case "rental.ready":
                 self._ready.add(event.subject)
                 self._log.info("%s: its program runs", event.subject)
             case "rental.missing":
-                self._log.warning("%s: not replaced yet: %s", event.subject, figures["why"])
-            case "rental.returned":
+                self._log.warning("%s: not replaced yet: %s", event.subject, figures["message"])
+            case "rental.released":
                 self._ready.discard(event.subject)
-                self._log.info("%s: given back, %s", event.subject, figures["said"])
+                self._log.info("%s: released, %s", event.subject, figures["message"])
             case "machine.printed":
                 self._log.info("%s| %s", event.subject, figures["text"])
             case _:

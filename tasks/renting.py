@@ -43,7 +43,7 @@ from millrace.rentals import (
     reap,
     release,
 )
-from millrace.schemas.rental import ReturnReason
+from millrace.schemas.rental import ReleaseReason
 from millrace.storage import Right, StoreSpec, open_store
 from millrace.swarm import Host, Hosts
 from tasks.formatting import format_count, make_artifact_key
@@ -62,10 +62,10 @@ from tasks.retries import RETRY_DELAYS, should_retry
 RentalReference = tuple[str, Bucket | str, VastCredentials | str]
 """Name of a rental, the bucket of its ledger, and the credentials of the account that pays."""
 
-_SHOWN = 20  # offers in a report
-_TAKEOVER_TIMEOUT = 600.0  # seconds that another owner may hold the rental
+_SHOWN = 20  # number of offers in a report
+_TAKEOVER_TIMEOUT = 600.0  # seconds in which another owner must have left the rental
 _POLL_INTERVAL = 10.0
-_MAX_FAILURES = 2  # failed programs before any has worked: the next would fail, too
+_MAX_FAILURES = 2  # failures after which a program that never worked is not run again
 _SUPERVISOR: contextvars.ContextVar["RentalSupervisor | None"] = contextvars.ContextVar(
     "rental_supervisor", default=None
 )
@@ -85,13 +85,13 @@ def require_credentials(vast: VastCredentials | str) -> VastCredentials:
     found = vast if isinstance(vast, VastCredentials) else find_block(VastCredentials, vast)
     if found is None:
         raise ConfigurationError(
-            f"There is no Vast.ai Credentials block {vast}: make it with `millrace setup`."
+            f"There is no Vast.ai Credentials block {vast}: create it with `millrace setup`."
         )
     return found
 
 
 def find_ledger(bucket: Bucket | str, vast: VastCredentials | str) -> LedgerSettings | State[None]:
-    """Return the ledger of rentals and its account, if both blocks exist.
+    """Return the ledger of rentals and the account that pays, if both blocks exist.
 
     Returns:
         The settings, or the state of a run that does nothing because a block is missing.
@@ -109,18 +109,19 @@ def find_ledger(bucket: Bucket | str, vast: VastCredentials | str) -> LedgerSett
         and has_open_attempts(make_store_spec(location, Right.WRITE))
     ):
         raise ConfigurationError(
-            f"There is no Vast.ai Credentials block {vast}, and by {bucket} machines are rented: "
-            "nobody can give them back. Make the block, with the API key that has rented them."
+            f"There is no Vast.ai Credentials block {vast}, but the ledger in {bucket} has rented "
+            "machines: create the block with the API key of the account that pays, so that the "
+            "machines can be released."
         )
     if location is None or credentials is None:
-        return skip_run(missing, "nothing was looked at, and nothing given back")
+        return skip_run(missing, "nothing was looked at, and nothing released")
     return LedgerSettings(
         store=make_store_spec(location, Right.WRITE), account=make_account(credentials)
     )
 
 
 def require_ledger(bucket: Bucket | str, vast: VastCredentials | str) -> LedgerSettings:
-    """Return the ledger of rentals and its account, where both blocks must exist.
+    """Return the ledger of rentals and the account that pays.
 
     Raises:
         ConfigurationError: A block is missing.
@@ -142,23 +143,22 @@ def search_offers(settings: RentalSettings) -> list[Offer]:
     if len(found) < settings.machines:
         raise NotFoundError(
             f"Vast.ai has {format_count(len(found), 'offer')} that fit {settings.name}, which "
-            f"needs {settings.machines}: ask for less, or grant more dollars an hour."
+            f"needs {settings.machines}: ask for less, or raise max_hourly."
         )
     return found
 
 
 def make_owner_monitor(settings: RentalSettings) -> OwnerMonitor:
     """Return a monitor that releases a rental if this process is killed."""
-    return OwnerMonitor(
-        LedgerSettings(store=settings.store, account=settings.account), settings.name
-    )
+    return OwnerMonitor(settings.ledger, settings.name)
 
 
 @task(cache_policy=NO_CACHE)
 def start_rental(settings: RentalSettings) -> float:
     """Rent machines, wait until all programs run, and return the cost so far in dollars.
 
-    The machines then stay without an owner, unless a supervisor of the caller owns them.
+    The machines are then detached. If the caller has a `RentalSupervisor` of the rental, the
+    supervisor rents and keeps the machines instead.
     """
     supervisor = _SUPERVISOR.get()
     if supervisor is not None and supervisor.rental_name == settings.name:
@@ -179,24 +179,24 @@ def start_rental(settings: RentalSettings) -> float:
     retry_delay_seconds=RETRY_DELAYS,
     retry_condition_fn=should_retry,
 )
-def has_unreturned_machines(spec: StoreSpec, rental: str) -> bool:
-    """Decide whether a machine of a rental has not been returned, by the ledger."""
-    return any(one.return_record is None for one in list_attempts(open_store(spec), rental))
+def has_unreleased_machines(spec: StoreSpec, rental: str) -> bool:
+    """Decide by the ledger whether a machine of a rental is not released."""
+    return any(one.release_record is None for one in list_attempts(open_store(spec), rental))
 
 
 class RentalSupervisor:
-    """Owner of the machines of a rental: rents, replaces, counts and releases them.
+    """Owner of a rental, in a thread. It rents, replaces and releases machines.
 
-    Use it as a context manager around the flow `rent-machines`. The exit releases all machines, and
-    returns when a listing shows none.
+    Use the supervisor as a context manager around the flow `rent-machines`. The exit releases all
+    machines, and returns when a listing shows none.
 
     Args:
-        settings: Settings of the rental; machines of an owner that was killed are taken over.
-        is_proven: Whether a program is known to work. Until then, the second failure ends the
-            rental: the command is wrong on any machine.
+        settings: Settings of the rental. Machines of an owner that was killed are taken over.
+        is_proven: Function that tells whether the program has worked on a machine. While it has
+            not, the second failure of the program ends the rental.
     """
 
-    _unreturned: ClassVar[set["RentalSupervisor"]] = set()
+    _unreleased: ClassVar[set["RentalSupervisor"]] = set()
 
     def __init__(
         self, settings: RentalSettings, is_proven: Callable[[], bool] = lambda: True
@@ -218,8 +218,8 @@ class RentalSupervisor:
 
     @classmethod
     def has_any_machines(cls) -> bool:
-        """Decide whether this process owns a rental that is not released yet."""
-        return bool(cls._unreturned)
+        """Decide whether this process owns a rental whose machines are not released yet."""
+        return bool(cls._unreleased)
 
     @property
     def rental_name(self) -> str:
@@ -227,9 +227,9 @@ class RentalSupervisor:
         return self._settings.name
 
     def __enter__(self) -> Self:
-        """Begin to own and to rent."""
+        """Acquire the rental, and rent machines, in the thread."""
         self._token = _SUPERVISOR.set(self)
-        self._unreturned.add(self)
+        self._unreleased.add(self)
         self._thread.start()
         return self
 
@@ -240,10 +240,12 @@ class RentalSupervisor:
         interrupt: BaseException | None = None
         while not self._ended.is_set():
             try:
-                self._ended.wait()  # after an interrupt, `join` may take a living thread for ended
+                self._ended.wait()  # after an interrupt, `join` may return while the thread runs
             except BaseException as error:  # noqa: BLE001 - a second Ctrl-C, or SIGTERM
                 interrupt = error
-                self._log.warning("Machines are being given back: wait, or they are billed on.")
+                self._log.warning(
+                    "Machines are being released: wait. Machines that are not released are billed."
+                )
         if interrupt is not None and kind is None:
             raise interrupt
 
@@ -252,7 +254,7 @@ class RentalSupervisor:
 
         Raises:
             HeldError: Another owner holds the rental.
-            BudgetError, MachineError, NotFoundError: As of `Rental.wait_until_ready`.
+            BudgetError, MachineError, NotFoundError: As in `Rental.wait_until_ready`.
         """
         self._ready.wait()
         self.raise_failure()
@@ -260,12 +262,12 @@ class RentalSupervisor:
 
     @property
     def is_over(self) -> bool:
-        """True if all programs, or the rental, have ended."""
+        """True if all programs have ended, or the rental has failed."""
         return not self._thread.is_alive()
 
     def describe_end(self) -> str:
-        """Return how the programs ended, as far as it is known."""
-        return "\n".join(self._failures[-1:]) or "The programs ended with 0."
+        """Return the message of the last failed program, or that no program has failed."""
+        return "\n".join(self._failures[-1:]) or "The programs ended with exit code 0."
 
     def raise_failure(self) -> None:
         """Raise the error that has ended the rental, if any."""
@@ -275,10 +277,10 @@ class RentalSupervisor:
     def wait_until_done(self, timeout: timedelta) -> None:
         """Wait until all programs have ended, and their machines are released.
 
-        An error of the rental is only logged: the machines have done their work.
+        An error of the rental is only logged, because the machines have done their work.
 
         Args:
-            timeout: Longest wait; the exit then releases the other machines.
+            timeout: Longest wait. The exit of the supervisor releases the remaining machines.
         """
         self._ended.wait(timeout.total_seconds())
 
@@ -292,14 +294,14 @@ class RentalSupervisor:
             except HeldError as error:
                 if monotonic() > deadline or self._stop_requested.wait(_POLL_INTERVAL):
                     raise
-                self._log.info("%s is waited for: %s", self.rental_name, format_error(error))
+                self._log.info("Waiting for the rental: %s", format_error(error))
 
     def _handle_event(self, event: Event) -> None:
-        """Handle an event: end the rental after failures of programs that never worked."""
+        """Report an event; end the rental if the program failed twice, and never worked."""
         self._progress(event)
-        if event.name != "rental.returned" or event.figures["why"] != ReturnReason.FAILED:
+        if event.name != "rental.released" or event.figures["reason"] != ReleaseReason.FAILED:
             return
-        self._failures.append(str(event.figures["said"]))
+        self._failures.append(str(event.figures["message"]))
         if len(self._failures) < _MAX_FAILURES or self._error is not None:
             return
         try:
@@ -308,8 +310,8 @@ class RentalSupervisor:
             return  # unknown: the next failure decides
         if not proven:
             self._error = MachineError(
-                f"On {len(self._failures)} machines the program failed, and on none has it joined "
-                f"the run. {self._failures[-1]}"
+                f"The program failed on {len(self._failures)} machines, and has joined the run on "
+                f"none. {self._failures[-1]}"
             )
             self._stop_requested.set()
 
@@ -324,7 +326,7 @@ class RentalSupervisor:
             self._error = self._error or error
             self._log.warning("%s: %s", self.rental_name, format_error(error))
         finally:
-            self._unreturned.discard(self)
+            self._unreleased.discard(self)
             self._ready.set()
             self._ended.set()
 
@@ -349,8 +351,8 @@ def find_node_hosts(rental: str, bucket: Bucket | str, vast: VastCredentials | s
     ]
     if not hosts:
         raise NotFoundError(
-            f"None of {format_count(len(machines), 'machine')} of {rental} can be reached: rent "
-            f"them with `ports: [{IDENTITY_PORT}]`."
+            f"None of {format_count(len(machines), 'machine')} of {rental} has an address: rent "
+            f"the machines with `ports: [{IDENTITY_PORT}]`."
         )
     return Hosts(hosts=tuple(hosts))
 
@@ -382,12 +384,13 @@ def make_release_hook(
 ) -> FlowStateHook[..., Any]:
     """Return a hook for `on_crashed` and `on_cancellation` that releases a flow's machines.
 
-    A flow releases its machines itself on every exit. The hook is for a run of a deployment whose
-    process was killed: its worker runs the hook. Detached machines stay, and so do those that
-    another owner has taken over.
+    A flow releases its machines itself on every exit. If the process of a deployment's run was
+    killed, the Prefect worker runs the hook. Detached machines stay. Machines that another owner
+    has taken over stay, too.
 
     Args:
-        find_rental: Rental of a run, by the flow's parameters; None if the run rents nothing.
+        find_rental: Function that returns the rental of a run from the flow's parameters, or None
+            if the run rents nothing.
     """
 
     def release_on_end(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
@@ -402,14 +405,16 @@ def make_release_hook(
         if not list_attempts(open_store(ledger.store), name):
             return
         try:
-            returned = release(ledger, name, wait=True, include_detached=False)
+            released = release(ledger, name, wait=True, include_detached=False)
         except HeldError as error:
             log.info(
-                "Nothing of %s is given back, another owner has it: %s", name, format_error(error)
+                "No machine of %s was released, because another owner has the rental: %s",
+                name,
+                format_error(error),
             )
             return
-        if returned:  # else the flow has released all machines itself
-            log.info("%s of %s given back.", format_count(returned, "machine"), name)
+        if released:  # otherwise, the flow has released all machines itself
+            log.info("%s of %s released.", format_count(released, "machine"), name)
 
     return release_on_end
 
@@ -440,18 +445,16 @@ def report_rentals(
 
 def _make_row(one: MachineStatus) -> Sequence[object]:
     intent = one.attempt.intent if one.attempt else None
-    since = f"{intent.begun:%Y-%m-%d %H:%M}" if intent else "?"
-    until = f"{intent.until:%Y-%m-%d %H:%M}" if intent else "?"
-    owner = (
-        one.return_reason or one.owner or ("left until then" if one.attempt else "not understood")
-    )
+    since = f"{intent.started_at:%Y-%m-%d %H:%M}" if intent else "?"
+    until = f"{intent.deadline:%Y-%m-%d %H:%M}" if intent else "?"
+    owner = one.release_reason or one.owner or ("detached" if one.attempt else "unreadable label")
     return (
         format_code(one.rental or one.instance.label),
         one.instance.id,
         one.instance.status,
         since,
         until,
-        f"{one.instance.hourly_price:.3f}",
+        f"{one.instance.dollars_per_hour:.3f}",
         f"{one.cost:.2f}",
         owner,
     )
@@ -468,15 +471,15 @@ def report_offers(name: str, wanted: int, found: Sequence[Offer]) -> None:
     rows = [
         (
             one.id, f"{one.gpus} x {one.gpu}, {one.gpu_memory:.0f} GB", one.location,
-            f"{one.reliability:.3f}", f"{one.hourly_price:.3f}", f"{one.expected_cost:.2f}",
+            f"{one.reliability:.3f}", f"{one.dollars_per_hour:.3f}", f"{one.expected_cost:.2f}",
         )
         for one in found[:_SHOWN]
     ]  # fmt: skip
     columns = (">offer", "GPU", "location", ">reliability", ">$/h", ">dollars in all")
     text = join_blocks(
         format_markdown(
-            "**Nothing was rented.** {} of Vast.ai fit {}, of which it needs {}.",
-            format_count(len(found), "offer"), format_code(name), wanted,
+            "**Nothing was rented.** {} of Vast.ai fit {}, which needs {}.",
+            format_count(len(found), "offer"), format_code(name), format_count(wanted, "machine"),
         ),
         format_table(columns, rows) if rows else Markdown(),
     )  # fmt: skip

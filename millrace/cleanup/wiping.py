@@ -231,12 +231,12 @@ def _iterate_entries(
 
     Raises:
         HeldError: A process holds a lease in the store, or the store holds the ledger of rented
-            machines, which could not be returned without it.
+            machines, which could not be released without it.
     """
     seen: set[str] = set()
-    unreturned: dict[str, set[int]] = {}
+    unreleased: dict[str, set[int]] = {}
     for stat in list_with_progress(store, "", progress):
-        _track_attempt(stat.key, unreturned)
+        _track_attempt(stat.key, unreleased)
         classified = classify_key(stat.key)
         if (
             classified is not None
@@ -248,21 +248,21 @@ def _iterate_entries(
                 raise errors.HeldError(f"{holder}: end it before {store.url} is wiped.")
         if not stat.key.startswith(f"{CLEANING}/"):
             yield PlanEntry(stat, 0)
-    if rented := [name for name, numbers in sorted(unreturned.items()) if numbers]:
+    if rented := [name for name, numbers in sorted(unreleased.items()) if numbers]:
         raise errors.HeldError(
             f"{store.url} holds the ledger of {', '.join(rented)}, whose machines are not "
-            "returned: release them, or let `millrace machine reap` close destroyed ones; then "
+            "released: release them, or let `millrace machine reap` close destroyed ones; then "
             "wipe."
         )
 
 
-def _track_attempt(key: str, unreturned: dict[str, set[int]]) -> None:
-    """Record whether an attempt of a rental is returned. Its keys are listed in this order."""
+def _track_attempt(key: str, unreleased: dict[str, set[int]]) -> None:
+    """Record whether an attempt of a rental is released. Its keys are listed in this order."""
     rental = parse_rental(key)
     parsed = RentalKeys(rental).parse(key) if rental else None
     if rental is not None and parsed is not None:
         number, part = parsed
         if part == "intent":
-            unreturned.setdefault(rental, set()).add(number)
-        elif part == "returned":
-            unreturned.setdefault(rental, set()).discard(number)
+            unreleased.setdefault(rental, set()).add(number)
+        elif part == "released":
+            unreleased.setdefault(rental, set()).discard(number)

@@ -1,4 +1,4 @@
-"""``millrace machine``: rent machines of Vast.ai, and give them back."""
+"""``millrace machine``: rent machines of Vast.ai, and release them."""
 
 import signal
 from collections.abc import Callable, Sequence
@@ -86,7 +86,7 @@ def rent(settings: Path, *, detach: bool, yes: bool) -> CommandResult:
             echo(f"{rental_settings.name}/{one.slot} runs at {address or 'no address'}.")
         cost = rental.cost
     release_command = f"millrace machine release {rental_settings.name} {settings}"
-    echo(f"It has cost about ${cost:.2f} so far; give them back with `{release_command}`.")
+    echo(f"It has cost about ${cost:.2f} so far; release them with `{release_command}`.")
     return CommandResult({"rental": rental_settings.name, "dollars": cost})
 
 
@@ -125,8 +125,8 @@ def release(settings: Path, rental: str) -> CommandResult:
     from millrace.settings import load_settings
 
     count = release_rental(load_settings(settings, LedgerSettings), rental)
-    echo(f"Given back: {format_count(count, 'machine')} of {rental}; a listing shows none.")
-    return CommandResult({"rental": rental, "returned": count})
+    echo(f"Released: {format_count(count, 'machine')} of {rental}; a listing shows none.")
+    return CommandResult({"rental": rental, "released": count})
 
 
 @machine.command()
@@ -148,17 +148,17 @@ def reap(settings: Path, *, dry_run: bool) -> CommandResult:
     from millrace.settings import load_settings
 
     result = reap_machines(load_settings(settings, LedgerSettings), dry_run=dry_run)
-    for one in result.returned:
+    for one in result.released:
         echo(describe_machine(one))
-    verb = "Would be given back" if dry_run else "Given back"
-    count = format_count(len(result.returned), "machine")
+    verb = "Would be released" if dry_run else "Released"
+    count = format_count(len(result.released), "machine")
     echo(f"{verb}: {count}. Stay: {len(result.kept)}.")
     if result.closed_attempts:
-        echo(f"Closed: {result.closed_attempts}, of which nothing was left.")
+        echo(f"Closed: {format_count(result.closed_attempts, 'attempt')} without a machine.")
     if result.foreign_attempts:
-        echo(f"Another account pays for {result.foreign_attempts} more: look with its API key.")
+        echo(f"Another account pays for {result.foreign_attempts} more: run this with its API key.")
     data = {
-        "returned": [_describe_fields(one) for one in result.returned],
+        "released": [_describe_fields(one) for one in result.released],
         "kept": [_describe_fields(one) for one in result.kept],
         "closed_attempts": result.closed_attempts,
         "foreign_attempts": result.foreign_attempts,
@@ -174,7 +174,7 @@ def show_offers(settings: "RentalSettings") -> "list[Offer]":
     if found:
         echo_text(format_offers(found))
     else:
-        echo("No offer fits: ask for less, or grant more dollars an hour.", err=True)
+        echo("No offer fits: ask for less, or raise max_hourly.", err=True)
     return found
 
 
@@ -188,7 +188,7 @@ def run_rental(settings: "RentalSettings", *, yes: bool) -> CommandResult:
     with Rental(settings, progress=_EventPrinter()) as rental:
         rental.wait_until_done()
         cost = rental.cost
-    echo(f"All is given back. It has cost about ${cost:.2f}.")
+    echo(f"All is released. It has cost about ${cost:.2f}.")
     return CommandResult({"rental": settings.name, "dollars": cost})
 
 
@@ -203,18 +203,23 @@ def _confirm_rental(settings: "RentalSettings", *, yes: bool) -> bool:
 
 
 def release_on_signal(has_machines: Callable[[], bool] = lambda: True) -> None:
-    """End this process by giving back what it rents, however often it is asked to end.
+    """Interrupt this process at the first signal to end; ignore others during a release.
+
+    A second interrupt could end the process before its machines are released.
 
     Args:
-        has_machines: Whether it has machines now. While it has, only the first request interrupts:
-            a second one, wherever it hits, could end the process before its machines are back.
+        has_machines: Function that tells whether the process has machines. While it has none, each
+            signal interrupts.
     """
     was_interrupted = False
 
     def handle_signal(_: int, __: FrameType | None) -> None:
         nonlocal was_interrupted
         if was_interrupted and has_machines():
-            echo("Machines are being given back: wait, or they are billed on.", err=True)
+            echo(
+                "Machines are being released: wait. Machines that are not released are billed.",
+                err=True,
+            )
             return
         was_interrupted = True
         raise KeyboardInterrupt
@@ -230,7 +235,7 @@ def format_offers(offers: "Sequence[Offer]") -> str:
     for one in offers:
         gpu = f"{one.gpus} x {one.gpu}, {one.gpu_memory:.0f} GB"
         lines.append(
-            f"{one.id:>10}  {gpu:24}  {one.hourly_price:7.3f}  {one.expected_cost:8.2f}  "
+            f"{one.id:>10}  {gpu:24}  {one.dollars_per_hour:7.3f}  {one.expected_cost:8.2f}  "
             f"{one.reliability:8.3f}  {one.location}"
         )
     return "\n".join(lines)
@@ -240,38 +245,39 @@ def describe_machine(machine: "MachineStatus") -> str:
     """Describe a rented machine in a sentence."""
     instance = machine.instance
     status = f"{machine.rental or instance.label}: instance {instance.id} is {instance.status}"
-    owner = machine.return_reason or (
-        f"held by {machine.owner}" if machine.owner else "left until its time is over"
+    owner = machine.release_reason or (
+        f"held by {machine.owner}" if machine.owner else "detached until its deadline"
     )
     if machine.attempt is None:
-        owner = machine.return_reason or "its label cannot be parsed"
+        owner = machine.release_reason or "its label cannot be parsed"
         return f"{status}; {owner}."
     intent = machine.attempt.intent
+    since, deadline = (f"{one:%Y-%m-%d %H:%M}" for one in (intent.started_at, intent.deadline))
     return (
-        f"{status}, since {intent.begun:%Y-%m-%d %H:%M} until {intent.until:%Y-%m-%d %H:%M} UTC, "
-        f"${instance.hourly_price:.3f} an hour, ${machine.cost:.2f} so far; {owner}."
+        f"{status}, since {since} until {deadline} UTC, "
+        f"${instance.dollars_per_hour:.3f} an hour, ${machine.cost:.2f} so far; {owner}."
     )
 
 
 def _describe_fields(one: "MachineStatus") -> dict[str, object]:
-    """Return what `--json` prints of a machine."""
+    """Return the fields of a machine for `--json`."""
     intent = one.attempt.intent if one.attempt else None
     return {
         "rental": one.rental,
         "label": one.instance.label,
         "instance": one.instance.id,
         "status": one.instance.status,
-        "since": intent and intent.begun,
-        "until": intent and intent.until,
-        "hourly_price": one.instance.hourly_price,
+        "since": intent and intent.started_at,
+        "until": intent and intent.deadline,
+        "dollars_per_hour": one.instance.dollars_per_hour,
         "dollars": one.cost,
         "owner": one.owner,
-        "return_reason": one.return_reason,
+        "release_reason": one.release_reason,
     }
 
 
 class _EventPrinter:
-    """Says each thing that happens to a machine, and what it prints."""
+    """Printer of the events of machines, and of the output of their programs."""
 
     def __call__(self, event: Event) -> None:
         figures = event.figures
@@ -279,20 +285,21 @@ class _EventPrinter:
             case "machine.printed":
                 echo(f"{event.subject}| {figures['text']}")
             case "rental.offer":
-                price = f"{figures['gpu']} in {figures['place']} for ${figures['dph']:.3f} an hour"
-                echo(f"{event.subject}: takes {price}.")
+                price = f"${figures['dollars_per_hour']:.3f} an hour"
+                offer = f"{figures['gpu']} in {figures['location']} for {price}"
+                echo(f"{event.subject}: takes {offer}.")
             case "rental.raised":
-                prices = f"${figures['dph']:.3f} an hour, and was offered for"
+                prices = f"${figures['dollars_per_hour']:.3f} an hour, and was offered for"
                 echo(f"{event.subject}: costs {prices} ${figures['offered']:.3f}.", err=True)
             case "rental.rented":
                 echo(f"{event.subject}: rented, instance {figures['instance']}.")
             case "rental.ready":
                 echo(f"{event.subject}: its program runs.")
             case "rental.missing":
-                echo(f"{event.subject}: not replaced yet: {figures['why']}", err=True)
-            case "rental.returned":
+                echo(f"{event.subject}: not replaced yet: {figures['message']}", err=True)
+            case "rental.released":
                 echo(
-                    f"{event.subject}: given back ({figures['why']}: {figures['said']}), "
+                    f"{event.subject}: released ({figures['reason']}: {figures['message']}), "
                     f"${figures['dollars']:.2f}."
                 )
             case _:

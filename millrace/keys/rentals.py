@@ -41,7 +41,7 @@ class RentalKeys:
 
     @property
     def lease(self) -> LeaseKeys:
-        """Lease of the owner: the process that uses the machines and gives them back."""
+        """Lease of the owner: the process that rents and releases the machines."""
         return LeaseKeys(self.scope, "owner")
 
     @property
@@ -68,19 +68,19 @@ class RentalKeys:
 
     def detached(self, number: int) -> str:
         """Return the key of the record that a machine keeps running without an owner."""
-        return f"{self.attempt(number)}left.json"
+        return f"{self.attempt(number)}detached.json"
 
-    def returned(self, number: int) -> str:
-        """Return the key of the record that a machine was given back, or was never rented."""
-        return f"{self.attempt(number)}returned.json"
+    def released(self, number: int) -> str:
+        """Return the key of the record that a machine was released, or was never rented."""
+        return f"{self.attempt(number)}released.json"
 
     def parse(self, key: str) -> tuple[int, str] | None:
         """Return the attempt and the kind of a record's key; None for other keys.
 
-        Kinds are ``intent``, ``contract``, ``left`` and ``returned``.
+        Kinds are ``intent``, ``contract``, ``detached`` and ``released``.
         """
-        pattern = re.escape(self.attempts) + r"([0-9]{6,})-(intent|contract|left|returned)\.json"
-        match = re.fullmatch(pattern, key)
+        kinds = "intent|contract|detached|released"
+        match = re.fullmatch(re.escape(self.attempts) + rf"([0-9]{{6,}})-({kinds})\.json", key)
         return (int(match[1]), match[2]) if match else None
 
     def machine(self, number: int) -> str:

@@ -1,16 +1,19 @@
-"""Rent machines of Vast.ai, use them, and always give them back."""
+"""Rent machines of Vast.ai, use them, and always release them."""
 
 from millrace.rentals.clock import Clock, SystemClock
 from millrace.rentals.ledger import has_open_attempts, list_attempts
+from millrace.rentals.machines import Machine
 from millrace.rentals.offers import Offer, OfferRequest, find_offers
 from millrace.rentals.owner_monitor import OwnerMonitor
 from millrace.rentals.reaper import MachineStatus, ReapResult, list_rentals, reap, release
-from millrace.rentals.rental import Machine, Rental
+from millrace.rentals.rental import Rental
 from millrace.rentals.settings import (
+    CodeRepository,
     LedgerSettings,
     Program,
     RentalSettings,
     RentalTimeouts,
+    RentSettings,
     StorageGrant,
     VastAccount,
     open_account,
@@ -22,6 +25,7 @@ from millrace.rentals.vast.instances import IDENTITY_PORT, Instance
 __all__ = [
     "IDENTITY_PORT",
     "Clock",
+    "CodeRepository",
     "Instance",
     "LedgerSettings",
     "Machine",
@@ -31,6 +35,7 @@ __all__ = [
     "OwnerMonitor",
     "Program",
     "ReapResult",
+    "RentSettings",
     "Rental",
     "RentalSettings",
     "RentalTimeouts",

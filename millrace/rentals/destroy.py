@@ -9,26 +9,26 @@ from millrace.records import commit_once
 from millrace.rentals.ledger import Attempt
 from millrace.rentals.vast.api import VastClient
 from millrace.rentals.vast.instances import Instance
-from millrace.schemas.rental import ReturnReason, ReturnRecord
+from millrace.schemas.rental import ReleaseReason, ReleaseRecord
 from millrace.storage import Store
 
 LISTING_LAG = 180.0
-"""Seconds in which a listing may lack the machine of an unanswered create request."""
+"""Seconds in which a listing may lack the machine of a create request without an answer."""
 _DESTROY_TIMEOUT = timedelta(minutes=15)
 
 
-def record_return(
+def record_release(
     store: Store,
     rental: str,
     attempt: Attempt,
-    reason: ReturnReason,
-    detail: str,
+    reason: ReleaseReason,
+    message: str,
     cost: float,
     now: datetime,
 ) -> None:
-    """Record the return of an attempt's machine. The reason of the first record stays."""
-    returned = ReturnRecord(why=reason, said=detail[:1000], cost=cost, ended=now)
-    commit_once(store, RentalKeys(rental).returned(attempt.number), returned)
+    """Record the release of an attempt's machine. If a record exists, it stays unchanged."""
+    released = ReleaseRecord(reason=reason, message=message[:1000], cost=cost, released_at=now)
+    commit_once(store, RentalKeys(rental).released(attempt.number), released)
 
 
 def destroy_machines(
@@ -44,11 +44,12 @@ def destroy_machines(
 
     Args:
         vast: Client of the account.
-        machines: Labels of the machines, each with the machine's number if that is known. With a
-            number, the label may be any unique name.
+        machines: Labels of the machines, each with the number of the machine; None if the number is
+            unknown. With a number, the label may be any unique name.
         on_destroyed: Called with each label once its machine is gone.
-        past_listing_lag: Labels whose create request is older than `LISTING_LAG`. A machine without
-            a number is gone once a listing lacks its label, if the label is one of these.
+        past_listing_lag: Labels whose create request is older than `LISTING_LAG`. A machine with
+            one of these labels and without a number is gone once a listing lacks the label. With
+            other labels, the function waits for the lag first.
 
     Raises:
         UnavailableError: Some machines may still exist after 15 minutes.
@@ -80,7 +81,7 @@ def destroy_machines(
                 callback_error = error
         if remaining and clock.monotonic() - started >= _DESTROY_TIMEOUT.total_seconds():
             raise errors.UnavailableError(
-                f"Whether {', '.join(sorted(remaining))} is given back is not known"
+                f"The release of {', '.join(sorted(remaining))} is not confirmed"
                 f"{f' ({last_error})' if last_error else ''}: look at the provider's page of "
                 "instances, and run `millrace machine reap`."
             )
@@ -97,7 +98,7 @@ def _find_destroyed(
     listed: Mapping[str, int] | None,
     past_listing_lag: Collection[str],
 ) -> list[str]:
-    """Return the labels whose machines are gone. Send another request for those still listed."""
+    """Return the labels whose machines are gone. Destroy each listed machine again."""
     if listed is None:
         return []
     for label in listed.keys() & remaining.keys():
@@ -110,7 +111,7 @@ def _find_destroyed(
 
 
 def _match_label(instance: Instance, remaining: Mapping[str, int | None]) -> str:
-    """Return the label of a listed machine: by its number, or by its label if that is unknown.
+    """Return the label of a listed machine: by its number, or by its label if no number is known.
 
     The result is empty for a machine that has the label of a machine with another number.
     """

@@ -17,7 +17,7 @@ class Label:
         installation: Identity of the installation.
         rental: Name of the rental.
         attempt: Number of the attempt.
-        deadline: Time by which the machine has to be given back.
+        deadline: Time by which the machine has to be released.
     """
 
     installation: str
@@ -36,7 +36,7 @@ class Label:
 
     @classmethod
     def parse(cls, text: str, installation: str) -> "Label | None":
-        """Parse a label; return None if it is another installation's, or invalid."""
+        """Parse a label; return None for an invalid label, or a label of another installation."""
         if not is_ours(text, installation):
             return None
         rental, _, rest = text.removeprefix(make_label_prefix(installation)).rpartition("/")

@@ -10,19 +10,19 @@ from millrace import errors
 from millrace.keys.rentals import INSTALLATION, RENTALS, RentalKeys, parse_rental
 from millrace.records import Record, commit_once, fetch
 from millrace.rentals.vast.instances import Instance
-from millrace.schemas.rental import Contract, Installation, Intent, ReturnRecord
+from millrace.schemas.rental import Contract, Installation, Intent, ReleaseRecord
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 
 R = TypeVar("R", bound=Record)
 
 _MAX_SPEED = 10_000.0  # Mbit/s, more than any host has
-_SPEED_TOLERANCE = 4.0  # counters up to this multiple of the offered speed are plausible
+_SPEED_TOLERANCE = 4.0  # a count of bytes is plausible up to this multiple of the offered speed
 
 
 def ensure_installation(store: Store) -> str:
     """Return the identity of this installation; create it if the store has none.
 
-    Each store has one. It tells installations apart that share an account.
+    Each store has one identity. It distinguishes installations that share an account.
     """
     candidate = Installation(id=secrets.token_hex(6))
     try:
@@ -39,58 +39,61 @@ class Attempt:
         number: Number of the attempt within its rental.
         intent: Record from before the create request.
         contract: Record of the rented machine; None while its number is unknown.
-        return_record: Record of the return; None before the return.
-        is_detached: Whether the machine stays without an owner.
+        release_record: Record of the release; None before the release.
+        is_detached: Whether the machine was detached, and runs without an owner.
     """
 
     number: int
     intent: Intent
     contract: Contract | None = None
-    return_record: ReturnRecord | None = None
+    release_record: ReleaseRecord | None = None
     is_detached: bool = False
 
     @property
     def instance_id(self) -> int | None:
         """Number of the machine; None while it is unknown."""
-        return self.contract.instance if self.contract else None
+        return self.contract.instance_id if self.contract else None
 
     def compute_cost(
         self,
         now: datetime,
         *,
-        hourly_price: float | None = None,
+        dollars_per_hour: float | None = None,
         received_bytes: int = 0,
         sent_bytes: int = 0,
     ) -> float:
-        """Compute the dollars that the machine has cost: until its return, or until now.
+        """Compute the dollars that the machine has cost: until its release, or until now.
 
         Args:
             now: Current time.
-            hourly_price: Price in dollars an hour; by default that of the intent.
+            dollars_per_hour: Price in dollars an hour; by default that of the intent.
             received_bytes: Bytes that the machine reports as received.
             sent_bytes: Bytes that the machine reports as sent.
         """
-        if self.return_record is not None:
-            return self.return_record.cost
-        hours = max(timedelta(0), now - self.intent.begun) / timedelta(hours=1)
+        if self.release_record is not None:
+            return self.release_record.cost
+        hours = max(timedelta(0), now - self.intent.started_at) / timedelta(hours=1)
         down, up = self.compute_max_traffic(now)
         traffic = (
-            min(received_bytes, down) * self.intent.down_cost
-            + min(sent_bytes, up) * self.intent.up_cost
+            min(received_bytes, down) * self.intent.download_dollars_per_gb
+            + min(sent_bytes, up) * self.intent.upload_dollars_per_gb
         )
-        return hours * (self.intent.dph if hourly_price is None else hourly_price) + traffic / 1e9
+        return (
+            hours * (self.intent.dollars_per_hour if dollars_per_hour is None else dollars_per_hour)
+            + traffic / 1e9
+        )
 
     def compute_max_traffic(self, now: datetime) -> tuple[float, float]:
         """Return the most bytes that the machine can have received, and sent, since its rental."""
-        seconds = max(timedelta(0), now - self.intent.begun).total_seconds()
+        seconds = max(timedelta(0), now - self.intent.started_at).total_seconds()
         down, up = (
             min(mbits * _SPEED_TOLERANCE, _MAX_SPEED) if mbits else _MAX_SPEED
-            for mbits in (self.intent.down, self.intent.up)
+            for mbits in (self.intent.download_mbps, self.intent.upload_mbps)
         )
         return seconds * down * 1e6 / 8, seconds * up * 1e6 / 8
 
     def find_instance(self, instances: Iterable[Instance]) -> Instance | None:
-        """Find the machine in a listing: by its number if that is known, else by its label.
+        """Find the machine in a listing: by its number if a number is known, else by its label.
 
         Another machine may have the same label.
         """
@@ -113,11 +116,11 @@ def find_attempt(store: Store, rental: str, number: int) -> Attempt | None:
 
 
 def iterate_open_attempts(store: Store) -> Iterator[tuple[str, Attempt]]:
-    """Yield the attempts of all rentals without a return record, each with its rental's name.
+    """Yield the attempts of all rentals without a release record, each with its rental's name.
 
-    Of returned attempts, only the names of the objects are read.
+    Of released attempts, only the names of the objects are read.
     """
-    return _iterate_attempts(store, f"{RENTALS}/", include_returned=False)
+    return _iterate_attempts(store, f"{RENTALS}/", include_released=False)
 
 
 def refuse_foreign_machines(rental: str, machines: int) -> None:
@@ -129,18 +132,18 @@ def refuse_foreign_machines(rental: str, machines: int) -> None:
     if machines:
         count = "1 machine" if machines == 1 else f"{machines} machines"
         raise errors.ConfigurationError(
-            f"{count} of {rental} were rented with another account of Vast.ai, and not given back: "
-            "use that account's API key, or release the rental with it first."
+            f"{count} of {rental} were rented with another account of Vast.ai, and are not "
+            "released: use the API key of that account, or release the rental with that key first."
         )
 
 
 def has_open_attempts(spec: StoreSpec) -> bool:
-    """Tell whether the ledger has attempts without a return record."""
+    """Tell whether the ledger has attempts without a release record."""
     return any(True for _ in iterate_open_attempts(open_store(spec)))
 
 
 def _iterate_attempts(
-    store: Store, prefix: str, *, include_returned: bool = True
+    store: Store, prefix: str, *, include_released: bool = True
 ) -> Iterator[tuple[str, Attempt]]:
     parts_by_attempt: dict[tuple[str, int], set[str]] = {}
     for stat in list_objects(store, prefix):
@@ -149,7 +152,7 @@ def _iterate_attempts(
         if rental and parsed:
             parts_by_attempt.setdefault((rental, parsed[0]), set()).add(parsed[1])
     for (rental, number), parts in sorted(parts_by_attempt.items()):
-        if "returned" in parts and not include_returned:
+        if "released" in parts and not include_released:
             continue
         keys = RentalKeys(rental)
         intent = _read_intact(store, keys.intent(number), Intent) if "intent" in parts else None
@@ -163,16 +166,16 @@ def _iterate_attempts(
                 _read_intact(store, keys.contract(number), Contract)
                 if "contract" in parts
                 else None,
-                _read_intact(store, keys.returned(number), ReturnRecord)
-                if "returned" in parts
+                _read_intact(store, keys.released(number), ReleaseRecord)
+                if "released" in parts
                 else None,
-                "left" in parts,
+                "detached" in parts,
             ),
         )
 
 
 def _read_intact(store: Store, key: str, kind: type[R]) -> R | None:
-    """Return a record; None if it is damaged, so that other machines can be given back."""
+    """Return a record; None if it is damaged, so that other machines can be released."""
     try:
         return fetch(store, key, kind)
     except (errors.CorruptError, errors.NotFoundError):

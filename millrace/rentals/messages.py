@@ -1,7 +1,7 @@
-"""Messages between an owner and its rented machines: a configuration one way, reports the other.
+"""Messages between an owner and its rented machines: configuration and reports.
 
-Machines are not trusted. Their reports have a bounded size, are checked, and only describe
-themselves.
+The owner sends a configuration to each machine, and each machine sends reports. Machines are not
+trusted. Each report has a bounded size, is checked, and describes its own machine only.
 """
 
 import base64
@@ -17,7 +17,7 @@ from millrace.storage import Credentials, StoreSpec
 
 LOG_CHUNK_BYTES = 64 << 10
 """Size of a chunk of the program's log, in bytes. No report is larger."""
-CONFIG_VARIABLE = "MILLRACE_ORDER"
+CONFIG_VARIABLE = "MILLRACE_CONFIG"
 _MAX_TRAFFIC_BYTES = 1 << 50  # largest count of transferred bytes that is accepted
 
 
@@ -129,17 +129,18 @@ class GuestConfig(BaseModel):
             return cls.model_validate_json(base64.b64decode(environ[CONFIG_VARIABLE]))
         except (KeyError, ValidationError, binascii.Error) as error:
             raise errors.ConfigurationError(
-                f"The variable {CONFIG_VARIABLE} is missing or invalid: run this only on a machine "
-                "that Millrace has rented."
+                f"The variable {CONFIG_VARIABLE} is missing or invalid: run this command "
+                "only on a machine that Millrace has rented."
             ) from error
 
 
 def make_program_environment(environ: Mapping[str, str], config: GuestConfig) -> dict[str, str]:
     """Return the environment of a machine's program.
 
-    ``MILLRACE_STORE`` is the store's URL. ``MILLRACE_READ_ACCESS_KEY_ID`` and so on hold the
-    credentials that read, ``MILLRACE_WRITE_…`` those that write. ``AWS_*`` repeat those that write,
-    or else those that read. ``MILLRACE_NODE_KEY`` is set if the program listens on a port.
+    ``MILLRACE_STORE`` is the store's URL. ``MILLRACE_READ_ACCESS_KEY_ID`` and the other variables
+    with this prefix hold the read credentials. ``MILLRACE_WRITE_…`` hold the write credentials.
+    ``AWS_*`` repeat the write credentials; without write credentials, the read credentials.
+    ``MILLRACE_NODE_KEY`` is set if the program listens on a port.
     """
     inherited = {
         name: value

@@ -93,7 +93,7 @@ class OfferRequest(BaseModel):
     @model_validator(mode="after")
     def _check_bid(self) -> Self:
         if self.bid is not None and not self.interruptible:
-            raise ValueError("a bid is for an interruptible machine: set interruptible too")
+            raise ValueError("a bid needs an interruptible machine: set interruptible too")
         if self.bid is not None and self.bid > self.max_hourly:
             raise ValueError("the bid is more than max_hourly")
         return self
@@ -141,12 +141,12 @@ class Offer:
         gpu_memory: Memory of each GPU, in GB.
         location: Location of the host.
         reliability: Reliability of the host, from 0 to 1.
-        download_speed: Speed in Mbit/s.
-        upload_speed: Speed in Mbit/s.
-        hourly_price: Dollars an hour, with the disk; of an interruptible machine, with the bid.
+        download_mbps: Download speed in Mbit/s.
+        upload_mbps: Upload speed in Mbit/s.
+        dollars_per_hour: Price with the disk. An interruptible machine costs its bid and the disk.
         bid: Bid in dollars an hour; None for a machine on demand.
-        download_price: Dollars a GB.
-        upload_price: Dollars a GB.
+        download_dollars_per_gb: Price of a download.
+        upload_dollars_per_gb: Price of an upload.
         expected_cost: Expected total cost, in dollars.
     """
 
@@ -157,12 +157,12 @@ class Offer:
     gpu_memory: float
     location: str
     reliability: float
-    download_speed: float
-    upload_speed: float
-    hourly_price: float
+    download_mbps: float
+    upload_mbps: float
+    dollars_per_hour: float
     bid: float | None
-    download_price: float
-    upload_price: float
+    download_dollars_per_gb: float
+    upload_dollars_per_gb: float
     expected_cost: float
 
     @classmethod
@@ -172,18 +172,18 @@ class Offer:
         Raises:
             TypeError, ValueError, KeyError: The row is invalid.
         """
-        hourly_price, bid = float(row["dph_total"]), None
+        dollars_per_hour, bid = float(row["dph_total"]), None
         if request.interruptible:
             min_bid = float(row["min_bid"])
             bid = request.bid if request.bid is not None else math.ceil(min_bid * 1100) / 1000
             if bid < min_bid:
-                raise ValueError("the lowest bid that is accepted is more than the bid")
-            hourly_price = (
+                raise ValueError("the bid is below the lowest bid that is accepted")
+            dollars_per_hour = (
                 bid + float(row.get("storage_cost") or 0.0) * request.disk / _HOURS_PER_MONTH
             )
-        download_price = float(row.get("inet_down_cost") or 0.0)
-        upload_price = float(row.get("inet_up_cost") or 0.0)
-        numbers = (hourly_price, download_price, upload_price)
+        download_dollars_per_gb = float(row.get("inet_down_cost") or 0.0)
+        upload_dollars_per_gb = float(row.get("inet_up_cost") or 0.0)
+        numbers = (dollars_per_hour, download_dollars_per_gb, upload_dollars_per_gb)
         if not all(math.isfinite(number) and number >= 0 for number in numbers):
             raise ValueError("a price is not a finite number of dollars")
         return cls(
@@ -194,15 +194,15 @@ class Offer:
             gpu_memory=float(row.get("gpu_ram") or 0.0) / 1000,
             location=clean_text(str(row.get("geolocation") or "?")),
             reliability=float(row.get("reliability") or 0.0),
-            download_speed=float(row.get("inet_down") or 0.0),
-            upload_speed=float(row.get("inet_up") or 0.0),
-            hourly_price=hourly_price,
+            download_mbps=float(row.get("inet_down") or 0.0),
+            upload_mbps=float(row.get("inet_up") or 0.0),
+            dollars_per_hour=dollars_per_hour,
             bid=bid,
-            download_price=download_price,
-            upload_price=upload_price,
-            expected_cost=request.hours * hourly_price
-            + request.download * download_price
-            + request.upload * upload_price,
+            download_dollars_per_gb=download_dollars_per_gb,
+            upload_dollars_per_gb=upload_dollars_per_gb,
+            expected_cost=request.hours * dollars_per_hour
+            + request.download * download_dollars_per_gb
+            + request.upload * upload_dollars_per_gb,
         )
 
 
@@ -229,11 +229,13 @@ def find_offers(
             offer = Offer.from_row(row, request)
         except (KeyError, TypeError, ValueError):
             continue  # an unreadable offer is left out
-        has_dear_traffic = max(offer.download_price, offer.upload_price) > request.max_traffic
+        has_expensive_traffic = (
+            max(offer.download_dollars_per_gb, offer.upload_dollars_per_gb) > request.max_traffic
+        )
         if (
             offer.machine_id not in excluded
-            and offer.hourly_price <= request.max_hourly
-            and not has_dear_traffic
+            and offer.dollars_per_hour <= request.max_hourly
+            and not has_expensive_traffic
         ):
             offers[offer.id] = offer
     return sorted(

@@ -1,12 +1,12 @@
-"""Give a rental back after its owner's process was killed.
+"""Release a rental after its owner's process was killed.
 
 A Prefect worker that is stopped kills the processes of its runs with SIGKILL, without their hooks.
-So an owner starts this file as a process with a session of its own. The monitor waits until the
-owner has ended without stopping the monitor. It waits half a minute for a next owner, and then
-releases the rental, unless that has one.
+So an owner starts this file as a process with its own session. An owner that ends normally stops
+this process, the monitor. If the owner ends without stopping the monitor, the monitor waits half a
+minute for a next owner. If there is none, the monitor releases the rental.
 
 The file runs by its path, not as a module of the package, and imports the reaper only when needed.
-So a waiting monitor only takes the memory of a bare interpreter.
+So a waiting monitor takes no more memory than a bare interpreter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RETRY_INTERVAL = 60.0  # seconds between two tries
 
 
 class OwnerMonitor:
-    """Monitor of this process while it owns a rental. Use it as a context around the rental's.
+    """Monitor of this process while it owns a rental. Use it as a context around the `Rental`.
 
     Args:
         settings: Store of the ledger, and the account.
@@ -48,11 +48,7 @@ class OwnerMonitor:
             "grace_period": grace_period,
             "owner": [os.getpid(), read_start_time(os.getpid())],
             "rental": rental,
-            "store": settings.store.reveal_secrets(),
-            "account": {
-                "api_key": settings.account.api_key.get_secret_value(),
-                "server_url": settings.account.server_url,
-            },
+            "ledger": settings.reveal_secrets(),
         }
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -71,19 +67,19 @@ class OwnerMonitor:
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
             pipe.write(
                 json.dumps(self._config).encode()
-            )  # not as an argument, since it contains secrets
+            )  # not as an argument, which other processes can read
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not issubclass(kind, Exception):
-            return  # interrupted, perhaps during a release: the monitor continues that
+            return  # interrupted, perhaps during a release, which the monitor continues
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
 
 def watch_owner(config: dict[str, Any]) -> None:
-    """Wait for the end of an owner, and release the rental unless it has a next owner."""
+    """Wait for the end of an owner, and release the rental unless another owner has it."""
     pid, start_time = config["owner"]
     while read_start_time(pid) == start_time:
         time.sleep(_POLL_INTERVAL)
@@ -92,22 +88,16 @@ def watch_owner(config: dict[str, Any]) -> None:
 
 
 def _release_rental(config: dict[str, Any]) -> None:
-    from pydantic import SecretStr  # noqa: PLC0415
-
     from millrace import errors  # noqa: PLC0415
     from millrace.rentals.reaper import release  # noqa: PLC0415
-    from millrace.rentals.settings import LedgerSettings, VastAccount  # noqa: PLC0415
-    from millrace.storage import StoreSpec  # noqa: PLC0415
+    from millrace.rentals.settings import LedgerSettings  # noqa: PLC0415
 
-    account = VastAccount(
-        api_key=SecretStr(config["account"]["api_key"]), server_url=config["account"]["server_url"]
-    )
-    settings = LedgerSettings(store=StoreSpec(**config["store"]), account=account)
+    settings = LedgerSettings.model_validate(config["ledger"])
     for _ in range(_MAX_RELEASE_TRIES):
         try:
             release(settings, config["rental"], include_detached=False)
         except (errors.HeldError, errors.NotFoundError):
-            return  # the rental has a next owner, or never had a machine
+            return  # another owner has the rental, or the rental never had a machine
         except Exception:  # noqa: BLE001 - machines are billed until a try succeeds
             time.sleep(_RETRY_INTERVAL)  # after the last try, the reaper and watchdogs remain
             continue

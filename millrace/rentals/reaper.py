@@ -1,7 +1,7 @@
-"""Give back machines of this installation whose owner is lost, or whose time is over.
+"""Release machines of this installation that have no living owner, or have passed their deadline.
 
-Only machines with this installation's label are touched. A list that cannot be read completely
-is unknown, not empty: then the reaper fails and gives nothing back.
+Only machines with this installation's label are touched. If the list of machines cannot be read
+completely, the reaper fails and releases nothing.
 """
 
 from contextlib import ExitStack
@@ -13,7 +13,7 @@ from millrace.keys.rentals import RENTALS, MachineKeys, RentalKeys
 from millrace.lease import Census, HeldLease, Holder, StoreClock
 from millrace.progress import Event, Progress, ignore_event
 from millrace.rentals.clock import SystemClock
-from millrace.rentals.destroy import destroy_machines, record_return
+from millrace.rentals.destroy import destroy_machines, record_release
 from millrace.rentals.labels import Label, is_ours
 from millrace.rentals.ledger import (
     Attempt,
@@ -27,7 +27,7 @@ from millrace.rentals.ownership import acquire_ownership
 from millrace.rentals.settings import LedgerSettings, open_account
 from millrace.rentals.vast.api import VastClient
 from millrace.rentals.vast.instances import Instance
-from millrace.schemas.rental import ReturnReason
+from millrace.schemas.rental import ReleaseReason
 from millrace.storage import Store, delete, exists, open_store
 
 _MIN_ATTEMPT_AGE = timedelta(minutes=10)  # a younger attempt may not be listed yet
@@ -43,7 +43,7 @@ class MachineStatus:
         attempt: Attempt in the ledger; None if there is none.
         owner: Owner of the rental; empty if there is none.
         cost: Dollars that the machine has cost, without its traffic.
-        return_reason: Reason to give the machine back; empty if there is none.
+        release_reason: Reason to release the machine; empty if there is none.
         is_mislabeled: Whether the machine has the label of an attempt that rented another machine.
     """
 
@@ -52,7 +52,7 @@ class MachineStatus:
     attempt: Attempt | None
     owner: str
     cost: float
-    return_reason: str
+    release_reason: str
     is_mislabeled: bool = False
 
 
@@ -61,14 +61,14 @@ class ReapResult:
     """Result of a reaper's run.
 
     Attributes:
-        returned: Machines that were given back; in a dry run, those that would be.
+        released: Machines that were released; in a dry run, machines that would be released.
         kept: Machines that stay.
         closed_attempts: Number of open attempts without a machine, which were closed.
         foreign_attempts: Number of open attempts of another account. Only the key of that account
             shows whether their machines exist.
     """
 
-    returned: tuple[MachineStatus, ...]
+    released: tuple[MachineStatus, ...]
     kept: tuple[MachineStatus, ...]
     closed_attempts: int
     foreign_attempts: int = 0
@@ -100,13 +100,13 @@ def reap(
     vast: VastClient | None = None,
     progress: Progress = ignore_event,
 ) -> ReapResult:
-    """Give back the machines whose owner is lost, or whose time is over.
+    """Release the machines that have no living owner, or have passed their deadline.
 
     Args:
         settings: Store of the ledger, and the account.
-        dry_run: Whether machines are only listed, and not given back.
+        dry_run: Whether machines are only listed, and not released.
         vast: Client of the account; by default that of the settings.
-        progress: Receives ``rental.returned`` with ``why``, for each machine.
+        progress: Receives ``rental.released`` with ``reason`` and ``message``, for each machine.
 
     Raises:
         UnavailableError: The machines cannot be listed, or may still exist.
@@ -115,14 +115,14 @@ def reap(
     instances, owners = vast.list_instances(), _OwnerLookup(store)
     attempts = list(iterate_open_attempts(store))
     machines = _list_machines(store, vast, owners, instances, attempts)
-    to_return = [one for one in machines if one.return_reason]
+    to_release = [one for one in machines if one.release_reason]
     if not dry_run:
-        _return_machines(store, vast, to_return, progress)
+        _release_machines(store, vast, to_release, progress)
     own_account = vast.identify_account()
     own_attempts = [(rental, one) for rental, one in attempts if one.intent.account == own_account]
     closed = 0 if dry_run else _close_lost_attempts(store, vast, owners, instances, own_attempts)
-    kept = tuple(one for one in machines if not one.return_reason)
-    return ReapResult(tuple(to_return), kept, closed, len(attempts) - len(own_attempts))
+    kept = tuple(one for one in machines if not one.release_reason)
+    return ReapResult(tuple(to_release), kept, closed, len(attempts) - len(own_attempts))
 
 
 def release(
@@ -134,21 +134,21 @@ def release(
     vast: VastClient | None = None,
     progress: Progress = ignore_event,
 ) -> int:
-    """Give back all machines of a rental; return their number.
+    """Release all machines of a rental; return their number.
 
     Args:
         settings: Store of the ledger, and the account.
         rental: Name of the rental.
-        wait: Whether to wait, if there seems to be an owner, until that renews its lease or the
-            lease expires.
-        include_detached: Whether detached machines are given back, too.
+        wait: Whether to wait if the rental seems to have an owner. The wait ends when the owner
+            renews its lease, or the lease expires.
+        include_detached: Whether detached machines are released, too; else they stay.
         vast: Client of the account; by default that of the settings.
-        progress: Receives ``rental.returned``, for each machine.
+        progress: Receives ``rental.released``, for each machine.
 
     Raises:
-        ConfigurationError: Another account pays for some machines. Those of this account were
-            given back.
-        HeldError: The rental has a living owner, which gives its machines back when it ends.
+        ConfigurationError: Another account pays for some machines. The machines of this account
+            were released.
+        HeldError: The rental has a living owner, which releases its machines when it ends.
         NotFoundError: There is no such rental.
         UnavailableError: Some machines may still exist.
     """
@@ -158,67 +158,79 @@ def release(
         attempts = list_attempts(store, rental)
         if not attempts:
             raise errors.NotFoundError(
-                f"{store.url} knows no rental {rental!r}: `millrace machine list` lists them."
+                f"{store.url} has no rental {rental!r}: see the names with `millrace machine list`."
             )
         own_account = vast.identify_account()
-        unreturned = [
+        unreleased = [
             one
             for one in attempts
-            if one.return_record is None and (include_detached or not one.is_detached)
+            if one.release_record is None and (include_detached or not one.is_detached)
         ]
-        own_unreturned = [one for one in unreturned if one.intent.account == own_account]
-        by_label = {one.intent.label: one for one in own_unreturned}
+        own_unreleased = [one for one in unreleased if one.intent.account == own_account]
+        by_label = {one.intent.label: one for one in own_unreleased}
         keys = RentalKeys(rental)
-        # The reaper gives back the rest if this process is killed.
-        delete(store, [keys.detached(one.number) for one in own_unreturned])
+        # The reaper releases the rest if this process is killed.
+        delete(store, [keys.detached(one.number) for one in own_unreleased])
 
         def handle_destroyed(label: str) -> None:
             now, one = vast.clock.now(), by_label[label]
-            record_return(
+            record_release(
                 store,
                 rental,
                 one,
-                ReturnReason.RELEASED,
-                "it was released",
+                ReleaseReason.UNNEEDED,
+                "the rental was released",
                 one.compute_cost(now),
                 now,
             )
             progress(
                 Event(
-                    "rental.returned", label, {"why": "released", "dollars": one.compute_cost(now)}
+                    "rental.released",
+                    label,
+                    {
+                        "reason": ReleaseReason.UNNEEDED,
+                        "message": "the rental was released",
+                        "dollars": one.compute_cost(now),
+                    },
                 )
             )
 
         now = vast.clock.now()
         past_listing_lag = [
-            label for label, one in by_label.items() if now - one.intent.begun > _MIN_ATTEMPT_AGE
+            label
+            for label, one in by_label.items()
+            if now - one.intent.started_at > _MIN_ATTEMPT_AGE
         ]
         numbers = {label: one.instance_id for label, one in by_label.items()}
         destroy_machines(vast, numbers, handle_destroyed, past_listing_lag=past_listing_lag)
-    refuse_foreign_machines(rental, len(unreturned) - len(own_unreturned))
+    refuse_foreign_machines(rental, len(unreleased) - len(own_unreleased))
     return len(by_label)
 
 
-def _return_machines(
+def _release_machines(
     store: Store, vast: VastClient, machines: list[MachineStatus], progress: Progress
 ) -> None:
     by_label = {f"{one.instance.id} {one.instance.label}": one for one in machines}
 
     def handle_destroyed(label: str) -> None:
         one = by_label[label]
-        if one.attempt is not None and one.attempt.return_record is None and not one.is_mislabeled:
+        if one.attempt is not None and one.attempt.release_record is None and not one.is_mislabeled:
             now = vast.clock.now()
-            record_return(
+            record_release(
                 store,
                 one.rental,
                 one.attempt,
-                ReturnReason.REAPED,
-                one.return_reason,
+                ReleaseReason.REAPED,
+                one.release_reason,
                 one.cost,
                 now,
             )
-        figures = {"why": one.return_reason, "dollars": one.cost}
-        progress(Event("rental.returned", one.instance.label, figures))
+        figures = {
+            "reason": ReleaseReason.REAPED,
+            "message": one.release_reason,
+            "dollars": one.cost,
+        }
+        progress(Event("rental.released", one.instance.label, figures))
 
     destroy_machines(
         vast, {label: one.instance.id for label, one in by_label.items()}, handle_destroyed
@@ -226,7 +238,7 @@ def _return_machines(
 
 
 class _OwnerLookup:
-    """Lookup of the owners of rentals, which reads each lease once."""
+    """Lookup of the owners of rentals. Each lease is read once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -273,31 +285,33 @@ def _assess_machine(
     store: Store, instance: Instance, label: Label | None, owners: _OwnerLookup, now: datetime
 ) -> MachineStatus:
     if label is None:
-        return MachineStatus(instance, "", None, "", 0.0, "")  # listed, but never given back
+        return MachineStatus(instance, "", None, "", 0.0, "")  # listed, but never released
     owner = owners.find_owner(label.rental)
     # Read after the lease: an owner commits the record of a detached machine before it ends.
     attempt = find_attempt(store, label.rental, label.attempt)
     is_detached = attempt is not None and attempt.is_detached
     if attempt is not None and attempt.instance_id not in {None, instance.id}:
-        reason = f"it bears the label of machine {attempt.instance_id}, and is another"
-        cost = replace(attempt, return_record=None).compute_cost(
-            now, hourly_price=instance.hourly_price
+        reason = f"the machine has the label of machine {attempt.instance_id}, but another number"
+        cost = replace(attempt, release_record=None).compute_cost(
+            now, dollars_per_hour=instance.dollars_per_hour
         )
         return MachineStatus(
             instance, label.rental, attempt, owner, cost, reason, is_mislabeled=True
         )
-    deadline = min(attempt.intent.until, label.deadline) if attempt else label.deadline
+    deadline = min(attempt.intent.deadline, label.deadline) if attempt else label.deadline
     if now >= deadline:
-        reason = f"its time was over at {deadline:%Y-%m-%d %H:%M} UTC"
-    elif attempt is not None and attempt.return_record is not None:
-        reason = f"it was given back before ({attempt.return_record.why}), and is there"
+        reason = f"the deadline was {deadline:%Y-%m-%d %H:%M} UTC"
+    elif attempt is not None and attempt.release_record is not None:
+        reason = (
+            f"the machine was released before ({attempt.release_record.reason}), but still exists"
+        )
     elif not owner and is_detached and _has_program_ended(store, label):
-        reason = "its program has ended"
+        reason = "the program has ended"
     elif owner or is_detached:
         reason = ""
     else:
-        reason = "nobody has it any more"
-    cost = attempt.compute_cost(now, hourly_price=instance.hourly_price) if attempt else 0.0
+        reason = "the machine has no living owner"
+    cost = attempt.compute_cost(now, dollars_per_hour=instance.dollars_per_hour) if attempt else 0.0
     return MachineStatus(instance, label.rental, attempt, owner, cost, reason)
 
 
@@ -314,16 +328,22 @@ def _close_lost_attempts(
     instances: list[Instance],
     attempts: list[tuple[str, Attempt]],
 ) -> int:
-    """Record the return of open attempts without a machine; return their number."""
+    """Record the release of open attempts whose machine is not listed; return their number."""
     now = vast.clock.now()
     closed = 0
     for rental, attempt in attempts:
-        if now - attempt.intent.begun <= _MIN_ATTEMPT_AGE:
+        if now - attempt.intent.started_at <= _MIN_ATTEMPT_AGE:
             continue
         if attempt.find_instance(instances) is None and not owners.find_owner(rental):
-            detail = "its owner was lost, and the provider has it no more"
-            record_return(
-                store, rental, attempt, ReturnReason.REAPED, detail, attempt.compute_cost(now), now
+            message = "the owner was lost, and the provider does not list the machine"
+            record_release(
+                store,
+                rental,
+                attempt,
+                ReleaseReason.REAPED,
+                message,
+                attempt.compute_cost(now),
+                now,
             )
             closed += 1
     return closed

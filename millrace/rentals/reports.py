@@ -1,4 +1,4 @@
-"""Reports of rented machines, of which only changed objects are read."""
+"""Reports of rented machines. Only objects that changed since the last refresh are read."""
 
 import re
 from dataclasses import dataclass, field
@@ -15,13 +15,13 @@ from millrace.storage import Stat, Store, list_objects, read_range
 M = TypeVar("M", bound=BaseModel)
 
 _MAX_REPORT_BYTES = 2 * LOG_CHUNK_BYTES
-_TAIL_LINES = 50  # of the log that are kept
+_TAIL_LINES = 50  # last lines of the log that are kept
 _MAX_CHUNKS_PER_REFRESH = 20  # chunks of the log that one refresh reads
-_MAX_OBJECTS = 20_000  # of a machine's folder that are listed
+_MAX_OBJECTS = 20_000  # objects in a machine's folder that are listed
 _MAX_LINES_PER_CHUNK = 2000
-_MAX_LINES = 200_000  # of the log that are reported for each machine
+_MAX_LINES = 200_000  # lines of the log that are reported for each machine
 _MAX_LINE_LENGTH = 500
-_ERROR_LINES = 5  # from the output of a failed command
+_ERROR_LINES = 5  # last lines of a failed command's output that are reported
 _ANSI_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _URL_CREDENTIALS = re.compile(r"://[^/@\s]+@")
 
@@ -36,7 +36,7 @@ class MachineReports:
         setup: Last report on the installation.
         heartbeat: Last heartbeat.
         program_exit: Report on the end of the program.
-        new_lines: Lines of the log that are new since the refresh before.
+        new_lines: Lines of the log that the last refresh has read.
         tail: Last lines of the log.
     """
 
@@ -51,7 +51,9 @@ class MachineReports:
     _line_count: int = 0
 
     def refresh(self) -> bool:
-        """Read the changed reports; return whether there are any. One listing, and reads.
+        """Read the changed reports; return whether any report has changed.
+
+        Costs one listing, and one read for each changed object.
 
         Raises:
             UnavailableError: The store does not answer.
@@ -84,7 +86,7 @@ class MachineReports:
         self.new_lines += lines[: max(0, capacity)]
         if 0 <= capacity < len(lines):
             url = self.store.make_url(self.keys.logs)
-            self.new_lines.append(f"({_MAX_LINES:,} lines are told; the others are in {url})")
+            self.new_lines.append(f"(only {_MAX_LINES:,} lines are shown; the others are in {url})")
         self.tail = [*self.tail, *lines][-_TAIL_LINES:]
 
     def _read_message(self, stat: Stat, kind: type[M]) -> M | None:

@@ -1,7 +1,7 @@
 """Settings of a rental."""
 
 from datetime import timedelta
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, model_validator
 
@@ -50,8 +50,8 @@ class StorageGrant(BaseModel):
     )
 
 
-class Program(BaseModel):
-    """Program of each machine: a repository that is installed, and a command."""
+class CodeRepository(BaseModel):
+    """Repository that rented machines install."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -63,6 +63,15 @@ class Program(BaseModel):
     extras: tuple[str, ...] = Field(
         default=(), description="Extras of the project to install, such as `gradients`."
     )
+    image: str = Field(
+        default="pytorch/pytorch:2.6.0-cuda12.4-cudnn9-runtime",
+        description="Docker image with python3 (3.11 or newer), its module venv, and git.",
+    )
+
+
+class Program(CodeRepository):
+    """Program of each machine: a repository that is installed, and a command."""
+
     command: tuple[str, ...] = Field(
         min_length=1,
         description="Command to run in the folder of the clone, such as `millrace run "
@@ -84,21 +93,19 @@ class Program(BaseModel):
         "number inside and outside of the container. The program finds this number in "
         "`VAST_TCP_PORT_70000`.",
     )
-    image: str = Field(
-        default="pytorch/pytorch:2.6.0-cuda12.4-cudnn9-runtime",
-        description="Docker image with python3 (3.11 or newer), its module venv, and git.",
-    )
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
         reserved = [name for name in self.environment if name.startswith(_RESERVED_PREFIXES)]
         if reserved:
             raise ValueError(
-                f"{', '.join(reserved)}: such variables are set by Millrace or Vast.ai"
+                f"{', '.join(reserved)}: names with these prefixes are set by Millrace or Vast.ai"
             )
         wrong = [name for name in self.files if name.startswith("/") or ".." in name.split("/")]
         if wrong:
-            raise ValueError(f"{', '.join(wrong)}: files stand below the folder of the clone")
+            raise ValueError(
+                f"{', '.join(wrong)}: a path must be relative, and below the folder of the clone"
+            )
         return self
 
 
@@ -135,17 +142,11 @@ class RentalTimeouts(BaseModel):
     )
 
 
-class RentalSettings(RentalTimeouts):
-    """Settings of a rental: its machines, their program, and limits."""
+class RentSettings(BaseModel):
+    """Machines to rent: their number, their requirements, their program, and limits."""
 
-    name: str = Field(
-        description="Name of the rental. Another run with the same name continues the rental."
-    )
-    store: StoreSpec = Field(
-        description="Store of the ledger and of the machines' data: R2, or S3 with `role_arn`. "
-        "With a folder, for tests, the machines are local processes."
-    )
-    account: VastAccount = Field(description="Account that pays for the machines.")
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
     request: OfferRequest = Field(
         description="Requirements of each machine, and its highest price."
     )
@@ -158,6 +159,9 @@ class RentalSettings(RentalTimeouts):
         default=None,
         description="ARN of the role whose credentials machines get (S3 only). Its sessions must "
         "last as long as `max_lifetime`.",
+    )
+    timeouts: RentalTimeouts = Field(
+        default=RentalTimeouts(), description="Time limits and retries."
     )
 
     @property
@@ -173,4 +177,41 @@ class LedgerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     store: StoreSpec = Field(description="Store of the ledger of rentals.")
-    account: VastAccount
+    account: VastAccount = Field(description="Account that pays for the machines.")
+
+    def reveal_secrets(self) -> dict[str, Any]:
+        """Return the settings as JSON data, with their secrets in the clear."""
+        account = {
+            "api_key": self.account.api_key.get_secret_value(),
+            "server_url": self.account.server_url,
+        }
+        return {"store": self.store.reveal_secrets(), "account": account}
+
+
+class RentalSettings(RentSettings):
+    """Settings of a rental: its machines, their program, and limits."""
+
+    name: str = Field(
+        description="Name of the rental. Another run with the same name continues the rental."
+    )
+    store: StoreSpec = Field(
+        description="Store of the ledger and of the machines' data: R2, or S3 with `role_arn`. "
+        "With a folder, for tests, the machines are local processes."
+    )
+    account: VastAccount = Field(description="Account that pays for the machines.")
+
+    @classmethod
+    def make(cls, name: str, ledger: LedgerSettings, settings: RentSettings) -> Self:
+        """Return the settings of a rental.
+
+        Args:
+            name: Name of the rental.
+            ledger: Store of the ledger, and the account.
+            settings: Machines to rent.
+        """
+        return cls(name=name, store=ledger.store, account=ledger.account, **dict(settings))
+
+    @property
+    def ledger(self) -> LedgerSettings:
+        """Store of the ledger, and the account."""
+        return LedgerSettings(store=self.store, account=self.account)

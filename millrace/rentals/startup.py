@@ -9,6 +9,7 @@ from pydantic import SecretStr
 
 from millrace import errors
 from millrace.keys.rentals import MachineKeys, RentalKeys
+from millrace.rentals.ledger import Attempt
 from millrace.rentals.messages import CONFIG_VARIABLE, MAX_FILES_BYTES, GuestConfig, GuestFiles
 from millrace.rentals.settings import RentalSettings, VastAccount
 from millrace.storage import Backend, Right, Store, StoreSpec, open_scoped_store, put, sign_url
@@ -18,56 +19,53 @@ _MIN_STS_LIFETIME = timedelta(minutes=15)  # shortest lifetime of credentials fr
 
 
 def read_onstart_script() -> str:
-    """Return the script that the provider runs when the machine starts. It downloads nothing."""
+    """Return the script that the provider runs when a machine starts. It downloads nothing."""
     return _read_guest_file("onstart.sh")
 
 
 def make_environment(
-    store: Store, settings: RentalSettings, attempt: int, slot: int, deadline: float, *,
-    lifetime: timedelta, vast_url: str,
-) -> dict[str, str]:  # fmt: skip
+    store: Store, settings: RentalSettings, attempt: Attempt, *, vast_url: str
+) -> dict[str, str]:
     """Return the variables of a machine.
 
     Args:
         store: Store of the ledger.
         settings: Settings of the rental.
-        attempt: Number of the attempt.
-        slot: Number of the machine within its rental.
-        deadline: Deadline of the machine, in seconds since 1970.
-        lifetime: Time from the start to the deadline.
+        attempt: Attempt to rent the machine.
         vast_url: URL of the provider's API.
 
     Raises:
         ConfigurationError: The store cannot grant a machine access, or the variables are too large.
     """
-    rental, program = RentalKeys(settings.name), settings.program
-    machine = rental.machine(attempt)
+    rental, program, intent = RentalKeys(settings.name), settings.program, attempt.intent
+    machine, slot = rental.machine(attempt.number), intent.slot
+    lifetime = intent.deadline - intent.started_at
     credential_lifetime = max(lifetime, _MIN_STS_LIFETIME)
     config = GuestConfig(
         store=_scope_store(store, [machine], credential_lifetime, Right.WRITE, settings.role_arn),
         prefix=machine,
         command=tuple(_expand_slot(word, slot, settings.machines) for word in program.command),
         environment=program.environment,
-        heartbeat_interval=min(10.0, settings.heartbeat_timeout.total_seconds() / 4),
+        heartbeat_interval=min(10.0, settings.timeouts.heartbeat_timeout.total_seconds() / 4),
         read_store=_grant_storage(store, settings, slot, Right.READ, credential_lifetime),
         write_store=_grant_storage(store, settings, slot, Right.WRITE, credential_lifetime),
-        node_key=derive_node_key(settings.account, settings.name, attempt)
+        node_key=derive_node_key(settings.account, settings.name, attempt.number)
         if program.ports
         else None,
     )
     variables = {
         "MILLRACE_WATCHDOG": _encode_base64(_read_guest_file("watchdog.py")),
         "MILLRACE_TRAFFIC": _encode_base64(_read_guest_file("traffic.py")),
-        "MILLRACE_SETUP": _encode_base64(_read_guest_file("install.py")),
-        "MILLRACE_UNTIL": f"{deadline:.0f}",
+        "MILLRACE_INSTALL": _encode_base64(_read_guest_file("install.py")),
+        "MILLRACE_DEADLINE": f"{intent.deadline.timestamp():.0f}",
         "MILLRACE_LIFETIME": f"{lifetime.total_seconds():.0f}",
-        "MILLRACE_SILENCE": f"{settings.heartbeat_timeout.total_seconds():.0f}",
+        "MILLRACE_HEARTBEAT_TIMEOUT": f"{settings.timeouts.heartbeat_timeout.total_seconds():.0f}",
         "MILLRACE_OWNER_URL": _sign_url(store, rental.owner, credential_lifetime, Right.READ),
         "MILLRACE_VAST_URL": vast_url,
         "MILLRACE_REPO_URL": program.repo_url,
         "MILLRACE_REPO_REF": program.repo_ref,
         "MILLRACE_EXTRAS": ",".join(program.extras),
-        "MILLRACE_SETUP_URL": _sign_url(
+        "MILLRACE_REPORT_URL": _sign_url(
             store, MachineKeys(machine).setup, credential_lifetime, Right.WRITE
         ),
         CONFIG_VARIABLE: config.encode(),
@@ -80,23 +78,21 @@ def make_environment(
     return variables
 
 
-def upload_files(store: Store, settings: RentalSettings, attempt: int, slot: int) -> None:
+def upload_files(store: Store, settings: RentalSettings, attempt: Attempt) -> None:
     """Upload the program's files for a machine.
 
     Args:
         store: Store of the ledger.
         settings: Settings of the rental.
-        attempt: Number of the attempt.
-        slot: Number of the machine within its rental.
+        attempt: Attempt to rent the machine.
 
     Raises:
         ConfigurationError: The files are too large.
     """
+    slot, count = attempt.intent.slot, settings.machines
     texts = settings.program.files.items()
-    files = GuestFiles(
-        texts={name: _expand_slot(text, slot, settings.machines) for name, text in texts}
-    )
-    keys = MachineKeys(RentalKeys(settings.name).machine(attempt))
+    files = GuestFiles(texts={name: _expand_slot(text, slot, count) for name, text in texts})
+    keys = MachineKeys(RentalKeys(settings.name).machine(attempt.number))
     body = files.model_dump_json().encode()
     if len(body) > MAX_FILES_BYTES:
         raise errors.ConfigurationError(
@@ -109,7 +105,7 @@ def upload_files(store: Store, settings: RentalSettings, attempt: int, slot: int
 def derive_node_key(account: VastAccount, rental: str, attempt: int) -> SecretStr:
     """Return the key of the swarm's agent on a rented machine. Each machine has its own.
 
-    The key is derived from the account's key, which cannot be computed from it.
+    The key is derived from the account's API key. The API key cannot be computed from it.
 
     Args:
         account: Account that pays.
@@ -132,7 +128,7 @@ def _grant_storage(
 
 
 def _scope_store(
-    store: Store, prefixes: list[str], ttl: timedelta, right: Right, role_arn: str | None
+    store: Store, prefixes: list[str], ttl: timedelta, access: Right, role_arn: str | None
 ) -> StoreSpec:
     """Return the store with credentials for some prefixes."""
     if store.location.backend is Backend.FILE:
@@ -140,11 +136,11 @@ def _scope_store(
     spec = store.spec
     if spec.options or spec.ca_file:
         raise errors.ConfigurationError(
-            f"{store.url} is opened with options or a ca_file: a rented machine is given neither. "
-            "Rent with a store that needs none."
+            f"{store.url} is opened with options or a ca_file, which rented machines do not "
+            "receive: use a store that needs neither."
         )
     credentials = open_scoped_store(
-        store, prefixes, ttl, right=right, role_arn=role_arn
+        store, prefixes, ttl, access=access, role_arn=role_arn
     ).spec.credentials
     return StoreSpec(
         url=spec.url, endpoint=spec.endpoint, region=spec.region, account_id=spec.account_id,
@@ -152,10 +148,10 @@ def _scope_store(
     )  # fmt: skip
 
 
-def _sign_url(store: Store, key: str, ttl: timedelta, right: Right) -> str:
+def _sign_url(store: Store, key: str, ttl: timedelta, access: Right) -> str:
     if store.location.backend is Backend.FILE:
         return store.make_url(key)
-    return sign_url(store, key, ttl, right=right)
+    return sign_url(store, key, ttl, access=access)
 
 
 def _expand_slot(text: str, slot: int, slots: int) -> str:

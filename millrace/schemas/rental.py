@@ -1,4 +1,4 @@
-"""Records of rented machines: the intent first, then the contract and the end."""
+"""Records of rented machines: the intent to rent, the contract, and the release."""
 
 from datetime import datetime
 from enum import StrEnum
@@ -13,7 +13,7 @@ class Installation(Record):
     """Identity of this installation among all that rent with the same account.
 
     Attributes:
-        id: In the label of every machine of ours.
+        id: Identity, which the label of each machine contains.
     """
 
     record_kind: ClassVar[str] = "rental-installation"
@@ -22,22 +22,22 @@ class Installation(Record):
 
 
 class Intent(Record):
-    """Intent to rent a machine. Committed before the machine is rented.
+    """Intent to rent a machine. It is committed before the create request is sent.
 
     Attributes:
-        rental: What it is for.
-        slot: Which of the rental's machines it is to be, from 0.
-        label: By which it is found again should the answer be lost.
-        offer: The ask that is taken; its number may come to mean another.
-        machine: The host that is behind it.
-        account: Account that pays for it, as of `Vast.identity`.
-        dph: Dollars an hour that it costs, disk included.
-        up_cost: Dollars for each GB that it sends.
-        down_cost: Dollars for each GB that it receives.
-        up: Mbit/s that it can send, by its offer; 0 if that is not known.
-        down: Mbit/s that it can receive, likewise.
-        begun: When, by the owner's clock.
-        until: When it has to be back.
+        rental: Name of the rental.
+        slot: Number of the machine within the rental, from 0 on.
+        label: Label of the machine. It identifies the machine if the answer is lost.
+        offer_id: Number of the offer, which may later belong to another machine.
+        machine_id: Number of the host.
+        account: Identity of the account that pays, as from `VastClient.identify_account`.
+        dollars_per_hour: Price of the machine with its disk.
+        upload_dollars_per_gb: Price of the bytes that the machine sends.
+        download_dollars_per_gb: Price of the bytes that the machine receives.
+        upload_mbps: Offered upload speed in Mbit/s; 0 if it is unknown.
+        download_mbps: Offered download speed in Mbit/s; 0 if it is unknown.
+        started_at: Time of the intent, by the owner's clock.
+        deadline: Time by which the machine has to be released.
     """
 
     record_kind: ClassVar[str] = "rental-intent"
@@ -45,69 +45,69 @@ class Intent(Record):
     rental: str
     slot: int = Field(ge=0)
     label: str
-    offer: int
-    machine: int
+    offer_id: int
+    machine_id: int
     account: str
-    dph: float = Field(ge=0, allow_inf_nan=False)
-    up_cost: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    down_cost: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    up: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    down: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    begun: datetime
-    until: datetime
+    dollars_per_hour: float = Field(ge=0, allow_inf_nan=False)
+    upload_dollars_per_gb: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    download_dollars_per_gb: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    upload_mbps: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    download_mbps: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    started_at: datetime
+    deadline: datetime
 
 
 class Contract(Record):
-    """A machine that was rented.
+    """Contract of a rented machine.
 
     Attributes:
-        instance: Its number.
+        instance_id: Number of the machine at the provider.
     """
 
     record_kind: ClassVar[str] = "rental-contract"
 
-    instance: int
+    instance_id: int
 
 
 class DetachRecord(Record):
-    """Record that a machine stays until its time is over, though nobody holds its rental.
+    """Record that a machine runs until its deadline without an owner.
 
     Attributes:
-        at: Since when.
+        since: Time at which the owner detached the machine.
     """
 
-    record_kind: ClassVar[str] = "rental-left"
+    record_kind: ClassVar[str] = "rental-detached"
 
-    at: datetime
-
-
-class ReturnReason(StrEnum):
-    """Reason why a machine is given back."""
-
-    DONE = "done"  # its program ended well
-    FAILED = "failed"  # its program ended otherwise
-    RELEASED = "released"  # nobody wants it any more
-    NEVER = "never came"  # the offer was gone, or the create was refused
-    DEAD = "dead"  # it did not come up, or fell over
-    OUTBID = "outbid"  # somebody pays more
-    DEARER = "dearer"  # the host asks for more than was granted
-    SPENT = "spent"  # the money or the time is
-    REAPED = "reaped"  # it had no living owner
+    since: datetime
 
 
-class ReturnRecord(Record):
-    """Record that nothing is left of an attempt: a listing of all machines showed none.
+class ReleaseReason(StrEnum):
+    """Reason why a machine is released."""
+
+    DONE = "done"  # the program ended with exit code 0
+    FAILED = "failed"  # the program ended with another exit code
+    UNNEEDED = "unneeded"  # the rental ended, or another machine has the slot
+    NEVER_RENTED = "never rented"  # the offer was gone, or the create request failed
+    DEAD = "dead"  # the machine did not start, or stopped
+    OUTBID = "outbid"  # another client pays more
+    TOO_EXPENSIVE = "too expensive"  # the machine costs more than the settings allow
+    OVER_BUDGET = "over budget"  # the money or the time of the rental is spent
+    REAPED = "reaped"  # the reaper found no living owner
+
+
+class ReleaseRecord(Record):
+    """Record that the machine of an attempt is gone: a listing of all machines lacks it.
 
     Attributes:
-        why: Why it was given back.
-        said: The same in words, for a person.
-        cost: Dollars, as we have reckoned them: the provider's bill is what counts.
-        ended: When.
+        reason: Reason of the release.
+        message: Reason in words.
+        cost: Estimated cost of the machine in dollars. The provider's bill is authoritative.
+        released_at: Time of the release.
     """
 
-    record_kind: ClassVar[str] = "rental-returned"
+    record_kind: ClassVar[str] = "rental-released"
 
-    why: ReturnReason
-    said: str = ""
+    reason: ReleaseReason
+    message: str = ""
     cost: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    ended: datetime
+    released_at: datetime

@@ -40,7 +40,7 @@ def open_scoped_store(
     prefix: str | Sequence[str],
     ttl: timedelta,
     *,
-    right: Right = Right.READ,
+    access: Right = Right.READ,
     role_arn: str | None = None,
 ) -> Store:
     """Return the same store with temporary credentials for one prefix or several.
@@ -49,7 +49,7 @@ def open_scoped_store(
         store: Store of R2 or S3. Its key pair has the right for all of the prefixes.
         prefix: Prefix, or several, below the store's URL. The credentials allow no other keys.
         ttl: Lifetime of the credentials. R2 allows 7 days. For STS, the role sets the limit.
-        right: Right of the credentials. The right to write includes the right to read.
+        access: Right of the credentials. The right to write includes the right to read.
         role_arn: Role to assume, for S3. R2 needs none.
 
     Raises:
@@ -70,13 +70,13 @@ def open_scoped_store(
     full = [f"{above}{one}" for one in prefixes]
     match store.location.backend:
         case Backend.R2:
-            credentials = _make_r2_credentials(store, full, ttl, right)
+            credentials = _make_r2_credentials(store, full, ttl, access)
         case Backend.S3 if ttl < _MIN_STS_TTL:
             raise ConfigurationError(
                 f"{store.url}: STS gives no credentials for {ttl}. Choose at least 15 minutes."
             )
         case Backend.S3 if role_arn:
-            credentials = _request_sts_credentials(store, full, ttl, right, role_arn)
+            credentials = _request_sts_credentials(store, full, ttl, access, role_arn)
         case Backend.S3:
             raise ConfigurationError(
                 f"{store.url}: STS needs a role for scoped credentials. Name it: role_arn=..."
@@ -88,7 +88,7 @@ def open_scoped_store(
     return open_store(store.spec.model_copy(update={"credentials": credentials}))
 
 
-def sign_url(store: Store, key: str, ttl: timedelta, *, right: Right = Right.READ) -> str:
+def sign_url(store: Store, key: str, ttl: timedelta, *, access: Right = Right.READ) -> str:
     """Return a URL that reads or writes one object for a while, without credentials.
 
     The URL is made without a request. Its holder can read or write the object, and nothing else.
@@ -97,13 +97,13 @@ def sign_url(store: Store, key: str, ttl: timedelta, *, right: Right = Right.REA
         store: Store of R2, S3, or GCS with a service account.
         key: Key of the object.
         ttl: Lifetime of the URL; at most 7 days.
-        right: Right of the URL's holder: read with GET, or write with PUT.
+        access: Right of the URL's holder: read with GET, or write with PUT.
 
     Raises:
         ConfigurationError: The store cannot sign.
     """
     try:
-        method = "GET" if right is Right.READ else "PUT"
+        method = "GET" if access is Right.READ else "PUT"
         return obstore.sign(cast("Any", store.raw), method, key, ttl)
     except (BaseError, TypeError, ValueError) as error:
         raise ConfigurationError(
@@ -113,7 +113,7 @@ def sign_url(store: Store, key: str, ttl: timedelta, *, right: Right = Right.REA
 
 
 def _make_r2_credentials(
-    store: Store, prefixes: list[str], ttl: timedelta, right: Right
+    store: Store, prefixes: list[str], ttl: timedelta, access: Right
 ) -> Credentials:
     parent = store.spec.credentials
     endpoint = store.endpoint
@@ -125,7 +125,7 @@ def _make_r2_credentials(
     now = int(time.time())
     claims: dict[str, Any] = {
         "bucket": store.location.bucket,
-        "scope": "object-read-write" if right is Right.WRITE else "object-read-only",
+        "scope": "object-read-write" if access is Right.WRITE else "object-read-only",
         "paths": {"prefixPaths": prefixes, "objectPaths": []},
         "sub": store.location.account.partition(".")[0],
         "iss": parent.access_key_id,
@@ -158,7 +158,7 @@ def _make_jwt(claims: dict[str, Any], secret: str) -> str:
 
 
 def _request_sts_credentials(
-    store: Store, prefixes: list[str], ttl: timedelta, right: Right, role_arn: str
+    store: Store, prefixes: list[str], ttl: timedelta, access: Right, role_arn: str
 ) -> Credentials:
     import boto3  # noqa: PLC0415
     from botocore.exceptions import ClientError  # noqa: PLC0415
@@ -176,7 +176,7 @@ def _request_sts_credentials(
             RoleSessionName="millrace",
             DurationSeconds=int(ttl.total_seconds()),
             Policy=orjson.dumps(
-                make_session_policy(store.location.bucket, prefixes, right)
+                make_session_policy(store.location.bucket, prefixes, access)
             ).decode(),
         )
     except ClientError as error:
@@ -194,10 +194,10 @@ def _request_sts_credentials(
     )
 
 
-def make_session_policy(bucket: str, prefixes: Sequence[str], right: Right) -> dict[str, Any]:
+def make_session_policy(bucket: str, prefixes: Sequence[str], access: Right) -> dict[str, Any]:
     """Return an IAM policy for some prefixes of a bucket."""
     actions = ["s3:GetObject"]
-    if right is Right.WRITE:
+    if access is Right.WRITE:
         actions += ["s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"]
     return {
         "Version": "2012-10-17",

@@ -258,7 +258,7 @@ class Instance:
     @property
     def order(self) -> dict[str, Any] | None:
         """Command for the machine, if there was one."""
-        text = self.body.get("env", {}).get("MILLRACE_ORDER")
+        text = self.body.get("env", {}).get("MILLRACE_CONFIG")
         return json.loads(base64.b64decode(text)) if text else None
 
     def bill(self, now: float) -> None:

@@ -107,7 +107,7 @@ def test_run_use_vast_rents_and_gives_back(
     assert vast.books() == []
     done = CliRunner().invoke(main, ["run", str(path), "--use-vast", "--yes"])
     assert done.exit_code == 0, done.output
-    assert "shard/words/0: given back (done: its program ended)" in done.output
+    assert "shard/words/0: released (done: the program ended with exit code 0)" in done.output
     assert vast.alive() == []
     unmended = CliRunner().invoke(main, ["run", str(path), "--use-vast", "--repair"])
     assert (unmended.exit_code, vast.alive()) == (2, [])

@@ -28,12 +28,13 @@ from millrace.rentals import (
     Program,
     Rental,
     RentalSettings,
+    RentalTimeouts,
     VastAccount,
     VastClient,
     destroy,
     reap,
+    starting,
 )
-from millrace.rentals import rental as renting
 from millrace.rentals.destroy import LISTING_LAG
 from millrace.storage import StoreSpec
 from millrace.testing.vast import StandInClock, VastServer
@@ -54,7 +55,7 @@ REAPED = 900.0  # seconds between two reapers
 BOUNDARIES = [
     f"{when} {what}"
     for when in ("before", "after")
-    for what in ("search", "create", "list", "destroy", "Intent", "Contract", "ReturnRecord")
+    for what in ("search", "create", "list", "destroy", "Intent", "Contract", "ReleaseRecord")
 ]
 REQUESTS = {"search_offers": "search", "create_instance": "create", "_list_pages": "list",
             "destroy_instance": "destroy"}  # fmt: skip
@@ -241,8 +242,9 @@ def _own(server: VastServer, text: str, boundary: str, at: int) -> None:
         ),
         program=Program(repo_url="https://example.org/x", command=("true",)),
         machines=told["count"],
-        startup_timeout=timedelta(minutes=5),
-        poll_interval=timedelta(seconds=30),
+        timeouts=RentalTimeouts(
+            startup_timeout=timedelta(minutes=5), poll_interval=timedelta(seconds=30)
+        ),
     )
     with Rental(settings, vast=_vast(server, told)) as rental:
         rental.wait_until_done()
@@ -264,7 +266,7 @@ def _kill_at(which: str, at: int) -> None:
         if name == which and passed[name] == at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    asked, commit = VastClient._send_once, renting.commit_once
+    asked, commit = VastClient._send_once, starting.commit_once
 
     def ask(vast: VastClient, work: Any) -> Any:
         method = work.__qualname__.split(".")[1]
@@ -282,7 +284,7 @@ def _kill_at(which: str, at: int) -> None:
         return done
 
     VastClient._send_once = ask  # type: ignore[method-assign]
-    renting.commit_once = destroy.commit_once = committed  # type: ignore[assignment]
+    starting.commit_once = destroy.commit_once = committed  # type: ignore[assignment]
 
 
 def main(runs: int, seed: int) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from millrace import errors
-from millrace.remote import CodeRepository
+from millrace.rentals import CodeRepository
 
 _TIMEOUT = 60  # seconds for one check
 _PYTHON_PATTERN = re.compile(r"python(3(\.\d+)?)?")

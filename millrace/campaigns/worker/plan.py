@@ -6,8 +6,8 @@ import yaml
 
 from millrace.campaigns.worker.settings import NODE_PORT, TrainingPlan
 from millrace.keys.campaigns import CampaignKeys
-from millrace.remote import CodeRepository, make_store_settings
-from millrace.rentals import Program, StorageGrant
+from millrace.remote import make_store_settings
+from millrace.rentals import CodeRepository, Program, StorageGrant
 from millrace.rentals.messages import make_credential_variables
 from millrace.storage import Right, StoreSpec
 

@@ -4,7 +4,7 @@ This file is sent as text, and needs Python's standard library only. It reads th
 
 - ``MILLRACE_REPO_URL``, ``MILLRACE_REPO_REF``, ``MILLRACE_EXTRAS``: the repository, the branch, tag
   or commit, and the extras of the package;
-- ``MILLRACE_SETUP_URL``: URL that reports are sent to by PUT, or a ``file://`` URL.
+- ``MILLRACE_REPORT_URL``: URL to which reports are sent by PUT, or a ``file://`` URL.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _SHORT_OBJECT_NAME = re.compile(r"[0-9a-f]{7,63}")
 
 
 def report_state(state: str, detail: str = "") -> None:
-    """Send a report to the owner. If no report arrives, the owner's timeout decides."""
-    url = os.environ["MILLRACE_SETUP_URL"]
+    """Send a report to the owner, or print the error: the owner releases a silent machine."""
+    url = os.environ["MILLRACE_REPORT_URL"]
     body = json.dumps({"state": state, "detail": detail[-_MAX_DETAIL_LENGTH:]}).encode()
     print(state, detail, flush=True)
     for pause in (1, 5, 0):
@@ -44,7 +44,7 @@ def report_state(state: str, detail: str = "") -> None:
                 urllib.request.urlopen(
                     urllib.request.Request(url, data=body, method="PUT"), timeout=60
                 ).close()
-        except Exception as error:  # noqa: BLE001 - the owner's timeout decides
+        except Exception as error:  # noqa: BLE001 - the owner releases a silent machine
             print("the report could not be sent:", error, flush=True)
             time.sleep(pause)
         else:
@@ -52,7 +52,11 @@ def report_state(state: str, detail: str = "") -> None:
 
 
 def run_command(*command: str) -> str:
-    """Run a command and return its output; raise the output if it fails."""
+    """Run a command and return its output.
+
+    Raises:
+        RuntimeError: The command failed. The message has its output.
+    """
     done = subprocess.run(
         command,
         check=False,
@@ -68,7 +72,7 @@ def run_command(*command: str) -> str:
 
 
 def run_with_retries(*command: str) -> str:
-    """Run a command, again if it fails: networks of rented machines are not reliable."""
+    """Run a command; repeat it after a failure, because networks of machines are unreliable."""
     for _ in range(_MAX_TRIES - 1):
         try:
             return run_command(*command)
@@ -130,12 +134,14 @@ def find_commit(git: Sequence[str], url: str, ref: str) -> str:
                     f"commit {min(matches - {resolved})}: write the whole name of the commit."
                 )
     if not resolved:
-        raise RuntimeError(f"{url} has no {ref}: name a branch, a tag or a commit of it.")
+        raise RuntimeError(
+            f"{url} has no {ref}: name a branch, a tag or a commit of the repository."
+        )
     return resolved
 
 
 def resolve_commit(git: Sequence[str], name: str) -> str:
-    """Return the commit of a name, as git resolves it; empty if there is none."""
+    """Return the commit of a name, as git resolves the name; empty if there is none."""
     command = [*git, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}"]
     done = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, capture_output=True)
     return done.stdout.decode().strip() if done.returncode == 0 else ""
@@ -182,7 +188,9 @@ def install(folder: Path, commit: str) -> Path:
 def main() -> None:
     """Install and run the program, or report the error."""
     folder = Path.cwd() / "program"
-    os.environ.pop("CONTAINER_API_KEY", None)  # only the watchdog has it, no installed code
+    os.environ.pop(
+        "CONTAINER_API_KEY", None
+    )  # only the watchdog gets the key, not the installed code
     try:
         report_state("fetching")
         commit = clone(folder)

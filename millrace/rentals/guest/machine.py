@@ -1,7 +1,7 @@
 """Run the program of a rented machine, and write its reports into the store.
 
-The machine has no account's key. Its credentials allow its own folder and the prefixes of the
-program's storage grants, and expire with the rental.
+The machine does not have the API key of the account. Its credentials allow access to its own folder
+and to the prefixes of the program's storage grants. They expire with the rental.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from millrace.rentals.messages import (
 )
 from millrace.storage import Store, StoreSpec, create, exists, list_objects, open_store, put, read
 
-_RETRY_TIMEOUT = timedelta(seconds=20)  # of one report
+_RETRY_TIMEOUT = timedelta(seconds=20)  # time in which one report is retried
 _STOP_TIMEOUT = 30.0  # seconds from SIGTERM to SIGKILL
 
 
@@ -57,7 +57,9 @@ class GuestProgram:
         self._log = logging.getLogger(__name__)
 
     def run(self) -> int:
-        """Run the program to its end, unless it has ended before; return its exit code.
+        """Run the program to its end, and return its exit code.
+
+        After a restart of the container, a program that has ended before is not run again.
 
         Raises:
             MillraceError: The report of the exit could not be written.

@@ -1,8 +1,9 @@
 """Count the bytes that a rented machine has transferred, over restarts of its container.
 
-The kernel's counters belong to a network namespace. They start high where the machine shares the
-host's namespace, and at zero when the container restarts. So a file keeps the sum of the increases.
-The first call, when the machine starts, sets the sum to zero.
+The kernel's counters belong to a network namespace. In the namespace of the host, the counters
+start above zero. In a namespace of the container, they start again at zero when the container
+restarts. So a file keeps the sum of all increases. The first call, when the machine starts, sets
+the sum to zero.
 
 This file is sent as text, and needs Python's standard library only.
 """

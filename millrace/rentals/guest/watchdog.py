@@ -1,17 +1,18 @@
-"""Destroy a rented machine from inside when its time is over or its owner is lost.
+"""Destroy a rented machine from inside when its deadline has passed or its owner is lost.
 
-This file is sent as text, and needs Python's standard library only. So it also works on a machine
-where the program cannot be installed. It reads these variables:
+This file is sent as text, and needs Python's standard library only. So the watchdog also works on a
+machine where the program cannot be installed. It reads these variables:
 
-- ``MILLRACE_UNTIL``: deadline of the machine, in seconds since 1970;
+- ``MILLRACE_DEADLINE``: deadline of the machine, in seconds since 1970;
 - ``MILLRACE_LIFETIME``: lifetime in seconds, in case the machine's clock is wrong;
-- ``MILLRACE_OWNER_URL``: object that the owner overwrites while it lives. Its content is ``left``
-  if the machine is detached;
-- ``MILLRACE_SILENCE``: seconds without a change of that object after which the owner is lost;
+- ``MILLRACE_OWNER_URL``: URL of the object that the owner overwrites while it runs. Its content is
+  ``detached`` if the machine is detached;
+- ``MILLRACE_HEARTBEAT_TIMEOUT``: seconds without a change of that object, after which the owner is
+  lost;
 - ``MILLRACE_VAST_URL``, ``CONTAINER_ID``: address of the API, and number of the machine.
 
-The machine's API key comes over standard input. It is in no environment, and the kernel shows the
-memory of this process to root with ``CAP_SYS_PTRACE`` only.
+The watchdog reads the machine's API key from standard input, because other processes can read
+environments. The kernel shows the memory of the watchdog to root with ``CAP_SYS_PTRACE`` only.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import time
 import urllib.request
 from collections.abc import Mapping
 
-DETACHED = b"left"
+DETACHED = b"detached"
 _POLL_INTERVAL = 15.0  # seconds between two reads of the owner's object
 _DESTROY_INTERVAL = 5.0  # seconds between two tries to destroy
 _RESTART_DELAY = 10.0  # seconds until a failed watch starts again
@@ -47,7 +48,7 @@ def protect_memory() -> None:
 
 
 def destroy(env: Mapping[str, str], key: str) -> None:
-    """Ask the API to destroy this machine until this process ends with it."""
+    """Ask the API to destroy this machine, again and again, until the machine is gone."""
     url = f"{env['MILLRACE_VAST_URL']}/api/v0/instances/{env['CONTAINER_ID']}/"
     headers = {
         "Authorization": f"Bearer {key}",
@@ -69,19 +70,22 @@ def watch(env: Mapping[str, str], began: float) -> str:
         env: Environment of this process.
         began: Start of the first watch, by the monotonic clock.
     """
-    lifetime, owner_timeout = float(env["MILLRACE_LIFETIME"]), float(env["MILLRACE_SILENCE"])
-    deadline, url = float(env["MILLRACE_UNTIL"]), env["MILLRACE_OWNER_URL"]
+    lifetime, owner_timeout = (
+        float(env["MILLRACE_LIFETIME"]),
+        float(env["MILLRACE_HEARTBEAT_TIMEOUT"]),
+    )
+    deadline, url = float(env["MILLRACE_DEADLINE"]), env["MILLRACE_OWNER_URL"]
     last_change = time.monotonic()
     last_content: bytes | None = None
     while True:
         now = time.monotonic()
         if now - began >= lifetime or time.time() >= deadline:
-            return "its time is over"
+            return "the deadline has passed"
         content = read_owner(url)
         if content is not None and (content != last_content or content == DETACHED):
             last_content, last_change = content, now
         if now - last_change >= owner_timeout:
-            return "its owner was not heard of"
+            return "the owner sent no heartbeat"
         remaining = min(lifetime - (now - began), deadline - time.time())
         time.sleep(max(0.1, min(_POLL_INTERVAL, owner_timeout / 4, remaining)))
 

@@ -1,7 +1,7 @@
 """Client of Vast.ai's API: its SDK with rate limits, safe retries and clear errors.
 
-The SDK's own retries are off: they would repeat create requests, which may have rented a machine,
-and wait less than the API requires. This client repeats the requests that are safe to repeat.
+The SDK's own retries are off. They would repeat create requests, which may have rented a machine,
+and they wait less than the API requires. This client repeats only requests that are safe to repeat.
 
 Sources: https://docs.vast.ai/api-reference, and observed answers of the API.
 """
@@ -202,7 +202,9 @@ class VastClient:
         return self._send_with_retries(RequestKind.SEARCH, send)
 
     def create_instance(self, offer: int, **body: Any) -> CreatedInstance:
-        """Take an offer. The request is sent once: without an answer, search for the label.
+        """Take an offer. The request is sent once.
+
+        Without an answer, the machine may exist: search the listing for its label.
 
         Args:
             offer: Number of the offer.
@@ -229,7 +231,7 @@ class VastClient:
                 return self._raise_for_answer(status, answer, message)
             is_success = status == 200 and fields.get("success") is True
             return CreatedInstance(
-                int(instance_id), "" if is_success else message or "it was refused"
+                int(instance_id), "" if is_success else message or "the request was refused"
             )
 
         return self._send_with_retries(RequestKind.CREATE, send, is_idempotent=False)
@@ -245,8 +247,8 @@ class VastClient:
         while (found := self._list_pages()) is None:
             if self.clock.monotonic() >= end:
                 raise errors.UnavailableError(
-                    "Vast.ai's list of instances came in part: what is rented is not known. Ask "
-                    "again."
+                    "Vast.ai's list of instances is incomplete, so the rented machines are not "
+                    "known: try again."
                 )
             self._pacer.delay(RequestKind.LIST, _PARTIAL_LIST_DELAY)
         return found
@@ -279,7 +281,7 @@ class VastClient:
             query["after_token"] = token
         page: Any = self._sdk.show_instances_v1(query)
         if page.get("success", True) is not True:
-            message = _extract_message(page) or "it does not say why"
+            message = _extract_message(page) or "without a reason"
             raise _RetryableError(
                 f"the list is refused ({self._redact(message)})", may_have_succeeded=True
             )
@@ -372,29 +374,33 @@ class VastClient:
         if status == 429:
             if code == "search_quota_exceeded":
                 raise errors.UnavailableError(
-                    "Vast.ai allows no more searches today: they begin anew at midnight UTC."
+                    "The day's quota of searches at Vast.ai is used up: try again after midnight "
+                    "UTC."
                 )
             raise _RetryableError(message, may_have_succeeded=False)
         if status >= 500 or status == 408:
             raise _RetryableError(f"{message} (status {status})", may_have_succeeded=True)
         if code == "auth_error" or status == 401:
             raise errors.DeniedError(
-                f"Vast.ai does not know the API key ({message}): take one of the account's page of "
-                "keys."
+                f"Vast.ai does not know the API key ({message}): copy a key from the account's "
+                "page of keys."
             )
         if "no_such" in f"{code} {message}" or code == "not_found":
-            raise errors.NotFoundError(f"Vast.ai has none of it any more: {message}.")
+            raise errors.NotFoundError(
+                f"Vast.ai does not have this offer or machine any more: {message}."
+            )
         if status == 411 or _CREDIT_PATTERN.search(f"{code} {message}"):
             raise errors.BudgetError(f"The Vast.ai account cannot pay ({message}): add credit.")
         if status in {0, 200} or not code:  # the answer is ambiguous, or comes from a proxy
             raise _RetryableError(f"{message} (status {status})", may_have_succeeded=True)
         if status == 403:
-            raise errors.DeniedError(f"Vast.ai does not allow it: {message}.")
+            raise errors.DeniedError(f"Vast.ai does not allow this request: {message}.")
         if status == 410:
             raise errors.ConfigurationError(
-                f"Vast.ai has given this request up ({message}): install a newer vastai."
+                f"Vast.ai does not support this request any more ({message}): install a newer "
+                "version of the package vastai."
             )
-        raise errors.ConfigurationError(f"Vast.ai refuses it: {message}.")
+        raise errors.ConfigurationError(f"Vast.ai refuses this request: {message}.")
 
     def _redact(self, text: str) -> str:
         """Return a text in one line, without the API key."""

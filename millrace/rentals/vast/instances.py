@@ -35,7 +35,7 @@ class Instance:
         status: ``created``, ``loading``, ``running``, ``exited``, ...; ``created`` while null.
         states: Current, intended and next state.
         message: Message of the host.
-        hourly_price: Dollars an hour.
+        dollars_per_hour: Dollars an hour.
         is_interruptible: Whether a higher bid can take the machine.
         address: Public IP address; empty while there is none.
         ports: Public ports by the container's ports, such as ``8080/tcp``.
@@ -47,7 +47,7 @@ class Instance:
     status: str
     states: tuple[str, str, str]
     message: str
-    hourly_price: float
+    dollars_per_hour: float
     is_interruptible: bool
     address: str
     ports: Mapping[str, int]
@@ -70,7 +70,7 @@ class Instance:
                 str(row.get("next_state") or ""),
             ),
             message=clean_text(str(row.get("status_msg") or ""), _MAX_MESSAGE_LENGTH),
-            hourly_price=_parse_number(row.get("dph_total")),
+            dollars_per_hour=_parse_number(row.get("dph_total")),
             is_interruptible=bool(row.get("is_bid")),
             address=str(row.get("public_ipaddr") or "").strip(),
             ports=_parse_ports(row["ports"] if isinstance(row.get("ports"), Mapping) else {}),

@@ -39,8 +39,8 @@ def test_a_campaign_that_is_killed_or_cancelled_gives_its_machines_back(
     for process in own_worker.descendants():
         process.kill()
     deployed.wait(run, "Crashed")
-    until(lambda: vast.alive() == [], "the machines given back")
-    until(lambda: "2 machines of stopped given back" in deployed.logs(run), "what the hook says")
+    until(lambda: vast.alive() == [], "the machines released")
+    until(lambda: "2 machines of stopped released" in deployed.logs(run), "what the hook says")
 
     before = merged()
     again = deployed.start("campaign/campaign", watch=False, plan=plan).run
@@ -49,7 +49,7 @@ def test_a_campaign_that_is_killed_or_cancelled_gives_its_machines_back(
     cancelled = deployed.prefect("flow-run", "cancel", str(again))
     assert cancelled.returncode == 0, cancelled.stdout + cancelled.stderr
     deployed.wait(again, "Cancelled")
-    until(lambda: vast.alive() == [], "the machines given back")
+    until(lambda: vast.alive() == [], "the machines released")
     assert [one["by"] for one in vast.books()] == ["the account"] * 4
     assert not [table for table, text in deployed.tables() if site.key in text]
     vast.reset()

@@ -129,6 +129,6 @@ def test_each_other_deployment_runs_its_flow(
         state = deployed.wait(run, "Completed", "Failed", "Crashed").state
         assert state is not None
         if name == "release-machines":
-            assert "knows no rental 'fleet'" in (state.message or "")
+            assert "has no rental 'fleet'" in (state.message or "")
         else:
             assert state.name == "Completed", f"{name}: {state.message}"

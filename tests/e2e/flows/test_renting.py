@@ -1,4 +1,4 @@
-"""Machines that a run has rented are given back though the run is killed."""
+"""Machines that a run has rented are released though the run is killed."""
 
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,21 @@ def test_a_run_that_hangs_and_is_cancelled_leaves_no_machine(
     key = vast.reset(rate=1.0, strict=False)  # it takes 20 s at least until a machine is up
     VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
     (tmp_path / "store").mkdir()
-    asked = {"bucket": (tmp_path / "store").as_uri(), "vast": payer, "name": "hung", **RENT}
+    asked = {
+        "bucket": (tmp_path / "store").as_uri(),
+        "vast": payer,
+        "name": "hung",
+        "settings": RENT,
+    }
     run = deployed.start("rent-machines/rent-machines", watch=False, **asked, dry_run=False).run
     until(lambda: len(vast.alive()) == 1, "a machine")
     for process in own_worker.descendants():
         if "prefect.engine" in process.cmdline():
             process.suspend()  # so that it hears of nothing, and has to be killed
     assert deployed.prefect("flow-run", "cancel", str(run)).returncode == 0
-    until(lambda: vast.alive() == [], "the machine given back")
+    until(lambda: vast.alive() == [], "the machine released")
     deployed.wait(run, "Cancelled")
-    until(lambda: "1 machine of hung given back" in deployed.logs(run), "what the hook says")
+    until(lambda: "1 machine of hung released" in deployed.logs(run), "what the hook says")
 
 
 def test_a_worker_that_is_terminated_leaves_no_machine(
@@ -35,11 +40,16 @@ def test_a_worker_that_is_terminated_leaves_no_machine(
     key = vast.reset(rate=1.0, strict=False)  # it takes 20 s at least until a machine is up
     VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
     (tmp_path / "store").mkdir()
-    asked = {"bucket": (tmp_path / "store").as_uri(), "vast": payer, "name": "ended", **RENT}
+    asked = {
+        "bucket": (tmp_path / "store").as_uri(),
+        "vast": payer,
+        "name": "ended",
+        "settings": RENT,
+    }
     run = deployed.start("rent-machines/rent-machines", watch=False, **asked, dry_run=False).run
     until(lambda: len(vast.alive()) == 1, "a machine")
     own_worker.terminate()
-    until(lambda: vast.alive() == [], "the machine given back")
+    until(lambda: vast.alive() == [], "the machine released")
     (one,) = vast.books()
     assert one["by"] == "the account"
     assert deployed.flow_run(run).state_name != "Completed"

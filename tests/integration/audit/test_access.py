@@ -151,7 +151,9 @@ def test_a_key_for_a_prefix_is_proven_to_reach_no_other(place, rgw, clean):
     below = place.model_copy(update={"url": place.url.removesuffix("/below/here")})
     whole = open_store(below.model_copy(update={"credentials": credentials(rgw.full)}))
     role = rgw.create_role(f"audit-{secrets.token_hex(4)}")
-    key = open_scoped_store(whole, "mine/", timedelta(minutes=15), right=Right.WRITE, role_arn=role)
+    key = open_scoped_store(
+        whole, "mine/", timedelta(minutes=15), access=Right.WRITE, role_arn=role
+    )
     its = AuditedRole(store=below, prefix="mine", write_credentials=key.spec.credentials)
     found = run({"worker": its})
     answers = seen(found, "worker", Right.WRITE)

@@ -3,7 +3,6 @@
 import base64
 import json
 import secrets
-from datetime import timedelta
 
 import pytest
 from botocore.exceptions import ClientError
@@ -16,6 +15,7 @@ from millrace.rentals.startup import make_environment
 from millrace.storage import StoreSpec, open_store
 from millrace.testing.rgw import RGW, Key
 from tests.stores import credentials
+from tests.support.rentals.parts import HOUR, START, make_attempt
 from tests.unit.campaigns.test_plan import PLAN, rent
 
 
@@ -31,10 +31,9 @@ def test_a_machine_writes_its_own_gradients_and_never_the_chain(rgw: RGW, bucket
     role = rgw.create_role(f"worker-{secrets.token_hex(4)}")
     full = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=credentials(rgw.full))
     settings = rent(full, role_arn=role)
-    found = make_environment(
-        open_store(full), settings, 0, 1, 0.0, lifetime=timedelta(hours=1), vast_url="https://x"
-    )
-    config = json.loads(base64.b64decode(found["MILLRACE_ORDER"]))
+    attempt = make_attempt(slot=1, deadline=START + HOUR)  # as long as the role allows
+    found = make_environment(open_store(full), settings, attempt, vast_url="https://x")
+    config = json.loads(base64.b64decode(found["MILLRACE_CONFIG"]))
     given = config["write_store"]["credentials"]
     pair = Key(given["access_key_id"], given["secret_access_key"], given["session_token"])
     client = rgw.client(pair)

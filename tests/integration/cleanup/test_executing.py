@@ -277,7 +277,7 @@ def test_a_store_that_takes_no_deletes_of_many_is_cleaned_too(rgw, bucket):
     role = rgw.create_role(f"role-{secrets.token_hex(4)}")
     ttl = timedelta(minutes=15)
     # A session's policy makes RGW refuse DeleteObjects.
-    mine = open_scoped_store(open_store(key), "mine/", ttl, right=Right.WRITE, role_arn=role).spec
+    mine = open_scoped_store(open_store(key), "mine/", ttl, access=Right.WRITE, role_arn=role).spec
     place = Place(open_store(mine.model_copy(update={"url": f"s3://{bucket}/mine"})))
     for window in range(12):
         place.gradient("run", "w1", window, "1")

@@ -100,14 +100,14 @@ def test_a_store_where_somebody_works_is_not_wiped(place):
 def test_a_ledger_of_machines_that_are_not_given_back_is_not_wiped(place):
     there = fill(place)
     keys = RentalKeys("fleet")
-    for part in (keys.intent(0), keys.returned(0), keys.intent(1)):
+    for part in (keys.intent(0), keys.released(0), keys.intent(1)):
         put(place.store, part, b"{}")  # of a machine that came back, and of one that did not
     for look in (survey_wipe, plan_wipe):
         with pytest.raises(
-            errors.HeldError, match="holds the ledger of fleet, whose machines are not returned"
+            errors.HeldError, match="holds the ledger of fleet, whose machines are not released"
         ):
             look(place.store.spec)
-    put(place.store, keys.returned(1), b"{}")
+    put(place.store, keys.released(1), b"{}")
     done = wipe(
         place.store.spec, plan_wipe(place.store.spec).name,
         confirm=make_confirmation(place.store.location),

@@ -84,7 +84,7 @@ def test_a_run_is_aggregated_by_credentials_that_reach_no_more_than_they_must(
     whole = at(shared, rgw.full)
     stores = {
         uid: open_scoped_store(
-            whole, RUN.gradients.worker(uid), timedelta(minutes=15), right=Right.WRITE,
+            whole, RUN.gradients.worker(uid), timedelta(minutes=15), access=Right.WRITE,
             role_arn=role,
         )
         for uid in UIDS

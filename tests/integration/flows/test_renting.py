@@ -20,7 +20,7 @@ from flows.reap_machines import reap_machines
 from flows.release_machines import release_machines
 from flows.rent_machines import rent_machines
 from millrace.errors import MachineError
-from millrace.rentals import RentalSettings, VastAccount
+from millrace.rentals import RentalSettings, RentalTimeouts, VastAccount
 from millrace.storage import StoreSpec, open_store
 from millrace.testing.vast import VastServer
 from tasks.renting import RentalSupervisor
@@ -34,7 +34,7 @@ def test_machines_are_rented_listed_and_released(
 ) -> None:
     place = {"bucket": (tmp_path / "store").as_uri(), "vast": payer}
     (tmp_path / "store").mkdir()
-    asked = {**place, **RENT, "name": "fleet", "machines": 2}
+    asked = {**place, "settings": {**RENT, "machines": 2}, "name": "fleet"}
     dry = prefect_api.call(rent_machines, **asked)
     assert dry.code == 0, dry.output
     report = prefect_api.artifacts(dry.run)["offers"]
@@ -56,12 +56,12 @@ def test_machines_are_rented_listed_and_released(
     listed = prefect_api.call(list_machines, **place)
     assert "2 machines rented, $" in prefect_api.artifacts(listed.run)["rentals"]
     kept = prefect_api.call(reap_machines, **place, dry_run=False)
-    assert "0 machines given back, 2 stay." in prefect_api.artifacts(kept.run)["reaper"]
+    assert "0 machines released, 2 stay." in prefect_api.artifacts(kept.run)["reaper"]
 
     back = prefect_api.call(release_machines, **place, name="fleet")
     assert back.code == 0, back.output
     assert (
-        "2 machines given back; a listing shows none." in prefect_api.artifacts(back.run)["rentals"]
+        "2 machines released; a listing shows none." in prefect_api.artifacts(back.run)["rentals"]
     )
     assert vast.alive() == []
 
@@ -88,7 +88,7 @@ def test_a_campaign_that_is_hung_up_gives_back_however_often_it_is_interrupted(
         until(lambda: len(vast.alive()) == 2, "two machines")
         vast.fail_next(3, "error500", "delete")
         process.send_signal(signal.SIGHUP)
-        until(lambda: vast.fired()["error500"] > 0, "machines being given back")
+        until(lambda: vast.fired()["error500"] > 0, "machines being released")
         for _ in range(500):
             process.send_signal(signal.SIGINT)
         process.wait(PATIENCE)
@@ -132,8 +132,7 @@ def test_a_program_that_has_never_worked_is_tried_twice(
         name="fleet",
         store=StoreSpec(url=tmp_path.as_uri()),
         account=VastAccount(api_key=SecretStr(key), server_url=vast.url),
-        retry_failed=True,
-        poll_interval=timedelta(milliseconds=100),
+        timeouts=RentalTimeouts(retry_failed=True, poll_interval=timedelta(milliseconds=100)),
         **RENT,
     )
 
@@ -144,7 +143,7 @@ def test_a_program_that_has_never_worked_is_tried_twice(
             supervisor.wait_until_done(timedelta(minutes=1))
             supervisor.raise_failure()
 
-    with pytest.raises(MachineError, match="the last words" if not proven else "did not come up"):
+    with pytest.raises(MachineError, match="the last words" if not proven else "did not start"):
         attend()
     assert (vast.alive(), len(vast.books())) == ([], rented)
     vast.reset()

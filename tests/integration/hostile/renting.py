@@ -25,6 +25,7 @@ from millrace.rentals import (
     Program,
     Rental,
     RentalSettings,
+    RentalTimeouts,
     VastAccount,
     VastClient,
     list_rentals,
@@ -41,10 +42,10 @@ LEASE, REAPED = 180.0, 900.0  # seconds that an owner's lease, and two reapers, 
 FOREIGN = ("", "somebody's", "millrace/ffffffffffff/fleet/000000/9999999999", "millrace/fleet")
 FATES = ("lying", "silent", "failing", "broken", "vanished", "dearer", "raised", "outbid", "")
 BLAMED = {
-    "lying": "more than its line can move",
-    "silent": "nothing is heard of it any more",
+    "lying": "more than its network can transfer",
+    "silent": "the machine sent no heartbeat",
     "broken": "could not install the program",
-    "vanished": "the provider has it no more",
+    "vanished": "the provider does not list the machine any more",
     "outbid": "the machine is exited: stopped",
 }
 """Words of the report about a machine, by what became of it."""
@@ -108,8 +109,9 @@ class World:
             ),
             program=Program(repo_url="https://example.org/x", command=("true",)),
             machines=2,
-            startup_timeout=timedelta(minutes=5),
-            poll_interval=timedelta(seconds=30),
+            timeouts=RentalTimeouts(
+                startup_timeout=timedelta(minutes=5), poll_interval=timedelta(seconds=30)
+            ),
         )
 
     def ours(self) -> list[dict[str, Any]]:
@@ -141,9 +143,9 @@ class World:
         if bool(said) is not fails or (fails and not said.startswith("MachineError")):
             self.refused.append(said or "no error, though a program has failed")
         if ends and had in BLAMED:
-            self.site.blamed.append(["rental.returned fleet/", BLAMED[had]])
+            self.site.blamed.append(["rental.released fleet/", BLAMED[had]])
         if fails:
-            self.site.blamed.append(["on machine fleet/", "ended with 1"])
+            self.site.blamed.append(["on machine fleet/", "ended with exit code 1"])
 
     def judge(self, result: Any, until: float, *, attended: bool = False) -> dict[str, Any]:
         """Return a flow's result, and what the books say.
@@ -151,7 +153,7 @@ class World:
         Args:
             result: Result of the flow.
             until: When the last machine had to be back, by the stand-in's clock.
-            attended: Whether an owner was there all the time, who gives dear machines back.
+            attended: Whether an owner was there all the time, which releases expensive machines.
         """
         books = self.server.books()
         ours = [one for one in books if one["id"] not in self.foreign]
@@ -270,7 +272,7 @@ def reap_instances(site: Site) -> Any:
         end = world.server.now() + 3 * 3600
         world.server.advance(3 * 3600)
         _reap_all(world)
-        return world.judge([kept, seen.closed_attempts, len(seen.returned)], end + 2 * REAPED)
+        return world.judge([kept, seen.closed_attempts, len(seen.released)], end + 2 * REAPED)
 
 
 def release_machines(site: Site) -> Any:
@@ -284,11 +286,11 @@ def release_machines(site: Site) -> Any:
 
 
 def list_machines(site: Site) -> Any:
-    """List what is rented, and give it back."""
+    """List what is rented, and release it."""
     with _world(site) as world:
         _left(world)
         found = list_rentals(world.stand, vast=world.vast)
-        site.said += [f"{one.rental} {one.instance.label} {one.return_reason}" for one in found]
+        site.said += [f"{one.rental} {one.instance.label} {one.release_reason}" for one in found]
         rentals = sorted({one.rental for one in found})
         world.attempt(lambda: release(world.stand, "fleet", vast=world.vast))
         end, left = world.server.now(), world.left()
@@ -312,7 +314,10 @@ def command(name: str) -> Callable[[Site], Any]:
                     "max_hourly": MAX_HOURLY, "max_total": MAX_TOTAL, "max_lifetime": "PT3H",
                 },
                 program={"repo_url": "https://example.org/x", "command": ["true"]},
-                poll_interval="PT0.5S", heartbeat_timeout="PT30S", startup_timeout="PT30S",
+                timeouts={
+                    "poll_interval": "PT0.5S", "heartbeat_timeout": "PT30S",
+                    "startup_timeout": "PT30S",
+                },
             )  # fmt: skip
             words = {"rent": [file, "--yes"], "release": ["fleet", file]}
             codes: list[int] = []

@@ -26,7 +26,7 @@ store: {{url: {(tmp_path / "store").as_uri()}}}
 account: {{api_key: "${{VAST_KEY}}", server_url: {vast.url}}}
 request: {{gpu: RTX_4090, max_hourly: 1.0, max_total: 5.0, max_lifetime: PT2H}}
 program: {{repo_url: "https://example.org/x", command: [millrace, run]}}
-poll_interval: PT0.5S
+timeouts: {{poll_interval: PT0.5S}}
 """
     )
 
@@ -45,15 +45,15 @@ poll_interval: PT0.5S
     vast.reset()
 
 
-def test_machines_are_looked_at_rented_and_given_back(run: Run, vast: VastServer) -> None:
+def test_machines_are_looked_at_rented_and_released(run: Run, vast: VastServer) -> None:
     shown = run("machine", "offers")
     assert "1 x RTX 4090, 24 GB" in shown
     assert vast.books() == []
     said = run("machine", "rent", "--yes")
     assert "fleet/0: takes RTX 4090" in said
     assert "fleet/0| the last words" in said
-    assert "fleet/0: given back (done: its program ended)" in said
-    assert "All is given back. It has cost about $" in said
+    assert "fleet/0: released (done: the program ended with exit code 0)" in said
+    assert "All is released. It has cost about $" in said
     assert "Rented: 0 machines" in run("machine", "list")
     assert vast.alive() == []
 
@@ -61,17 +61,17 @@ def test_machines_are_looked_at_rented_and_given_back(run: Run, vast: VastServer
 def test_what_is_left_running_is_listed_kept_and_released(run: Run, vast: VastServer) -> None:
     said = run("machine", "rent", "--detach", "--yes")
     assert "fleet/0 runs at 127.0.0.1." in said
-    assert "give them back with `millrace machine release fleet rent.yaml`" in said
+    assert "release them with `millrace machine release fleet rent.yaml`" in said
     (one,) = vast.alive()
     listed = run("machine", "list")
     assert f"fleet: instance {one['id']} is running, since " in listed
-    assert "left until its time is over." in listed
-    assert "Given back: 0 machines. Stay: 1." in run("machine", "reap")
+    assert "detached until its deadline." in listed
+    assert "Released: 0 machines. Stay: 1." in run("machine", "reap")
     vast.advance(3 * 3600)
     said = run("machine", "reap", "--dry-run")
-    assert "its program has ended.\nWould be given back: 1 machine. Stay: 0." in said
-    assert "knows no rental 'fleat'" in run("machine", "release", "fleat", code=1)
-    assert "Given back: 1 machine of fleet" in run("machine", "release", "fleet", "rent.yaml")
+    assert "the program has ended.\nWould be released: 1 machine. Stay: 0." in said
+    assert "has no rental 'fleat'" in run("machine", "release", "fleat", code=1)
+    assert "Released: 1 machine of fleet" in run("machine", "release", "fleet", "rent.yaml")
     assert vast.alive() == []
 
 

@@ -17,16 +17,16 @@ from pydantic import SecretStr
 from millrace import errors
 from millrace.keys.rentals import MachineKeys, RentalKeys
 from millrace.lease import Holder
-from millrace.rentals import Rental, VastClient, reap, release, reports
-from millrace.rentals import rental as renting
+from millrace.rentals import Rental, VastClient, reap, release, reports, starting
 from millrace.rentals.ledger import list_attempts
 from millrace.rentals.startup import make_environment
-from millrace.schemas.rental import ReturnReason
+from millrace.schemas.rental import ReleaseReason
 from millrace.storage import Credentials, StoreSpec, create, open_store, put
 from millrace.testing.process import REPOSITORY
 from millrace.testing.vast import VastServer
 from tests.prefect_server import until
 from tests.support.rentals.account import Account_, Reset
+from tests.support.rentals.parts import make_attempt
 
 
 def leave(account: Account_, **more: Any) -> None:
@@ -49,8 +49,8 @@ def test_what_was_left_ends_before_its_money_is_spent(world: Reset) -> None:
         reap(account.stand(), vast=account.vast)
     assert account.server.alive() == []
     for attempt in list_attempts(open_store(account.store), "fleet"):
-        hours = (attempt.intent.until - attempt.intent.begun) / timedelta(hours=1)
-        assert hours * attempt.intent.dph == pytest.approx(0.5, abs=0.01)
+        hours = (attempt.intent.deadline - attempt.intent.started_at) / timedelta(hours=1)
+        assert hours * attempt.intent.dollars_per_hour == pytest.approx(0.5, abs=0.01)
 
 
 def test_what_was_left_goes_when_its_program_has_ended(world: Reset) -> None:
@@ -58,8 +58,8 @@ def test_what_was_left_goes_when_its_program_has_ended(world: Reset) -> None:
     leave(account)
     assert len(reap(account.stand(), vast=account.vast).kept) == 1
     account.server.advance(900)
-    (gone,) = reap(account.stand(), vast=account.vast).returned
-    assert gone.return_reason == "its program has ended"
+    (gone,) = reap(account.stand(), vast=account.vast).released
+    assert gone.release_reason == "the program has ended"
     assert account.server.alive() == []
 
 
@@ -70,9 +70,9 @@ def test_machines_that_are_left_are_told_so_and_others_that_they_have_an_owner(
     said = account.folder / "_rentals/fleet/owner.txt"
     with Rental(account.settings(), vast=account.vast) as rental:
         rental.wait_until_ready()
-        assert said.read_bytes() != b"left"
+        assert said.read_bytes() != b"detached"
     leave(account)
-    assert said.read_bytes() == b"left"
+    assert said.read_bytes() == b"detached"
 
 
 def test_an_owner_that_was_followed_ends_and_touches_nothing(world: Reset) -> None:
@@ -86,7 +86,7 @@ def test_an_owner_that_was_followed_ends_and_touches_nothing(world: Reset) -> No
     record = {"holder": holder.model_dump(), "ttl": "PT3M"}
     there = json.dumps({**body, "record": record}).encode()
     create(open_store(account.store), keys.lease.epoch(1), there)
-    with pytest.raises(errors.HeldError, match="Another process has gone on with fleet") as caught:
+    with pytest.raises(errors.HeldError, match="Another process has taken over fleet") as caught:
         rental.wait_until_done()
     rental.__exit__(type(caught.value), caught.value, None)
     assert len(account.server.alive()) == 2
@@ -95,14 +95,14 @@ def test_an_owner_that_was_followed_ends_and_touches_nothing(world: Reset) -> No
 
 def test_two_that_rent_at_once_do_not_both(world: Reset, monkeypatch: pytest.MonkeyPatch) -> None:
     account = world()
-    commit = renting.commit_once
+    commit = starting.commit_once
 
     def second(store: Any, key: str, record: Any) -> Any:
         if key.endswith("-intent.json"):  # another was a moment earlier
-            commit(store, key, record.model_copy(update={"offer": 1}))
+            commit(store, key, record.model_copy(update={"offer_id": 1}))
         return commit(store, key, record)
 
-    monkeypatch.setattr(renting, "commit_once", second)
+    monkeypatch.setattr(starting, "commit_once", second)
     rental = Rental(account.settings(), vast=account.vast)
     with pytest.raises(errors.HeldError, match="Another process"), rental:
         rental.wait_until_ready()
@@ -120,21 +120,21 @@ def test_a_machine_may_say_that_it_has_moved_anything(world: Reset, number: str)
         rental.wait_until_ready()
         assert rental.cost < 50.0
     (attempt,) = list_attempts(open_store(account.store), "fleet")
-    assert attempt.return_record
-    assert attempt.return_record.cost < 50.0
-    assert reap(account.stand(), vast=account.vast).returned == ()
+    assert attempt.release_record
+    assert attempt.release_record.cost < 50.0
+    assert reap(account.stand(), vast=account.vast).released == ()
 
 
-def test_a_damaged_record_keeps_no_other_from_being_given_back(world: Reset) -> None:
+def test_a_damaged_record_keeps_no_other_from_being_released(world: Reset) -> None:
     account = world()
     leave(account)
     with Rental(account.settings("other"), vast=account.vast) as rental:
         rental.wait_until_ready()
         rental._stack.close()
-        rental._is_superseded = True  # it goes without a word
-    put(open_store(account.store), RentalKeys("fleet").returned(0), b"{}")
+        rental._ownership.is_superseded = True  # it goes without a word
+    put(open_store(account.store), RentalKeys("fleet").released(0), b"{}")
     found = reap(account.stand(), vast=account.vast)
-    assert [one.rental for one in found.returned] == ["other"]
+    assert [one.rental for one in found.released] == ["other"]
 
 
 def test_what_it_prints_is_bounded_and_printable(world: Reset) -> None:
@@ -166,8 +166,8 @@ def test_a_refusal_that_names_a_contract_has_left_a_machine(world: Reset) -> Non
         rental.wait_until_ready()
         assert len(account.server.alive()) == 1
     first, _ = list_attempts(open_store(account.store), "fleet")
-    assert first.return_record
-    assert first.return_record.why is ReturnReason.OUTBID
+    assert first.release_record
+    assert first.release_record.reason is ReleaseReason.OUTBID
     assert account.server.alive() == []
 
 
@@ -199,7 +199,7 @@ def test_a_release_that_failed_is_gone_on_with_by_the_reaper(world: Reset) -> No
         release(account.stand(), "fleet", vast=account.vast)
     account.server.fail_next(0, "error500", "delete")
     account.server.ask("calm", {})
-    assert len(reap(account.stand(), vast=account.vast).returned) == 1
+    assert len(reap(account.stand(), vast=account.vast).released) == 1
     assert account.server.alive() == []
 
 
@@ -216,11 +216,11 @@ def test_a_machine_whose_label_was_changed_is_known_by_its_number(world: Reset) 
     abandoned._stack.close()
     (one,) = account.server.alive()
     account.server.ask("label", {"instance": one["id"], "label": ""})
-    assert len(reap(account.stand(), vast=account.vast).returned) == 1
+    assert len(reap(account.stand(), vast=account.vast).released) == 1
     assert account.server.alive() == []
 
 
-def test_a_machine_that_makes_its_reports_unreadable_is_given_back(world: Reset) -> None:
+def test_a_machine_that_makes_its_reports_unreadable_is_released(world: Reset) -> None:
     account = world()
     with Rental(account.settings(), vast=account.vast) as rental:
         rental.wait_until_ready()
@@ -231,8 +231,8 @@ def test_a_machine_that_makes_its_reports_unreadable_is_given_back(world: Reset)
         assert first["destroyed"]
         assert not second["destroyed"]
     attempts = list_attempts(open_store(account.store), "fleet")
-    assert attempts[0].return_record
-    assert attempts[0].return_record.said == "nothing is heard of it any more"
+    assert attempts[0].release_record
+    assert attempts[0].release_record.message == "the machine sent no heartbeat for 0:05:00"
 
 
 def test_a_store_that_cannot_be_read_is_no_silent_machine(
@@ -260,8 +260,8 @@ def test_a_machine_is_given_no_secret_of_the_stores_options(world: Reset) -> Non
     )  # fmt: skip
     with pytest.raises(errors.ConfigurationError, match="options or a ca_file"):
         make_environment(
-            open_store(spec), account.settings(role_arn="x"), 0, 0, 1e9,
-            lifetime=timedelta(hours=1), vast_url=account.server.url,
+            open_store(spec), account.settings(role_arn="x"), make_attempt(),
+            vast_url=account.server.url,
         )  # fmt: skip
 
 
@@ -287,7 +287,7 @@ def test_a_watchdog_lives_through_any_answer(vast: VastServer, answer: bytes) ->
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         done = watch(vast, number, entry["key"], f"http://127.0.0.1:{server.getsockname()[1]}/", 1)
-    assert "its owner was not heard of" in done
+    assert "the owner sent no heartbeat" in done
     assert vast.alive() == []
 
 
@@ -295,9 +295,9 @@ def test_a_watchdog_stays_with_a_machine_that_was_left(vast: VastServer, tmp_pat
     vast.reset(rate=1.0, strict=False)
     number = vast.plant("x")
     (entry,) = vast.alive()
-    (tmp_path / "owner.txt").write_bytes(b"left")
+    (tmp_path / "owner.txt").write_bytes(b"detached")
     done = watch(vast, number, entry["key"], (tmp_path / "owner.txt").as_uri(), 1, lifetime=3)
-    assert "its time is over" in done
+    assert "the deadline has passed" in done
     assert vast.alive() == []
 
 
@@ -306,9 +306,9 @@ def watch(
 ) -> str:
     """Return the output of a watchdog that has destroyed its machine."""
     environ = {
-        "MILLRACE_UNTIL": "9999999999", "MILLRACE_LIFETIME": f"{lifetime}",
-        "MILLRACE_SILENCE": f"{silence}", "MILLRACE_OWNER_URL": url, "MILLRACE_VAST_URL": vast.url,
-        "CONTAINER_ID": f"{number}",
+        "MILLRACE_DEADLINE": "9999999999", "MILLRACE_LIFETIME": f"{lifetime}",
+        "MILLRACE_HEARTBEAT_TIMEOUT": f"{silence}", "MILLRACE_OWNER_URL": url,
+        "MILLRACE_VAST_URL": vast.url, "CONTAINER_ID": f"{number}",
     }  # fmt: skip
     script = (REPOSITORY / "millrace/rentals/guest/watchdog.py").read_text()
     watchdog = subprocess.Popen(
@@ -340,5 +340,7 @@ def test_a_machine_that_prints_without_end_fills_no_log(
         heard.refresh()
         told += heard.new_lines
     assert told[:25] == [f"{piece}.{n}" for piece in range(3) for n in range(10)][:25]
-    assert told[25:] == [f"(25 lines are told; the others are in {store.make_url(keys.logs)})"]
+    assert told[25:] == [
+        f"(only 25 lines are shown; the others are in {store.make_url(keys.logs)})"
+    ]
     assert heard.tail[-1] == "5.9"

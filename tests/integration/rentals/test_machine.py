@@ -23,6 +23,7 @@ from millrace.rentals import (
     Program,
     Rental,
     RentalSettings,
+    RentalTimeouts,
     StorageGrant,
     VastAccount,
     VastClient,
@@ -61,13 +62,15 @@ def real(vast: VastServer) -> Iterator[str]:
     vast.reset()
 
 
-def settings_of(vast: VastServer, key: str, store: StoreSpec, **more: Any) -> RentalSettings:
+def settings_of(
+    vast: VastServer, key: str, store: StoreSpec, *, max_attempts: int = 5, **more: Any
+) -> RentalSettings:
     return RentalSettings(
         name="fleet",
         store=store,
         account=VastAccount(api_key=SecretStr(key), server_url=vast.url),
         request=OfferRequest(max_hourly=2.0, max_total=5.0, max_lifetime=timedelta(hours=1)),
-        poll_interval=timedelta(seconds=1),
+        timeouts=RentalTimeouts(poll_interval=timedelta(seconds=1), max_attempts=max_attempts),
         **more,
     )
 
@@ -188,7 +191,7 @@ def test_a_machine_installs_a_program_and_runs_it_with_what_it_may_reach(
         assert secret.encode() not in held
     assert b"CONTAINER_ID=" in held
     assert b"PYTEST_CURRENT_TEST" not in held
-    config = json.loads(base64.b64decode(entry["body"]["env"]["MILLRACE_ORDER"]))
+    config = json.loads(base64.b64decode(entry["body"]["env"]["MILLRACE_CONFIG"]))
     for name, own, others in (
         ("store", "_machines/fleet/000000/x", ["_machines/fleet/000001/x", "_rentals/x", "data/x"]),
         ("write_store", "data/x", ["data2/x", "x", "_machines/fleet/000000/x", "_rentals/x"]),
@@ -230,7 +233,7 @@ def test_what_cannot_be_installed_is_said(
     store = StoreSpec(url=(tmp_path / "store").as_uri())
     program = Program(repo_url=repository.as_uri(), repo_ref="gone", command=("true",))
     rental = Rental(settings_of(vast, real, store, program=program, max_attempts=1))
-    with pytest.raises(Exception, match="did not come up"), rental:
+    with pytest.raises(Exception, match="did not start"), rental:
         rental.wait_until_ready()
     (entry,) = vast.books()
     setup = json.loads((tmp_path / "store/_machines/fleet/000000/setup.json").read_text())
@@ -247,9 +250,9 @@ def test_a_machine_destroys_itself(vast: VastServer, real: str, tmp_path: Path, 
     if gone != "unreadable":
         beat.write_text("here")
     environment = {
-        "MILLRACE_UNTIL": "9999999999",
+        "MILLRACE_DEADLINE": "9999999999",
         "MILLRACE_LIFETIME": "1" if gone == "time" else "1000",
-        "MILLRACE_SILENCE": "1000" if gone == "time" else "1",
+        "MILLRACE_HEARTBEAT_TIMEOUT": "1000" if gone == "time" else "1",
         "MILLRACE_OWNER_URL": beat.as_uri(),
         "MILLRACE_VAST_URL": vast.url,
         "CONTAINER_ID": str(number),
@@ -299,9 +302,10 @@ def test_what_runs_in_a_machine_cannot_read_the_key_that_destroys_it(tmp_path: P
     environment = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(tmp_path),
         "CONTAINER_ID": "1", "CONTAINER_API_KEY": key, "MILLRACE_VAST_URL": "http://127.0.0.1:9",
-        "MILLRACE_UNTIL": "9999999999", "MILLRACE_LIFETIME": "1000", "MILLRACE_SILENCE": "1000",
+        "MILLRACE_DEADLINE": "9999999999", "MILLRACE_LIFETIME": "1000",
+        "MILLRACE_HEARTBEAT_TIMEOUT": "1000",
         "MILLRACE_OWNER_URL": (tmp_path / "owner.txt").as_uri(),
-        "MILLRACE_SETUP": base64.b64encode(b"print('installed')").decode(),
+        "MILLRACE_INSTALL": base64.b64encode(b"print('installed')").decode(),
         **{
             name: base64.b64encode((guest / text).read_bytes()).decode()
             for name, text in texts.items()

@@ -8,11 +8,12 @@ from tests.unit.rentals.test_offers import request
 def test_what_costs_least_in_all_comes_first(world: Reset) -> None:
     account = world(machines=40)
     short = find_offers(account.vast, request(hours=1.0))
-    assert [one.expected_cost for one in short] == sorted(one.hourly_price for one in short)
+    assert [one.expected_cost for one in short] == sorted(one.dollars_per_hour for one in short)
     heavy = request(hours=1.0, download=500.0, upload=100.0)
     offers = find_offers(account.vast, heavy)
     assert [one.expected_cost for one in offers] == sorted(
-        one.hourly_price + 500 * one.download_price + 100 * one.upload_price for one in offers
+        one.dollars_per_hour + 500 * one.download_dollars_per_gb + 100 * one.upload_dollars_per_gb
+        for one in offers
     )
     assert [one.machine_id for one in offers] != [one.machine_id for one in short]
 
@@ -30,4 +31,4 @@ def test_only_what_was_asked_for_is_found(world: Reset) -> None:
     )
     assert find_offers(account.vast, request(gpu_memory=80.0)) == []
     cheap = OfferRequest(max_hourly=0.3, max_total=1.0)
-    assert all(one.hourly_price <= 0.3 for one in find_offers(account.vast, cheap))
+    assert all(one.dollars_per_hour <= 0.3 for one in find_offers(account.vast, cheap))

@@ -1,4 +1,4 @@
-"""A rental is given back when the process that owns it is killed."""
+"""A rental is released when the process that owns it is killed."""
 
 import signal
 import subprocess
@@ -9,7 +9,6 @@ import pytest
 from pydantic import SecretStr
 
 from millrace.rentals import (
-    LedgerSettings,
     OfferRequest,
     OwnerMonitor,
     Program,
@@ -37,8 +36,10 @@ def settings_of(key: str, url: str, folder: Path) -> RentalSettings:
 def own(key: str, url: str, folder: str, grace: str) -> None:
     """Own a machine until this process is killed."""
     settings = settings_of(key, url, Path(folder))
-    stand = LedgerSettings(store=settings.store, account=settings.account)
-    with OwnerMonitor(stand, settings.name, grace_period=float(grace)), Rental(settings) as rental:
+    with (
+        OwnerMonitor(settings.ledger, settings.name, grace_period=float(grace)),
+        Rental(settings) as rental,
+    ):
         rental.wait_until_ready()
         print("ready", flush=True)
         signal.pause()
@@ -67,11 +68,11 @@ def key(vast: VastServer, tmp_path: Path) -> str:
     return vast.reset(rate=200.0, strict=False)
 
 
-def test_machines_of_an_owner_that_was_killed_are_given_back(
+def test_machines_of_an_owner_that_was_killed_are_released(
     vast: VastServer, key: str, tmp_path: Path
 ) -> None:
     killed(key, vast.url, tmp_path / "store", grace=0.0)
-    until(lambda: vast.alive() == [], "the machine given back")
+    until(lambda: vast.alive() == [], "the machine released")
     (one,) = vast.books()
     assert one["by"] == "the account"
 
@@ -86,8 +87,10 @@ def test_machines_that_a_next_owner_goes_on_with_are_left_to_it(
         watch_owner(
             {
                 "owner": [gone.pid, "1"], "grace_period": 0.0, "rental": "fleet",
-                "store": {"url": (tmp_path / "store").as_uri()},
-                "account": {"api_key": key, "server_url": vast.url},
+                "ledger": {
+                    "store": {"url": (tmp_path / "store").as_uri()},
+                    "account": {"api_key": key, "server_url": vast.url},
+                },
             }
         )  # fmt: skip
         assert len(vast.alive()) == 1

@@ -1,4 +1,4 @@
-"""The reaper gives back machines without an owner, and nothing else."""
+"""The reaper releases machines without an owner, and nothing else."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -8,7 +8,7 @@ from millrace import errors
 from millrace.rentals import Rental, list_rentals, reap, release
 from millrace.rentals.labels import Label
 from millrace.rentals.ledger import ensure_installation, list_attempts
-from millrace.schemas.rental import ReturnReason
+from millrace.schemas.rental import ReleaseReason
 from millrace.storage import open_store, put
 from tests.support.rentals.account import Account_, Reset
 
@@ -18,24 +18,24 @@ def abandon(account: Account_, name: str = "fleet", count: int = 1) -> None:
     rental = Rental(account.settings(name, machines=count), vast=account.vast)
     rental.__enter__()
     rental.wait_until_ready()
-    rental._stack.close()  # its lease is given back, its machines are not
+    rental._stack.close()  # its lease is released, its machines are not
 
 
-def test_what_has_no_owner_is_given_back(world: Reset) -> None:
+def test_what_has_no_owner_is_released(world: Reset) -> None:
     account = world()
     abandon(account, count=2)
     seen = reap(account.stand(), dry_run=True, vast=account.vast)
-    assert [one.return_reason for one in seen.returned] == ["nobody has it any more"] * 2
+    assert [one.release_reason for one in seen.released] == ["the machine has no living owner"] * 2
     assert len(account.server.alive()) == 2
     done = reap(account.stand(), vast=account.vast, progress=account.progress)
-    assert len(done.returned) == account.count("rental.returned") == 2
+    assert len(done.released) == account.count("rental.released") == 2
     assert account.server.alive() == []
     attempts = list_attempts(open_store(account.store), "fleet")
-    assert [one.return_record.why for one in attempts if one.return_record] == [
-        ReturnReason.REAPED
+    assert [one.release_record.reason for one in attempts if one.release_record] == [
+        ReleaseReason.REAPED
     ] * 2
     again = reap(account.stand(), vast=account.vast)
-    assert (again.returned, again.kept, again.closed_attempts) == ((), (), 0)
+    assert (again.released, again.kept, again.closed_attempts) == ((), (), 0)
 
 
 def test_what_has_an_owner_stays_until_its_time_is_over(world: Reset) -> None:
@@ -46,8 +46,8 @@ def test_what_has_an_owner_stays_until_its_time_is_over(world: Reset) -> None:
         (kept,) = reap(account.stand(), vast=account.vast).kept
         assert "process" in kept.owner
         account.server.advance(2 * 3600)
-        (gone,) = reap(account.stand(), vast=account.vast).returned
-        assert "its time was over" in gone.return_reason
+        (gone,) = reap(account.stand(), vast=account.vast).released
+        assert "the deadline was" in gone.release_reason
         assert account.server.alive() == []
 
 
@@ -58,10 +58,10 @@ def test_what_was_left_on_purpose_stays_until_its_time_is_over(world: Reset) -> 
         rental.wait_until_ready()
     assert len(reap(account.stand(), vast=account.vast).kept) == 1
     (listed,) = list_rentals(account.stand(), vast=account.vast)
-    assert (listed.rental, listed.owner, listed.return_reason) == ("fleet", "", "")
+    assert (listed.rental, listed.owner, listed.release_reason) == ("fleet", "", "")
     assert listed.cost > 0
     account.server.advance(2 * 3600)
-    assert len(reap(account.stand(), vast=account.vast).returned) == 1
+    assert len(reap(account.stand(), vast=account.vast).released) == 1
     assert account.server.alive() == []
 
 
@@ -78,7 +78,7 @@ def test_nothing_that_is_not_ours_is_touched(world: Reset) -> None:
     strange = account.server.plant(f"millrace/{mine}/what is this")
     orphan = account.server.plant(f"millrace/{mine}/lost/000007/9999999999")
     done = reap(account.stand(), vast=account.vast)
-    assert [one.instance.id for one in done.returned] == [orphan]
+    assert [one.instance.id for one in done.released] == [orphan]
     assert [one.instance.id for one in done.kept] == [strange]
     assert {one["id"] for one in account.server.alive()} == {*planted, strange}
 
@@ -107,19 +107,19 @@ def test_a_list_that_cannot_be_read_is_unknown_and_the_reaper_says_so(
         reap(account.stand(), vast=account.vast)
     assert len(account.server.alive()) == 1
     (attempt,) = list_attempts(open_store(account.store), "fleet")
-    assert attempt.return_record is None
+    assert attempt.release_record is None
 
 
-def test_what_came_though_nobody_thought_so_is_given_back(world: Reset) -> None:
+def test_what_came_though_nobody_thought_so_is_released(world: Reset) -> None:
     account = world(late=900.0)  # longer than its rental lasts
     account.server.fail_next(1, "lost, listed late", "create")
     with Rental(account.settings(), vast=account.vast) as rental:
         rental.wait_until_ready()
     account.server.advance(900)
     (ghost,) = account.server.alive()
-    (gone,) = reap(account.stand(), vast=account.vast).returned
+    (gone,) = reap(account.stand(), vast=account.vast).released
     assert gone.instance.id == ghost["id"]
-    assert "it was given back before (never came), and is there" in gone.return_reason
+    assert "was released before (never rented), but still exists" in gone.release_reason
     assert account.server.alive() == []
 
 
@@ -131,7 +131,7 @@ def test_an_attempt_of_which_nothing_is_left_is_closed(world: Reset) -> None:
     assert account.server.alive() == []
     assert reap(account.stand(), vast=account.vast).closed_attempts == 1
     (attempt,) = list_attempts(open_store(account.store), "fleet")
-    assert attempt.return_record
+    assert attempt.release_record
 
 
 def test_a_rental_is_released_by_name(world: Reset) -> None:
@@ -140,7 +140,7 @@ def test_a_rental_is_released_by_name(world: Reset) -> None:
         rental.wait_until_ready()
         with pytest.raises(errors.HeldError, match="is held by"):
             release(account.stand(), "fleet", vast=account.vast)
-    with pytest.raises(errors.NotFoundError, match="knows no rental 'other'"):
+    with pytest.raises(errors.NotFoundError, match="has no rental 'other'"):
         release(account.stand(), "other", vast=account.vast)
     assert release(account.stand(), "fleet", vast=account.vast, include_detached=False) == 0
     assert len(account.server.alive()) == 2  # its owner has left both to work
@@ -162,7 +162,7 @@ def test_machines_of_another_account_are_neither_closed_nor_called_gone(world: R
     other = other_account(account)
 
     found = reap(other.stand(), vast=other.vast)
-    assert (found.returned, found.closed_attempts, found.foreign_attempts) == ((), 0, 2)
+    assert (found.released, found.closed_attempts, found.foreign_attempts) == ((), 0, 2)
     with pytest.raises(errors.ConfigurationError, match=r"2 machines of fleet .* another account"):
         release(other.stand(), "fleet", vast=other.vast)
     with (
@@ -171,7 +171,7 @@ def test_machines_of_another_account_are_neither_closed_nor_called_gone(world: R
     ):
         pass
     assert len(account.server.alive()) == 2
-    assert {one.return_record for one in list_attempts(open_store(account.store), "fleet")} == {
+    assert {one.release_record for one in list_attempts(open_store(account.store), "fleet")} == {
         None
     }
 
@@ -187,15 +187,15 @@ def test_a_machine_that_bears_the_label_of_another_costs_that_one_nothing(world:
         stray = account.server.plant(machine.attempt.intent.label)
         rental.wait_until_ready()
         done = reap(account.stand(), vast=account.vast)
-        assert [one.instance.id for one in done.returned] == [stray]
-        assert "bears the label of" in done.returned[0].return_reason
+        assert [one.instance.id for one in done.released] == [stray]
+        assert "has the label of machine" in done.released[0].release_reason
         assert [one.instance.id for one in done.kept] == [machine.attempt.instance_id]
         assert [one["id"] for one in account.server.alive()] == [machine.attempt.instance_id]
         (attempt,) = list_attempts(open_store(account.store), "fleet")
-        assert attempt.return_record is None
+        assert attempt.release_record is None
         again = account.server.plant(machine.attempt.intent.label)
     assert [one["id"] for one in account.server.alive()] == [again]  # the rental's own is gone
-    assert [one.instance.id for one in reap(account.stand(), vast=account.vast).returned] == [again]
+    assert [one.instance.id for one in reap(account.stand(), vast=account.vast).released] == [again]
     assert account.server.alive() == []
 
 
@@ -208,8 +208,8 @@ def test_a_label_that_was_changed_gives_a_machine_no_more_time(world: Reset) -> 
     label = machine.attempt.intent.label.rpartition("/")[0] + "/9999999999"
     account.server.ask("label", {"instance": machine.attempt.instance_id, "label": label})
     account.server.advance(2 * 3600)
-    (gone,) = reap(account.stand(), vast=account.vast).returned
-    assert "its time was over" in gone.return_reason
+    (gone,) = reap(account.stand(), vast=account.vast).released
+    assert "the deadline was" in gone.release_reason
     assert account.server.alive() == []
 
 
@@ -219,7 +219,7 @@ def test_names_that_no_rental_can_have_hide_no_machine(world: Reset) -> None:
     store = open_store(account.store)
     for name in ("a/lease/b", "x/attempts/y", "bad name", "..x"):
         put(store, f"_rentals/{name}/attempts/000000-intent.json", b"{}")
-    assert len(reap(account.stand(), vast=account.vast).returned) == 1
+    assert len(reap(account.stand(), vast=account.vast).released) == 1
     assert account.server.alive() == []
 
 

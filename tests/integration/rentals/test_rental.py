@@ -1,4 +1,4 @@
-"""Machines are rented, used, and given back, whatever happens in between."""
+"""Machines are rented, used, and released, whatever happens in between."""
 
 import threading
 from collections import Counter
@@ -10,18 +10,18 @@ from millrace import errors
 from millrace.progress import Event
 from millrace.rentals import Rental, find_offers, reap
 from millrace.rentals.ledger import list_attempts
-from millrace.schemas.rental import ReturnReason
+from millrace.schemas.rental import ReleaseReason
 from millrace.storage import open_store
 from tests.support.rentals.account import Account_, Reset
 
 
-def endings(account: Account_, name: str = "fleet") -> list[ReturnReason]:
+def endings(account: Account_, name: str = "fleet") -> list[ReleaseReason]:
     attempts = list_attempts(open_store(account.store), name)
-    assert all(one.return_record for one in attempts)
-    return [one.return_record.why for one in attempts if one.return_record]
+    assert all(one.release_record for one in attempts)
+    return [one.release_record.reason for one in attempts if one.release_record]
 
 
-def test_machines_are_rented_used_and_given_back(world: Reset) -> None:
+def test_machines_are_rented_used_and_released(world: Reset) -> None:
     account = world(program=600.0)
     settings = account.settings(machines=3)
     with Rental(settings, vast=account.vast, progress=account.progress) as rental:
@@ -30,14 +30,14 @@ def test_machines_are_rented_used_and_given_back(world: Reset) -> None:
         assert len({one["machine"] for one in account.server.alive()}) == 3
         rental.wait_until_done()
         assert account.server.alive() == []
-    assert endings(account) == [ReturnReason.DONE] * 3
+    assert endings(account) == [ReleaseReason.DONE] * 3
     billed = sum(one["cost"] for one in account.server.books())
     assert 0 < billed <= rental.cost
-    assert account.count("rental.ready") == account.count("rental.returned") == 3
+    assert account.count("rental.ready") == account.count("rental.released") == 3
 
 
 @pytest.mark.parametrize("fate", ["exited", "offline", "unknown", "oci", "stuck", "broken"])
-def test_a_machine_that_does_not_come_up_is_given_back_and_another_taken(
+def test_a_machine_that_does_not_come_up_is_released_and_another_taken(
     world: Reset, fate: str
 ) -> None:
     account = world(first=fate)
@@ -50,20 +50,20 @@ def test_a_machine_that_does_not_come_up_is_given_back_and_another_taken(
         soon = 20 * 60 + 60 if fate == "stuck" else 180
         assert dead["destroyed"] - dead["created"] < soon
     assert account.server.alive() == []
-    assert endings(account) == [ReturnReason.DEAD, ReturnReason.RELEASED]
+    assert endings(account) == [ReleaseReason.DEAD, ReleaseReason.UNNEEDED]
 
 
 @pytest.mark.parametrize(
     ("fate", "ending"),
     [
-        ("outbid", ReturnReason.OUTBID),
-        ("silent", ReturnReason.DEAD),
-        ("vanished", ReturnReason.DEAD),
-        ("dearer", ReturnReason.DEARER),
+        ("outbid", ReleaseReason.OUTBID),
+        ("silent", ReleaseReason.DEAD),
+        ("vanished", ReleaseReason.DEAD),
+        ("dearer", ReleaseReason.TOO_EXPENSIVE),
     ],
 )
 def test_work_goes_on_elsewhere_when_a_machine_is_lost(
-    world: Reset, fate: str, ending: ReturnReason
+    world: Reset, fate: str, ending: ReleaseReason
 ) -> None:
     account = world(program=3000.0)
     request = {"interruptible": fate == "outbid", "max_hourly": 1.5}
@@ -74,7 +74,7 @@ def test_work_goes_on_elsewhere_when_a_machine_is_lost(
         account.server.befall(first.instance.id, fate)
         rental.wait_until_done()
     assert account.server.alive() == []
-    assert endings(account) == [ending, ReturnReason.DONE]
+    assert endings(account) == [ending, ReleaseReason.DONE]
     one, other = account.server.books()
     assert one["machine"] != other["machine"]
 
@@ -82,11 +82,11 @@ def test_work_goes_on_elsewhere_when_a_machine_is_lost(
 def test_a_program_that_fails_is_said_with_its_last_words(world: Reset) -> None:
     account = world(program=100.0, fates={"failing": 1.0})
     rental = Rental(account.settings(), vast=account.vast)
-    said = "ended with 1; its last words:\nthe last words"
+    said = "ended with exit code 1. Its last output:\nthe last words"
     with pytest.raises(errors.MachineError, match=said), rental:
         rental.wait_until_done()
     assert account.server.alive() == []
-    assert endings(account) == [ReturnReason.FAILED]
+    assert endings(account) == [ReleaseReason.FAILED]
 
 
 def test_a_program_that_fails_is_tried_elsewhere_if_that_is_wanted(world: Reset) -> None:
@@ -94,7 +94,7 @@ def test_a_program_that_fails_is_tried_elsewhere_if_that_is_wanted(world: Reset)
     with Rental(account.settings(retry_failed=True), vast=account.vast) as rental:
         rental.wait_until_done()
     assert account.server.alive() == []
-    assert endings(account) == [ReturnReason.FAILED, ReturnReason.DONE]
+    assert endings(account) == [ReleaseReason.FAILED, ReleaseReason.DONE]
 
 
 @pytest.mark.parametrize(("count", "tries"), [(1, 2), (4, 4)])
@@ -108,7 +108,7 @@ def test_a_program_that_cannot_be_installed_is_tried_twice_and_the_cause_is_said
         rental.wait_until_ready()
     assert len(account.server.books()) == tries  # those that were rented at once
     assert account.server.alive() == []
-    assert Counter(endings(account)) == Counter(dead=2, released=tries - 2)
+    assert Counter(endings(account)) == Counter(dead=2, unneeded=tries - 2)
 
 
 def test_one_bad_host_does_not_end_a_rental_whose_program_can_be_installed(world: Reset) -> None:
@@ -127,9 +127,9 @@ def test_a_price_that_rose_between_search_and_create_is_said(world: Reset) -> No
     with Rental(settings, vast=account.vast, progress=account.progress) as rental:
         (machine,) = rental.wait_until_ready()
     (said,) = [event.figures for event in account.told if event.name == "rental.raised"]
-    offered = machine.attempt.intent.dph
-    assert said == {"offered": offered, "dph": pytest.approx(offered * 1.5)}
-    assert endings(account) == [ReturnReason.RELEASED]
+    offered = machine.attempt.intent.dollars_per_hour
+    assert said == {"offered": offered, "dollars_per_hour": pytest.approx(offered * 1.5)}
+    assert endings(account) == [ReleaseReason.UNNEEDED]
     (one,) = account.server.books()
     assert rental.cost >= one["cost"]
 
@@ -137,12 +137,12 @@ def test_a_price_that_rose_between_search_and_create_is_said(world: Reset) -> No
 def test_a_price_that_rose_above_what_was_granted_is_not_paid(world: Reset) -> None:
     account = world(first="raised")
     (offer, *_) = find_offers(account.vast, account.settings().request)
-    settings = account.settings(request={"max_hourly": offer.hourly_price * 1.4, "hours": 0.01})
+    settings = account.settings(request={"max_hourly": offer.dollars_per_hour * 1.4, "hours": 0.01})
     with Rental(settings, vast=account.vast) as rental:
         rental.wait_until_ready()
         first, _ = account.server.books()
         assert first["destroyed"] - first["created"] < 60
-    assert endings(account) == [ReturnReason.DEARER, ReturnReason.RELEASED]
+    assert endings(account) == [ReleaseReason.TOO_EXPENSIVE, ReleaseReason.UNNEEDED]
 
 
 def test_what_is_left_at_a_price_that_rose_does_not_cost_more_than_was_granted(
@@ -157,7 +157,7 @@ def test_what_is_left_at_a_price_that_rose_does_not_cost_more_than_was_granted(
     assert account.server.alive() == []
     raised, left = account.server.books()
     lasts = float(left["body"]["env"]["MILLRACE_LIFETIME"]) / 3600
-    assert raised["cost"] + lasts * machine.hourly_price <= 1.001
+    assert raised["cost"] + lasts * machine.dollars_per_hour <= 1.001
 
 
 def test_one_that_is_lost_and_cannot_be_replaced_ends_no_other(world: Reset) -> None:
@@ -170,7 +170,7 @@ def test_one_that_is_lost_and_cannot_be_replaced_ends_no_other(world: Reset) -> 
         rental.wait_until_done()
     assert account.server.alive() == []
     # The other has done its work, and then its host is free for what was missing.
-    assert endings(account) == [ReturnReason.DEAD, ReturnReason.DONE, ReturnReason.DONE]
+    assert endings(account) == [ReleaseReason.DEAD, ReleaseReason.DONE, ReleaseReason.DONE]
     assert 5 < account.count("rental.missing") < 20  # it was looked for all the time
 
 
@@ -198,7 +198,7 @@ def test_an_offer_that_is_gone_is_left_for_the_next(world: Reset) -> None:
     account.server.fail_next(1, "gone", "create")
     with Rental(account.settings(), vast=account.vast) as rental:
         rental.wait_until_ready()
-    assert endings(account) == [ReturnReason.NEVER, ReturnReason.RELEASED]
+    assert endings(account) == [ReleaseReason.NEVER_RENTED, ReleaseReason.UNNEEDED]
     assert len(account.server.books()) == 1
 
 
@@ -214,7 +214,7 @@ def test_a_create_whose_answer_was_lost_is_looked_for_and_not_sent_again(
         creates = [one for one in account.server.requests() if one["call"] == "create"]
         assert len(creates) == 1
         assert machine.attempt.contract
-        assert machine.attempt.contract.instance == account.server.alive()[0]["id"]
+        assert machine.attempt.contract.instance_id == account.server.alive()[0]["id"]
     assert account.server.alive() == []
 
 
@@ -230,7 +230,7 @@ def test_a_create_whose_answer_was_lost_is_waited_for_before_another_is_sent(wor
         assert creates(account) == 1
         assert machine.attempt.instance_id == account.server.alive()[0]["id"]
     assert account.server.alive() == []
-    assert endings(account) == [ReturnReason.RELEASED]
+    assert endings(account) == [ReleaseReason.UNNEEDED]
 
 
 def test_creates_that_are_never_answered_are_sent_ever_more_rarely_while_others_run(
@@ -250,11 +250,11 @@ def test_creates_that_are_never_answered_are_sent_ever_more_rarely_while_others_
         with pytest.raises(errors.UnavailableError, match="does not answer whether"):
             rental.wait_until_done()  # the one that runs has done its work: then it ends
         assert account.server.alive() == []
-    assert endings(account).count(ReturnReason.DONE) == 1
+    assert endings(account).count(ReleaseReason.DONE) == 1
     assert 5 < creates(account) < 20  # one in 4 minutes at first, then in 20
 
 
-def test_a_machine_that_is_listed_after_another_was_rented_is_given_back(world: Reset) -> None:
+def test_a_machine_that_is_listed_after_another_was_rented_is_released(world: Reset) -> None:
     account = world(late=400.0)
     account.server.fail_next(1, "lost, listed late", "create")
     with Rental(account.settings(), vast=account.vast) as rental:
@@ -265,7 +265,7 @@ def test_a_machine_that_is_listed_after_another_was_rented_is_given_back(world: 
         assert (late["destroyed"] is None, other["destroyed"] is None) == (False, True)
         assert rental.cost >= late["cost"] > 0
     assert account.server.alive() == []
-    assert endings(account) == [ReturnReason.RELEASED, ReturnReason.RELEASED]
+    assert endings(account) == [ReleaseReason.UNNEEDED, ReleaseReason.UNNEEDED]
 
 
 def test_a_machine_that_is_listed_while_none_can_be_rented_is_adopted(world: Reset) -> None:
@@ -283,10 +283,10 @@ def test_a_machine_that_is_listed_while_none_can_be_rented_is_adopted(world: Res
         assert account.count("rental.missing") > 0
         assert len(account.server.alive()) == len(account.server.books()) == 2
     assert account.server.alive() == []
-    assert endings(account) == [ReturnReason.RELEASED] * 2
+    assert endings(account) == [ReleaseReason.UNNEEDED] * 2
 
 
-def test_a_machine_that_is_listed_late_is_given_back_by_the_next_owner(world: Reset) -> None:
+def test_a_machine_that_is_listed_late_is_released_by_the_next_owner(world: Reset) -> None:
     account = world(late=900.0)
     account.server.fail_next(1, "lost, listed late", "create")
     with Rental(account.settings(), vast=account.vast) as rental:
@@ -300,17 +300,17 @@ def test_a_machine_that_is_listed_late_is_given_back_by_the_next_owner(world: Re
     assert account.server.alive() == []
 
 
-def test_a_lost_create_is_not_called_given_back_while_no_list_can_be_read(world: Reset) -> None:
+def test_a_lost_create_is_not_called_released_while_no_list_can_be_read(world: Reset) -> None:
     account = world()
     account.server.fail_next(1, "lost", "create")
     account.server.fail_next(10_000, "unsuccessful list", "list")
     rental = Rental(account.settings(), vast=account.vast)
-    with pytest.raises(errors.UnavailableError, match="is given back is not known"), rental:
+    with pytest.raises(errors.UnavailableError, match="is not confirmed"), rental:
         rental.wait_until_ready()
     (attempt,) = list_attempts(open_store(account.store), "fleet")
-    assert attempt.return_record is None
+    assert attempt.release_record is None
     account.server.ask("calm", {})
-    assert len(reap(account.stand(), vast=account.vast).returned) == 1
+    assert len(reap(account.stand(), vast=account.vast).released) == 1
     assert account.server.alive() == []
 
 
@@ -320,7 +320,7 @@ def test_a_create_that_was_cut_is_not_taken_for_done(world: Reset) -> None:
     with Rental(account.settings(), vast=account.vast) as rental:
         rental.wait_until_ready()
         assert len(account.server.alive()) == 1
-    assert endings(account) == [ReturnReason.NEVER, ReturnReason.RELEASED]
+    assert endings(account) == [ReleaseReason.NEVER_RENTED, ReleaseReason.UNNEEDED]
 
 
 def test_what_a_bid_too_low_has_left_is_destroyed(world: Reset) -> None:
@@ -329,7 +329,7 @@ def test_what_a_bid_too_low_has_left_is_destroyed(world: Reset) -> None:
     with Rental(account.settings(request={"interruptible": True}), vast=account.vast) as rental:
         rental.wait_until_ready()
         assert len(account.server.alive()) == 1
-    assert endings(account)[0] is ReturnReason.OUTBID
+    assert endings(account)[0] is ReleaseReason.OUTBID
     assert account.server.alive() == []
 
 
@@ -355,7 +355,7 @@ def test_the_money_that_was_granted_is_a_hard_stop(world: Reset) -> None:
         rental.wait_until_done()
     assert account.server.alive() == []
     assert sum(one["cost"] for one in account.server.books()) <= 1.0
-    assert endings(account) == [ReturnReason.SPENT] * 2
+    assert endings(account) == [ReleaseReason.OVER_BUDGET] * 2
 
 
 def test_a_machine_that_lies_about_its_traffic_ends_neither_the_rental_nor_the_budget(
@@ -365,18 +365,22 @@ def test_a_machine_that_lies_about_its_traffic_ends_neither_the_rental_nor_the_b
     settings = account.settings(machines=2, request={"max_total": 5.0})
     with Rental(settings, vast=account.vast) as rental:
         rental.wait_until_done()
-    assert sorted(endings(account)) == [ReturnReason.DEARER, ReturnReason.DONE, ReturnReason.DONE]
-    (liar,) = [
-        one.return_record
-        for one in list_attempts(open_store(account.store), "fleet")
-        if one.return_record and one.return_record.why is ReturnReason.DEARER
+    assert sorted(endings(account)) == [
+        ReleaseReason.DONE,
+        ReleaseReason.DONE,
+        ReleaseReason.TOO_EXPENSIVE,
     ]
-    assert "more than its line can move" in liar.said
+    (liar,) = [
+        one.release_record
+        for one in list_attempts(open_store(account.store), "fleet")
+        if one.release_record and one.release_record.reason is ReleaseReason.TOO_EXPENSIVE
+    ]
+    assert "more than its network can transfer" in liar.message
     assert liar.cost < 1.0  # what its line can move, at most
     assert rental.cost < 5.0
 
 
-def test_machines_are_given_back_side_by_side(world: Reset) -> None:
+def test_machines_are_released_side_by_side(world: Reset) -> None:
     account = world()
     with Rental(account.settings(machines=8), vast=account.vast) as rental:
         rental.wait_until_ready()
@@ -391,7 +395,10 @@ def test_the_time_that_was_granted_is_one_too(world: Reset) -> None:
     minute, hour = timedelta(minutes=1), timedelta(hours=1)
     settings = account.settings(request={"max_lifetime": hour}, poll_interval=minute)
     rental = Rental(settings, vast=account.vast)
-    with pytest.raises(errors.BudgetError, match="the time of machine fleet/0 is over"), rental:
+    with (
+        pytest.raises(errors.BudgetError, match="the deadline of machine fleet/0 has passed"),
+        rental,
+    ):
         rental.wait_until_done()
     (one,) = account.server.books()
     assert one["destroyed"] - one["created"] < 3700
@@ -431,9 +438,7 @@ def test_two_cannot_have_the_same_rental(world: Reset) -> None:
 
 
 @pytest.mark.parametrize("fault", ["error500", "error502", "text429", "json429", "lost", "refused"])
-def test_giving_back_is_tried_until_a_listing_shows_that_it_is_done(
-    world: Reset, fault: str
-) -> None:
+def test_a_release_is_tried_until_a_listing_shows_that_it_is_done(world: Reset, fault: str) -> None:
     account = world()
     with Rental(account.settings(machines=2), vast=account.vast) as rental:
         rental.wait_until_ready()
@@ -442,17 +447,17 @@ def test_giving_back_is_tried_until_a_listing_shows_that_it_is_done(
     assert account.server.fired()[fault] == 3
 
 
-def test_what_cannot_be_given_back_is_said_and_left_to_the_reaper(world: Reset) -> None:
+def test_what_cannot_be_released_is_said_and_left_to_the_reaper(world: Reset) -> None:
     account = world()
     rental = Rental(account.settings(), vast=account.vast)
     rental.__enter__()
     rental.wait_until_ready()
     account.server.fail_next(10_000, "error500", "delete")
-    said = r"millrace/\w+/fleet/000000/\d+ is given back is not known .*reap"
+    said = r"release of millrace/\w+/fleet/000000/\d+ is not confirmed .*reap"
     with pytest.raises(errors.UnavailableError, match=said):
         rental.__exit__(None, None, None)
     (attempt,) = list_attempts(open_store(account.store), "fleet")
-    assert attempt.return_record is None
+    assert attempt.release_record is None
 
 
 def test_nothing_is_asked_more_often_than_the_api_allows(world: Reset) -> None:

@@ -108,7 +108,7 @@ class TestScopedR2:
                 refused()
 
     def test_a_writer_writes_below_its_prefix_only(self, store):
-        writer = open_scoped_store(store, "mine/", timedelta(minutes=5), right=Right.WRITE)
+        writer = open_scoped_store(store, "mine/", timedelta(minutes=5), access=Right.WRITE)
         put(writer, "mine/a", b"mine")
         assert read(store, "mine/a") == b"mine"
         with pytest.raises(errors.DeniedError):
@@ -128,7 +128,7 @@ def test_an_s3_store_is_scoped_by_sts(request, rgw):
     reader = open_scoped_store(store, "mine/", timedelta(minutes=15), role_arn=role)
     assert read(reader, "mine/a") == b"mine"
     writer = open_scoped_store(
-        store, "mine/", timedelta(minutes=15), right=Right.WRITE, role_arn=role
+        store, "mine/", timedelta(minutes=15), access=Right.WRITE, role_arn=role
     )
     put(writer, "mine/c", b"")
     assert delete(writer, ["mine/c"]) == []

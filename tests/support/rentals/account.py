@@ -14,6 +14,7 @@ from millrace.rentals import (
     OfferRequest,
     Program,
     RentalSettings,
+    RentalTimeouts,
     VastAccount,
     VastClient,
 )
@@ -59,6 +60,9 @@ class Account_:  # noqa: N801 - `Account` is the engine's
         return VastAccount(api_key=SecretStr(self.key), server_url=self.server.url)
 
     def settings(self, name: str = "fleet", **more: Any) -> RentalSettings:
+        timeouts = {"poll_interval": timedelta(seconds=10)} | {
+            field: more.pop(field) for field in RentalTimeouts.model_fields if field in more
+        }
         request = {"max_hourly": 2.0, "max_total": 50.0} | more.pop("request", {})
         return RentalSettings(
             name=name,
@@ -66,7 +70,8 @@ class Account_:  # noqa: N801 - `Account` is the engine's
             account=self.account,
             request=OfferRequest(**request),
             program=Program(repo_url=REPO, command=("true",)),
-            **({"poll_interval": timedelta(seconds=10)} | more),
+            timeouts=RentalTimeouts.model_validate(timeouts),
+            **more,
         )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from millrace.campaigns.worker import check_local_command, check_repository_command
 from millrace.errors import ConfigurationError
-from millrace.remote import CodeRepository
+from millrace.rentals import CodeRepository
 
 
 @pytest.fixture

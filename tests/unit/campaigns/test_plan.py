@@ -14,8 +14,14 @@ from millrace.campaigns.worker import (
 )
 from millrace.gradients import RunSettings
 from millrace.keys.campaigns import CampaignKeys
-from millrace.remote import CodeRepository
-from millrace.rentals import Instance, OfferRequest, RentalSettings, VastAccount, derive_node_key
+from millrace.rentals import (
+    CodeRepository,
+    Instance,
+    OfferRequest,
+    RentalSettings,
+    VastAccount,
+    derive_node_key,
+)
 from millrace.settings import load_settings
 from millrace.storage import StoreSpec
 

@@ -182,7 +182,7 @@ def build_names():
     yield from (f"{campaign.run}/w/x", f"{campaign.job}/epochs/000001.json")
     rental = RentalKeys("fleet")
     yield from (INSTALLATION, rental.owner, rental.lease.epoch(1), rental.intent(1))
-    yield from (rental.contract(1), rental.detached(1), rental.returned(1))
+    yield from (rental.contract(1), rental.detached(1), rental.released(1))
     machine = MachineKeys(rental.machine(1))
     yield from (machine.files, machine.setup, machine.heartbeat, machine.program_exit)
     yield machine.log(1)

@@ -20,7 +20,7 @@ def test_an_interruptible_one_costs_its_bid_and_its_disk() -> None:
     wanted = request(interruptible=True, disk=73.0)
     offer = Offer.from_row(row(storage_cost=0.1), wanted)
     assert offer.bid == pytest.approx(0.22)
-    assert offer.hourly_price == pytest.approx(0.22 + 0.01)
+    assert offer.dollars_per_hour == pytest.approx(0.22 + 0.01)
     assert Offer.from_row(row(), request(interruptible=True, bid=0.3)).bid == 0.3
     with pytest.raises(ValueError, match="lowest bid that is accepted"):
         Offer.from_row(row(), request(interruptible=True, bid=0.1))

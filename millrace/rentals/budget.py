@@ -1,0 +1,129 @@
+"""Budget of a rental: prices, traffic, deadlines, and the money that all machines may cost."""
+
+from datetime import datetime, timedelta
+
+from millrace.rentals.machines import Machine
+from millrace.rentals.offers import MAX_LIFETIME, Offer
+from millrace.rentals.settings import RentalSettings
+from millrace.rentals.state import RentalState
+
+PRICE_TOLERANCE = 1.1
+"""Multiple of the offered price above which a price counts as raised."""
+_TRAFFIC_ALLOWANCE = 10e9  # bytes that a machine of any age may claim to have transferred
+_RELEASE_TIME = timedelta(minutes=2)  # time to release all machines, whose cost is reserved
+_MAX_HOURS = MAX_LIFETIME / timedelta(hours=1)
+_MIN_PRICE = 1e-6  # dollars an hour, so that a free machine divides nothing by zero
+
+
+class Budget:
+    """Limits of a rental in dollars and hours.
+
+    The budget reads machines, and changes nothing.
+
+    Args:
+        settings: Settings of the rental.
+        is_detached: Whether the machines stay without an owner when the rental ends.
+    """
+
+    def __init__(self, settings: RentalSettings, *, is_detached: bool = False) -> None:
+        self._settings, self._request = settings, settings.request
+        self._is_detached = is_detached
+
+    @property
+    def share(self) -> float:
+        """Dollars that one machine may cost if all machines cost the same."""
+        return self._request.max_total / self._settings.machines
+
+    def compute_deadline(self, offer: Offer, started_at: datetime) -> datetime:
+        """Return the deadline of a machine.
+
+        Nobody supervises the cost of a detached machine. So its deadline is not later than the
+        time at which the machine has cost its share, with the expected traffic.
+
+        Args:
+            offer: Offer of the machine.
+            started_at: Time of the intent to rent the machine.
+        """
+        lifetime = self._request.max_lifetime
+        if self._is_detached:
+            traffic = (
+                self._request.download * offer.download_dollars_per_gb
+                + self._request.upload * offer.upload_dollars_per_gb
+            )
+            affordable_hours = max(0.0, self.share - traffic) / max(
+                offer.dollars_per_hour, _MIN_PRICE
+            )
+            lifetime = min(lifetime, timedelta(hours=min(affordable_hours, _MAX_HOURS)))
+        return started_at + lifetime
+
+    def find_excess(self, state: RentalState, now: datetime) -> str:
+        """Return the reason why the rental must end; empty if money and time are left.
+
+        The cost until the next check, and during the release of all machines, counts as spent.
+        """
+        reserved_time = self._settings.timeouts.poll_interval + _RELEASE_TIME
+        reserved_cost = reserved_time / timedelta(hours=1) * state.dollars_per_hour
+        cost = state.compute_cost(now)
+        if cost + reserved_cost >= self._request.max_total:
+            return f"${cost:.2f} of ${self._request.max_total:.2f} are spent"
+        expired = [one for one in state.machines if now >= one.attempt.intent.deadline]
+        return f"the deadline of machine {expired[0].name} has passed" if expired else ""
+
+    def is_raised(self, machine: Machine, dollars_per_hour: float) -> bool:
+        """Tell whether a price is within the limit, but above the offered and last reported price.
+
+        Args:
+            machine: Machine.
+            dollars_per_hour: Current price of the machine.
+        """
+        known_price = max(machine.attempt.intent.dollars_per_hour, machine.reported_price)
+        return known_price * PRICE_TOLERANCE < dollars_per_hour <= self._request.max_hourly
+
+    def check_price(self, machine: Machine, dollars_per_hour: float) -> str:
+        """Return the reason why a machine's price is too high; empty if the price is accepted.
+
+        A host can raise its price between search and create, and later.
+
+        Args:
+            machine: Machine.
+            dollars_per_hour: Current price of the machine.
+        """
+        intent = machine.attempt.intent
+        message = (
+            f"the machine costs ${dollars_per_hour:.3f} an hour, and was offered for "
+            f"${intent.dollars_per_hour:.3f}"
+        )
+        if dollars_per_hour > self._request.max_hourly:
+            return message
+        lifetime_hours = (intent.deadline - intent.started_at) / timedelta(hours=1)
+        if (
+            self._is_detached
+            and dollars_per_hour > intent.dollars_per_hour * PRICE_TOLERANCE
+            and dollars_per_hour * lifetime_hours > self.share
+        ):
+            return f"{message}: detached until its deadline, it would cost more than its share"
+        return ""
+
+    def check_traffic(self, machine: Machine, now: datetime) -> str:
+        """Return the reason why a machine's reported traffic is refused; empty if it is accepted.
+
+        Traffic is refused if the network of the machine cannot have transferred as much, or if
+        the traffic of one of several machines has cost more than the machine's share.
+        """
+        heartbeat, attempt = machine.reports.heartbeat, machine.attempt
+        if heartbeat is None:
+            return ""
+        max_received, max_sent = attempt.compute_max_traffic(now)
+        if (
+            heartbeat.received > max_received + _TRAFFIC_ALLOWANCE
+            or heartbeat.sent > max_sent + _TRAFFIC_ALLOWANCE
+        ):
+            return (
+                f"the machine reports {heartbeat.received / 1e9:.0f} GB received and "
+                f"{heartbeat.sent / 1e9:.0f} GB sent, more than its network can transfer"
+            )
+        rent_cost = attempt.compute_cost(now, dollars_per_hour=machine.dollars_per_hour)
+        traffic_cost = machine.compute_cost(now) - rent_cost
+        if self._settings.machines > 1 and traffic_cost > self.share:
+            return f"the traffic of the machine has cost ${traffic_cost:.2f}, more than its share"
+        return ""

@@ -1,0 +1,57 @@
+"""Settings of a rental, and the connections that its parts share."""
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from millrace.keys.rentals import MachineKeys, RentalKeys
+from millrace.progress import Event, Figure, Progress
+from millrace.rentals.clock import Clock
+from millrace.rentals.ledger import Attempt
+from millrace.rentals.machines import Machine
+from millrace.rentals.reports import MachineReports
+from millrace.rentals.settings import RentalSettings
+from millrace.rentals.vast.api import VastClient
+from millrace.storage import Store
+
+
+@dataclass(frozen=True, slots=True)
+class RentalContext:
+    """Settings of a rental, and the connections that its parts share.
+
+    Attributes:
+        settings: Settings of the rental.
+        store: Store of the ledger.
+        vast: Client of the account that pays.
+        progress: Receiver of events.
+        is_detached: Whether the machines stay without an owner when the rental ends.
+    """
+
+    settings: RentalSettings
+    store: Store
+    vast: VastClient
+    progress: Progress
+    is_detached: bool = False
+
+    @property
+    def keys(self) -> RentalKeys:
+        """Keys of the rental."""
+        return RentalKeys(self.settings.name)
+
+    @property
+    def clock(self) -> Clock:
+        """Clock of the account's client."""
+        return self.vast.clock
+
+    def now(self) -> datetime:
+        """Return the time of day."""
+        return self.clock.now()
+
+    def make_machine(self, attempt: Attempt) -> Machine:
+        """Return the machine of an attempt, without reports yet."""
+        keys = MachineKeys(self.keys.machine(attempt.number))
+        now = self.clock.monotonic()
+        return Machine(attempt, MachineReports(self.store, keys), rented_at=now, last_report_at=now)
+
+    def report_event(self, name: str, machine: Machine, **figures: Figure) -> None:
+        """Report an event of a machine."""
+        self.progress(Event(name, machine.name, figures))

@@ -1,0 +1,86 @@
+"""Machines that a listing shows late: after their slot was freed, or after their release."""
+
+from dataclasses import replace
+
+from millrace.rentals.context import RentalContext
+from millrace.rentals.machines import Machine, ReleaseDecision
+from millrace.rentals.starting import MachineStarter
+from millrace.rentals.state import RentalState
+from millrace.rentals.vast.instances import Instance
+from millrace.schemas.rental import ReleaseReason
+
+
+class LateMachineFinder:
+    """Finds late machines. A late machine is adopted if its slot is free, else released.
+
+    Args:
+        context: Settings and connections of the rental.
+        state: Machines of the rental.
+        starter: Starter that adopts machines.
+    """
+
+    def __init__(self, context: RentalContext, state: RentalState, starter: MachineStarter) -> None:
+        self._context, self._state, self._starter = context, state, starter
+
+    def find(self, instances: list[Instance], *, adopt: bool) -> list[ReleaseDecision]:
+        """Find the late machines in a listing.
+
+        Args:
+            instances: Listing of the account.
+            adopt: Whether a machine whose create request got no answer is put into its slot, if
+                the slot is free.
+
+        Returns:
+            Decisions to release the other late machines.
+        """
+        decisions: list[ReleaseDecision] = []
+        for machine, instance_id in _pop_listed(self._state.unconfirmed, instances):
+            if adopt and self._state.needs_machine(machine.slot):
+                now = self._context.clock.monotonic()
+                machine.rented_at = machine.last_report_at = now
+                self._starter.adopt_machine(machine, instance_id)
+            else:
+                self._starter.commit_contract(machine, instance_id)
+                message = "the machine was listed after another machine was rented for its slot"
+                decisions.append(ReleaseDecision(machine, ReleaseReason.UNNEEDED, message))
+        for machine, instance_id in _pop_listed(self._state.released, instances):
+            self._starter.commit_contract(machine, instance_id)
+            message = "the machine was released before, and is listed again"
+            decisions.append(ReleaseDecision(machine, ReleaseReason.UNNEEDED, message))
+        return decisions
+
+    def find_unclaimed(self, instances: list[Instance]) -> list[ReleaseDecision]:
+        """Return decisions to release all unconfirmed machines at the end of a rental.
+
+        Args:
+            instances: Last listing of the account; empty if the listing could not be read.
+        """
+        listed = self.find(instances, adopt=False)
+        message = "the create request got no answer, and no listing has shown the machine"
+        return [
+            *listed,
+            *(
+                ReleaseDecision(one, ReleaseReason.NEVER_RENTED, message)
+                for one in self._state.unconfirmed.values()
+            ),
+        ]
+
+
+def _pop_listed(
+    machines: dict[int, Machine], instances: list[Instance]
+) -> list[tuple[Machine, int]]:
+    """Remove the machines that a listing shows from a dictionary.
+
+    A removed machine is billed again, so its release record is dropped.
+
+    Returns:
+        Removed machines, each with its number at the provider.
+    """
+    found: list[tuple[Machine, int]] = []
+    for number, machine in list(machines.items()):
+        instance = machine.attempt.find_instance(instances)
+        if instance is not None:
+            del machines[number]
+            machine.attempt = replace(machine.attempt, release_record=None)
+            found.append((machine, instance.id))
+    return found

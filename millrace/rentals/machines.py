@@ -1,0 +1,81 @@
+"""Rented machines as their owner knows them, and decisions to release them."""
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from millrace.rentals.ledger import Attempt
+from millrace.rentals.reports import MachineReports
+from millrace.rentals.vast.instances import Instance
+from millrace.schemas.rental import ReleaseReason
+
+
+@dataclass(slots=True)
+class Machine:
+    """Rented machine.
+
+    Attributes:
+        attempt: Attempt that rented the machine.
+        reports: Reports of the machine.
+        rented_at: Time by `Clock.monotonic` when the machine was rented, or taken over.
+        last_report_at: Time by `Clock.monotonic` of the last report.
+        instance: Description in the last listing; None before the first listing.
+        is_ready: Whether the program runs.
+        reported_price: Raised price that was last reported, in dollars an hour.
+    """
+
+    attempt: Attempt
+    reports: MachineReports
+    rented_at: float
+    last_report_at: float
+    instance: Instance | None = None
+    is_ready: bool = False
+    reported_price: float = 0.0
+
+    @property
+    def slot(self) -> int:
+        """Number of the machine within its rental."""
+        return self.attempt.intent.slot
+
+    @property
+    def name(self) -> str:
+        """Name of the rental and number of the machine, such as ``wiki/0``."""
+        return f"{self.attempt.intent.rental}/{self.slot}"
+
+    @property
+    def is_unconfirmed(self) -> bool:
+        """True if the create request got no answer, and no listing has shown the machine."""
+        return self.attempt.contract is None
+
+    @property
+    def dollars_per_hour(self) -> float:
+        """Price of the intent, or the current price if that is higher."""
+        listed_price = self.instance.dollars_per_hour if self.instance else 0.0
+        return max(self.attempt.intent.dollars_per_hour, listed_price)
+
+    def compute_cost(self, now: datetime) -> float:
+        """Compute the dollars that the machine has cost, with its traffic."""
+        heartbeat = self.reports.heartbeat
+        received, sent = (heartbeat.received, heartbeat.sent) if heartbeat else (0, 0)
+        return self.attempt.compute_cost(
+            now,
+            dollars_per_hour=self.dollars_per_hour,
+            received_bytes=received,
+            sent_bytes=sent,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseDecision:
+    """Decision to release a machine.
+
+    Attributes:
+        machine: Machine to release.
+        reason: Kind of the reason.
+        message: Reason in words.
+        setup_error: Error of the installation; empty unless the installation failed.
+    """
+
+    machine: Machine
+    reason: ReleaseReason
+    message: str
+    setup_error: str = ""

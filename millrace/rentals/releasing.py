@@ -1,0 +1,99 @@
+"""Release of a rental's machines, with their records and their costs."""
+
+from collections.abc import Iterable
+
+from millrace import errors
+from millrace.rentals.budget import Budget
+from millrace.rentals.context import RentalContext
+from millrace.rentals.destroy import LISTING_LAG, destroy_machines, record_release
+from millrace.rentals.machines import ReleaseDecision
+from millrace.rentals.state import RentalState
+from millrace.schemas.rental import ReleaseReason
+
+
+class MachineReleaser:
+    """Releases machines of a rental.
+
+    Args:
+        context: Settings and connections of the rental.
+        state: Machines of the rental.
+    """
+
+    def __init__(self, context: RentalContext, state: RentalState) -> None:
+        self._context, self._state = context, state
+
+    def release(
+        self, decisions: Iterable[ReleaseDecision], *, ignore_listing_lag: bool = False
+    ) -> None:
+        """Destroy machines, wait until a listing shows none, and record their release.
+
+        Args:
+            decisions: Decisions about the machines.
+            ignore_listing_lag: Whether one listing without a machine is enough, even right after
+                its create request.
+
+        Raises:
+            UnavailableError: Some machines may still exist. The reaper releases them.
+        """
+        by_label = {one.machine.attempt.intent.label: one for one in decisions}
+        now = self._context.clock.monotonic()
+
+        def handle_destroyed(label: str) -> None:
+            decision = by_label[label]
+            was_never_rented = decision.reason is ReleaseReason.NEVER_RENTED
+            cost = decision.machine.compute_cost(self._context.now())
+            self.record(decision, cost=0.0 if was_never_rented else cost)
+
+        destroy_machines(
+            self._context.vast,
+            {label: one.machine.attempt.instance_id for label, one in by_label.items()},
+            handle_destroyed,
+            past_listing_lag=[
+                label
+                for label, one in by_label.items()
+                if ignore_listing_lag or now - one.machine.rented_at > LISTING_LAG
+            ],
+        )
+
+    def record(self, decision: ReleaseDecision, *, cost: float) -> None:
+        """Record the release of a machine that is gone, free its slot, and report the release.
+
+        Args:
+            decision: Decision to release the machine.
+            cost: Dollars that the machine has cost.
+        """
+        context, machine = self._context, decision.machine
+        record_release(
+            context.store,
+            context.settings.name,
+            machine.attempt,
+            decision.reason,
+            decision.message,
+            cost,
+            context.now(),
+        )
+        self._state.add_release(machine, cost)
+        context.report_event(
+            "rental.released",
+            machine,
+            reason=decision.reason,
+            message=decision.message,
+            dollars=cost,
+        )
+
+    def enforce_budget(self, budget: Budget) -> None:
+        """Release all machines when the money or the time of a budget is nearly spent.
+
+        Raises:
+            BudgetError: The money or the time is spent.
+        """
+        message = budget.find_excess(self._state, self._context.now())
+        if message:
+            self.release(
+                ReleaseDecision(one, ReleaseReason.OVER_BUDGET, message)
+                for one in self._state.machines
+            )
+            raise errors.BudgetError(
+                f"{message}: all machines of {self._context.settings.name} were released. Their "
+                "data is in the store. Raise max_total or max_lifetime, and start again."
+            )

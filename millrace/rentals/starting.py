@@ -1,0 +1,267 @@
+"""Renting of machines: offers, intents, create requests and contracts."""
+
+from collections.abc import Iterator, Set
+from dataclasses import replace
+
+from millrace import errors
+from millrace.progress import Event
+from millrace.records import commit_once
+from millrace.rentals.budget import Budget
+from millrace.rentals.clock import Clock
+from millrace.rentals.context import RentalContext
+from millrace.rentals.labels import Label
+from millrace.rentals.ledger import Attempt, ensure_installation
+from millrace.rentals.machines import Machine, ReleaseDecision
+from millrace.rentals.offers import Offer, find_offers
+from millrace.rentals.ownership import Ownership
+from millrace.rentals.releasing import MachineReleaser
+from millrace.rentals.replacement import RETRY_INTERVAL, ReplacementPolicy
+from millrace.rentals.startup import make_environment, read_onstart_script, upload_files
+from millrace.rentals.state import RentalState
+from millrace.rentals.vast.api import CreatedInstance
+from millrace.schemas.rental import Contract, Intent, ReleaseReason
+
+_OFFERS_MAX_AGE = 60.0  # seconds in which the offers of a search are used
+_MAX_UNANSWERED_CREATES = 3  # consecutive creates without a machine, before pauses begin
+_MAX_CREATE_PAUSE = 960.0  # seconds; the pause starts at 60 seconds, and doubles each time
+_MAX_DOUBLINGS = 10  # limit of the exponent, far above the longest pause
+
+
+class CreatePacer:
+    """Pauses between create requests that got no answer.
+
+    Such a request may have rented a machine, which no listing shows yet.
+
+    Args:
+        clock: Clock of the rental.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._unanswered = 0
+        self.resume_at = 0.0
+        """Earliest time of the next create request, by `Clock.monotonic`."""
+
+    def record_answer(self) -> None:
+        """End the pauses: a machine was rented."""
+        self._unanswered, self.resume_at = 0, 0.0
+
+    def record_unanswered(self) -> None:
+        """Count a create request without an answer; pause after the third in succession."""
+        self._unanswered += 1
+        if (excess := self._unanswered - _MAX_UNANSWERED_CREATES) >= 0:
+            pause = min(RETRY_INTERVAL * 2.0 ** min(excess, _MAX_DOUBLINGS), _MAX_CREATE_PAUSE)
+            self.resume_at = self._clock.monotonic() + pause
+
+    def refuse_during_pause(self) -> None:
+        """Refuse to send a create request during a pause.
+
+        Raises:
+            UnavailableError: A pause has not ended.
+        """
+        if self._clock.monotonic() < self.resume_at:
+            raise errors.UnavailableError(
+                "Vast.ai does not answer whether a machine was rented: wait, and start again."
+            )
+
+
+class OfferSource:
+    """Offers for a rental. A recent search serves several machines.
+
+    Of all requests to the API, searches need the longest interval.
+
+    Args:
+        context: Settings and connections of the rental.
+    """
+
+    def __init__(self, context: RentalContext) -> None:
+        self._context = context
+        self._offers: list[Offer] = []
+        self._searched_at = 0.0
+
+    def iterate(self, excluded_machine_ids: Set[int]) -> Iterator[Offer]:
+        """Yield the remaining offers of a recent search, then the offers of a new search.
+
+        Args:
+            excluded_machine_ids: Numbers of hosts whose offers are left out.
+
+        Raises:
+            UnavailableError, DeniedError: As in `VastClient.search_offers`.
+        """
+        clock = self._context.clock
+        if clock.monotonic() - self._searched_at > _OFFERS_MAX_AGE:
+            self._offers = []
+        yield from self._take_offers(excluded_machine_ids)
+        request = self._context.settings.effective_request
+        self._offers = find_offers(self._context.vast, request, exclude=excluded_machine_ids)
+        self._searched_at = clock.monotonic()
+        yield from self._take_offers(excluded_machine_ids)
+
+    def _take_offers(self, excluded_machine_ids: Set[int]) -> Iterator[Offer]:
+        while self._offers:
+            offer = self._offers.pop(0)
+            if offer.machine_id not in excluded_machine_ids:
+                yield offer
+
+
+class MachineStarter:
+    """Rents machines for the slots of a rental.
+
+    Args:
+        context: Settings and connections of the rental.
+        state: Machines of the rental.
+        budget: Limits of the rental.
+        policy: Receiver of the slots for which a machine was rented.
+        ownership: Ownership of the rental, which is checked before each create request.
+        releaser: Releaser of machines that were rented, but cannot be used.
+    """
+
+    def __init__(
+        self,
+        context: RentalContext,
+        *,
+        state: RentalState,
+        budget: Budget,
+        policy: ReplacementPolicy,
+        ownership: Ownership,
+        releaser: MachineReleaser,
+    ) -> None:
+        self._context, self._installation = context, ""
+        self._state, self._budget, self._policy = state, budget, policy
+        self._ownership, self._releaser = ownership, releaser
+        self._offers = OfferSource(context)
+        self.pacer = CreatePacer(context.clock)
+        """Pauses after create requests without an answer."""
+
+    def prepare(self) -> None:
+        """Read the identity of the installation, which labels contain. Call this first."""
+        self._installation = ensure_installation(self._context.store)
+
+    def rent_machine(self, slot: int) -> None:
+        """Rent a machine for a slot.
+
+        Raises:
+            BudgetError: The money or the time is spent. All machines were released.
+            HeldError: Another owner has taken over the rental.
+            MachineError: Too many machines of this slot did not start, or were lost.
+            NotFoundError: No offer fits.
+            UnavailableError: The API does not answer, or create requests pause.
+        """
+        self._policy.refuse_exhausted(slot)
+        self.pacer.refuse_during_pause()
+        for offer in self._offers.iterate(self._state.unavailable_machine_ids):
+            self._ownership.refuse_if_superseded()
+            self._releaser.enforce_budget(self._budget)
+            if self._take_offer(slot, offer):
+                return
+        raise errors.NotFoundError(
+            f"Vast.ai has no offer (any more) that fits {self._context.settings.name}: ask for "
+            "less, or raise max_hourly."
+        )
+
+    def adopt_machine(self, machine: Machine, instance_id: int) -> None:
+        """Put a rented machine into its slot, and record its number.
+
+        Args:
+            machine: Machine.
+            instance_id: Number of the machine at the provider.
+        """
+        self.commit_contract(machine, instance_id)
+        self._state.active[machine.slot] = machine
+        self.pacer.record_answer()
+        self._policy.record_rented(machine.slot)
+        self._context.report_event("rental.rented", machine, instance=instance_id)
+
+    def commit_contract(self, machine: Machine, instance_id: int) -> None:
+        """Record the number of a rented machine."""
+        contract = Contract(instance_id=instance_id)
+        machine.attempt = replace(machine.attempt, contract=contract)
+        key = self._context.keys.contract(machine.attempt.number)
+        commit_once(self._context.store, key, contract)
+
+    def _take_offer(self, slot: int, offer: Offer) -> bool:
+        """Take an offer; return whether there is a machine, or may be one."""
+        figures = {
+            "gpu": offer.gpu,
+            "dollars_per_hour": offer.dollars_per_hour,
+            "location": offer.location,
+        }
+        name = f"{self._context.settings.name}/{slot}"
+        self._context.progress(Event("rental.offer", name, figures))
+        machine = self._context.make_machine(self._commit_intent(slot, offer))
+        self._state.active[slot] = machine  # from here on, every exit releases the machine
+        try:
+            created = self._create_instance(machine.attempt, offer)
+        except (errors.BudgetError, errors.ConfigurationError, errors.DeniedError) as error:
+            decision = ReleaseDecision(
+                machine, ReleaseReason.NEVER_RENTED, errors.format_error(error)
+            )
+            self._releaser.release([decision], ignore_listing_lag=True)
+            raise
+        except errors.NotFoundError:
+            decision = ReleaseDecision(machine, ReleaseReason.NEVER_RENTED, "the offer was gone")
+            self._releaser.record(decision, cost=0.0)
+            return False
+        except errors.UnavailableError:
+            # The machine may exist. A second create could rent another; each poll searches for it.
+            machine.rented_at = machine.last_report_at = self._context.clock.monotonic()
+            return True
+        if created.refusal:
+            self.commit_contract(machine, created.instance_id)
+            self._releaser.release(
+                [ReleaseDecision(machine, ReleaseReason.OUTBID, created.refusal)]
+            )
+            return False
+        self.adopt_machine(machine, created.instance_id)
+        return True
+
+    def _commit_intent(self, slot: int, offer: Offer) -> Attempt:
+        """Record the intent to rent a machine, before the create request.
+
+        Raises:
+            HeldError: Another owner has recorded an intent with the same number.
+        """
+        context, number = self._context, self._state.next_attempt
+        name, started_at = context.settings.name, context.now()
+        deadline = self._budget.compute_deadline(offer, started_at)
+        intent = Intent(
+            rental=name,
+            slot=slot,
+            label=str(Label(self._installation, name, number, deadline)),
+            offer_id=offer.id,
+            machine_id=offer.machine_id,
+            account=context.vast.identify_account(),
+            dollars_per_hour=offer.dollars_per_hour,
+            upload_dollars_per_gb=offer.upload_dollars_per_gb,
+            download_dollars_per_gb=offer.download_dollars_per_gb,
+            upload_mbps=offer.upload_mbps,
+            download_mbps=offer.download_mbps,
+            started_at=started_at,
+            deadline=deadline,
+        )
+        if not commit_once(context.store, context.keys.intent(number), intent).mine:
+            self._ownership.raise_superseded()
+        self._state.costs[number] = 0.0
+        return Attempt(number, intent)
+
+    def _create_instance(self, attempt: Attempt, offer: Offer) -> CreatedInstance:
+        """Send the create request of a machine.
+
+        Raises:
+            NotFoundError: The offer is gone.
+            UnavailableError: There is no answer, and the machine may exist.
+        """
+        context, settings = self._context, self._context.settings
+        variables = make_environment(context.store, settings, attempt, vast_url=context.vast.url)
+        upload_files(context.store, settings, attempt)
+        ports = {f"-p {port}:{port}": "1" for port in settings.program.ports}
+        return context.vast.create_instance(
+            offer.id,
+            image=settings.program.image,
+            disk=settings.request.disk,
+            env={**variables, **ports},
+            label=attempt.intent.label,
+            onstart_cmd=read_onstart_script(),
+            bid_price=offer.bid,
+            runtype="ssh_direc",
+        )

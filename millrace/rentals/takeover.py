@@ -1,0 +1,69 @@
+"""Takeover of a rental: the machines and the costs of the owners before, from the ledger."""
+
+from millrace.rentals.context import RentalContext
+from millrace.rentals.ledger import list_attempts, refuse_foreign_machines
+from millrace.rentals.machines import Machine, ReleaseDecision
+from millrace.rentals.state import RentalState
+from millrace.schemas.rental import ReleaseReason
+from millrace.storage import delete
+
+_EXCLUDING_REASONS = {
+    ReleaseReason.DEAD,
+    ReleaseReason.OUTBID,
+    ReleaseReason.TOO_EXPENSIVE,
+}  # reasons after which a host is not rented again
+
+
+def take_over_machines(context: RentalContext, state: RentalState) -> list[ReleaseDecision]:
+    """Fill the state of a rental from its ledger.
+
+    Detached machines have an owner again.
+
+    Args:
+        context: Settings and connections of the rental.
+        state: Empty state, which is filled.
+
+    Returns:
+        Decisions to release the machines whose slots are taken, or exist no more.
+
+    Raises:
+        ConfigurationError: Another account pays for machines of this rental.
+    """
+    attempts = list_attempts(context.store, context.settings.name)
+    own_account = context.vast.identify_account()
+    foreign = [
+        one for one in attempts if one.release_record is None and one.intent.account != own_account
+    ]
+    refuse_foreign_machines(context.settings.name, len(foreign))
+    decisions: list[ReleaseDecision] = []
+    for attempt in attempts:
+        machine = context.make_machine(attempt)
+        if attempt.release_record is not None:
+            _add_released(state, machine)
+            continue
+        state.costs[attempt.number] = 0.0
+        delete(context.store, [context.keys.detached(attempt.number)])
+        if machine.is_unconfirmed:  # the owner was killed before the answer arrived
+            age = (context.now() - attempt.intent.started_at).total_seconds()
+            machine.rented_at -= max(0.0, age)
+        if machine.slot not in state.active and machine.slot < state.slot_count:
+            state.active[machine.slot] = machine
+        elif machine.is_unconfirmed:
+            state.unconfirmed[attempt.number] = machine
+        else:
+            decisions.append(
+                ReleaseDecision(machine, ReleaseReason.UNNEEDED, "the previous owner was lost")
+            )
+    return decisions
+
+
+def _add_released(state: RentalState, machine: Machine) -> None:
+    """Add a machine with a release record to the state of a rental."""
+    record = machine.attempt.release_record
+    assert record is not None
+    state.costs[machine.attempt.number] = record.cost
+    state.released[machine.attempt.number] = machine
+    if record.reason is ReleaseReason.DONE:
+        state.done[machine.slot] = machine
+    elif record.reason in _EXCLUDING_REASONS:
+        state.excluded_machine_ids.add(machine.attempt.intent.machine_id)

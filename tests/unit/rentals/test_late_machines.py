@@ -1,0 +1,73 @@
+"""A machine that is listed late is adopted if its slot is free, and released otherwise."""
+
+from pathlib import Path
+
+import pytest
+
+from millrace.rentals.late_machines import LateMachineFinder
+from millrace.schemas.rental import ReleaseReason
+from tests.support.rentals.parts import make_attempt, make_machine
+from tests.unit.rentals.test_starting import Bench
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    bench = Bench(tmp_path)
+    bench.state.unconfirmed[0] = make_machine(tmp_path, make_attempt())
+    return bench
+
+
+@pytest.fixture
+def finder(bench: Bench) -> LateMachineFinder:
+    return LateMachineFinder(bench.context, bench.state, bench.starter)
+
+
+def test_nothing_is_found_while_no_listing_shows_the_machine(
+    bench: Bench, finder: LateMachineFinder
+) -> None:
+    bench.vast.add(5, "another")
+    assert finder.find(bench.vast.list_instances(), adopt=True) == []
+    assert set(bench.state.unconfirmed) == {0}
+
+
+def test_a_late_machine_gets_its_free_slot(bench: Bench, finder: LateMachineFinder) -> None:
+    bench.vast.clock.sleep(500)
+    bench.vast.add(5, "label-0")
+    assert finder.find(bench.vast.list_instances(), adopt=True) == []
+    adopted = bench.state.active[0]
+    assert (adopted.attempt.instance_id, adopted.rented_at) == (5, bench.vast.clock.monotonic())
+    assert bench.state.unconfirmed == {}
+
+
+def test_a_late_machine_is_released_if_its_slot_is_taken(
+    bench: Bench, finder: LateMachineFinder, tmp_path: Path
+) -> None:
+    bench.state.active[0] = make_machine(tmp_path, make_attempt(1, instance_id=4))
+    bench.vast.add(5, "label-0")
+    (decision,) = finder.find(bench.vast.list_instances(), adopt=True)
+    assert decision.reason is ReleaseReason.UNNEEDED
+    assert decision.machine.attempt.instance_id == 5
+    assert bench.state.active[0].attempt.instance_id == 4
+
+
+def test_a_released_machine_that_is_listed_again_is_released_again(
+    bench: Bench, finder: LateMachineFinder, tmp_path: Path
+) -> None:
+    bench.state.released[3] = make_machine(tmp_path, make_attempt(3, instance_id=6))
+    bench.vast.add(6, "label-3")
+    (decision,) = finder.find(bench.vast.list_instances(), adopt=True)
+    assert decision.message == "the machine was released before, and is listed again"
+    assert decision.machine.attempt.release_record is None
+
+
+def test_at_the_end_of_a_rental_all_unconfirmed_machines_are_released(
+    bench: Bench, finder: LateMachineFinder, tmp_path: Path
+) -> None:
+    bench.state.unconfirmed[1] = make_machine(tmp_path, make_attempt(1))
+    bench.vast.add(5, "label-0")
+    decisions = finder.find_unclaimed(bench.vast.list_instances())
+    assert [(one.machine.attempt.number, one.reason) for one in decisions] == [
+        (0, ReleaseReason.UNNEEDED),
+        (1, ReleaseReason.NEVER_RENTED),
+    ]
+    assert bench.state.active == {}

@@ -1,0 +1,104 @@
+"""Released machines are destroyed, recorded with their costs, and reported."""
+
+from pathlib import Path
+
+import pytest
+
+from millrace import errors
+from millrace.progress import Event
+from millrace.records import commit_once
+from millrace.rentals import Machine, list_attempts
+from millrace.rentals.budget import Budget
+from millrace.rentals.machines import ReleaseDecision
+from millrace.rentals.releasing import MachineReleaser
+from millrace.rentals.state import RentalState
+from millrace.schemas.rental import ReleaseReason
+from tests.support.rentals.parts import (
+    FakeVast,
+    make_attempt,
+    make_context,
+    make_machine,
+    make_settings,
+)
+
+
+class Bench:
+    """Releaser of a rental with two machines.
+
+    Attributes:
+        vast: Account in memory, which has the machines and another one.
+        events: Reported events.
+        state: Machines of the rental.
+        releaser: The releaser.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.vast, self.events = FakeVast(), list[Event]()
+        self.settings = make_settings(folder, machines=2)
+        self.context = make_context(self.settings, self.vast, self.events)
+        self.state = RentalState(2)
+        for slot in (0, 1):
+            self.add(make_machine(folder, make_attempt(slot, slot=slot, instance_id=slot + 1)))
+        self.vast.add(9, "another")
+        self.releaser = MachineReleaser(self.context, self.state)
+
+    def add(self, machine: Machine) -> None:
+        intent = machine.attempt.intent
+        self.state.active[machine.slot] = machine
+        commit_once(self.context.store, self.context.keys.intent(machine.attempt.number), intent)
+        self.vast.add(machine.slot + 1, intent.label)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_a_released_machine_is_destroyed_recorded_and_reported(bench: Bench) -> None:
+    bench.vast.clock.sleep(3600)
+    first, second = bench.state.machines
+    bench.releaser.release([ReleaseDecision(first, ReleaseReason.DONE, "ended")])
+    assert set(bench.vast.instances) == {2, 9}
+    assert bench.state.machines == (second,)
+    released, kept = list_attempts(bench.context.store, "fleet")
+    assert released.release_record is not None
+    assert (released.release_record.reason, released.release_record.message) == ("done", "ended")
+    assert released.release_record.cost == pytest.approx(0.5, rel=0.01)
+    assert kept.release_record is None
+    (event,) = bench.events
+    assert (event.name, event.subject) == ("rental.released", "fleet/0")
+    assert event.figures["reason"] is ReleaseReason.DONE
+
+
+def test_a_machine_that_was_never_rented_costs_nothing(bench: Bench) -> None:
+    bench.vast.clock.sleep(3600)
+    machine = bench.state.active[0]
+    bench.releaser.release([ReleaseDecision(machine, ReleaseReason.NEVER_RENTED, "gone")])
+    assert bench.state.costs == {0: 0.0}
+
+
+def test_a_listing_that_may_lack_the_machine_is_not_trusted_at_once(
+    bench: Bench, tmp_path: Path
+) -> None:
+    machine = make_machine(tmp_path, make_attempt(2, slot=2))  # its create got no answer
+    started = bench.vast.clock.monotonic()
+    bench.releaser.release([ReleaseDecision(machine, ReleaseReason.UNNEEDED, "over")])
+    assert bench.vast.clock.monotonic() - started >= 180
+    started = bench.vast.clock.monotonic()
+    machine = make_machine(tmp_path, make_attempt(3, slot=2))
+    machine.rented_at = started
+    bench.releaser.release(
+        [ReleaseDecision(machine, ReleaseReason.NEVER_RENTED, "refused")], ignore_listing_lag=True
+    )
+    assert bench.vast.clock.monotonic() == started
+
+
+def test_a_spent_budget_releases_all_machines(bench: Bench) -> None:
+    budget = Budget(bench.settings)
+    bench.releaser.enforce_budget(budget)
+    assert len(bench.state.machines) == 2
+    bench.vast.clock.sleep(10 * 3600)
+    with pytest.raises(errors.BudgetError, match=r"of \$10\.00 are spent: all machines of fleet"):
+        bench.releaser.enforce_budget(budget)
+    assert (bench.state.machines, set(bench.vast.instances)) == ((), {9})
+    assert {one.figures["reason"] for one in bench.events} == {ReleaseReason.OVER_BUDGET}

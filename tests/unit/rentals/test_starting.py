@@ -1,0 +1,178 @@
+"""Machines are rented in a safe order: intent, one create request, contract."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace import errors
+from millrace.progress import Event
+from millrace.rentals import list_attempts
+from millrace.rentals.budget import Budget
+from millrace.rentals.ownership import Ownership
+from millrace.rentals.releasing import MachineReleaser
+from millrace.rentals.replacement import ReplacementPolicy
+from millrace.rentals.starting import CreatePacer, MachineStarter, OfferSource
+from millrace.rentals.state import RentalState
+from millrace.schemas.rental import Intent, ReleaseReason
+from millrace.storage import put
+from tests.support.rentals.parts import (
+    FakeVast,
+    ManualClock,
+    make_attempt,
+    make_context,
+    make_offer_row,
+    make_settings,
+)
+
+
+class Bench:
+    """Starter of a rental at an account with three offers.
+
+    Attributes:
+        vast: Account in memory.
+        events: Reported events.
+        state: Machines of the rental.
+        ownership: Ownership of the rental, which is not acquired.
+        starter: The starter.
+    """
+
+    def __init__(self, folder: Path, **more: Any) -> None:
+        self.vast, self.events = FakeVast(), list[Event]()
+        self.vast.offers = [make_offer_row(number, number / 10) for number in (1, 2, 3)]
+        settings = make_settings(folder, **more)
+        self.context = make_context(settings, self.vast, self.events)
+        self.state = RentalState(settings.machines)
+        self.policy = ReplacementPolicy(settings)
+        self.ownership = Ownership(
+            self.context.store, self.context.keys, settings.timeouts.heartbeat_timeout
+        )
+        self.starter = MachineStarter(
+            self.context,
+            state=self.state,
+            budget=Budget(settings),
+            policy=self.policy,
+            ownership=self.ownership,
+            releaser=MachineReleaser(self.context, self.state),
+        )
+        self.starter.prepare()
+
+    def list_attempts(self) -> list[Any]:
+        return list_attempts(self.context.store, "fleet")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path, machines=2)
+
+
+def test_a_machine_is_rented_with_an_intent_and_a_contract(bench: Bench) -> None:
+    bench.starter.rent_machine(1)
+    (attempt,) = bench.list_attempts()
+    assert (attempt.intent.slot, attempt.intent.machine_id) == (1, 1)
+    assert attempt.contract is not None
+    assert bench.state.active[1].attempt.contract == attempt.contract
+    assert bench.vast.creates == [attempt.intent.label]
+    assert [one.name for one in bench.events] == ["rental.offer", "rental.rented"]
+
+
+def test_two_machines_are_rented_from_one_search_on_different_hosts(bench: Bench) -> None:
+    for slot in (0, 1):
+        bench.starter.rent_machine(slot)
+    assert [one.attempt.intent.machine_id for one in bench.state.machines] == [1, 2]
+    assert bench.vast.searches == 1
+
+
+def test_an_offer_that_is_gone_is_recorded_and_the_next_offer_taken(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = bench.vast.create_instance
+
+    def fail_once(offer: int, **body: Any) -> Any:
+        if offer == 1:
+            raise errors.NotFoundError("gone")
+        return create(offer, **body)
+
+    monkeypatch.setattr(bench.vast, "create_instance", fail_once)
+    bench.starter.rent_machine(0)
+    gone, rented = bench.list_attempts()
+    assert gone.release_record.reason is ReleaseReason.NEVER_RENTED
+    assert (rented.intent.offer_id, rented.release_record) == (2, None)
+
+
+def test_a_create_request_without_an_answer_is_not_repeated(bench: Bench) -> None:
+    bench.vast.create_error = errors.UnavailableError("no answer")
+    bench.starter.rent_machine(0)
+    assert len(bench.vast.creates) == 1
+    assert bench.state.active[0].is_unconfirmed
+
+
+@pytest.mark.parametrize(
+    "error",
+    [errors.BudgetError("no credit"), errors.DeniedError("no"), errors.ConfigurationError("x")],
+)
+def test_a_refused_create_request_leaves_no_machine(
+    bench: Bench, error: errors.MillraceError
+) -> None:
+    bench.vast.create_error, bench.vast.creates_despite_error = error, True
+    with pytest.raises(type(error)):
+        bench.starter.rent_machine(0)
+    assert (bench.state.active, bench.vast.instances) == ({}, {})
+    (attempt,) = bench.list_attempts()
+    assert attempt.release_record.reason is ReleaseReason.NEVER_RENTED
+
+
+def test_a_machine_that_will_never_run_is_destroyed(bench: Bench) -> None:
+    bench.vast.refusal = "the bid is too low"
+    with pytest.raises(errors.NotFoundError, match="no offer"):
+        bench.starter.rent_machine(0)
+    assert bench.vast.instances == {}
+    reasons = [one.release_record.reason for one in bench.list_attempts()]
+    assert reasons == [ReleaseReason.OUTBID] * 3  # all offers
+
+
+def test_an_intent_of_another_owner_ends_this_owner(bench: Bench) -> None:
+    intent = make_attempt().intent
+    record = {"kind": Intent.record_kind, "version": 1, "nonce": "x"}
+    body = {**record, "record": intent.model_dump(mode="json")}
+    put(bench.context.store, bench.context.keys.intent(0), json.dumps(body).encode())
+    with pytest.raises(errors.HeldError, match="Another process has taken over fleet"):
+        bench.starter.rent_machine(0)
+    assert bench.ownership.is_superseded
+    assert bench.vast.creates == []
+
+
+def test_a_spent_budget_prevents_the_create_request(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, max_total=1.0)
+    bench.state.costs[0] = 1.0
+    with pytest.raises(errors.BudgetError, match="are spent"):
+        bench.starter.rent_machine(0)
+    assert bench.vast.creates == []
+
+
+def test_creates_pause_after_three_without_an_answer() -> None:
+    clock = ManualClock()
+    pacer = CreatePacer(clock)
+    pauses: list[float] = []
+    for _ in range(9):
+        pacer.record_unanswered()
+        pauses.append(max(0.0, pacer.resume_at - clock.monotonic()))
+    assert pauses == [0, 0, 60, 120, 240, 480, 960, 960, 960]
+    with pytest.raises(errors.UnavailableError, match="does not answer whether"):
+        pacer.refuse_during_pause()
+    clock.sleep(960)
+    pacer.refuse_during_pause()
+    pacer.record_answer()
+    pacer.record_unanswered()
+    pacer.refuse_during_pause()
+
+
+def test_offers_of_an_old_search_are_not_used(bench: Bench) -> None:
+    source = OfferSource(bench.context)
+    assert next(source.iterate(set())).id == 1
+    assert next(source.iterate({2})).id == 3
+    assert bench.vast.searches == 1
+    bench.vast.clock.sleep(61)
+    assert next(source.iterate(set())).id == 1
+    assert bench.vast.searches == 2

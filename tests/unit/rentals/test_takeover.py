@@ -1,0 +1,84 @@
+"""A new owner finds the machines and the costs of the owners before in the ledger."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from millrace import errors
+from millrace.records import commit_once
+from millrace.rentals.context import RentalContext
+from millrace.rentals.destroy import record_release
+from millrace.rentals.ledger import Attempt
+from millrace.rentals.state import RentalState
+from millrace.rentals.takeover import take_over_machines
+from millrace.schemas.rental import DetachRecord, ReleaseReason
+from millrace.storage import exists
+from tests.support.rentals.parts import (
+    START,
+    FakeVast,
+    make_attempt,
+    make_context,
+    make_settings,
+)
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> RentalContext:
+    return make_context(make_settings(tmp_path, machines=2), FakeVast(), [])
+
+
+def write(context: RentalContext, attempt: Attempt, reason: ReleaseReason | None = None) -> None:
+    """Write the records of an attempt."""
+    commit_once(context.store, context.keys.intent(attempt.number), attempt.intent)
+    if attempt.contract is not None:
+        commit_once(context.store, context.keys.contract(attempt.number), attempt.contract)
+    if reason is not None:
+        record_release(context.store, "fleet", attempt, reason, "over", 2.0, START)
+
+
+def test_machines_get_their_slots_and_costs_are_summed(context: RentalContext) -> None:
+    write(context, make_attempt(0, instance_id=10), ReleaseReason.DEAD)
+    write(context, make_attempt(1, slot=1, instance_id=11), ReleaseReason.DONE)
+    write(context, make_attempt(2, instance_id=12))
+    state = RentalState(2)
+    assert take_over_machines(context, state) == []
+    assert {slot: one.attempt.instance_id for slot, one in state.active.items()} == {0: 12}
+    assert set(state.done) == {1}
+    assert state.costs == {0: 2.0, 1: 2.0, 2: 0.0}
+    assert state.excluded_machine_ids == {100}
+    assert state.find_missing_slots() == []
+
+
+def test_a_machine_without_a_slot_is_released(context: RentalContext) -> None:
+    write(context, make_attempt(0, instance_id=10))
+    write(context, make_attempt(1, instance_id=11))  # has the same slot
+    write(context, make_attempt(2, instance_id=12, slot=2))  # the rental has become smaller
+    write(context, make_attempt(3))  # its create request got no answer
+    state = RentalState(2)
+    decisions = take_over_machines(context, state)
+    assert [one.machine.attempt.number for one in decisions] == [1, 2]
+    assert set(state.unconfirmed) == {3}
+
+
+def test_a_detached_machine_has_an_owner_again(context: RentalContext) -> None:
+    write(context, make_attempt(0, instance_id=10))
+    key = context.keys.detached(0)
+    commit_once(context.store, key, DetachRecord(since=START))
+    take_over_machines(context, RentalState(2))
+    assert not exists(context.store, key)
+
+
+def test_the_age_of_an_unanswered_create_request_counts(context: RentalContext) -> None:
+    write(context, make_attempt(0))
+    context.clock.sleep(500)
+    state = RentalState(2)
+    take_over_machines(context, state)
+    assert context.clock.monotonic() - state.active[0].rented_at == pytest.approx(500)
+
+
+def test_machines_of_another_account_are_refused(context: RentalContext) -> None:
+    attempt = make_attempt(0, instance_id=10)
+    write(context, replace(attempt, intent=attempt.intent.model_copy(update={"account": "other"})))
+    with pytest.raises(errors.ConfigurationError, match="another account"):
+        take_over_machines(context, RentalState(2))
