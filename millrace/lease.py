@@ -30,9 +30,7 @@ MAX_TTL = timedelta(hours=1)  # limit for any lease, whatever its record says
 MIN_TTL = timedelta(seconds=3)  # three heartbeats in this time, at most one a second
 _POLL_INTERVAL = 1.0  # seconds between reads of a lease that another holder has
 _RELEASE_TIMEOUT = 3.0  # seconds that the end of a heartbeat waits for releases
-_CLOCK_RESOLUTION = timedelta(
-    seconds=2
-)  # resolution of Last-Modified and of the clock that is read from it
+_CLOCK_RESOLUTION = timedelta(seconds=2)  # of Last-Modified, and so of `StoreClock`
 
 
 class Holder(BaseModel):
