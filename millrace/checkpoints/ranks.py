@@ -100,9 +100,8 @@ def commit_together(store: Store, ranks: Ranks, share: RankShare, within: timede
         if there is not None:
             return there
         if time.monotonic() > deadline:
-            made = _merge_if_complete(
-                store, ranks, share
-            )  # the last rank may have died after its commit
+            # The last rank may have died after the commit of its share.
+            made = _merge_if_complete(store, ranks, share)
             if made is None:
                 raise errors.UnavailableError(
                     f"Not all {ranks.world} ranks have saved their share of step {share.step} of "

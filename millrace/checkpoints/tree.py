@@ -51,7 +51,7 @@ def flatten_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     different = _find_difference(state, unflatten_state(tensors), "")
     if different:
         raise ConfigurationError(
-            f"{different} would not come back as it is: give plain tensors, numbers and text."
+            f"{different} could not be restored as it is: give plain tensors, numbers and text."
         )
     return tensors
 

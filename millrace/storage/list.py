@@ -70,9 +70,7 @@ def list_objects(
             if has_advanced and not is_ordered:
                 raise translate_error(error, store, prefix) from error
             if has_advanced:
-                retries = RetryLoop(
-                    store, prefix
-                )  # the next request begins after the last listed key
+                retries = RetryLoop(store, prefix)  # for a request after the last key
             retries.wait_after_error(error)
             continue
         return

@@ -133,9 +133,7 @@ def open_writer(
     writer = obstore.open_writer(
         store.retrying, key, buffer_size=part_size, max_concurrency=concurrency
     )
-    earliest = datetime.now(UTC) - timedelta(
-        minutes=5
-    )  # the clocks of this machine and of the store differ
+    earliest = datetime.now(UTC) - timedelta(minutes=5)  # the store's clock may differ
     try:
         yield writer
         writer.close()

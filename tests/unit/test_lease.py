@@ -107,7 +107,7 @@ def test_the_clock_is_the_stores(store):
 
 
 def test_a_time_too_short_for_heartbeats_is_refused(store, clock):
-    with pytest.raises(errors.ConfigurationError, match="at least 3 s"):
+    with pytest.raises(errors.ConfigurationError, match="choose at least 3 s"):
         acquire(store, KEYS, Holder.this_process(), timedelta(seconds=1), clock)
 
 

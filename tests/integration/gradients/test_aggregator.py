@@ -166,7 +166,7 @@ QUICK = GatherSettings(poll_interval=timedelta(milliseconds=10))
 
 def test_without_weights_nothing_begins(store, trained):
     settings = settings_of(store)
-    with pytest.raises(errors.NotFoundError, match="Say with which checkpoint"):
+    with pytest.raises(errors.NotFoundError, match="Set `initial_weights`"):
         list(aggregate_run(settings))
     nothing = settings_of(store, initial_weights=InitialWeights(job=trained, tensors="weights."))
     with pytest.raises(errors.ConfigurationError, match=r"no weights whose names begin with"):
@@ -442,5 +442,5 @@ def test_an_interrupt_ends_the_aggregator_quietly(trickled, trickle):
 
 def test_a_folder_of_ours_is_no_workers_name(store, begun):
     named = begun.model_copy(update={"workers": ("a", "b", "gathers")})
-    with pytest.raises(errors.ConfigurationError, match="folders of ours"):
+    with pytest.raises(errors.ConfigurationError, match="or is reserved"):
         list(aggregate_run(named))

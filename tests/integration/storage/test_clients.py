@@ -141,7 +141,7 @@ def test_an_s3_store_is_scoped_by_sts(request, rgw):
 
 @pytest.mark.parametrize(
     ("prefix", "ttl", "said"),
-    [("", timedelta(hours=1), "name one"), ("a/", timedelta(days=8), "7 days")],
+    [("", timedelta(hours=1), "Name at least one"), ("a/", timedelta(days=8), "7 days")],
 )
 def test_a_scope_without_bounds_is_refused(prefix, ttl, said, request):
     store = open_store(spec_of("memory", request))
