@@ -24,6 +24,8 @@ _RESERVED_WORKERS = frozenset({*_RESERVED_IN_JOBS, _GATHERS, "epochs"})
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 _PARTITION = re.compile(r"[a-z]+-[0-9]{5,}")
 _SHARD = re.compile(r"(?P<partition>[a-z]+-[0-9]{5,})-(?P<number>[0-9]{6,})")
+MAX_DEPTH = 16
+"""Folders of a name at most. Each folder above an object may have leases, which are looked at."""
 CLEANING = "_clean"
 """What plans of cleaning stand under: no dataset, job or run can be called so."""
 RENTALS = "_rentals"
@@ -49,12 +51,18 @@ def check_name(name: str, *, what: str) -> str:
         ConfigurationError: It is empty, too long, or has a character that some store changes.
     """
     name = name.strip("/")
-    if not _NAME.fullmatch(name) or len(name) > 200:
+    if not _NAME.fullmatch(name) or len(name) > 200 or is_too_deep(name):
         raise ConfigurationError(
             f"{what} {name!r} cannot be part of an object's name: write letters, digits, "
-            "'.', '_' and '-', with '/' between folders, at most 200 characters."
+            "'.', '_' and '-', with '/' between folders, at most 200 characters and "
+            f"{MAX_DEPTH} folders."
         )
     return name
+
+
+def is_too_deep(name: str) -> bool:
+    """Decide whether a name has more folders than any of ours."""
+    return name.count("/") >= MAX_DEPTH
 
 
 def is_plain(key: str) -> bool:
@@ -908,7 +916,7 @@ def _classify(key: str) -> ClassifiedKey | None:
         return _classify_worker_key(key)
     if key.startswith(f"{MACHINES}/"):
         return _classify_machine_key(key)
-    if match := _MEMBER_KEY.fullmatch(key):
+    if (match := _MEMBER_KEY.fullmatch(key)) and not is_too_deep(match["scope"]):
         kind = ObjectKind.RECORD if match["record"] else ObjectKind.TEMPORARY
         return ClassifiedKey(kind, match["scope"], worker=match["uid"])
     match = _CHAIN_KEY.fullmatch(key)
@@ -923,8 +931,10 @@ def _classify(key: str) -> ClassifiedKey | None:
         return ClassifiedKey(kind, match["scope"], match["version"], int(number))
     for kind, pattern in _KIND_PATTERNS:
         match = pattern.fullmatch(key)
-        if match is None or (
-            kind in _KEYS_BY_KIND and not _is_valid_name(_KEYS_BY_KIND[kind], match["scope"])
+        if (
+            match is None
+            or is_too_deep(match["scope"] or "")
+            or (kind in _KEYS_BY_KIND and not _is_valid_name(_KEYS_BY_KIND[kind], match["scope"]))
         ):
             continue
         number = int(match["number"]) if kind is ObjectKind.CHECKPOINT else -1
@@ -941,7 +951,7 @@ def _classify_machine_key(key: str) -> ClassifiedKey | None:
 
 def _classify_worker_key(key: str) -> ClassifiedKey | None:
     match = _WORKER_KEY.fullmatch(key)
-    if match is None or match["uid"] in _RESERVED_WORKERS:
+    if match is None or match["uid"] in _RESERVED_WORKERS or is_too_deep(match["scope"]):
         return None
     kind = ObjectKind.GRADIENT if match["what"] == "gradient" else ObjectKind.START_WINDOW
     if (match["ending"] == "json") is (kind is ObjectKind.GRADIENT):

@@ -191,6 +191,22 @@ def test_a_number_in_digits_of_another_script_is_none_of_ours():
     assert classify_key("a/checkpoints/step_٣٣٣٣٣٣٣٣٣/metadata.json") is None
 
 
+def test_a_key_deeper_than_any_name_of_ours_is_none():
+    """Each folder above an object may have leases, and looking at them costs a request."""
+    for rest in (
+        "w9/gradient-000000001-w9-v1.safetensors",
+        "checkpoints/step_000000001/metadata.json",
+        "plan.json",
+        "lease/x/000000.json",
+        "members/w9/cooldowns/000000/vote.json",
+    ):
+        assert classify_key(f"run/w1/{'x/' * 14}{rest}") is not None
+        assert classify_key(f"run/w1/{'x/' * 15}{rest}") is None
+    assert check_name("/".join("x" * 16), what="The name") == "/".join("x" * 16)
+    with pytest.raises(errors.ConfigurationError, match="16 folders"):
+        check_name("/".join("x" * 17), what="The name")
+
+
 @pytest.mark.parametrize("number", ["0000003", "00000000003", "3"])
 def test_a_number_with_other_zeros_than_ours_is_no_epoch(number):
     assert LeaseKeys("job", "members/a").parse(f"job/lease/members/a/{number}.json") is None
