@@ -17,6 +17,7 @@ from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cleanup import CLEANING
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.kinds import ClassifiedKey, ObjectKind, WorkerPrefixes, classify_key
+from millrace.keys.names import MAX_DEPTH
 from millrace.lease import Census, Holder, StoreClock
 from millrace.records import fetch
 from millrace.schemas.chain import ChainLink, ChainStart
@@ -24,6 +25,7 @@ from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Stat, Store, list_objects, read
 
 _LEASE_CACHE_SECONDS = 5.0  # seconds for which leases are cached while a plan is made
+_MAX_LEASE_DEPTH = MAX_DEPTH + 4  # folders of a scope, with those of an aggregator's job
 _SEARCH_PAUSE_FACTOR = 4  # pause after a search for campaigns, in durations of the search
 _MAX_PLAN_SIZE = 1 << 20  # bytes of a campaign's plan
 _POSITION = "window"  # position in an aggregator's checkpoint: the window after which it was saved
@@ -133,15 +135,20 @@ class ProtectionPolicy:
         )
 
     def describe_holder(self, scope: str) -> str:
-        """Return which process holds a lease of a run, job or dataset; empty if none does."""
+        """Return which process holds a lease of a run, job or dataset; empty if none does.
+
+        The leases of each folder above it count too, but none deeper than a name of ours can be.
+        """
+        parts = scope.split("/")[:_MAX_LEASE_DEPTH]
+        ancestors = ("/".join(parts[: depth + 1]) for depth in range(len(parts)) if parts[depth])
+        return next((text for one in ancestors if (text := self._describe_own_holder(one))), "")
+
+    def _describe_own_holder(self, scope: str) -> str:
+        """Return which process holds a lease of a scope itself; empty if none does."""
         now = time.monotonic()
         expires_at, holder = self._lease_cache.get(scope, (now, ""))
         if expires_at <= now:
-            parts = scope.split("/")
-            ancestors = (
-                "/".join(parts[: depth + 1]) for depth in range(len(parts)) if parts[depth]
-            )
-            holder = next((text for one in ancestors for text in self._iterate_holders(one)), "")
+            holder = next(self._iterate_holders(scope), "")
             self._lease_cache[scope] = now + _LEASE_CACHE_SECONDS, holder
         return holder
 
@@ -163,13 +170,20 @@ class ProtectionPolicy:
 
     def _find_campaigns(self) -> dict[str, set[str]]:
         """Return the names of all campaigns, by their dataset."""
-        found: dict[str, set[str]] = defaultdict(set)
+        plans: list[tuple[Store, str]] = []
+        workers = WorkerPrefixes()
         for store, _ in self._stores:
             for stat in list_objects(store):
-                campaign = parse_campaign(stat.key)
-                dataset = _read_campaign_dataset(store, stat.key) if campaign else None
-                if campaign and dataset:
-                    found[dataset].add(campaign)
+                workers.learn(stat.key)
+                if parse_campaign(stat.key):
+                    plans.append((store, stat.key))
+        found: dict[str, set[str]] = defaultdict(set)
+        for store, key in plans:
+            campaign = parse_campaign(key)
+            if campaign is None or workers.find(key) is not None:
+                continue  # a worker wrote it, below its own prefix
+            if dataset := _read_campaign_dataset(store, key):
+                found[dataset].add(campaign)
         return dict(found)
 
     def _iterate_holders(self, scope: str) -> Iterator[str]:

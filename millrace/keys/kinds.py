@@ -12,7 +12,7 @@ from millrace.keys.datasets import DatasetKeys
 from millrace.keys.gradients import GATHERS, RESERVED_WORKERS, ChainKeys
 from millrace.keys.leases import MEMBERS, make_lease_prefix
 from millrace.keys.members import make_member_prefix
-from millrace.keys.names import NAME_PATTERN, is_valid_name
+from millrace.keys.names import NAME_PATTERN, is_too_deep, is_valid_name
 from millrace.keys.rentals import MACHINES, RENTALS, RentalKeys
 
 
@@ -187,7 +187,7 @@ def _classify(key: str) -> ClassifiedKey | None:
         return _classify_worker_key(key)
     if key.startswith(f"{MACHINES}/"):
         return _classify_machine_key(key)
-    if match := _MEMBER_KEY.fullmatch(key):
+    if (match := _MEMBER_KEY.fullmatch(key)) and not is_too_deep(match["scope"]):
         kind = ObjectKind.RECORD if match["record"] else ObjectKind.TEMPORARY
         return ClassifiedKey(kind, match["scope"], worker=match["uid"])
     match = _CHAIN_KEY.fullmatch(key)
@@ -202,8 +202,10 @@ def _classify(key: str) -> ClassifiedKey | None:
         return ClassifiedKey(kind, match["scope"], match["version"], int(number))
     for kind, pattern in _KIND_PATTERNS:
         match = pattern.fullmatch(key)
-        if match is None or (
-            kind in _KEYS_BY_KIND and not is_valid_name(_KEYS_BY_KIND[kind], match["scope"])
+        if (
+            match is None
+            or is_too_deep(match["scope"] or "")
+            or (kind in _KEYS_BY_KIND and not is_valid_name(_KEYS_BY_KIND[kind], match["scope"]))
         ):
             continue
         number = int(match["number"]) if kind is ObjectKind.CHECKPOINT else -1
@@ -220,7 +222,7 @@ def _classify_machine_key(key: str) -> ClassifiedKey | None:
 
 def _classify_worker_key(key: str) -> ClassifiedKey | None:
     match = _WORKER_KEY.fullmatch(key)
-    if match is None or match["uid"] in RESERVED_WORKERS:
+    if match is None or match["uid"] in RESERVED_WORKERS or is_too_deep(match["scope"]):
         return None
     kind = ObjectKind.GRADIENT if match["what"] == "gradient" else ObjectKind.START_WINDOW
     if (match["ending"] == "json") is (kind is ObjectKind.GRADIENT):

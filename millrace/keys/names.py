@@ -9,6 +9,9 @@ from millrace.errors import ConfigurationError
 RESERVED_FOLDERS = frozenset({"shards", "commits", "partitions", "quarantine", "lease"})
 """Folders that a dataset has. No part of a dataset's, a job's or a rental's name may equal one."""
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*"
+MAX_DEPTH = 16
+"""Largest number of folders in a name. Each folder above an object may have leases to read."""
+
 _NAME = re.compile(NAME_PATTERN)
 
 
@@ -23,12 +26,18 @@ def check_name(name: str, *, what: str) -> str:
         ConfigurationError: The name is empty, too long, or has a character that a store changes.
     """
     name = name.strip("/")
-    if not _NAME.fullmatch(name) or len(name) > 200:
+    if not _NAME.fullmatch(name) or len(name) > 200 or is_too_deep(name):
         raise ConfigurationError(
             f"{what} {name!r} cannot be part of an object's name: write letters, digits, "
-            "'.', '_' and '-', with '/' between folders, at most 200 characters."
+            "'.', '_' and '-', with '/' between folders, at most 200 characters and "
+            f"{MAX_DEPTH} folders."
         )
     return name
+
+
+def is_too_deep(name: str) -> bool:
+    """Decide whether a name has more than `MAX_DEPTH` folders."""
+    return name.count("/") >= MAX_DEPTH
 
 
 @lru_cache(maxsize=1024)

@@ -21,6 +21,7 @@ from millrace.storage import Store
 MAX_ROW_BYTES = 256 * 1024 * 1024
 _SHOWN = 64 * 1024
 _TAIL = 256 * 1024
+_MAX_CONTAINERS = 8 << 20  # objects and arrays of a row; each takes up to 240 bytes when parsed
 _LARGE = 1024 * 1024  # bytes of a line that is freed as soon as its columns are read
 _BOM = b"\xef\xbb\xbf"
 _LONG_NUMBER = re.compile(rb"\d{19}")
@@ -72,6 +73,10 @@ class JsonLinesSource:
         """Parse a line. The line is removed from its list, so that it can be freed."""
         line = held.pop()
         begin = line[:_SHOWN]
+        if len(line) > _LARGE and line.count(b"{") + line.count(b"[") > _MAX_CONTAINERS:
+            return self._make_bad_row(
+                source_range.file, offset, after, begin, "more objects and arrays than memory holds"
+            )
         try:
             row: dict[str, Any] = orjson.loads(line)
             if type(row) is not dict:

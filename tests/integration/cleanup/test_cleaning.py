@@ -3,6 +3,7 @@
 import os
 import random
 import secrets
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millrace import errors
+from millrace.checkpoints import VerifyDepth
 from millrace.cleanup import CleanupKind, CleanupSettings, Rule, execute, make_plan
 from millrace.cleanup.plans import open_plan
+from millrace.cleanup.protection import ProtectionPolicy
 from millrace.keys.gradients import ChainKeys
-from millrace.storage import delete, delete_one, list_objects, open_store, put
+from millrace.keys.leases import LeaseKeys
+from millrace.lease import Holder, StoreClock, acquire
+from millrace.storage import (
+    Stat,
+    Store,
+    delete,
+    delete_one,
+    list_fairly,
+    list_objects,
+    open_store,
+    put,
+)
 from tests.soak.cleaning import clean, list_by_boto3
 from tests.soak.cleaning import fill as fill_bucket
 from tests.stores import spec_of
@@ -252,3 +266,35 @@ def test_nothing_is_deleted_through_a_link(tmp_path):
 
 def place_of_gradient(uid: str) -> str:
     return f"gradient-000000001-{uid}-v1.safetensors"
+
+
+def test_deep_keys_of_a_worker_cost_a_cleaning_few_listings(tmp_path, monkeypatch):
+    place = folder_place(tmp_path)
+    put(place.store, f"run/w1/{place_of_gradient('w1')}", b"x")
+    for number in range(20):
+        put(place.store, f"run/w1/{number}/{'x/' * 400}w9/{place_of_gradient('w9')}", b"")
+        put(place.store, f"run/w1/y/{number}/{'x/' * 5}w9/{place_of_gradient('w9')}", b"")
+    listed: list[str] = []
+
+    def count(store: Store, prefix: str, **options: Any) -> Iterator[Stat]:
+        listed.append(prefix)
+        return list_fairly(store, prefix, **options)
+
+    monkeypatch.setattr("millrace.lease.list_fairly", count)
+    rules = (Rule(kinds=(CleanupKind.GRADIENTS,), older_than=NOW),)
+    plan = make_plan(CleanupSettings(store=place.store.spec, rules=rules))
+    assert plan.totals.objects == {0: 21}
+    assert len(listed) < 200
+
+
+def test_a_worker_keeps_no_dataset_by_a_campaign_of_its_own_making(tmp_path):
+    store = folder_place(tmp_path).store
+    clock = StoreClock.read(store, "c", Holder.this_process())
+    put(store, f"c/run/worker-1/{place_of_gradient('worker-1')}", b"x")
+    for campaign in ("c/run/worker-1/x", "d"):
+        put(store, f"{campaign}/campaign/plan.json", b'{"record": {"dataset": "words"}}')
+        lease = LeaseKeys(f"{campaign}/model", "members/z")
+        acquire(store, lease, Holder.this_process(), timedelta(hours=1), clock)
+    policy = ProtectionPolicy([store], (), VerifyDepth.SIZES, clock)
+    reason = policy.describe_training_campaign("words")
+    assert reason.startswith("the campaign d trains on it")

@@ -84,3 +84,16 @@ def test_a_worker_cannot_put_its_junk_down_to_another():
 def test_a_number_in_digits_of_another_script_is_none_of_ours():
     assert CheckpointKeys("a").parse_folder("step_٣٣٣٣٣٣٣٣٣") is None
     assert classify_key("a/checkpoints/step_٣٣٣٣٣٣٣٣٣/metadata.json") is None
+
+
+def test_a_key_deeper_than_any_name_of_ours_is_none():
+    """Each folder above an object may have leases, and reading them costs a request."""
+    for rest in (
+        "w9/gradient-000000001-w9-v1.safetensors",
+        "checkpoints/step_000000001/metadata.json",
+        "plan.json",
+        "lease/x/000000.json",
+        "members/w9/cooldowns/000000/vote.json",
+    ):
+        assert classify_key(f"run/w1/{'x/' * 14}{rest}") is not None
+        assert classify_key(f"run/w1/{'x/' * 15}{rest}") is None

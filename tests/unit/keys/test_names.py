@@ -8,3 +8,9 @@ from millrace.keys.names import check_name
 def test_a_name_that_some_store_would_change_is_refused(name):
     with pytest.raises(errors.ConfigurationError, match="letters, digits"):
         check_name(name, what="The dataset's name")
+
+
+def test_a_name_has_a_limited_number_of_folders():
+    assert check_name("/".join("x" * 16), what="The name") == "/".join("x" * 16)
+    with pytest.raises(errors.ConfigurationError, match="16 folders"):
+        check_name("/".join("x" * 17), what="The name")

@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace import PipelineSettings, errors, run_pipeline
-from millrace.datasets.sources import SourceKind, SourceSettings, open_source, partition_source
+from millrace.datasets.sources import (
+    SourceKind,
+    SourceSettings,
+    jsonl,
+    open_source,
+    partition_source,
+)
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.sample import BadRow, Sample
 from millrace.storage import create, delete, open_store, put
@@ -136,6 +142,21 @@ def test_a_row_that_cannot_be_written_is_quarantined():
     put(store, "a.jsonl", f'{deep}\n{{"t": 1}}\n'.encode())
     _, _, rows = rows_of(SourceSettings(columns={"txt": "t"}), store)
     assert [type(row).__name__ for row in rows["train"]] == ["BadRow", "Sample"]
+
+
+def test_a_row_that_takes_many_times_its_size_of_memory_is_quarantined(monkeypatch):
+    """A dataset is anybody's: 256 MiB of small objects would take 9 GiB."""
+    monkeypatch.setattr(jsonl, "_MAX_CONTAINERS", 100_000)
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    many = json.dumps({"t": "x", "a": [{"a": []}] * 110_000})
+    few = json.dumps({"t": "y" * (2 << 20), "a": [{"a": []}] * 40_000})
+    put(store, "a.jsonl", f'{many}\n{few}\n{{"t": "z"}}\n'.encode())
+    given = SourceSettings(kind=SourceKind.JSONL, columns={"txt": "t"})
+    _, _, rows = rows_of(given, store, partition_bytes=1 << 30)
+    first, second, third = rows["train"]
+    assert isinstance(first, BadRow)
+    assert first.reason == "more objects and arrays than memory holds"
+    assert [len(one.fields["txt"]) for one in (second, third)] == [2 << 20, 1]
 
 
 def test_the_empty_objects_that_show_a_folder_are_no_samples(request):
