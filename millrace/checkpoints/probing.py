@@ -1,8 +1,8 @@
-"""Find out whether a job could save to a place, before anything depends on it.
+"""Probe of a destination: a trial of the requests that a save makes.
 
-What a save does is done once: an object is created, read back, overwritten, read back and deleted,
-under the job's own prefix. Only asking for the permissions would be faster, and proves less; Google
-is asked for them besides, for what the trial does not do: upload a large part in pieces.
+The probe creates an object under the job's prefix, reads it, overwrites it, reads it again and
+deletes it. A query for permissions would be faster, but proves less. Google is also asked for
+permissions, since the trial makes no multipart upload.
 """
 
 import os
@@ -16,28 +16,29 @@ from datetime import timedelta
 from enum import StrEnum
 
 from millrace import errors
-from millrace.keys import CheckpointKeys, write_probe_key
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.probes import make_write_probe_key
 from millrace.storage import Backend, Store, classify_error, create, delete, list_objects, put, read
 
 SAMPLE_SIZE = 4 << 20
-"""Bytes by which the rate is measured."""
+"""Size in bytes of the upload that measures the rate."""
 REQUEST_TIMEOUT = timedelta(seconds=20)
-"""How long each request of a probe is tried, by default."""
+"""Default limit on the time for retries of each request of a probe."""
 
 
 class ProbeVerdict(StrEnum):
-    """Verdict on whether a job could save to a destination. Only the first is a yes."""
+    """Verdict on whether a job could save to a destination."""
 
     READY = "ready"
-    READ_ONLY = "read only"  # the credentials may list, and not write, overwrite or delete
-    DENIED = "denied"  # they are unknown there, or may nothing
+    READ_ONLY = "read only"  # the credentials may list, but not write, overwrite or delete
+    DENIED = "denied"  # the credentials are unknown, or have no right
     NOT_FOUND = "not found"  # no such bucket
-    THROTTLED = "throttled"  # it asks to come later
-    UNREACHABLE = "unreachable"  # it does not answer, or is broken
-    WRONG = "wrong"  # it does not give back what it was given
-    NO_SPACE = "no space"  # a disk without room for the checkpoint
-    TOO_SLOW = "too slow"  # the checkpoint would not be there in time
-    UNKNOWN = "unknown"  # something else, which is no yes
+    THROTTLED = "throttled"  # the store asks for a pause
+    UNREACHABLE = "unreachable"  # the store does not answer, or is broken
+    WRONG = "wrong"  # the store returns other bytes than were written
+    NO_SPACE = "no space"  # the disk has too little space for the checkpoint
+    TOO_SLOW = "too slow"  # the upload would exceed the time limit
+    UNKNOWN = "unknown"  # any other error
 
     @property
     def exit_code(self) -> int:
@@ -50,11 +51,10 @@ class ProbeResult:
     """Result of a probe.
 
     Attributes:
-        verdict: In a word.
-        reason: In a sentence; what to do, if it is no yes.
-        rate: Bytes a second of one upload; 0 if none came through.
-        expected: Seconds that a checkpoint of the stated size takes at this rate; 0 if none was
-            stated.
+        verdict: Verdict.
+        reason: Sentence with the reason, and what to do if the destination is not ready.
+        rate: Rate of one upload, in bytes per second; 0 if no upload succeeded.
+        expected: Seconds that the upload of a checkpoint takes at this rate; 0 without a size.
     """
 
     verdict: ProbeVerdict
@@ -64,7 +64,7 @@ class ProbeResult:
 
     @property
     def is_ready(self) -> bool:
-        """True if the verdict is a yes."""
+        """True if a job can save to the destination."""
         return self.verdict is ProbeVerdict.READY
 
 
@@ -76,16 +76,16 @@ def probe(
     within: timedelta | None = None,
     timeout: timedelta = REQUEST_TIMEOUT,
 ) -> ProbeResult:
-    """Try what a save does, and leave nothing behind.
+    """Try the requests of a save, and leave no object.
 
     Args:
-        store: Where to.
-        job: Whose checkpoints they would be.
-        size: Bytes of one, if the time and the room for it shall be looked at.
-        within: The time that it may take, such as the cooldown.
-        timeout: How long each request is tried.
+        store: Store to save to.
+        job: Name of the job.
+        size: Size of a checkpoint in bytes, to check its time and space; 0 to check neither.
+        within: Longest time of an upload, such as that of the cooldown.
+        timeout: Limit on the time for retries of each request.
     """
-    key = write_probe_key(CheckpointKeys(job).job, secrets.token_hex(8))
+    key = make_write_probe_key(CheckpointKeys(job).job, secrets.token_hex(8))
     hurried = store.with_retry_timeout(timeout)
     folder = store.location.bucket if store.location.backend is Backend.FILE else None
     tried = _try_save_at_google if store.location.backend is Backend.GS else _try_save
@@ -105,11 +105,12 @@ def run_probe(
     """Return the verdict on a destination, from the results of trying it.
 
     Args:
-        url: Where it is.
-        tried: Tries it, under `translate_errors`; returns the bytes a second of an upload.
-        size: As of `probe`.
-        within: As of `probe`.
-        folder: Whose disk must have room, if it is one of this machine.
+        url: URL of the destination.
+        tried: Function that makes the trial under `translate_errors`, and returns the rate of an
+            upload in bytes per second.
+        size: Size of a checkpoint in bytes, as for `probe`.
+        within: Longest time of an upload, as for `probe`.
+        folder: Folder of this machine whose disk needs space; None for a bucket.
     """
     try:
         rate = tried()
@@ -118,21 +119,29 @@ def run_probe(
     expected = size / rate
     free = None if folder is None else shutil.disk_usage(folder).free
     if free is not None and free < size:
-        reason = f"{url} has room for {free:,} bytes, and a checkpoint has {size:,}."
+        reason = (
+            f"{url} has {free:,} bytes free, and a checkpoint has {size:,}: free some, or choose "
+            "another folder."
+        )
         return ProbeResult(ProbeVerdict.NO_SPACE, reason, rate, expected)
     if within is not None and expected > within.total_seconds():
         reason = (
             f"At {rate / 1e6:.1f} MB/s a checkpoint of {size:,} bytes takes {expected:.0f} s, and "
-            f"{within.total_seconds():.0f} s are allowed: let the cooldown last longer, or more "
+            f"{within.total_seconds():.0f} s are allowed: make the cooldown longer, or let more "
             "members upload."
         )
         return ProbeResult(ProbeVerdict.TOO_SLOW, reason, rate, expected)
-    reason = f"{url} takes, gives back, overwrites and deletes objects."
+    reason = f"{url} stores, returns, overwrites and deletes objects."
     return ProbeResult(ProbeVerdict.READY, reason, rate, expected)
 
 
 class ProbeFailedError(Exception):
-    """The verdict is out, and is no yes."""
+    """A trial has shown that the destination is not ready.
+
+    Args:
+        verdict: Verdict on the destination.
+        reason: Sentence with the reason, and what to do.
+    """
 
     def __init__(self, verdict: ProbeVerdict, reason: str) -> None:
         super().__init__(reason)
@@ -140,7 +149,7 @@ class ProbeFailedError(Exception):
 
 
 def _try_save(store: Store, job: str, key: str) -> float:
-    """Do what a save does; bytes a second of the upload."""
+    """Make the requests of a save, and return the rate of the upload in bytes per second."""
     with translate_errors(ProbeVerdict.DENIED):
         next(list_objects(store, f"{job}/"), None)
     body, other = os.urandom(SAMPLE_SIZE), secrets.token_bytes(16)
@@ -160,31 +169,31 @@ def _try_save(store: Store, job: str, key: str) -> float:
     if failures:
         raise ProbeFailedError(
             ProbeVerdict.READ_ONLY,
-            f"{store.make_url(key)} could not be deleted ({failures[0].reason}): allow it, or what "
-            "no checkpoint needs any more stays forever. Delete this object by hand.",
+            f"{store.make_url(key)} could not be deleted ({failures[0].reason}): allow deletion, "
+            "so that old checkpoints can be removed. Delete this object by hand.",
         )
     return rate
 
 
 def _try_save_at_google(store: Store, job: str, key: str) -> float:
-    """Return the verdict, with permissions that Google lacks, also those for a large part."""
+    """Make the requests of a save, and check the permissions that only large uploads need."""
     try:
         rate = _try_save(store, job, key)
     except ProbeFailedError as failed:
         if failed.verdict not in (ProbeVerdict.DENIED, ProbeVerdict.READ_ONLY):
             raise
-        with suppress(errors.MillraceError):  # it refuses to say that, too
+        with suppress(errors.MillraceError):  # Google may not answer this either
             if lacking := _find_missing_permissions(store):
                 raise _make_permission_error(failed.verdict, str(failed), lacking) from failed
         raise
     try:
         lacking = _find_missing_permissions(store)
     except errors.MillraceError:
-        return rate  # what was tried came through, and nobody knows better
+        return rate  # the trial succeeded, and Google does not answer
     if lacking and all("multipart" in name for name in lacking):
-        reason = f"{store.url} takes small objects, and no large ones."
+        reason = f"{store.url} accepts small objects, but no large ones."
         raise _make_permission_error(ProbeVerdict.READ_ONLY, reason, lacking)
-    return rate  # if it lacks what was done a moment ago, the grant is on a prefix
+    return rate  # a permission that the trial used is granted for a prefix only
 
 
 def _find_missing_permissions(store: Store) -> frozenset[str]:
@@ -207,18 +216,26 @@ def _make_permission_error(
 
 
 def check_same(url: str, body: bytes, written: bytes) -> None:
-    """Refuse a place that gives back something else than it was given."""
+    """Compare the bytes that a destination returned with those that were written.
+
+    Raises:
+        ProbeFailedError: The bytes differ.
+    """
     if body != written:
         raise ProbeFailedError(
             ProbeVerdict.WRONG,
-            f"{url} is not what was written a moment ago: this store is broken, or "
-            "something between here and there changes bytes or keeps old ones.",
+            f"{url} does not have the bytes that were just written: the store is broken, or a "
+            "proxy changes or caches them. Use another store, or no proxy.",
         )
 
 
 @contextmanager
 def translate_errors(denied: ProbeVerdict) -> Generator[None]:
-    """Tell apart why a store does not do what it is asked."""
+    """Turn the errors of a trial into `ProbeFailedError` with a verdict.
+
+    Args:
+        denied: Verdict for refused credentials.
+    """
     try:
         yield
     except errors.MillraceError as error:

@@ -6,7 +6,8 @@ from datetime import timedelta
 from itertools import islice
 
 from millrace import errors
-from millrace.keys import DatasetKeys, LeaseKeys, lease_prefix
+from millrace.keys.datasets import DatasetKeys
+from millrace.keys.leases import LeaseKeys, make_lease_prefix
 from millrace.lease import Census, Heartbeat, HeldLease, Holder, StoreClock, acquire
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import fetch
@@ -156,6 +157,6 @@ def _iterate_unreferenced(store: Store, keys: DatasetKeys, plan: DatasetPlan) ->
     referenced = find_referenced_keys(store, keys, plan)
     prefixes = [keys.shards, keys.quarantined, keys.listings]
     if exists(store, keys.manifest):
-        prefixes.append(lease_prefix(keys.dataset))
+        prefixes.append(make_lease_prefix(keys.dataset))
     for prefix in prefixes:
         yield from (stat for stat in list_objects(store, prefix) if stat.key not in referenced)

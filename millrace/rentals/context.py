@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from datetime import datetime
 
-from millrace.keys import MachineKeys, RentalKeys
+from millrace.keys.rentals import MachineKeys, RentalKeys
 from millrace.progress import Event, Figure, Progress
 from millrace.rentals.clock import Clock
 from millrace.rentals.ledger import Attempt

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import NoReturn
 
 from millrace import errors
-from millrace.keys import RentalKeys
+from millrace.keys.rentals import RentalKeys
 from millrace.lease import (
     Heartbeat,
     HeldLease,

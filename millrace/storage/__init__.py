@@ -1,8 +1,8 @@
-"""Bytes at a URL: obstore with our defaults. One verb a function, one group of verbs a file."""
+"""Objects at a URL, over obstore. Each verb is a function; each file has one group of verbs."""
 
 from millrace.storage.check import RequestOutcome, check_access, classify_error
 from millrace.storage.clients import make_boto3_client, open_filesystem
-from millrace.storage.list import list_folders, list_objects
+from millrace.storage.list import list_fairly, list_folders, list_objects
 from millrace.storage.open import (
     Backend,
     Credentials,
@@ -35,6 +35,7 @@ from millrace.storage.versions import (
 )
 from millrace.storage.write import (
     DeleteFailure,
+    LinkFinder,
     UnfinishedUpload,
     abort_stale_uploads,
     abort_upload,
@@ -52,6 +53,7 @@ __all__ = [
     "Backend",
     "Credentials",
     "DeleteFailure",
+    "LinkFinder",
     "Location",
     "ObjectVersion",
     "RequestOutcome",
@@ -78,6 +80,7 @@ __all__ = [
     "fetch_stored_sha256",
     "head",
     "is_etag_md5",
+    "list_fairly",
     "list_folders",
     "list_objects",
     "list_uploads",

@@ -4,7 +4,7 @@ import secrets
 from enum import StrEnum
 
 from millrace import errors
-from millrace.keys import write_probe_key
+from millrace.keys.probes import make_write_probe_key
 from millrace.storage.list import list_objects
 from millrace.storage.open import Store
 from millrace.storage.read import head
@@ -22,7 +22,7 @@ class RequestOutcome(StrEnum):
     NOT_FOUND = "not found"  # no such bucket, or object
     THROTTLED = "throttled"  # the store asks clients to wait
     UNREACHABLE = "unreachable"  # the store does not answer, or is broken
-    WRONG = "wrong"  # the store does not do what it says
+    WRONG = "wrong"  # the store returned other bytes than were written
     UNKNOWN = "unknown"  # any other error
 
 
@@ -50,7 +50,7 @@ def check_access(store: Store, right: Right, scope: str = "") -> None:
     Args:
         store: Store, opened with the credentials.
         right: Right that the credentials must have.
-        scope: Prefix that they must have it for, such as a dataset's name.
+        scope: Prefix for which the credentials need the right, such as a dataset's name.
 
     Raises:
         DeniedError: The credentials lack the right. The message names the refused request.
@@ -71,7 +71,7 @@ def check_access(store: Store, right: Right, scope: str = "") -> None:
 
 
 def _check_write(store: Store, scope: str) -> None:
-    probe = write_probe_key(scope, secrets.token_hex(8))
+    probe = make_write_probe_key(scope, secrets.token_hex(8))
     try:
         create(store, probe, b"")
     except errors.DeniedError as error:

@@ -12,7 +12,7 @@ from millrace.schemas.checkpoint import Checkpoint
 
 
 class Destination(Protocol):
-    """A place for checkpoints. What is there is found by listing, and committed once."""
+    """Destination of checkpoints. A listing finds them, and each is committed once."""
 
     @property
     def url(self) -> str:
@@ -27,30 +27,30 @@ class Destination(Protocol):
         within: timedelta | None = None,
         timeout: timedelta = REQUEST_TIMEOUT,
     ) -> ProbeResult:
-        """Try what a save does, and leave nothing behind. As of `millrace.checkpoints.probing`."""
+        """Try the requests of a save, and leave no object. See `millrace.checkpoints.probing`."""
         ...
 
     def iterate_checkpoints(self, job: str) -> Iterator[Checkpoint]:
-        """Return the complete checkpoints of a job, newest first. Their files are not looked at."""
+        """Yield the complete checkpoints of a job, newest first. The files are not read."""
         ...
 
     def read_checkpoint(self, job: str, step: int) -> Checkpoint:
         """Return the checkpoint of a step.
 
         Raises:
-            NotFoundError: There is none that is complete.
-            CorruptError: What is there is not the checkpoint of this job and step.
+            NotFoundError: There is no complete checkpoint of this step.
+            CorruptError: The metadata is damaged, or belongs to another job or step.
         """
         ...
 
     def open_content(self, checkpoint: Checkpoint) -> Content:
-        """Return the content of a checkpoint; its files are verified when they are read."""
+        """Return the content of a checkpoint. Each file is verified when it is read."""
         ...
 
     def verify(
         self, checkpoint: Checkpoint, *, check: VerifyDepth = VerifyDepth.DIGESTS
     ) -> dict[str, str]:
-        """Return the damage of a checkpoint: a sentence by the digest of each file at fault."""
+        """Return a sentence about the damage of each damaged file, by the file's digest."""
         ...
 
     def publish(
@@ -62,22 +62,22 @@ class Destination(Protocol):
         uploads: int = 4,
         progress: Progress = ignore_event,
     ) -> Checkpoint:
-        """Bring a checkpoint here, and commit it once, under the same step.
+        """Upload a checkpoint to this destination, and commit it under the same step.
 
-        What is here already is not sent again. Killed at any time, the next call goes on; of
-        several callers one commits, and all return what it has committed.
+        Files that the destination has are not sent again. After a kill, another call continues. Of
+        several callers one commits, and all return the committed checkpoint.
 
         Args:
-            checkpoint: Which.
-            content: Its files, wherever they are.
-            job: Whose it is here.
-            uploads: Files that are uploaded at once; each takes its size in memory.
-            progress: Told of each file: ``checkpoint.part``, and at the end ``checkpoint.saved``.
+            checkpoint: Metadata of the checkpoint.
+            content: Files of the checkpoint.
+            job: Name of the job at this destination.
+            uploads: Number of files that are uploaded at once. Each needs its size in memory.
+            progress: Receives ``checkpoint.part`` for each file, then ``checkpoint.saved``.
 
         Raises:
-            CorruptError: A file is not the bytes that were saved: nothing was committed.
-            ConflictError: Another checkpoint of this step is here.
-            UnavailableError, DeniedError: The place fails, or refuses.
+            CorruptError: A file has other bytes than were saved. Nothing was committed.
+            ConflictError: The destination has another checkpoint of this step.
+            UnavailableError, DeniedError: The destination does not answer, or refuses.
         """
         ...
 
@@ -91,6 +91,6 @@ def copy_checkpoint(
     uploads: int = 4,
     progress: Progress = ignore_event,
 ) -> Checkpoint:
-    """Copy a checkpoint from one place to another, verified on both sides. See `publish`."""
+    """Copy a checkpoint to another destination, verified on both sides. See `publish`."""
     content = source.open_content(checkpoint)
     return destination.publish(checkpoint, content, job, uploads=uploads, progress=progress)

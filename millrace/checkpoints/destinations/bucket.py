@@ -1,4 +1,4 @@
-"""A store as a destination: a bucket, or a folder."""
+"""Bucket or folder as a destination of checkpoints."""
 
 import threading
 from collections.abc import Iterator
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from millrace.checkpoints import find
-from millrace.checkpoints.contents import Content, content_of
+from millrace.checkpoints.contents import Content, open_content
 from millrace.checkpoints.cooldown.shared_upload import SharedUpload
 from millrace.checkpoints.find import VerifyDepth
 from millrace.checkpoints.probing import REQUEST_TIMEOUT, ProbeResult, probe
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Store, list_objects
@@ -18,10 +18,10 @@ from millrace.storage import Store, list_objects
 
 @dataclass(frozen=True, slots=True)
 class StoreDestination:
-    """Checkpoints in a store, each file an object under its digest.
+    """Destination in a store, with each file as an object under its digest.
 
     Attributes:
-        store: Which.
+        store: Store of the checkpoints.
     """
 
     store: Store
@@ -39,7 +39,7 @@ class StoreDestination:
         within: timedelta | None = None,
         timeout: timedelta = REQUEST_TIMEOUT,
     ) -> ProbeResult:
-        """Tell whether a job could save here."""
+        """Try the requests of a save."""
         return probe(self.store, job, size=size, within=within, timeout=timeout)
 
     def iterate_checkpoints(self, job: str) -> Iterator[Checkpoint]:
@@ -52,7 +52,7 @@ class StoreDestination:
 
     def open_content(self, checkpoint: Checkpoint) -> Content:
         """Return the content of a checkpoint."""
-        return content_of(self.store, checkpoint)
+        return open_content(self.store, checkpoint)
 
     def verify(
         self, checkpoint: Checkpoint, *, check: VerifyDepth = VerifyDepth.DIGESTS

@@ -1,4 +1,4 @@
-"""What nobody has any more is released, and nothing else."""
+"""The reaper releases machines without an owner, and nothing else."""
 
 from datetime import UTC, datetime, timedelta
 

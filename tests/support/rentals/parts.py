@@ -8,7 +8,7 @@ from typing import Any, cast
 from pydantic import SecretStr
 
 from millrace import errors
-from millrace.keys import MachineKeys, RentalKeys
+from millrace.keys.rentals import MachineKeys, RentalKeys
 from millrace.progress import Event
 from millrace.rentals import (
     Instance,

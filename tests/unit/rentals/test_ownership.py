@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from millrace import errors
-from millrace.keys import RentalKeys
+from millrace.keys.rentals import RentalKeys
 from millrace.lease import Lease
 from millrace.rentals.guest.watchdog import DETACHED
 from millrace.rentals.ownership import Ownership
