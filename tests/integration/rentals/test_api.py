@@ -163,7 +163,7 @@ def test_a_list_whose_pages_do_not_end_is_unreadable(world: Reset, rows: int) ->
         return {"instances": machines, "total": 0, "next_token": f"{token[-50:]}x{pages}"}
 
     vast._fetch_page = fetch
-    with pytest.raises(errors.UnavailableError, match="came in part"):
+    with pytest.raises(errors.UnavailableError, match="is incomplete"):
         vast.list_instances()
     assert pages < 2000
 
