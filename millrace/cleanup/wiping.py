@@ -78,7 +78,7 @@ def survey_wipe(spec: StoreSpec, *, progress: Progress = ignore_event) -> StoreC
     objects = size = 0
     for entry in _iterate_entries(store, protection, progress):
         objects += 1
-        size += entry.stat.size
+        size += entry.size
     return StoreContents(store.url, objects, size, _count_versions(store))
 
 
@@ -143,7 +143,7 @@ def wipe(
         protection = ProtectionPolicy([store], (), VerifyDepth.SIZES, read_store_clock(store))
         lease_check = _LeaseCheck(protection)
         for entry in _iterate_entries(store, protection, ignore_event):
-            lease_check.add_scopes(entry.stat.key)
+            lease_check.add_scopes(entry.key)
         result = delete_entries(store, plan, entries, lease_check, progress, in_phases=False)
     if lease_check.reason:
         raise errors.HeldError(
@@ -182,7 +182,7 @@ class _LeaseCheck:
         self._protection.refresh_leases()
 
     def __call__(self, entry: PlanEntry) -> str:
-        self.reason = self.reason or self._explain_use(entry.stat.key)
+        self.reason = self.reason or self._explain_use(entry.key)
         return self.reason
 
     def _explain_use(self, key: str) -> str:

@@ -153,8 +153,8 @@ def _show_keys(config: "CleanupSettings", plan: "CleanupPlan") -> None:
 
     with open_plan(open_store(config.store), plan.name) as (_, entries):
         for entry in entries:
-            size = format_size(entry.stat.size)
-            echo(f"{entry.stat.key}  {size}  rule {entry.rule_index + 1}")
+            size = format_size(entry.size)
+            echo(f"{entry.key}  {size}  rule {entry.rule_index + 1}")
 
 
 @bucket.command()

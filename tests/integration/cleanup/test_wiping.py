@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from millrace import errors
+from millrace import deletion, errors
 from millrace.cleanup import (
     abort_uploads,
-    executor,
     make_confirmation,
     plan_wipe,
     survey_wipe,
@@ -126,9 +125,9 @@ def test_what_was_written_since_a_wiping_was_planned_stays(place):
 
 
 def test_a_lease_that_appears_between_two_batches_ends_the_wiping(tmp_path, monkeypatch):
-    monkeypatch.setattr(executor, "_BATCH", 10)
+    monkeypatch.setattr(deletion, "_BATCH", 10)
     monkeypatch.setattr(
-        executor, "_MAX_BATCHES", 1
+        deletion, "_MAX_BATCHES", 1
     )  # each batch is settled before the next is chosen
     place = Place(open_store((tmp_path / "bucket").as_uri()))
     place.put("another.txt")
