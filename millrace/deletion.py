@@ -1,21 +1,34 @@
-"""Delete planned objects that are unchanged since the plan, and that a check does not keep.
+"""Delete planned objects, and abort planned uploads.
 
-Just before each batch is deleted, its objects are listed again. Objects that were written since
-the plan stay, and missing objects are counted. A write between that listing and the delete is not
-seen: no known store can exclude it.
+Just before each batch is deleted, its objects are checked and listed again. Objects that a check
+keeps, or that were written since the plan, stay. Missing objects are counted. A write between that
+listing and the delete is not seen: no known store can exclude it.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from itertools import groupby, islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from millrace import errors
 from millrace.keys import find_common_prefix
 from millrace.progress import Event, Progress, ignore_event
-from millrace.storage import Backend, DeleteFailure, Stat, Store, delete, head, list_objects
+from millrace.storage import (
+    Backend,
+    DeleteFailure,
+    Stat,
+    Store,
+    UnfinishedUpload,
+    abort_upload,
+    delete,
+    head,
+    list_objects,
+    list_uploads,
+    measure_upload,
+)
 
 _BATCH = 1000
 _MAX_BATCHES = 8
@@ -101,9 +114,10 @@ def delete_planned(
     check: DeletionCheck[PlannedT] | None = None,
     find_phase: Callable[[PlannedT], DeletionPhase | None] = lambda _: None,
     count: Callable[[PlannedT], None] = lambda _: None,
+    max_batches: int | None = None,
     progress: Progress = ignore_event,
 ) -> DeletionResult:
-    """Delete planned objects in batches, eight at a time.
+    """Delete planned objects in batches of 1,000.
 
     Args:
         store: Store of the objects.
@@ -112,13 +126,15 @@ def delete_planned(
             deletion; batches that have begun are completed.
         find_phase: Return the phase of an object; None if it is deleted by itself.
         count: Called with each deleted object, in the thread of the caller.
+        max_batches: Number of batches that are deleted at once; by default eight.
         progress: Told ``cleaning.deleted`` with ``objects`` and ``bytes`` so far, each batch.
 
     Raises:
         DeniedError, UnavailableError: A listing cannot be read.
     """
-    with ThreadPoolExecutor(_MAX_BATCHES, thread_name_prefix="cleaning") as pool:
-        deleter = _BatchDeleter(store, pool, check, count, progress, deque())
+    max_batches = max_batches or _MAX_BATCHES
+    with ThreadPoolExecutor(max_batches, thread_name_prefix="cleaning") as pool:
+        deleter = _BatchDeleter(store, pool, max_batches, check, count, progress, deque())
         for phase, group in groupby(planned, key=find_phase):
             deleter.delete_group(phase, group)
             if deleter.has_given_up:
@@ -147,6 +163,7 @@ class _BatchDeleter(Generic[PlannedT]):
 
     store: Store
     pool: ThreadPoolExecutor
+    max_batches: int
     check: DeletionCheck[PlannedT] | None
     count: Callable[[PlannedT], None]
     progress: Progress
@@ -174,7 +191,7 @@ class _BatchDeleter(Generic[PlannedT]):
             is_complete &= len(deletable) == len(batch)
             if deletable:
                 self.pending.append(self.pool.submit(_delete_batch, self.store, deletable))
-            is_complete &= self.await_batches(_MAX_BATCHES - 1)
+            is_complete &= self.await_batches(self.max_batches - 1)
             if self.has_given_up:
                 return
         if phase and not (self.await_batches(0) and is_complete):
@@ -269,3 +286,84 @@ def _is_same(planned: Stat, now: Stat) -> bool:
         now.size,
         now.last_modified,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class StaleUpload(UnfinishedUpload):
+    """Unfinished upload to abort.
+
+    Attributes:
+        size: Billed bytes when the upload was found.
+    """
+
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class StaleUploads:
+    """Unfinished uploads that are old enough to be aborted.
+
+    Attributes:
+        uploads: Uploads to abort.
+        recent: Number of uploads that are not old enough.
+        failures: Uploads that could not be measured or aborted.
+        is_aborted: Whether the uploads were aborted, or only found.
+    """
+
+    uploads: tuple[StaleUpload, ...]
+    recent: int
+    failures: tuple[DeleteFailure, ...]
+    is_aborted: bool = False
+
+    @property
+    def successes(self) -> tuple[StaleUpload, ...]:
+        """Uploads without a failure."""
+        failed = {failure.key for failure in self.failures}
+        return tuple(one for one in self.uploads if one.key not in failed)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the uploads without a failure."""
+        return sum(one.size for one in self.successes)
+
+
+def find_stale_uploads(store: Store, before: datetime, *, prefix: str = "") -> StaleUploads:
+    """Find the unfinished uploads that were started before a time. Aborts none.
+
+    Args:
+        store: Store of the uploads, with credentials to write.
+        before: Time by the store's clock.
+        prefix: Prefix of the keys.
+
+    Raises:
+        DeniedError: The credentials may not list uploads.
+    """
+    uploads: list[StaleUpload] = []
+    failures: list[DeleteFailure] = []
+    recent = 0
+    for one in list_uploads(store, prefix):
+        if one.started_at >= before:
+            recent += 1
+            continue
+        size = 0
+        try:
+            size = measure_upload(store, one)
+        except errors.MillraceError as error:
+            failures.append(DeleteFailure(one.key, errors.format_error(error)))
+        uploads.append(StaleUpload(one.key, one.id, one.started_at, size))
+    return StaleUploads(tuple(uploads), recent, tuple(failures))
+
+
+def abort_uploads(store: Store, found: StaleUploads) -> StaleUploads:
+    """Abort the uploads that `find_stale_uploads` has found, and no others.
+
+    Returns:
+        The same uploads, with those that could not be aborted as failures.
+    """
+    failures = list(found.failures)
+    for one in found.successes:
+        try:
+            abort_upload(store, one)
+        except errors.MillraceError as error:
+            failures.append(DeleteFailure(one.key, errors.format_error(error)))
+    return replace(found, failures=tuple(failures), is_aborted=True)

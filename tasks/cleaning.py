@@ -12,13 +12,14 @@ from millrace.cleanup import (
     CleanupResult,
     CleanupSettings,
     Rule,
-    StaleUploadsResult,
+    StaleUploads,
     StoreContents,
     WorkerJunk,
     abort_uploads,
     describe_rule,
     estimate_monthly_savings,
     execute,
+    find_stale_uploads,
     make_plan,
     plan_wipe,
     read_first_keys,
@@ -191,11 +192,10 @@ def execute_wipe(
     retry_delay_seconds=RETRY_DELAYS,
     retry_condition_fn=should_retry,
 )
-def abort_stale_uploads(
-    spec: StoreSpec, older_than: cleanup.Age, *, dry_run: bool
-) -> StaleUploadsResult:
+def abort_stale_uploads(spec: StoreSpec, older_than: cleanup.Age, *, dry_run: bool) -> StaleUploads:
     """Find unfinished uploads, and abort them unless it is a dry run."""
-    return abort_uploads(spec, older_than=older_than, dry_run=dry_run)
+    found = find_stale_uploads(spec, older_than=older_than)
+    return found if dry_run else abort_uploads(spec, found)
 
 
 @task(cache_policy=NO_CACHE)
@@ -245,7 +245,7 @@ def report_cleaning(plan: CleanupPlan, done: CleanupResult) -> None:
 
 
 @task(cache_policy=NO_CACHE)
-def report_uploads(found: Mapping[str, StaleUploadsResult]) -> None:
+def report_uploads(found: Mapping[str, StaleUploads]) -> None:
     """Publish the report."""
     text = describe_uploads(found)
     publish_report(text, key="unfinished-uploads", description="Unfinished uploads")
@@ -316,11 +316,11 @@ def describe_cleaning(plan: CleanupPlan, done: CleanupResult) -> Markdown:
     )
 
 
-def describe_uploads(found: Mapping[str, StaleUploadsResult]) -> Markdown:
+def describe_uploads(found: Mapping[str, StaleUploads]) -> Markdown:
     """Return the report of unfinished uploads."""
     aborted = any(one.is_aborted for one in found.values())
     whole = sum(one.size for one in found.values())
-    done = sum(len(one.uploads) - len(one.failures) for one in found.values())
+    done = sum(len(one.successes) for one in found.values())
     rows = [
         (format_code(url), len(one.uploads), format_size(one.size), one.recent, len(one.failures))
         for url, one in found.items()

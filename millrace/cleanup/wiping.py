@@ -18,7 +18,7 @@ from millrace.cleanup.plans import (
     write_plan,
 )
 from millrace.cleanup.protection import ProtectionPolicy, read_store_clock
-from millrace.cleanup.stale_uploads import abort_uploads
+from millrace.cleanup.stale_uploads import abort_uploads, find_stale_uploads
 from millrace.keys import CLEANING, ObjectKind, RentalKeys, classify_key, parse_rental
 from millrace.lease import StoreClock
 from millrace.progress import Progress, ignore_event
@@ -79,10 +79,11 @@ def survey_wipe(spec: StoreSpec, *, progress: Progress = ignore_event) -> StoreC
     for entry in _iterate_entries(store, protection, progress):
         objects += 1
         size += entry.size
-    return StoreContents(store.url, objects, size, _count_versions(store))
+    return StoreContents(store.url, objects, size, count_older_versions(store))
 
 
-def _count_versions(store: Store) -> VersionCount | None:
+def count_older_versions(store: Store) -> VersionCount | None:
+    """Count the older versions and delete markers; None if the credentials may not list them."""
     try:
         return count_versions(store)
     except errors.DeniedError:
@@ -153,12 +154,15 @@ def wipe(
     if not result.failures:
         delete(store, [stat.key for stat in list_objects(store, f"{CLEANING}/")])
     try:
-        failures = abort_uploads(spec, older_than=timedelta(0), dry_run=False).failures
+        stale_uploads = find_stale_uploads(spec, older_than=timedelta(0))
+        failures = abort_uploads(spec, stale_uploads).failures
     except errors.DeniedError as error:
         failures = (DeleteFailure("unfinished uploads", errors.format_error(error)),)
     if versions:  # last, because the deletes above have left versions too
         failures = (*failures, *_delete_all_versions(store))
-    return replace(result, failures=(*result.failures, *failures), versions=_count_versions(store))
+    return replace(
+        result, failures=(*result.failures, *failures), versions=count_older_versions(store)
+    )
 
 
 class _LeaseCheck:

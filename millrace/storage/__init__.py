@@ -36,7 +36,6 @@ from millrace.storage.versions import (
 from millrace.storage.write import (
     DeleteFailure,
     UnfinishedUpload,
-    abort_stale_uploads,
     abort_upload,
     copy,
     create,
@@ -62,7 +61,6 @@ __all__ = [
     "StoreSpec",
     "UnfinishedUpload",
     "VersionCount",
-    "abort_stale_uploads",
     "abort_upload",
     "call_boto3",
     "check_access",
