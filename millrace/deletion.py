@@ -8,10 +8,10 @@ listing and the delete is not seen: no known store can exclude it.
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from itertools import groupby, islice
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from millrace import errors
 from millrace.keys import find_common_prefix
@@ -105,6 +105,10 @@ class DeletionResult:
     skipped: dict[str, int]
     failures: tuple[DeleteFailure, ...]
     has_given_up: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return these attributes by name, without those of a derived class."""
+        return {one.name: getattr(self, one.name) for one in fields(DeletionResult)}
 
 
 def delete_planned(

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from millrace.checkpoints.retention import (
         Removal,
         RetentionPlan,
-        RetentionResult,
         apply_retention,
         pin,
         plan_retention,
@@ -75,7 +74,6 @@ __all__ = [
     "Ranks",
     "Removal",
     "RetentionPlan",
-    "RetentionResult",
     "RetentionSettings",
     "SaveSettings",
     "SavedSource",
@@ -124,7 +122,6 @@ _MODULES = {
     "ProbeResult": "probing",
     "Ranks": "ranks",
     "Removal": "retention",
-    "RetentionResult": "retention",
     "RetentionSettings": "settings",
     "RetentionPlan": "retention",
     "SaveSettings": "settings",

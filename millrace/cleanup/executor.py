@@ -7,7 +7,7 @@ execution was killed can be executed again: missing objects are counted and skip
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import orjson
 
@@ -115,7 +115,7 @@ def delete_entries(
         progress=progress,
     )
     result = CleanupResult(
-        **{one.name: getattr(deletion, one.name) for one in fields(deletion)},
+        **deletion.to_dict(),
         plan=plan,
         objects=dict(tally.objects),
         size=dict(tally.size),

@@ -26,7 +26,7 @@ from millrace.terminal import echo, make_console, make_table
 
 if TYPE_CHECKING:
     from millrace.audit import Finding
-    from millrace.cleanup import CleanupPlan, CleanupResult, CleanupSettings, Rule, WorkerJunk
+    from millrace.cleanup import CleanupPlan, CleanupSettings, Rule, WorkerJunk
     from millrace.storage import VersionCount
 
 
@@ -146,7 +146,8 @@ def clean(
     with ObjectsBar() as progress:
         progress.start_deleting(plan.objects)
         done = execute(config, plan.name, progress=progress)
-    return CommandResult(data | _describe(done), show_deletion(done, seconds=done.seconds))
+    code = show_deletion(done, seconds=done.seconds)
+    return CommandResult(data | done.to_dict() | {"seconds": done.seconds}, code)
 
 
 def _show_keys(config: "CleanupSettings", plan: "CleanupPlan") -> None:
@@ -215,7 +216,7 @@ def wipe(location: str, *, typed: str | None, versions: bool, dry_run: bool) -> 
         )
     elif done.versions is None:
         echo("Whether older versions are left is not known: these keys may not list them.")
-    return CommandResult(data | _describe(done), code)
+    return CommandResult(data | done.to_dict() | {"seconds": done.seconds}, code)
 
 
 @bucket.command("abort-uploads")
@@ -292,12 +293,3 @@ def _show_junk(junk: "Sequence[WorkerJunk]") -> None:
         echo(f"{format_count(one.objects, 'object')}, {format_size(one.size)}, are junk of {owner}")
     if len(junk) > 20:
         echo(f"and junk of {len(junk) - 20} more workers")
-
-
-def _describe(done: "CleanupResult") -> dict[str, object]:
-    """Return what `--json` prints of a deletion."""
-    return {
-        "deleted_objects": done.deleted_objects, "deleted_bytes": done.deleted_bytes,
-        "missing": done.missing, "skipped": done.skipped, "seconds": done.seconds,
-        "failures": [{"key": one.key, "reason": one.reason} for one in done.failures],
-    }  # fmt: skip

@@ -16,6 +16,7 @@ from millrace.cli.common import (
     confirm,
     format_size,
     print_result,
+    show_deletion,
     take_settings_file,
 )
 from millrace.formatting import format_count
@@ -191,13 +192,8 @@ def retain(
     if not confirm(f"Delete {count}?", yes=yes):
         return CommandResult(data, 1)
     done = apply_retention(store, plan)
-    for failure in done.failures:
-        echo(f"{store.make_url(failure.key)}: {failure.reason}", err=True)
-    if done.skipped:
-        echo(f"{format_count(len(done.skipped), 'object')} stay: they are in use by now.")
-    echo(f"Deleted {format_count(done.removed, 'object')}, {format_size(done.size)}.")
-    data |= {"deleted_objects": done.removed, "deleted_bytes": done.size}
-    return CommandResult(data, 1 if done.failures else 0)
+    code = show_deletion(done)
+    return CommandResult(data | done.to_dict(), code)
 
 
 @checkpoint.command()
