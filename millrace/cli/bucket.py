@@ -14,14 +14,13 @@ from millrace.cli.common import (
     NounGroup,
     add_yes_option,
     confirm,
-    format_size,
     print_result,
     read_store,
     show_deletion,
     show_failures,
     take_settings_file,
 )
-from millrace.formatting import clean_text, format_count
+from millrace.formatting import clean_text, format_count, format_size
 from millrace.terminal import echo, make_console, make_table
 
 if TYPE_CHECKING:

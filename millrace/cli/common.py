@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from millrace import errors
-from millrace.formatting import format_count
+from millrace.formatting import format_count, format_size
 from millrace.terminal import echo, echo_text, print_json, reserve_stdout
 
 if TYPE_CHECKING:
@@ -209,15 +209,6 @@ def write_template(path: Path, text: str) -> None:
         ) from None
     except OSError as error:
         raise errors.ConfigurationError(f"{path} cannot be written: {error.strerror}.") from None
-
-
-def format_size(size: float) -> str:
-    """Return a number of bytes with its unit, such as ``2.0 MB``."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
 
 
 def show_failures(failures: "Sequence[DeleteFailure]") -> None:

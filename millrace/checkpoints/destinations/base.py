@@ -1,13 +1,16 @@
 """Interface of the destinations of checkpoints."""
 
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
 from millrace.checkpoints.contents import Content
 from millrace.checkpoints.find import VerifyDepth
 from millrace.checkpoints.probing import REQUEST_TIMEOUT, ProbeResult
-from millrace.progress import Progress, ignore_event
+from millrace.errors import DeniedError
+from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint
 
 
@@ -94,3 +97,52 @@ def copy_checkpoint(
     """Copy a checkpoint from one place to another, verified on both sides. See `publish`."""
     content = source.open_content(checkpoint)
     return destination.publish(checkpoint, content, job, uploads=uploads, progress=progress)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferredCheckpoint:
+    """A checkpoint that was copied to a destination.
+
+    Attributes:
+        url: URL of the destination.
+        checkpoint: The checkpoint as it was committed there.
+        sent_bytes: Bytes that this call sent; the others were there before.
+        seconds: Duration of the copy.
+    """
+
+    url: str
+    checkpoint: Checkpoint
+    sent_bytes: int
+    seconds: float
+
+
+def transfer_checkpoint(
+    source: Destination,
+    checkpoint: Checkpoint,
+    destination: Destination,
+    job: str,
+    *,
+    progress: Progress = ignore_event,
+) -> TransferredCheckpoint:
+    """Copy a checkpoint as `copy_checkpoint` does, and measure the copy."""
+    began, sent = time.monotonic(), 0
+
+    def count_bytes(event: Event) -> None:
+        nonlocal sent
+        if event.name == "checkpoint.part":
+            sent += int(event.figures["sent"])
+        progress(event)
+
+    saved = copy_checkpoint(source, checkpoint, destination, job, progress=count_bytes)
+    return TransferredCheckpoint(destination.url, saved, sent, time.monotonic() - began)
+
+
+def check_destination(destination: Destination, job: str) -> None:
+    """Refuse a destination that a job cannot save to, before anything is read.
+
+    Raises:
+        DeniedError: The probe of the destination failed.
+    """
+    found = destination.probe(job)
+    if not found.is_ready:
+        raise DeniedError(f"{destination.url}: {found.verdict}: {found.reason}")
