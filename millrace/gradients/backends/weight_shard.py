@@ -24,8 +24,7 @@ from millrace.gradients.sync.chain import encode_update, iterate_merged, store_u
 from millrace.gradients.sync.merge import (
     Gradients,
     MergedRun,
-    MergeSettings,
-    MergeWeights,
+    MergeRequest,
     compute_products,
     digest_indices,
     group_tensors,
@@ -182,9 +181,7 @@ class WeightShard:
         store: Store,
         keys: ChainKeys,
         step: int,
-        codec: Codec,
-        settings: MergeSettings,
-        weights: MergeWeights,
+        request: MergeRequest,
         outer: OuterOptimizer,
     ) -> list[Update]:
         """Merge what was received, store it, and apply it: one object's tensors at a time.
@@ -193,23 +190,19 @@ class WeightShard:
             store: The aggregator's bucket.
             keys: Of the run.
             step: That the weights are at after it.
-            codec: How gradients are compressed.
-            settings: The rule.
-            weights: What each worker counts.
+            request: Merge of the received gradients.
             outer: How what is merged is applied.
         """
         shapes = {name: self._state.weights[name].shape for name in self._names}
         made: list[Update] = []
-        for names in group_tensors(shapes, settings.values):
+        for names in group_tensors(shapes, request.settings.values):
             merged = {
-                name: merge_tensor(
-                    name, self._received, codec, settings, weights, threads=self._threads
-                )
+                name: merge_tensor(name, self._received, request, threads=self._threads)
                 for name in names
             }
             made.append(store_update(store, keys, step, encode_update(merged), len(names)))
             for name, runs in merged.items():
-                self._state.apply(name, runs, codec, outer)
+                self._state.apply(name, runs, request.codec, outer)
         return made
 
     # -- checkpoints
