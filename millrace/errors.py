@@ -31,6 +31,10 @@ class DeniedError(MillraceError):
     reason: str = ""
 
 
+class ReadOnlyError(DeniedError):
+    """The credentials may list objects, and not write, overwrite or delete them."""
+
+
 class ChangedError(MillraceError):
     """An object is no longer the one that was meant (its ETag, size or time differs)."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from millrace import errors
+from millrace import audit, errors
 from millrace.checkpoints import (
     HubSpec,
     SavedSource,
@@ -105,7 +105,7 @@ def verify_job(spec: StoreSpec, job: str, depth: VerifyDepth) -> list[Checkpoint
 )
 def check_destination(target: StoreSpec | HubSpec, job: str) -> None:
     """Refuse a destination that a job cannot save to, before anything is read."""
-    destinations.check_destination(open_destination(target), job)
+    audit.check_destination(open_destination(target), job)
 
 
 @task(

@@ -16,9 +16,10 @@ from prefect.states import Completed
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from blocks import Bucket
+from millrace.audit import check_access
 from millrace.datasets.sources import SourceSettings
 from millrace.errors import ConfigurationError
-from millrace.storage import Location, Right, StoreSpec, check_access, open_store
+from millrace.storage import Location, Right, StoreSpec, open_store
 from tasks.retries import RETRY_DELAYS, should_retry
 
 B = TypeVar("B", bound=Block)

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
         verify,
     )
     from millrace.checkpoints.loading import LoadedCheckpoint, load, load_into
-    from millrace.checkpoints.probing import ProbeResult, ProbeVerdict, probe
     from millrace.checkpoints.ranks import Ranks
     from millrace.checkpoints.retention import (
         Removal,
@@ -69,8 +68,6 @@ __all__ = [
     "Membership",
     "OnTimeout",
     "PendingSave",
-    "ProbeResult",
-    "ProbeVerdict",
     "Ranks",
     "Removal",
     "RetentionPlan",
@@ -97,7 +94,6 @@ __all__ = [
     "open_destination",
     "pin",
     "plan_retention",
-    "probe",
     "quarantine",
     "read_checkpoint",
     "survey",
@@ -119,7 +115,6 @@ _MODULES = {
     "Membership": "cooldown.membership",
     "OnTimeout": "settings",
     "CooldownOutcome": "cooldown.cooldown",
-    "ProbeResult": "probing",
     "Ranks": "ranks",
     "Removal": "retention",
     "RetentionSettings": "settings",
@@ -130,7 +125,6 @@ _MODULES = {
     "PendingSave": "saving",
     "EpochStatus": "cooldown.watch",
     "StoreDestination": "destinations",
-    "ProbeVerdict": "probing",
     "copy_checkpoint": "destinations",
     "cool_down": "cooldown.cooldown",
     "end_epoch": "cooldown.member",
@@ -140,7 +134,6 @@ _MODULES = {
     "open_destination": "destinations",
     "pin": "retention",
     "plan_retention": "retention",
-    "probe": "probing",
     "apply_retention": "retention",
     "content_of": "contents",
     "unpin": "retention",

@@ -112,12 +112,9 @@ def save(
     Example: millrace checkpoint save file:///scratch my-job r2://ACCOUNT/BUCKET
              millrace checkpoint save r2://ACCOUNT/BUCKET my-job hf://you/model
     """
-    from millrace.checkpoints import SavedSource, open_destination
-    from millrace.checkpoints.destinations import (
-        StoreDestination,
-        check_destination,
-        transfer_checkpoint,
-    )
+    from millrace.audit import check_destination
+    from millrace.checkpoints import SavedSource, StoreDestination, open_destination
+    from millrace.checkpoints.destinations import transfer_checkpoint
 
     origin, wanted = SavedSource(url=source, job=job, step=step).open()
     target, name = open_destination(destination), new_job or job
@@ -203,9 +200,10 @@ def probe(url: str, job: str, *, size: int, within: timedelta | None) -> Command
     \b
     Example: millrace checkpoint probe r2://ACCOUNT/BUCKET my-job --size 80GB --within 20m
     """
+    from millrace.audit import probe as probe_destination
     from millrace.checkpoints import open_destination
 
-    found = open_destination(url).probe(job, size=size, within=within)
+    found = probe_destination(open_destination(url), job, size=size, within=within)
     echo(f"{found.verdict}: {found.reason}")
     if found.rate:
         echo(f"One upload: {found.rate / 1e6:.1f} MB/s.")

@@ -1,6 +1,5 @@
 """Bytes at a URL: obstore with our defaults. One verb a function, one group of verbs a file."""
 
-from millrace.storage.check import RequestOutcome, check_access, classify_error
 from millrace.storage.clients import make_boto3_client, open_filesystem
 from millrace.storage.list import list_folders, list_objects
 from millrace.storage.open import (
@@ -53,7 +52,6 @@ __all__ = [
     "DeleteFailure",
     "Location",
     "ObjectVersion",
-    "RequestOutcome",
     "Right",
     "Stat",
     "Store",
@@ -63,8 +61,6 @@ __all__ = [
     "VersionCount",
     "abort_upload",
     "call_boto3",
-    "check_access",
-    "classify_error",
     "copy",
     "count_versions",
     "create",

@@ -3,7 +3,6 @@
 from millrace.checkpoints.destinations.base import (
     Destination,
     TransferredCheckpoint,
-    check_destination,
     copy_checkpoint,
     transfer_checkpoint,
 )
@@ -18,7 +17,6 @@ __all__ = [
     "HubSpec",
     "StoreDestination",
     "TransferredCheckpoint",
-    "check_destination",
     "copy_checkpoint",
     "open_destination",
     "transfer_checkpoint",

@@ -1,17 +1,21 @@
 """Interface of the destinations of checkpoints."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
 from millrace.checkpoints.contents import Content
 from millrace.checkpoints.find import VerifyDepth
-from millrace.checkpoints.probing import REQUEST_TIMEOUT, ProbeResult
-from millrace.errors import DeniedError
+from millrace.errors import CorruptError, DeniedError, ReadOnlyError
 from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint
+from millrace.storage import Store
+
+SAMPLE_SIZE = 4 << 20
+"""Bytes of the sample of `Destination.try_save`."""
 
 
 class Destination(Protocol):
@@ -22,15 +26,26 @@ class Destination(Protocol):
         """URL of the destination, without credentials."""
         ...
 
-    def probe(
-        self,
-        job: str,
-        *,
-        size: int = 0,
-        within: timedelta | None = None,
-        timeout: timedelta = REQUEST_TIMEOUT,
-    ) -> ProbeResult:
-        """Try what a save does, and leave nothing behind. As of `millrace.checkpoints.probing`."""
+    @property
+    def store(self) -> Store | None:
+        """Store of the destination; None for the Hub."""
+        ...
+
+    def try_save(self, job: str, *, timeout: timedelta) -> float:
+        """Do what a save does with a sample, and leave nothing behind.
+
+        Args:
+            job: Job of the checkpoints.
+            timeout: Longest time that each request is tried.
+
+        Returns:
+            Bytes a second of the upload.
+
+        Raises:
+            ReadOnlyError: The credentials may list, and not write, overwrite or delete.
+            DeniedError, NotFoundError, UnavailableError: A request fails.
+            CorruptError: Other bytes are read than were written.
+        """
         ...
 
     def iterate_checkpoints(self, job: str) -> Iterator[Checkpoint]:
@@ -85,6 +100,28 @@ class Destination(Protocol):
         ...
 
 
+@contextmanager
+def mark_read_only() -> Generator[None]:
+    """Raise a `ReadOnlyError` where credentials that may list are refused."""
+    try:
+        yield
+    except DeniedError as error:
+        raise ReadOnlyError(str(error)) from error
+
+
+def check_sample(url: str, body: bytes, written: bytes) -> None:
+    """Check that a destination returns the bytes that were written.
+
+    Raises:
+        CorruptError: It returns other bytes.
+    """
+    if body != written:
+        raise CorruptError(
+            f"{url} is not what was written a moment ago: this store is broken, or "
+            "something between here and there changes bytes or keeps old ones."
+        )
+
+
 def copy_checkpoint(
     source: Destination,
     checkpoint: Checkpoint,
@@ -135,14 +172,3 @@ def transfer_checkpoint(
 
     saved = copy_checkpoint(source, checkpoint, destination, job, progress=count_bytes)
     return TransferredCheckpoint(destination.url, saved, sent, time.monotonic() - began)
-
-
-def check_destination(destination: Destination, job: str) -> None:
-    """Refuse a destination that a job cannot save to, before anything is read.
-
-    Raises:
-        DeniedError: The probe of the destination failed.
-    """
-    found = destination.probe(job)
-    if not found.is_ready:
-        raise DeniedError(f"{destination.url}: {found.verdict}: {found.reason}")
