@@ -38,7 +38,7 @@ from tasks.reports import (
     join_blocks,
     publish_report,
 )
-from tasks.retries import RETRY_DELAYS, should_retry
+from tasks.retries import retried_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +60,13 @@ class CheckpointVerification:
     faults: tuple[str, ...]
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def list_jobs(spec: StoreSpec) -> list[str]:
     """List the jobs that may have checkpoints."""
     return list(find_jobs(open_store(spec, make_folder=False)))
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def verify_job(spec: StoreSpec, job: str, depth: VerifyDepth) -> list[CheckpointVerification]:
     """Verify every checkpoint of a job. Changes nothing."""
     store = open_store(spec, make_folder=False)
@@ -97,23 +87,13 @@ def verify_job(spec: StoreSpec, job: str, depth: VerifyDepth) -> list[Checkpoint
     return found
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def check_destination(target: StoreSpec | HubSpec, job: str) -> None:
     """Refuse a destination that a job cannot save to, before anything is read."""
     audit.check_destination(open_destination(target), job)
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def transfer_checkpoint(
     source: SavedSource, target: StoreSpec | HubSpec, job: str
 ) -> TransferredCheckpoint:

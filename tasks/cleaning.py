@@ -40,7 +40,7 @@ from tasks.reports import (
     join_blocks,
     publish_report,
 )
-from tasks.retries import RETRY_DELAYS, should_retry
+from tasks.retries import retried_task
 
 _SHOWN = 50  # keys and errors in a report
 
@@ -114,12 +114,7 @@ def raise_failures(url: str, failures: tuple[DeleteFailure, ...]) -> None:
         )
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def plan_cleaning(settings: CleanupSettings) -> CleanupPlan:
     """Find the objects that the rules take. Deletes nothing."""
     with CleaningProgress(make_artifact_key("progress", "cleaning", "plan")) as progress:
@@ -128,35 +123,20 @@ def plan_cleaning(settings: CleanupSettings) -> CleanupPlan:
     return made
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def load_plan(spec: StoreSpec, name: str) -> CleanupPlan:
     """Return an earlier plan."""
     return read_plan(open_store(spec, make_folder=False), name)
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def execute_plan(settings: CleanupSettings, plan: CleanupPlan) -> CleanupResult:
     """Delete the objects of a plan. A second try continues after the first."""
     with CleaningProgress(make_artifact_key("progress", "cleaning"), plan.objects) as progress:
         return execute(settings, plan.name, progress=progress)
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def make_wipe_plan(spec: StoreSpec) -> CleanupPlan:
     """Plan the deletion of all objects of a store. Deletes nothing."""
     with CleaningProgress(make_artifact_key("progress", "wiping", "plan")) as progress:
@@ -165,12 +145,7 @@ def make_wipe_plan(spec: StoreSpec) -> CleanupPlan:
     return made
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def survey_bucket(spec: StoreSpec) -> StoreContents:
     """Count the objects that a wipe would delete. Writes nothing."""
     with CleaningProgress(make_artifact_key("progress", "wiping", "survey")) as progress:
@@ -186,12 +161,7 @@ def execute_wipe(
         return cleanup.wipe(spec, plan.name, confirm=confirm, versions=versions, progress=progress)
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def abort_stale_uploads(spec: StoreSpec, older_than: cleanup.Age, *, dry_run: bool) -> StaleUploads:
     """Find unfinished uploads, and abort them unless it is a dry run."""
     found = find_stale_uploads(spec, older_than=older_than)
