@@ -107,7 +107,7 @@ def list_machines(settings: Path) -> CommandResult:
         echo(describe_machine(one))
     count = format_count(len(found), "machine")
     echo(f"Rented: {count}, ${sum(one.cost for one in found):.2f} so far.")
-    return CommandResult([_describe_fields(one) for one in found])
+    return CommandResult(found)
 
 
 @machine.command()
@@ -157,13 +157,7 @@ def reap(settings: Path, *, dry_run: bool) -> CommandResult:
         echo(f"Closed: {result.closed_attempts}, of which nothing was left.")
     if result.foreign_attempts:
         echo(f"Another account pays for {result.foreign_attempts} more: look with its API key.")
-    data = {
-        "returned": [_describe_fields(one) for one in result.returned],
-        "kept": [_describe_fields(one) for one in result.kept],
-        "closed_attempts": result.closed_attempts,
-        "foreign_attempts": result.foreign_attempts,
-    }
-    return CommandResult(data)
+    return CommandResult(result)
 
 
 def show_offers(settings: "RentalSettings") -> "list[Offer]":
@@ -251,23 +245,6 @@ def describe_machine(machine: "MachineStatus") -> str:
         f"{status}, since {intent.begun:%Y-%m-%d %H:%M} until {intent.until:%Y-%m-%d %H:%M} UTC, "
         f"${instance.hourly_price:.3f} an hour, ${machine.cost:.2f} so far; {owner}."
     )
-
-
-def _describe_fields(one: "MachineStatus") -> dict[str, object]:
-    """Return what `--json` prints of a machine."""
-    intent = one.attempt.intent if one.attempt else None
-    return {
-        "rental": one.rental,
-        "label": one.instance.label,
-        "instance": one.instance.id,
-        "status": one.instance.status,
-        "since": intent and intent.begun,
-        "until": intent and intent.until,
-        "hourly_price": one.instance.hourly_price,
-        "dollars": one.cost,
-        "owner": one.owner,
-        "return_reason": one.return_reason,
-    }
 
 
 class _EventPrinter:
